@@ -1,0 +1,48 @@
+"""The step between backward() and optimizer.step(), for any framework.
+
+Gradients come in where they lie, micro-batches add up in fp32, workers are summed in rank order, the result is checked,
+clipped by its global norm, averaged and handed back. `GradientEngine` is the whole step; the parts work alone too.
+"""
+
+from gradengine.accumulate import BlockGradientSet, PerBlockGradientAccumulator
+from gradengine.buffer import RawBuffer
+from gradengine.clip import (
+    FusedClipState,
+    clip_by_global_norm,
+    clip_gradients_fused,
+    clip_lora_gradients_fused,
+    init_lora_fused_clip,
+)
+from gradengine.engine import GradientEngine, StepResult
+from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
+from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect, local_group
+from gradengine.layout import GradientLayout
+from gradengine.trainer import DistributedTrainer, shard_batches
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockGradientSet",
+    "CallerError",
+    "DistributedTrainer",
+    "Exchange",
+    "ExchangeError",
+    "FusedClipState",
+    "GradientEngine",
+    "GradientError",
+    "GradientLayout",
+    "GradientServer",
+    "NonFiniteGradient",
+    "PerBlockGradientAccumulator",
+    "RawBuffer",
+    "StepResult",
+    "WorkerClient",
+    "__version__",
+    "clip_by_global_norm",
+    "clip_gradients_fused",
+    "clip_lora_gradients_fused",
+    "connect",
+    "init_lora_fused_clip",
+    "local_group",
+    "shard_batches",
+]

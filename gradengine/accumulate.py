@@ -1,0 +1,393 @@
+"""Micro-batches add up here: one arena, one window at a time, written once for every device.
+
+The window's first contribution to a component overwrites it, so nothing is ever zeroed for a window. With `hold=n` up
+to n micro-batches are kept by reference and folded in one pass over the arena: the same additions in the same order,
+the same bits, less traffic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.buffer import Buffer
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
+from gradengine.gradients import Gradients, and_more, in_slot_order, refuse_other_shape
+from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
+from gradengine.layout import NON_BLOCK_COMPONENTS, Block, GradientLayout, Slot, Span
+from gradengine.window import Window, checked_weight, ordered_sum
+
+__all__ = ["BlockGradientSet", "PerBlockGradientAccumulator"]
+
+
+@final
+class PerBlockGradientAccumulator:
+    """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
+
+    Every call checks all it was given before it changes anything: after an error the state is what it was before.
+
+    Args:
+        layout: Where each component lies.
+        kernels: The device's kernels; NumPy on the CPU by default.
+        hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
+
+    Raises:
+        CallerError: `hold` is less than one.
+
+    Example:
+        >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
+        >>> accumulator.add_block(0, [np.array([1, 2], np.float32)])
+        >>> accumulator.add_block(0, [np.array([3, 4], np.float32)])
+        >>> accumulator.block(0).flatten()[:2]
+        array([4., 6.], dtype=float32)
+    """
+
+    def __init__(self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1) -> None:
+        if hold < 1:
+            raise CallerError("hold counts micro-batches", got=hold, expected="at least 1")
+        self.layout, self.hold = layout, hold
+        self.kernels: Kernels = kernels or kernels_for("cpu")
+        self.arena = self.kernels.allocate(layout.arena_size)
+        self.targets = tuple(_stretch(self.arena, slot.offset, slot.stop) for slot in layout.slots)
+        self.sums = SquaredSums([slot.size for slot in layout.slots])
+        self.kernels.fill_zero(list(_padding(self.arena, layout)))
+        self._window = Window(len(layout.slots))
+        self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer blocks of the layout."""
+        return len(self.layout.blocks)
+
+    @property
+    def accumulated_count(self) -> int:
+        """Micro-batches of the window so far, one that is still being added block by block included."""
+        return len(self._window.weights)
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the window's weights, in fp64, in order."""
+        return ordered_sum(float(weight) for weight in self._window.weights)
+
+    def add(self, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
+        """Add a whole micro-batch.
+
+        Args:
+            gradients: Mapping name -> gradient, or a sequence in layout order; fp32, fp16 or bf16. None stands for a
+                component that this micro-batch gave no gradient.
+            weight: What the micro-batch counts: 1, or its tokens. Used as fp32.
+            measure: Take the norm's squared sums in the same pass: for the window's last micro-batch.
+
+        Raises:
+            LayoutMismatch: A component is missing, unknown or misshapen.
+            BufferRefused: A gradient cannot be taken as it lies.
+            WindowError: The weight is not a finite number above 0.
+
+        Example:
+            >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of([(2,)]))
+            >>> accumulator.add([np.array([1, 2], np.float32)], weight=2.0)
+            >>> accumulator.accumulated_count, accumulator.total_weight
+            (1, 2.0)
+        """
+        self._add(self.layout.slots, gradients, weight, measure, "the layout")
+
+    def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
+        """Add one block's part of a micro-batch: a sequence in the block's order, or a mapping by component name.
+
+        Raises:
+            LayoutMismatch: No such block, or a component is missing, unknown or misshapen.
+            BufferRefused: A gradient cannot be taken as it lies.
+            WindowError: The weight is bad, or differs from what other blocks of this micro-batch were given.
+        """
+        block = self.layout.block(index)
+        self._add(block.slots, gradients, weight, measure, f"block {index}", f"{block.name}.")
+
+    def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, measure: bool = False) -> None:
+        """Add one component that lies in no block, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
+
+        Raises:
+            LayoutMismatch: No such component outside the blocks, or another shape.
+            BufferRefused: The gradient cannot be taken as it lies.
+            WindowError: The weight is bad, or differs from what other parts of this micro-batch were given.
+        """
+        slot = self.non_block_slot(name)
+        self._add((slot,), [gradient], weight, measure, f"component '{slot.name}'")
+
+    def block(self, index: int) -> BlockGradientSet:
+        """Block `index` as it stands: views into the arena, held micro-batches folded, zeros where nothing came yet.
+
+        Raises:
+            LayoutMismatch: No such block.
+        """
+        block = self.layout.block(index)
+        positions = [self._position[slot.name] for slot in block.slots]
+        self._settle(positions)
+        self._window.measured.difference_update(positions)  # the views may be written to
+        return BlockGradientSet(block, self.kernels, _stretch(self.arena, block.start, block.stop))
+
+    def average(self) -> None:
+        """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.
+
+        One micro-batch of weight 1, or none, changes nothing.
+
+        Raises:
+            WindowError: Some component has fewer micro-batches than the others.
+        """
+        if self.accumulated_count == 0 or self.total_weight == 1:
+            return
+        self.close()
+        factor = np.float32(1 / self.total_weight)
+        self.kernels.hand_back(self.targets, [factor] * len(self.targets), self.targets)
+        self._window.become_one()
+
+    def zero_all(self) -> None:
+        """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
+        self._window = Window(len(self.layout.slots))
+
+    def has_non_finite(self) -> bool:
+        """Whether any component holds NaN or Inf."""
+        self._settle(range(len(self.targets)))
+        self.measure_rest()
+        return not np.isfinite(self.kernels.totals(self.sums)).all()
+
+    def close(self, *, measure: bool = False) -> None:
+        """Fold what is held; afterwards the arena holds the window's weighted sum.
+
+        Args:
+            measure: Take the squared sums of what is folded now in the same pass.
+
+        Raises:
+            WindowError: There is no micro-batch, or some component has fewer than the others; nothing is folded then.
+        """
+        window = self._window
+        if not window.weights:
+            raise WindowError(
+                "step without a micro-batch", got="0 micro-batches", expected="at least 1", do="add() gradients first"
+            )
+        lagging = [i for i, count in enumerate(window.counts) if count < len(window.weights)]
+        if lagging:
+            slot = self.layout.slots[lagging[0]]
+            raise WindowError(
+                f"component '{slot.name}'{and_more(lagging)} lacks part of the window",
+                got=f"{window.counts[lagging[0]]} micro-batches",
+                expected=f"{len(window.weights)} as the others have",
+                do="add what is missing; None stands for a component without a gradient",
+            )
+        self._settle(range(len(self.targets)), measure=measure)
+
+    def settle_span(self, span: Span) -> None:
+        """Fold what is held for a span, so that its sum may travel."""
+        self._settle(self._positions(span.slots))
+
+    def measure_rest(self) -> None:
+        """Take the squared sums that no fold has taken: one read of those components."""
+        chunks = [
+            (p, *chunk)
+            for p in range(len(self.targets))
+            if p not in self._window.measured
+            for chunk in self.sums.chunks(p)
+        ]
+        self.kernels.measure(self.targets, self.sums, chunks)
+        self._window.measured.update(range(len(self.targets)))
+
+    def slots_of(self, span: Span) -> list[tuple[int, Slot]]:
+        """Position and slot of each component of a span."""
+        return [(self._position[slot.name], slot) for slot in span.slots]
+
+    def targets_of(self, span: Span) -> list[Buffer]:
+        """The components of a span, in the arena."""
+        return [self.targets[position] for position, _ in self.slots_of(span)]
+
+    def views(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Name -> the component in the arena, in its shape; no copies."""
+        pairs = zip(self.layout.slots, self.targets, strict=True)
+        return MappingProxyType({slot.name: target.data.reshape(slot.shape) for slot, target in pairs})
+
+    # ---- inside ----
+
+    def _add(
+        self, slots: Sequence[Slot], gradients: Gradients, weight: float, measure: bool, where: str, prefix: str = ""
+    ) -> None:
+        scalar = checked_weight(weight)
+        sources = in_slot_order(slots, gradients, where, prefix)
+        positions = self._positions(slots)
+        views = [None if s is None else self._view(s, slot) for s, slot in zip(sources, slots, strict=True)]
+        self._window.refuse_other_weight(positions, scalar, where)
+        self._refuse_aliases(positions, views)
+        self._window.take(positions, views, scalar)
+        due = [p for p in positions if measure or len(self._window.pending[p]) >= self.hold]
+        self._fold(due, measure=measure)
+
+    def _view(self, source: object, slot: Slot) -> Buffer:
+        view = self.kernels.view(source, slot.name)
+        refuse_other_shape(view, slot)
+        if view.size and self.arena.pointer <= view.pointer < self.arena.pointer + self.arena.nbytes:
+            raise BufferRefused(
+                f"component '{slot.name}' lies in this accumulator's own arena",
+                got=f"address {view.pointer:#x}",
+                expected="memory of the caller's",
+                do="the arena already holds it; pass a copy if it is really meant to be added again",
+            )
+        return view
+
+    def _refuse_aliases(self, positions: Sequence[int], views: Sequence[Buffer | None]) -> None:
+        for position, view in zip(positions, views, strict=True):
+            if view is not None and view.size and view.pointer in self._window.held:
+                raise BufferRefused(
+                    f"component '{self.layout.slots[position].name}' is held already at the same address",
+                    got=f"address {view.pointer:#x} twice in one fold of hold={self.hold}",
+                    expected="a buffer of its own for each held micro-batch",
+                    do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
+                )
+
+    def _positions(self, slots: Sequence[Slot]) -> list[int]:
+        return [self._position[slot.name] for slot in slots]
+
+    def _settle(self, positions: Sequence[int], *, measure: bool = False) -> None:
+        """Fold what is held and zero what nothing came for."""
+        self._fold(positions, measure=measure)
+        empty = [p for p in positions if not self._window.filled[p]]
+        self.kernels.fill_zero([self.targets[p] for p in empty])
+        for p in empty:
+            self._window.filled[p] = True
+
+    def _fold(self, positions: Sequence[int], *, measure: bool) -> None:
+        window = self._window
+        due = [p for p in positions if window.pending[p]]
+        folds = [window.fold(p) for p in due]
+        self.kernels.accumulate(self.targets, folds, self.sums if measure else None)
+        window.folded(due, measure)
+
+    def non_block_slot(self, name: str | int) -> Slot:
+        """The slot of a component that lies in no block, by name or id.
+
+        Raises:
+            LayoutMismatch: There is none.
+        """
+        if isinstance(name, int):
+            if not 0 <= name < len(NON_BLOCK_COMPONENTS):
+                raise LayoutMismatch("unknown non-block id", got=name, expected=f"0, 1 or 2 for {NON_BLOCK_COMPONENTS}")
+            name = NON_BLOCK_COMPONENTS[name]
+        slot = self.layout.slot(name)
+        if slot.block is not None:
+            raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
+        return slot
+
+
+@final
+class BlockGradientSet:
+    """The gradients of one block: a stretch of fp32 memory and the components in it.
+
+    Args:
+        block: The block, from `layout.blocks`.
+        kernels: The device's kernels; NumPy on the CPU by default.
+        memory: The block's stretch of an arena; zeroed memory of its own by default.
+
+    Example:
+        >>> layout = GradientLayout.transformer(1, 4, 2, 8, 16)
+        >>> block = BlockGradientSet(layout.blocks[0])
+        >>> block.component_sizes
+        (16, 8, 8, 16, 32, 32, 32, 4, 4)
+    """
+
+    def __init__(self, block: Block, kernels: Kernels | None = None, memory: Buffer | None = None) -> None:
+        self._block, self._kernels = block, kernels or kernels_for("cpu")
+        self._memory = memory if memory is not None else self._kernels.allocate(block.stop - block.start)
+        self._targets = tuple(
+            _stretch(self._memory, slot.offset - block.start, slot.stop - block.start) for slot in block.slots
+        )
+        if memory is None:
+            self.zero()
+
+    @property
+    def components(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Component name without the block's ("w_q") -> its gradient, a view in its shape."""
+        pairs = zip(self._block.slots, self._targets, strict=True)
+        return MappingProxyType({self._short(slot): target.data.reshape(slot.shape) for slot, target in pairs})
+
+    @property
+    def component_sizes(self) -> tuple[int, ...]:
+        """Elements of each component, in order."""
+        return tuple(slot.size for slot in self._block.slots)
+
+    def flatten(self) -> npt.NDArray[np.float32]:
+        """The whole block as one flat view: no copy.
+
+        Between components whose sizes are no multiple of 32 it holds padding, which is zero.
+        """
+        return self._memory.data
+
+    def from_flat(self, flat: object) -> None:
+        """Replace the block's gradients by those of a flat array as `flatten` gives it; padding is not taken over.
+
+        Raises:
+            LayoutMismatch: Another length.
+            BufferRefused: Not contiguous fp32, fp16 or bf16 on this device.
+        """
+        view = self._kernels.view(flat, self._block.name)
+        if view.size != self._memory.size:
+            raise LayoutMismatch(
+                f"flat gradient of block {self._block.index} has another length",
+                got=f"{view.size} elements",
+                expected=f"{self._memory.size} elements (padding between components included)",
+            )
+        start = self._block.start
+        sources = [_stretch(view, slot.offset - start, slot.stop - start) for slot in self._block.slots]
+        self._write(sources, overwrite=True)
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """Add gradients to the block: a sequence in order, or a mapping by component name.
+
+        Raises:
+            LayoutMismatch: A component is missing, unknown or misshapen.
+            BufferRefused: A gradient cannot be taken as it lies.
+        """
+        slots = self._block.slots
+        sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
+        views = [self._kernels.view(source, slot.name) for source, slot in zip(sources, slots, strict=True)]
+        for view, slot in zip(views, slots, strict=True):
+            refuse_other_shape(view, slot)
+        self._write(views, overwrite=False)
+
+    def scale(self, divisor: float) -> None:
+        """Divide by `divisor`: one multiplication by fp32(1 / divisor).
+
+        Raises:
+            CallerError: The divisor is 0 or not finite.
+        """
+        if not (math.isfinite(divisor) and divisor != 0):
+            raise CallerError("cannot divide a gradient by this", got=divisor, expected="a finite number other than 0")
+        factor = np.float32(1 / divisor)
+        self._kernels.hand_back(self._targets, [factor] * len(self._targets), self._targets)
+
+    def zero(self) -> None:
+        """Write zeros, padding included."""
+        self._kernels.fill_zero([self._memory])
+
+    def has_non_finite(self) -> bool:
+        """Whether any component holds NaN or Inf."""
+        return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
+
+    def _write(self, sources: Sequence[Buffer], *, overwrite: bool) -> None:
+        one = (np.float32(1),)
+        self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources)])
+
+    def _short(self, slot: Slot) -> str:
+        return slot.name.removeprefix(f"{self._block.name}.")
+
+
+def _stretch(buffer: Buffer, start: int, stop: int) -> Buffer:
+    return Buffer(buffer.data[start:stop], buffer.dtype, (stop - start,), buffer.writable, buffer.owner)
+
+
+def _padding(arena: Buffer, layout: GradientLayout) -> Iterator[Buffer]:
+    starts = sorted([slot.offset for slot in layout.slots] + [layout.arena_size])
+    stops = sorted(slot.stop for slot in layout.slots)
+    for stop, start in zip(stops, starts[1:], strict=True):
+        if stop < start:
+            yield _stretch(arena, stop, start)

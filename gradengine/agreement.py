@@ -1,0 +1,82 @@
+"""What the workers tell each other at the end of a step: weights, counts and the squared sums that all of them use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+
+from gradengine.errors import ExchangeError, ProtocolError
+from gradengine.exchange.interface import Exchange
+from gradengine.kernels import Float64
+from gradengine.window import ordered_sum
+
+__all__ = ["Tally", "agree"]
+
+_SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
+
+
+@dataclass(frozen=True)
+class Tally:
+    """One worker's part of a window, or all workers' together.
+
+    Attributes:
+        weight: Sum of the micro-batches' weights.
+        micro_batches: How many there were.
+        totals: Squared sum of each component.
+    """
+
+    weight: float
+    micro_batches: int
+    totals: Float64
+
+
+def agree(exchange: Exchange, mine: Tally) -> Tally:
+    """The same tally on all ranks: weights and counts summed in rank order, rank 0's squared sums.
+
+    All ranks hold the same sums, but a CPU with other vector units may round their squares differently in the last
+    bit; one rank's figures make the norm, and with it every byte handed back, the same everywhere.
+
+    Raises:
+        ExchangeError: A rank holds other sums than rank 0: memory or the network corrupted a gradient.
+        PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
+    """
+    tallies = [_unpacked(rank, part, mine) for rank, part in enumerate(exchange.gather(_packed(mine)))]
+    for rank, tally in enumerate(tallies):
+        _refuse_diverged(rank, tally.totals, tallies[0].totals)
+    return Tally(
+        weight=ordered_sum(tally.weight for tally in tallies),
+        micro_batches=sum(tally.micro_batches for tally in tallies),
+        totals=tallies[0].totals,
+    )
+
+
+def _packed(tally: Tally) -> bytes:
+    packed: bytes = msgpack.packb([tally.weight, tally.micro_batches, tally.totals.astype("<f8").tobytes()])
+    return packed
+
+
+def _unpacked(rank: int, part: bytes, mine: Tally) -> Tally:
+    try:
+        weight, micro_batches, totals = msgpack.unpackb(part)
+        tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"))
+    except (ValueError, TypeError, msgpack.UnpackException) as fault:
+        raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
+    if tally.totals.size != mine.totals.size or not 0 < tally.weight < np.inf or tally.micro_batches < 1:
+        raise ProtocolError(
+            f"rank {rank}'s tally cannot be",
+            got=f"weight {tally.weight}, {tally.micro_batches} micro-batches, {tally.totals.size} components",
+            expected=f"weight above 0, at least 1 micro-batch, {mine.totals.size} components",
+        )
+    return tally
+
+
+def _refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:
+    if not np.allclose(totals, first, rtol=_SAME_SUMS, atol=0.0, equal_nan=True):
+        raise ExchangeError(
+            f"rank {rank} holds other sums than rank 0",
+            got=f"squared norm {totals.sum():.9g}",
+            expected=f"{first.sum():.9g}",
+            do="memory or the network corrupted a gradient: restart from a checkpoint",
+        )

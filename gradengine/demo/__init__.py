@@ -1,0 +1,5 @@
+"""A small language model to try the gradient step on: nothing to download, no framework to install.
+
+Read in this order: `text` (what is learned), `model` (forward and backward), `adamw` (the update). All three are plain
+array code; `model` and `adamw` run on NumPy and on CuPy, whichever module they are given as `xp`.
+"""

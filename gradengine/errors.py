@@ -1,0 +1,107 @@
+"""Every error this package raises: what, where, got, expected, and what to do about it.
+
+The caller's mistakes (`CallerError`), the peers' (`ExchangeError`) and the model's (`NonFiniteGradient`) are different
+kinds, because they are mended by different people. All of them leave the state as it was before the failed call.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BufferRefused",
+    "CallerError",
+    "DeadlineExceeded",
+    "ExchangeError",
+    "GradientError",
+    "HandshakeRefused",
+    "LayoutMismatch",
+    "NonFiniteGradient",
+    "PeerLost",
+    "ProtocolError",
+    "WindowError",
+]
+
+
+class GradientError(Exception):
+    """The base of every error of this package.
+
+    Args:
+        what: What went wrong and where, one clause.
+        got: What came.
+        expected: What would have been right.
+        do: What the reader can do now.
+
+    Example:
+        >>> print(GradientError("'w_q' is short", got="3 elements", expected="4 elements", do="pass it whole"))
+        'w_q' is short: got 3 elements, expected 4 elements; pass it whole
+    """
+
+    def __init__(
+        self, what: str, *, got: object | None = None, expected: object | None = None, do: str | None = None
+    ) -> None:
+        self.what, self.got, self.expected, self.do = what, got, expected, do
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        numbers = [
+            f"{word} {value}" for word, value in (("got", self.got), ("expected", self.expected)) if value is not None
+        ]
+        message = f"{self.what}: {', '.join(numbers)}" if numbers else self.what
+        return f"{message}; {self.do}" if self.do else message
+
+
+class CallerError(GradientError):
+    """The call was wrong; nothing has changed. The base of the three kinds below."""
+
+
+class BufferRefused(CallerError):
+    """An array or pointer cannot be taken as it lies: dtype, device, strides, size, or read-only."""
+
+
+class LayoutMismatch(CallerError):
+    """What was passed does not fit the layout: an unknown, missing or misshapen component or block."""
+
+
+class WindowError(CallerError):
+    """The call does not fit the state of the window: no micro-batch yet, a bad weight, a step that failed before."""
+
+
+class NonFiniteGradient(GradientError):
+    """A gradient holds NaN or Inf.
+
+    Attributes:
+        component: The slot's name.
+        index: The first flat index within the component.
+        value: The value found there (of the local contribution where it is still known, else of the sum).
+        rank: The worker that contributed it; None where the sum itself overflowed or there is one worker.
+        step: The step it happened in.
+    """
+
+    def __init__(self, component: str, index: int, value: float, *, step: int, rank: int | None = None) -> None:
+        self.component, self.index, self.value, self.step, self.rank = component, index, value, step, rank
+        source = "" if rank is None else f" of rank {rank}"
+        super().__init__(
+            f"step {step}: gradient '{component}'{source} is not finite at index {index}",
+            got=value,
+            expected="a finite number",
+            do="the window is untouched: inspect it, then discard() it; on_non_finite='skip' skips such steps",
+        )
+
+
+class ExchangeError(GradientError):
+    """The sum over workers failed. The local state says which spans are summed, so the step can be run again."""
+
+
+class HandshakeRefused(ExchangeError):
+    """This worker may not join: another layout, world size, rank, protocol version or token."""
+
+
+class ProtocolError(ExchangeError):
+    """A peer sent what the protocol does not allow here."""
+
+
+class PeerLost(ExchangeError):
+    """A peer or the coordinator closed its connection, died, or was never there."""
+
+
+class DeadlineExceeded(ExchangeError):
+    """Nothing moved for longer than the progress deadline; the error names who is late and who waits."""

@@ -1,0 +1,83 @@
+"""The sum over workers: one interface, several transports, the same bytes from each."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from gradengine.errors import CallerError
+from gradengine.exchange.channel import Address
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Exchange, NonFiniteValue, Progress, refuse_bad_rank
+from gradengine.exchange.local import LocalExchange, local_group
+from gradengine.exchange.server import GradientServer
+from gradengine.exchange.tcp import WorkerClient
+
+__all__ = [
+    "Exchange",
+    "GradientServer",
+    "LocalExchange",
+    "NonFiniteValue",
+    "Progress",
+    "WorkerClient",
+    "connect",
+    "local_group",
+]
+
+
+def connect(
+    url: str,
+    rank: int,
+    world_size: int,
+    *,
+    token: str | None = None,
+    timeout: float = 300.0,
+    join_timeout: float = 60.0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Exchange:
+    """This worker's end of a group. Rank 0 hosts the coordinator; the others connect to it.
+
+    Nothing is sent before the engine binds a layout, so workers may come in any order.
+
+    Args:
+        url: "tcp://host:port", the same on all ranks; or "unix:///path" on one machine.
+        rank: This worker, 0..world_size - 1.
+        world_size: Workers in the group.
+        token: A secret that all workers share; needed where the host is not loopback.
+        timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
+        join_timeout: How long to wait for all ranks to come, in seconds.
+        bucket_bytes: Bytes of one message; rank 0's value counts, and changes no bit of the result.
+
+    Raises:
+        CallerError: A bad URL or rank, or an address beyond loopback without a token.
+        PeerLost: Rank 0 cannot listen there.
+
+    Example:
+        >>> with connect("tcp://127.0.0.1:0", rank=0, world_size=1) as exchange:
+        ...     exchange.rank, exchange.world_size
+        (0, 1)
+    """
+    refuse_bad_rank(rank, world_size)
+    address = _address(url)
+    if rank > 0:
+        return WorkerClient(address, rank, world_size, token=token, timeout=timeout, join_timeout=join_timeout)
+    server = GradientServer(
+        world_size, address, token=token, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes
+    )
+    return LocalExchange(server.group, 0, on_close=server.close)
+
+
+def _address(url: str) -> Address:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme == "unix" and parts.path and not parts.netloc:
+        return parts.path
+    if parts.scheme == "tcp" and parts.hostname and port is not None:
+        return parts.hostname, port
+    raise CallerError(
+        "this is no address of a group",
+        got=repr(url),
+        expected="'tcp://host:port' or 'unix:///path'",
+        do="threads of one process use local_group(world_size)",
+    )

@@ -1,0 +1,203 @@
+"""One socket that speaks messages: whole heads in, payloads straight from and into the caller's memory.
+
+A read or write that fails half way leaves the stream out of step, so any fault ends the channel; none is retried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import TypeAlias, TypeVar
+
+from gradengine.errors import PeerLost, ProtocolError
+from gradengine.exchange.wire import (
+    MAX_SMALL_PAYLOAD,
+    PREFIX_BYTES,
+    Message,
+    decode_header,
+    decode_prefix,
+    encode_head,
+    expect_payload,
+)
+
+__all__ = ["Address", "Channel", "connect_socket", "listen_socket"]
+
+Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
+Kind = TypeVar("Kind", bound=Message)
+
+_RETRY_SECONDS = 0.05
+
+
+class Channel:
+    """Messages over a connected socket; one thread may send while another receives.
+
+    Args:
+        connection: A connected stream socket, owned by the channel from now on.
+        peer: Who is at the other end, as errors say it.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self._socket, self.peer = connection, peer
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        """Send a message; its payload goes out from where it lies.
+
+        Raises:
+            PeerLost: The connection broke, or the peer took longer than the deadline.
+        """
+        body = memoryview(payload).cast("B")
+        parts = [memoryview(encode_head(message, body.nbytes)), body]
+        try:
+            while parts:
+                sent = self._socket.sendmsg(parts)
+                while parts and sent >= parts[0].nbytes:
+                    sent -= parts.pop(0).nbytes
+                if parts:
+                    parts[0] = parts[0][sent:]
+        except OSError as fault:
+            raise self._lost(fault, "sending") from None
+
+    def receive(self) -> tuple[Message, int]:
+        """The next message and the length of its payload, which the caller must receive next.
+
+        Raises:
+            PeerLost: The connection ended or broke.
+            ProtocolError: What came is no message.
+        """
+        header_bytes, payload_bytes = decode_prefix(self._read(PREFIX_BYTES))
+        return decode_header(self._read(header_bytes), payload_bytes), payload_bytes
+
+    def receive_into(self, memory: memoryview) -> None:
+        """Fill `memory` with a payload of exactly its length.
+
+        Raises:
+            PeerLost: The connection ended or broke first.
+        """
+        view, filled = memory.cast("B"), 0
+        try:
+            while filled < view.nbytes:
+                count = self._socket.recv_into(view[filled:])
+                if count == 0:
+                    raise PeerLost(
+                        f"{self.peer} closed the connection", got=f"{filled} bytes", expected=f"{view.nbytes} bytes"
+                    )
+                filled += count
+        except OSError as fault:
+            raise self._lost(fault, "receiving") from None
+
+    def receive_bytes(self, message: Message, payload_bytes: int, limit: int = MAX_SMALL_PAYLOAD) -> bytes:
+        """A small payload, its length checked before memory is taken.
+
+        Raises:
+            ProtocolError: It is longer than `limit`.
+            PeerLost: The connection ended or broke first.
+        """
+        expect_payload(message, payload_bytes, limit)
+        return self._read(payload_bytes)
+
+    def expect(self, kind: type[Kind]) -> tuple[Kind, bytes]:
+        """The next message, which must be of one kind, with its small payload.
+
+        Raises:
+            ProtocolError: Another kind came, or a payload that is too long.
+            PeerLost: The connection ended or broke first.
+        """
+        message, payload_bytes = self.receive()
+        if not isinstance(message, kind):
+            raise ProtocolError(f"{self.peer} sent another message", got=message.kind, expected=kind.kind)
+        return message, self.receive_bytes(message, payload_bytes)
+
+    def set_deadline(self, seconds: float | None) -> None:
+        """How long each single read or write may stand still; None for ever (another thread then closes)."""
+        with contextlib.suppress(OSError):  # closed already
+            self._socket.settimeout(seconds)
+
+    def finish_sending(self) -> None:
+        """Tell the peer that nothing more will come."""
+        with contextlib.suppress(OSError):  # the peer may be gone already
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def discard_until_end(self) -> None:
+        """Read and drop what still comes, so that closing does not reset a connection with a last message in flight."""
+        scratch = bytearray(1 << 16)
+        with contextlib.suppress(OSError):
+            while self._socket.recv_into(scratch):
+                pass
+
+    def close(self) -> None:
+        """End the connection at once and wake whoever reads or writes."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        memory = bytearray(size)
+        self.receive_into(memoryview(memory))
+        return bytes(memory)
+
+    def _lost(self, fault: OSError, doing: str) -> PeerLost:
+        reason = "stood still too long" if isinstance(fault, TimeoutError) else (fault.strerror or str(fault))
+        return PeerLost(f"connection with {self.peer} broke while {doing} ({reason})")
+
+
+def listen_socket(address: Address) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        PeerLost: The address cannot be bound; the error says which.
+    """
+    family = socket.AF_UNIX if isinstance(address, str) else _family(address)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as fault:
+        listener.close()
+        raise PeerLost(
+            f"cannot listen at {shown(address)} ({fault.strerror})",
+            do="another process may have it: choose another port, or port 0 for any free one",
+        ) from None
+    return listener
+
+
+def connect_socket(address: Address, timeout: float) -> socket.socket:
+    """A connection to the coordinator, tried again until it is there.
+
+    Raises:
+        PeerLost: It was not there within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else _family(address), socket.SOCK_STREAM)
+        connection.settimeout(max(_RETRY_SECONDS, deadline - time.monotonic()))
+        try:
+            connection.connect(address)
+        except OSError as fault:
+            connection.close()
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise PeerLost(
+                    f"no coordinator at {shown(address)} ({fault.strerror or fault})",
+                    got=f"no connection in {timeout:g} s",
+                    do="start rank 0 (it hosts the coordinator), and check host and port",
+                ) from None
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return connection
+
+
+def shown(address: Address) -> str:
+    """An address as URLs write it.
+
+    >>> shown(("127.0.0.1", 5000))
+    '127.0.0.1:5000'
+    """
+    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+
+
+def _family(address: tuple[str, int]) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET

@@ -1,0 +1,153 @@
+"""The protocol of a group as a state machine: who has contributed what, what may be summed, who is late.
+
+No I/O, no clock, no threads: a transport tells it what arrived and does what it says. Positions count buckets from the
+group's first step on, so that a bucket of step s is `s * num_buckets + bucket` and "in order" is one comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradengine.errors import HandshakeRefused, ProtocolError
+from gradengine.exchange.interface import Progress
+
+__all__ = ["Coordinator", "Standing"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Who holds the group up: nobody where `waiting` is empty."""
+
+    late: tuple[int, ...]
+    waiting: tuple[int, ...]
+    what: str
+
+
+class Coordinator:
+    """The state of one group between joining and the end.
+
+    Args:
+        world_size: Workers in the group.
+        num_buckets: Buckets in a step.
+        step: The step the group begins with.
+
+    Attributes:
+        summed: The position of the next bucket to sum.
+
+    Example:
+        >>> coordinator = Coordinator(world_size=2, num_buckets=1)
+        >>> coordinator.join(0, step=0), coordinator.join(1, step=0)
+        (None, None)
+        >>> coordinator.open(summed=0)
+        >>> coordinator.contribute(0, 0)
+        >>> coordinator.ready() is None
+        True
+        >>> coordinator.contribute(1, 0)
+        >>> coordinator.ready()
+        0
+    """
+
+    def __init__(self, world_size: int, num_buckets: int, step: int = 0) -> None:
+        self.world_size, self.num_buckets, self.step = world_size, num_buckets, step
+        self.summed = step * num_buckets
+        self._contributed: dict[int, int] = {}
+        self._gathering: dict[int, bytes] = {}
+        self._gathers = 0
+
+    def join(self, rank: int, step: int) -> None:
+        """A worker comes.
+
+        Raises:
+            HandshakeRefused: It is at another step than the first one that came.
+        """
+        if step != self.step:
+            raise HandshakeRefused(
+                f"rank {rank} is at another step", got=step, expected=self.step, do="restart all from one checkpoint"
+            )
+        self._contributed[rank] = self.summed
+
+    def open(self, summed: int) -> None:
+        """All have come; the coordinator still has the sums of the step's first `summed` buckets."""
+        self.summed = self.step * self.num_buckets + summed
+        self._contributed = dict.fromkeys(self._contributed, self.summed)
+
+    def lacks(self, rank: int, progress: Progress) -> range:
+        """Positions whose sum a worker that came back must be sent again.
+
+        Raises:
+            HandshakeRefused: It has overwritten contributions whose sums the coordinator lost.
+        """
+        has = self.step * self.num_buckets + progress.summed
+        if has + progress.torn > self.summed:
+            raise HandshakeRefused(
+                f"rank {rank} has sums of step {self.step} that the coordinator lost",
+                got=f"{progress.summed + progress.torn} buckets summed or half overwritten",
+                expected=f"at most {self.summed - self.step * self.num_buckets}",
+                do="the local contributions are gone: discard() the window on every rank and accumulate it again",
+            )
+        return range(has, self.summed)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not joined."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self._contributed)
+
+    def contribute(self, rank: int, position: int) -> None:
+        """A worker's contribution to a bucket has arrived whole.
+
+        Raises:
+            ProtocolError: It is not that worker's next bucket, or the worker has not joined.
+        """
+        expected = self._contributed.get(rank)
+        if position != expected:
+            raise ProtocolError(f"rank {rank} sent a bucket out of turn", got=position, expected=expected)
+        self._contributed[rank] = position + 1
+
+    def expects(self, rank: int) -> int:
+        """The position of that worker's next bucket."""
+        return self._contributed[rank]
+
+    def ready(self) -> int | None:
+        """The next position to sum, once every rank has contributed to it."""
+        if self.missing or min(self._contributed.values()) <= self.summed:
+            return None
+        return self.summed
+
+    def mark_summed(self) -> bool:
+        """The bucket that was `ready` holds its sum now; True where it was its step's last."""
+        self.summed += 1
+        return self.summed % self.num_buckets == 0
+
+    def gather(self, rank: int, data: bytes) -> list[bytes] | None:
+        """A worker's part of a gather; all parts in rank order where it was the last.
+
+        Raises:
+            ProtocolError: The worker has given its part of this gather already.
+        """
+        if rank in self._gathering:
+            raise ProtocolError(f"rank {rank} gathered twice", got=f"a second part of gather {self._gathers}")
+        self._gathering[rank] = data
+        if len(self._gathering) < self.world_size:
+            return None
+        parts = [self._gathering[r] for r in range(self.world_size)]
+        self._gathering = {}
+        self._gathers += 1
+        return parts
+
+    def bucket_of(self, position: int) -> tuple[int, int]:
+        """Step and bucket of a position."""
+        return divmod(position, self.num_buckets)
+
+    def standing(self) -> Standing:
+        """Who is late, and who waits for them."""
+        ranks = set(range(self.world_size))
+        if self.missing:
+            return Standing(self.missing, tuple(sorted(ranks - set(self.missing))), "joining")
+        late = {rank for rank, position in self._contributed.items() if position == self.summed}
+        if late != ranks:
+            step, bucket = self.bucket_of(self.summed)
+            return Standing(tuple(sorted(late)), tuple(sorted(ranks - late)), f"bucket {bucket} of step {step}")
+        if self._gathering:
+            gave = set(self._gathering)
+            return Standing(tuple(sorted(ranks - gave)), tuple(sorted(gave)), "a gather (end of step or barrier)")
+        return Standing((), (), "nothing")

@@ -1,0 +1,276 @@
+"""A group of workers in one process: the state machine, one lock, and the sum in rank order.
+
+Members differ only in where their gradients lie: a thread's arena (local.py) or buffers filled from a socket
+(server.py). Whoever completes a bucket sums it, so arrival decides who does the work and never what comes out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import final
+
+import numpy as np
+
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
+from gradengine.exchange.coordinator import Coordinator
+from gradengine.exchange.interface import Arena, Bucket, NonFiniteValue, Progress, buckets_of, find_non_finite
+from gradengine.layout import GradientLayout, differing_rows
+
+__all__ = ["Group", "Member"]
+
+
+class Member(ABC):
+    """One rank as the group sees it."""
+
+    def __init__(self, rank: int, progress: Progress) -> None:
+        self.rank, self.progress = rank, progress
+
+    @abstractmethod
+    def contribution(self, bucket: Bucket) -> Arena:
+        """The rank's gradient of the bucket to be summed next."""
+
+    @abstractmethod
+    def deliver(self, step: int, bucket: Bucket, total: Arena) -> None:
+        """The sum is there; `total` stays unchanged until the step is over. Called without the lock, in order."""
+
+    @abstractmethod
+    def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:
+        """All sums of a step have been delivered."""
+
+    @abstractmethod
+    def deliver_gathered(self, parts: list[bytes]) -> None:
+        """A gather is complete."""
+
+    @abstractmethod
+    def welcome(self, summed: int) -> None:
+        """All ranks have joined; `summed` leading buckets of the step have their sum already."""
+
+    @abstractmethod
+    def dismiss(self, failure: ExchangeError) -> None:
+        """The group has failed."""
+
+    @property
+    @abstractmethod
+    def has_all(self) -> bool:
+        """Whether what was delivered no longer needs the memory it was delivered from."""
+
+
+@final
+class Group:
+    """What the members of a group share.
+
+    Args:
+        world_size: Workers in the group.
+        timeout: Progress deadline in seconds.
+        join_timeout: How long the group waits for all to join, in seconds.
+        bucket_bytes: Bytes summed at a time.
+        max_arena_bytes: The largest layout for which the group takes memory of its own.
+
+    Raises:
+        CallerError: The world size is less than one, or a time or size is not above zero.
+    """
+
+    def __init__(
+        self, world_size: int, timeout: float, join_timeout: float, bucket_bytes: int, max_arena_bytes: int = 1 << 36
+    ) -> None:
+        if world_size < 1:
+            raise CallerError("world size is out of range", got=world_size, expected="at least 1")
+        for name, seconds in (("timeout", timeout), ("join_timeout", join_timeout)):
+            if not seconds > 0:
+                raise CallerError(f"{name} is out of range", got=seconds, expected="seconds above 0")
+        self.world_size, self.timeout, self.join_timeout = world_size, timeout, join_timeout
+        self.bucket_bytes, self._max_arena_bytes = bucket_bytes, max_arena_bytes
+        self.changed = threading.Condition()
+        self.layout: GradientLayout | None = None
+        self.buckets: list[Bucket] = []
+        self.failure: ExchangeError | None = None
+        self.members: dict[int, Member] = {}
+        self.coordinator: Coordinator | None = None
+        self._store: Arena | None = None
+        self._summing = False
+        self._moved = time.monotonic()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have joined."""
+        return self.coordinator is not None and not self.coordinator.missing
+
+    def admit(self, member: Member, layout: GradientLayout, arena: Arena | None = None) -> None:
+        """A rank joins; the last one to come opens the group.
+
+        Args:
+            member: The rank.
+            layout: Its layout, compared with the first one's.
+            arena: Rank 0's own arena where it lives in this process: sums are taken there.
+
+        Raises:
+            HandshakeRefused: The layout, step or rank does not fit; the group fails with it unless the rank is taken.
+        """
+        with self.changed:
+            self._refuse_failed()
+            if member.rank in self.members:
+                raise HandshakeRefused(f"rank {member.rank} has joined already", do="give each worker its own rank")
+            try:
+                self._admit(member, layout, arena)
+                if self.is_complete:
+                    self._open()
+            except HandshakeRefused as refusal:
+                self.fail(refusal)
+                raise
+            self.move()
+
+    def contribute(self, rank: int, count: int) -> None:
+        """A rank's next `count` buckets are complete; sums what can be summed."""
+        with self.changed:
+            for _ in range(count):
+                self.opened().contribute(rank, self.opened().expects(rank))
+            self.move()
+        self._sum_what_is_ready()
+
+    def gather(self, rank: int, data: bytes) -> None:
+        """A rank's part of a gather; the last one delivers it to all."""
+        with self.changed:
+            parts = self.opened().gather(rank, data)
+            if parts is not None:
+                for member in self.members.values():
+                    member.deliver_gathered(parts)
+            self.move()
+
+    def fail(self, failure: ExchangeError) -> None:
+        """End the group; the first failure counts."""
+        with self.changed:
+            if self.failure is None:
+                self.failure = failure
+                for member in self.members.values():
+                    member.dismiss(failure)
+                self.changed.notify_all()
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait, with the lock held, until `done`; raises the group's failure, or that somebody is late."""
+        while not done():
+            self._refuse_failed()
+            left = self.fail_if_late()
+            if self.failure is None:
+                self.changed.wait(left)
+
+    def fail_if_late(self) -> float:
+        """Fail if somebody waits and nothing has moved for too long; else say for how many seconds that is not so."""
+        with self.changed:
+            patience = self.timeout if self.is_complete else self.join_timeout
+            left = self._moved + patience - time.monotonic()
+            if left > 0:
+                return left
+            standing = self.opened().standing() if self.coordinator else None
+            if standing is None or not standing.waiting:
+                return patience
+            late = f"{_ranks(standing.late)} late for {standing.what}, {_ranks(standing.waiting)} waiting"
+            if self.is_complete:
+                self.fail(DeadlineExceeded(late, got=f"nothing for {patience:g} s", do="see what the late ranks do"))
+            else:
+                self.fail(
+                    PeerLost(late, got=f"nobody new in {patience:g} s", do="start all ranks; check their address")
+                )
+            return 0.0
+
+    def move(self) -> None:
+        """Something happened, with the lock held: deadlines begin anew."""
+        self._moved = time.monotonic()
+        self.changed.notify_all()
+
+    def opened(self) -> Coordinator:
+        """The state machine; there is one as soon as a rank has joined."""
+        if self.coordinator is None:
+            raise ExchangeError("the exchange is not bound to a layout", do="call bind() first; GradientEngine does")
+        return self.coordinator
+
+    def _refuse_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _admit(self, member: Member, layout: GradientLayout, arena: Arena | None) -> None:
+        if self.layout is None:
+            self.layout, self.buckets = layout, buckets_of(layout, self.bucket_bytes)
+        elif self.layout != layout:
+            rows = differing_rows(layout.table(), self.layout.table())
+            others = _ranks(tuple(self.members)) if self.members else "the coordinator"
+            raise HandshakeRefused(
+                f"layouts differ between rank {member.rank} (here) and {others} (there):\n{rows}",
+                do="build the layout from the same model on every rank",
+            )
+        if self.coordinator is None:
+            self.coordinator = Coordinator(self.world_size, len(self.buckets), member.progress.step)
+        self.coordinator.join(member.rank, member.progress.step)
+        self.members[member.rank] = member
+        if arena is not None:
+            self._store = arena
+
+    def _open(self) -> None:
+        """All are here: sums that somebody lacks are sent again, then the step goes on where it stood."""
+        coordinator = self.opened()
+        # Sums live in rank 0's arena; a group with memory of its own begins without any.
+        summed = 0 if self._store is None else self.members[0].progress.summed
+        coordinator.open(summed)
+        lacking = {rank: coordinator.lacks(rank, member.progress) for rank, member in self.members.items()}
+        if self._store is None:
+            self._store = self._own_store()
+        for rank, member in self.members.items():
+            member.welcome(summed)
+            for position in lacking[rank]:
+                step, index = coordinator.bucket_of(position)
+                member.deliver(step, self.buckets[index], self._total(self.buckets[index]))
+            if summed and summed == len(self.buckets):
+                member.end_step(coordinator.step, self.members[0].progress.bad)
+
+    def _own_store(self) -> Arena:
+        assert self.layout is not None  # noqa: S101  (set by the first to join)
+        if self.layout.nbytes > self._max_arena_bytes:
+            raise HandshakeRefused(
+                "layout is larger than this server takes",
+                got=f"{self.layout.nbytes} bytes",
+                expected=f"at most {self._max_arena_bytes}",
+            )
+        return np.empty(self.layout.arena_size, np.float32)
+
+    def _total(self, bucket: Bucket) -> Arena:
+        assert self._store is not None  # noqa: S101  (set when the group opens)
+        return self._store[bucket.start : bucket.stop]
+
+    def _sum_what_is_ready(self) -> None:
+        while True:
+            with self.changed:
+                position = self.opened().ready()
+                if position is None or self._summing or self.failure is not None:
+                    return
+                self._summing = True
+            step, index = self.opened().bucket_of(position)
+            bucket = self.buckets[index]
+            total = self._total(bucket)
+            parts = [self.members[rank].contribution(bucket) for rank in range(self.world_size)]
+            self.members[0].progress.bad += _sum_in_rank_order(parts, total, bucket.start)
+            for member in self.members.values():
+                member.deliver(step, bucket, total)
+            with self.changed:
+                if self.opened().mark_summed():
+                    bad = tuple(self.members[0].progress.bad)
+                    for member in self.members.values():
+                        member.end_step(step, bad)
+                self._summing = False
+                self.move()
+
+
+def _sum_in_rank_order(parts: Sequence[Arena], total: Arena, start: int) -> list[NonFiniteValue]:
+    """Total = parts[0] + parts[1] + ..., in place where rank 0's part is the total already."""
+    bad = [value for rank, part in enumerate(parts) for value in find_non_finite(rank, part, start)]
+    if parts[0].ctypes.data != total.ctypes.data:
+        np.copyto(total, parts[0])
+    with np.errstate(all="ignore"):  # NaN and Inf are reported by rank and index
+        for part in parts[1:]:
+            np.add(total, part, out=total)
+    return bad
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

@@ -1,0 +1,155 @@
+"""The exchange between threads of one process, each with its arena: no message, no copy but the sum's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import numpy as np
+
+from gradengine.errors import CallerError, ExchangeError, PeerLost
+from gradengine.exchange.group import Group, Member
+from gradengine.exchange.interface import (
+    DEFAULT_BUCKET_BYTES,
+    Arena,
+    Bucket,
+    Exchange,
+    Landed,
+    NonFiniteValue,
+    Outbox,
+    Progress,
+    not_bound,
+    refuse_bad_arena,
+)
+from gradengine.layout import GradientLayout, Span
+
+__all__ = ["LocalExchange", "local_group"]
+
+
+def local_group(
+    world_size: int,
+    *,
+    timeout: float = 300.0,
+    join_timeout: float = 60.0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> list[LocalExchange]:
+    """One exchange for each of `world_size` threads of this process, in rank order.
+
+    Args:
+        world_size: Threads that will use them; each uses its own.
+        timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
+        join_timeout: How long the first to bind waits for the others, in seconds.
+        bucket_bytes: Bytes summed at a time; changes no bit of the result.
+
+    Raises:
+        CallerError: The world size is less than one.
+
+    Example:
+        >>> [exchange.rank for exchange in local_group(3)]
+        [0, 1, 2]
+    """
+    group = Group(world_size, timeout, join_timeout, bucket_bytes)
+    return [LocalExchange(group, rank) for rank in range(world_size)]
+
+
+@final
+class LocalExchange(Exchange):
+    """A rank that lives in the group's own process.
+
+    Args:
+        group: The group.
+        rank: This rank in it.
+        on_close: What else ends with this exchange.
+    """
+
+    def __init__(self, group: Group, rank: int, on_close: Callable[[], None] | None = None) -> None:
+        self._group, self.rank, self.world_size = group, rank, group.world_size
+        self._member: _LocalMember | None = None
+        self._outbox: Outbox | None = None
+        self._on_close = on_close
+
+    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, landed: Landed) -> None:
+        """See `Exchange.bind`."""
+        refuse_bad_arena(layout, arena)
+        if self._member is not None:
+            raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
+        member = _LocalMember(self.rank, arena, progress, landed)
+        group = self._group
+        with group.changed:
+            group.admit(member, layout, arena if self.rank == 0 else None)
+            self._member = member
+            group.wait_until(lambda: member.is_welcome)
+
+    def start(self, span: Span) -> None:
+        """See `Exchange.start`; the last rank to come does the sum."""
+        member = self._bound()
+        if self._outbox is None:
+            self._outbox = Outbox(self._group.buckets, member.progress.summed)
+        self._group.contribute(self.rank, len(self._outbox.start(span)))
+
+    def wait(self) -> tuple[NonFiniteValue, ...]:
+        """See `Exchange.wait`."""
+        member, group = self._bound(), self._group
+        with group.changed:
+            group.wait_until(
+                lambda: not group.buckets or (member.has_ended and all(m.has_all for m in group.members.values()))
+            )
+            member.has_ended, self._outbox = False, None
+            return tuple(member.progress.bad)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Exchange.gather`."""
+        member = self._bound()
+        with self._group.changed:
+            self._group.gather(self.rank, data)
+            self._group.wait_until(lambda: bool(member.gathers))
+            return member.gathers.pop(0)
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        self._group.fail(PeerLost(f"rank {self.rank} left the group", do="windows are kept: reconnect or discard()"))
+        if self._on_close is not None:
+            self._on_close()
+
+    def _bound(self) -> _LocalMember:
+        if self._member is None:
+            raise not_bound(f"rank {self.rank}'s exchange")
+        return self._member
+
+
+@final
+class _LocalMember(Member):
+    """A rank whose arena is in this process: sums are copied in, or taken there in the first place."""
+
+    def __init__(self, rank: int, arena: Arena, progress: Progress, landed: Landed) -> None:
+        super().__init__(rank, progress)
+        self._arena, self._landed = arena, landed
+        self.gathers: list[list[bytes]] = []
+        self.is_welcome = self.has_ended = False
+
+    def contribution(self, bucket: Bucket) -> Arena:
+        return self._arena[bucket.start : bucket.stop]
+
+    def deliver(self, step: int, bucket: Bucket, total: Arena) -> None:
+        mine = self.contribution(bucket)
+        if mine.ctypes.data != total.ctypes.data:
+            np.copyto(mine, total)
+        self._landed(bucket.span, bucket.stop)
+        self.progress.summed += 1
+
+    def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:
+        self.progress.bad = list(bad)
+        self.has_ended = True
+
+    def deliver_gathered(self, parts: list[bytes]) -> None:
+        self.gathers.append(parts)
+
+    def welcome(self, summed: int) -> None:
+        self.is_welcome = True
+
+    def dismiss(self, failure: ExchangeError) -> None:
+        """Its thread sees the failure when it waits."""
+
+    @property
+    def has_all(self) -> bool:
+        return True

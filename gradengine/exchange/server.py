@@ -1,0 +1,324 @@
+"""The coordinator's end of tcp:// and unix://: a thread reads each worker, one writes to it, a group does the rest."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, final
+
+import msgpack
+import numpy as np
+
+from gradengine.errors import CallerError, ExchangeError, GradientError, PeerLost, ProtocolError
+from gradengine.exchange.channel import Address, Channel, listen_socket, shown
+from gradengine.exchange.group import Group, Member
+from gradengine.exchange.handshake import answer_hello, check_hello, check_proof
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Arena, Bucket, NonFiniteValue, Progress, place
+from gradengine.exchange.wire import (
+    Abort,
+    Gather,
+    Gathered,
+    Gradient,
+    Hello,
+    Join,
+    Message,
+    Refused,
+    Sum,
+    Verdict,
+    Welcome,
+)
+from gradengine.layout import layout_from_table
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["GradientServer"]
+
+_HANDSHAKE_SECONDS = 10.0
+_FAREWELL_SECONDS = 1.0
+_BUCKETS_IN_FLIGHT = 16  # received from one worker and not yet summed: 16 MB a worker at the default bucket
+
+
+@final
+class GradientServer:
+    """Collects every worker's gradients, sums them in rank order and sends the sums back.
+
+    Alone it serves `world_size` remote workers and keeps one arena for the sums; `connect` puts one into rank 0's
+    process, where the sums are taken in that rank's own arena.
+
+    Args:
+        world_size: Workers in the group.
+        address: (host, port), port 0 for any free one; or the path of a Unix socket.
+        token: The group's secret; needed beyond loopback.
+        timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
+        join_timeout: How long the group waits for all to join, in seconds.
+        bucket_bytes: Bytes of one message; changes no bit of the result.
+        max_arena_bytes: The largest layout that a server alone accepts.
+
+    Attributes:
+        group: The state shared with a rank that lives in this process.
+
+    Raises:
+        CallerError: An argument is out of range, or the address is beyond loopback and there is no token.
+        PeerLost: The address cannot be bound.
+
+    Example:
+        >>> with GradientServer(world_size=2) as server:
+        ...     server.url.startswith("tcp://127.0.0.1:")
+        True
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        address: Address = ("127.0.0.1", 0),
+        *,
+        token: str | None = None,
+        timeout: float = 300.0,
+        join_timeout: float = 60.0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        max_arena_bytes: int = 1 << 36,
+    ) -> None:
+        _refuse_open_door(address, token)
+        self.group = Group(world_size, timeout, join_timeout, bucket_bytes, max_arena_bytes)
+        self._token = token
+        self._threads: list[threading.Thread] = []
+        self._channels: list[Channel] = []
+        self._closing = threading.Event()
+        self._departed = 0
+        self._listener = listen_socket(address)
+        self.address: Address = address if isinstance(address, str) else self._listener.getsockname()[:2]
+        self._spawn("accept", self._accept)
+        self._spawn("watch", self._watch)
+
+    @property
+    def url(self) -> str:
+        """Where workers connect to."""
+        return f"unix://{self.address}" if isinstance(self.address, str) else f"tcp://{shown(self.address)}"
+
+    def serve(self) -> None:
+        """Wait until all workers have come and gone.
+
+        Raises:
+            HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done.
+        """
+        group = self.group
+        with group.changed:
+            group.changed.wait_for(
+                lambda: self._closing.is_set() or self._departed == group.world_size or self._failed()
+            )
+            if self._failed() and group.failure is not None:
+                raise group.failure
+
+    def close(self) -> None:
+        """Stop; workers that still wait get an error. May be called twice."""
+        self.group.fail(PeerLost("the coordinator left the group", do="windows are kept: reconnect or discard()"))
+        self._closing.set()
+        self._listener.close()
+        self._join_threads(_FAREWELL_SECONDS)
+        for channel in self._channels:
+            channel.close()  # a frozen worker never closes its end
+        self._join_threads(_FAREWELL_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _failed(self) -> bool:
+        """Whether the group ended before its workers were done: somebody waits, or never came."""
+        standing = self.group.coordinator.standing() if self.group.coordinator else None
+        return self.group.failure is not None and (standing is None or bool(standing.waiting))
+
+    def _join_threads(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _spawn(self, name: str, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, name=f"gradengine-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        self._listener.settimeout(0.2)
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # the listener was closed
+            self._spawn("reader", self._serve_connection, connection)
+
+    def _watch(self) -> None:
+        """Enforce the deadlines also where no rank of this process waits."""
+        while not self._closing.is_set() and self.group.failure is None:
+            self._closing.wait(min(0.25, self.group.timeout / 4))
+            self.group.fail_if_late()
+
+    def _serve_connection(self, connection: socket.socket) -> None:
+        channel = Channel(connection, "a new worker")
+        self._channels.append(channel)
+        try:
+            member = self._handshake(channel)
+            if member is not None:
+                self._spawn("writer", member.write_all)
+                self._read_all(member)
+        finally:
+            channel.set_deadline(_FAREWELL_SECONDS)
+            channel.discard_until_end()
+            channel.close()
+
+    def _handshake(self, channel: Channel) -> _RemoteMember | None:
+        """Admit a worker, or tell it why not. Only one that proved the token can end the group by not fitting."""
+        try:
+            channel.set_deadline(_HANDSHAKE_SECONDS)
+            hello, _ = channel.expect(Hello)
+            challenge = answer_hello(self._token, hello)
+            channel.send(challenge)
+            join, table = channel.expect(Join)
+            check_proof(self._token, hello, challenge, join)
+            return self._admit(channel, hello, join, table)
+        except GradientError as refusal:
+            _send_refusal(channel, refusal)
+            return None
+
+    def _admit(self, channel: Channel, hello: Hello, join: Join, table: bytes) -> _RemoteMember:
+        group = self.group
+        try:
+            check_hello(hello, group.world_size)
+        except ExchangeError as refusal:
+            if not group.is_complete:
+                group.fail(refusal)
+            raise
+        channel.peer = f"rank {hello.rank}"
+        channel.set_deadline(None)
+        progress = Progress(join.step, join.summed, bool(join.torn))
+        member = _RemoteMember(hello.rank, progress, channel, group)
+        group.admit(member, layout_from_table(table))
+        return member
+
+    def _read_all(self, member: _RemoteMember) -> None:
+        try:
+            while True:
+                member.read_one()
+        except ExchangeError as failure:
+            with self.group.changed:
+                self._departed += 1
+                self.group.fail(failure)
+                self.group.changed.notify_all()
+        except BaseException as fault:
+            self.group.fail(ExchangeError(f"the coordinator failed while serving rank {member.rank} ({fault!r})"))
+            raise
+
+
+@final
+class _RemoteMember(Member):
+    """A rank at the other end of a channel: gradients wait in a few buffers, sums in a queue."""
+
+    def __init__(self, rank: int, progress: Progress, channel: Channel, group: Group) -> None:
+        super().__init__(rank, progress)
+        self._channel, self._group = channel, group
+        self._outgoing: queue.SimpleQueue[tuple[Message, bytes | memoryview] | None] = queue.SimpleQueue()
+        self._unsent = 0
+        self._arrived: deque[Arena] = deque()
+        self._summing: Arena | None = None
+        self._free: list[Arena] = []
+
+    def contribution(self, bucket: Bucket) -> Arena:
+        self._summing = self._arrived.popleft()
+        return self._summing[: bucket.stop - bucket.start]
+
+    def deliver(self, step: int, bucket: Bucket, total: Arena) -> None:
+        with self._group.changed:
+            if self._summing is not None:
+                self._free.append(self._summing)
+                self._summing = None
+            self._unsent += 1
+            self._outgoing.put((Sum(step, *place(bucket)), total.data))
+            self._group.changed.notify_all()
+
+    def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:
+        rows = msgpack.packb([[value.rank, value.index, value.value] for value in bad[:64]])
+        self._outgoing.put((Verdict(step=step), rows))
+
+    def deliver_gathered(self, parts: list[bytes]) -> None:
+        self._outgoing.put((Gathered(), msgpack.packb(parts)))
+
+    def welcome(self, summed: int) -> None:
+        size = max((bucket.stop - bucket.start for bucket in self._group.buckets), default=0)
+        self._free = [np.empty(size, np.float32) for _ in range(_BUCKETS_IN_FLIGHT)]
+        self._outgoing.put((Welcome(summed=summed, bucket_bytes=self._group.bucket_bytes), b""))
+
+    def dismiss(self, failure: ExchangeError) -> None:
+        self._outgoing.put((Abort(error=type(failure).__name__), str(failure).encode()))
+        self._outgoing.put(None)
+
+    @property
+    def has_all(self) -> bool:
+        return self._unsent == 0
+
+    def read_one(self) -> None:
+        """Receive the worker's next message and pass it on."""
+        message, payload_bytes = self._channel.receive()
+        if isinstance(message, Gradient):
+            self._read_gradient(message, payload_bytes)
+        elif isinstance(message, Gather):
+            self._group.gather(self.rank, self._channel.receive_bytes(message, payload_bytes))
+        else:
+            raise ProtocolError(f"rank {self.rank} sent another message", got=message.kind, expected="a gradient")
+
+    def write_all(self) -> None:
+        """Send what is queued until the group ends."""
+        try:
+            while (item := self._outgoing.get()) is not None:
+                self._channel.send(*item)
+                if isinstance(item[0], Sum):
+                    with self._group.changed:
+                        self._unsent -= 1
+                        self._group.changed.notify_all()
+        except PeerLost as failure:
+            self._group.fail(failure)
+        self._channel.finish_sending()
+
+    def _read_gradient(self, message: Gradient, payload_bytes: int) -> None:
+        group = self._group
+        with group.changed:
+            step, index = group.opened().bucket_of(group.opened().expects(self.rank))
+            bucket = group.buckets[index]
+            expected = (Gradient(step, *place(bucket)), 4 * (bucket.stop - bucket.start))
+            if (message, payload_bytes) != expected:
+                raise ProtocolError(
+                    f"rank {self.rank} sent another gradient", got=(message, payload_bytes), expected=expected
+                )
+            group.wait_until(lambda: bool(self._free))
+            memory = self._free.pop()
+        self._channel.receive_into(memory[: bucket.stop - bucket.start].data)
+        self._arrived.append(memory)
+        group.contribute(self.rank, 1)
+
+
+def _send_refusal(channel: Channel, refusal: GradientError) -> None:
+    try:
+        channel.send(Refused(), str(refusal).encode())
+    except PeerLost:
+        return  # it left before it could be told
+    channel.finish_sending()
+
+
+def _refuse_open_door(address: Address, token: str | None) -> None:
+    if isinstance(address, str) or token or address[0] in {"127.0.0.1", "::1", "localhost"}:
+        return
+    raise CallerError(
+        f"{shown(address)} is reachable from other machines and there is no token",
+        expected="a loopback address, or token=",
+        do="give every worker the same token",
+    )

@@ -1,0 +1,256 @@
+"""A worker's end of tcp:// and unix://: gradients leave straight from the arena, sums land straight in it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import final
+
+import msgpack
+
+from gradengine import errors
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
+from gradengine.exchange.channel import Address, Channel, Kind, connect_socket, shown
+from gradengine.exchange.handshake import check_challenge, new_nonce, proof
+from gradengine.exchange.interface import (
+    Arena,
+    Bucket,
+    Exchange,
+    Landed,
+    NonFiniteValue,
+    Outbox,
+    Progress,
+    buckets_of,
+    not_bound,
+    place,
+    refuse_bad_arena,
+    refuse_bad_rank,
+)
+from gradengine.exchange.wire import (
+    MAX_SMALL_PAYLOAD,
+    Abort,
+    Challenge,
+    Gather,
+    Gathered,
+    Gradient,
+    Hello,
+    Join,
+    Message,
+    Refused,
+    Sum,
+    Verdict,
+    Welcome,
+)
+from gradengine.layout import GradientLayout, Span
+
+__all__ = ["WorkerClient"]
+
+_GRACE_SECONDS = 5.0  # the coordinator knows who is late, so its error is given the time to arrive first
+
+
+@final
+class WorkerClient(Exchange):
+    """A worker that reaches its group's coordinator over a socket.
+
+    Args:
+        address: (host, port), or the path of a Unix socket.
+        rank: This worker, 1..world_size - 1, or from 0 where a `GradientServer` runs alone.
+        world_size: Workers in the group.
+        token: The group's secret.
+        timeout: Progress deadline in seconds.
+        join_timeout: How long to wait for the coordinator and the other workers, in seconds.
+
+    Raises:
+        CallerError: The rank is out of range.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        rank: int,
+        world_size: int,
+        *,
+        token: str | None = None,
+        timeout: float = 300.0,
+        join_timeout: float = 60.0,
+    ) -> None:
+        refuse_bad_rank(rank, world_size)
+        self.rank, self.world_size = rank, world_size
+        self._address, self._token = address, token
+        self._timeout, self._join_timeout = timeout, join_timeout
+        self._changed = threading.Condition()
+        self._outgoing: queue.SimpleQueue[tuple[Message, bytes | memoryview] | None] = queue.SimpleQueue()
+        self._gathers: list[list[bytes]] = []
+        self._buckets: list[Bucket] = []
+        self._outbox: Outbox | None = None
+        self._channel: Channel | None = None
+        self._failure: ExchangeError | None = None
+        self._has_ended = False
+        self._moved = time.monotonic()
+
+    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, landed: Landed) -> None:
+        """See `Exchange.bind`."""
+        refuse_bad_arena(layout, arena)
+        if self._channel is not None:
+            raise CallerError(f"rank {self.rank} is bound already", do="make a new exchange for another engine")
+        self._arena, self._progress, self._landed = arena, progress, landed
+        channel = Channel(connect_socket(self._address, self._join_timeout), f"coordinator {shown(self._address)}")
+        try:
+            welcome = self._join(channel, layout, progress)
+        except ExchangeError:
+            channel.close()
+            raise
+        self._buckets = buckets_of(layout, welcome.bucket_bytes)
+        self._outbox = Outbox(self._buckets, welcome.summed)
+        self._channel = channel
+        channel.set_deadline(None)
+        for name, work in (("sender", self._send_all), ("receiver", self._receive_all)):
+            threading.Thread(target=work, args=(channel,), name=f"gradengine-{name}", daemon=True).start()
+
+    def start(self, span: Span) -> None:
+        """See `Exchange.start`."""
+        if self._channel is None:
+            raise not_bound(f"rank {self.rank}'s exchange")
+        if self._outbox is None:
+            self._outbox = Outbox(self._buckets, 0)
+        for index in self._outbox.start(span):
+            bucket = self._buckets[index]
+            message = Gradient(self._progress.step, *place(bucket))
+            self._outgoing.put((message, self._arena[bucket.start : bucket.stop].data))
+
+    def wait(self) -> tuple[NonFiniteValue, ...]:
+        """See `Exchange.wait`."""
+        self._wait_until(lambda: not self._buckets or self._has_ended, "the sums")
+        self._has_ended, self._outbox = False, None
+        return tuple(self._progress.bad)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Exchange.gather`."""
+        if len(data) > MAX_SMALL_PAYLOAD:
+            raise CallerError("too much to gather", got=f"{len(data)} bytes", expected=f"at most {MAX_SMALL_PAYLOAD}")
+        self._outgoing.put((Gather(), data))
+        self._wait_until(lambda: bool(self._gathers), "a gather (end of step or barrier)")
+        return self._gathers.pop(0)
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        self._fail(PeerLost(f"rank {self.rank} has left the group"))
+        if self._channel is not None:
+            self._channel.close()
+
+    def _join(self, channel: Channel, layout: GradientLayout, progress: Progress) -> Welcome:
+        channel.set_deadline(self._join_timeout + _GRACE_SECONDS)
+        hello = Hello(self.rank, self.world_size, new_nonce())
+        channel.send(hello)
+        challenge = _expected(channel, Challenge)
+        check_challenge(self._token, hello, challenge)
+        own_proof = proof(self._token, "worker", hello, challenge.nonce)
+        channel.send(Join(own_proof, progress.step, progress.summed, int(progress.torn)), layout.table())
+        welcome = _expected(channel, Welcome)
+        if not welcome.bucket_bytes >= 4 or welcome.summed < progress.summed:
+            raise ProtocolError(f"{channel.peer} sent a welcome that cannot be", got=welcome)
+        return welcome
+
+    def _send_all(self, channel: Channel) -> None:
+        try:
+            while (item := self._outgoing.get()) is not None:
+                channel.send(*item)
+        except PeerLost as failure:
+            # Why the coordinator hung up may still be on its way to the receiver.
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, 1.0)
+            self._fail(failure)
+
+    def _receive_all(self, channel: Channel) -> None:
+        try:
+            while True:
+                message, payload_bytes = channel.receive()
+                self._receive_one(channel, message, payload_bytes)
+                with self._changed:
+                    self._moved = time.monotonic()
+                    self._changed.notify_all()
+        except ExchangeError as failure:
+            self._fail(failure)
+        except BaseException as fault:
+            self._fail(ExchangeError(f"rank {self.rank} failed while receiving ({fault!r})"))
+            raise
+
+    def _receive_one(self, channel: Channel, message: Message, payload_bytes: int) -> None:
+        if isinstance(message, Sum):
+            self._receive_sum(channel, message, payload_bytes)
+            return
+        data = channel.receive_bytes(message, payload_bytes)
+        if isinstance(message, Verdict):
+            self._progress.bad = [NonFiniteValue(*row) for row in _rows(data)]
+            self._has_ended = True
+        elif isinstance(message, Gathered):
+            self._gathers.append(_rows(data))
+        elif isinstance(message, Abort):
+            raise _named_error(message.error, data.decode(errors="replace"))
+        else:
+            raise ProtocolError(f"{channel.peer} sent another message", got=message.kind, expected="a sum")
+
+    def _receive_sum(self, channel: Channel, message: Sum, payload_bytes: int) -> None:
+        progress = self._progress
+        if progress.summed >= len(self._buckets):
+            raise ProtocolError(f"{channel.peer} sent a sum too many", got=message)
+        bucket = self._buckets[progress.summed]
+        expected = (Sum(progress.step, *place(bucket)), 4 * (bucket.stop - bucket.start))
+        if (message, payload_bytes) != expected:
+            raise ProtocolError(f"{channel.peer} sent another sum", got=(message, payload_bytes), expected=expected)
+        progress.torn = True
+        channel.receive_into(self._arena[bucket.start : bucket.stop].data)
+        progress.torn = False
+        progress.summed += 1
+        self._landed(bucket.span, bucket.stop)
+
+    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            self._moved = time.monotonic()
+            while not done():
+                if self._failure is not None:
+                    raise self._failure
+                left = self._moved + self._timeout + _GRACE_SECONDS - time.monotonic()
+                if left <= 0:
+                    self._failure = DeadlineExceeded(
+                        f"rank {self.rank} waits for {what} and the coordinator is silent",
+                        got=f"nothing for {self._timeout + _GRACE_SECONDS:g} s",
+                    )
+                else:
+                    self._changed.wait(left)
+
+    def _fail(self, failure: ExchangeError) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+        self._outgoing.put(None)
+
+
+def _expected(channel: Channel, kind: type[Kind]) -> Kind:
+    message, payload_bytes = channel.receive()
+    data = channel.receive_bytes(message, payload_bytes)
+    if isinstance(message, Refused):
+        raise HandshakeRefused(f"{channel.peer} refuses: {data.decode(errors='replace')}")
+    if isinstance(message, Abort):
+        raise _named_error(message.error, data.decode(errors="replace"))
+    if not isinstance(message, kind):
+        raise ProtocolError(f"{channel.peer} sent another message", got=message.kind, expected=kind.kind)
+    return message
+
+
+def _rows(data: bytes) -> list[bytes]:
+    try:
+        rows = msgpack.unpackb(data, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as fault:
+        raise ProtocolError(f"a payload of rows cannot be read ({fault})") from None
+    if not isinstance(rows, list):
+        raise ProtocolError("a payload is no list of rows", got=type(rows).__name__)
+    return rows
+
+
+def _named_error(name: str, text: str) -> ExchangeError:
+    """The coordinator's error, of its kind where the name is one of ours."""
+    kinds = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
+    return kinds.get(name, errors.ExchangeError)(text)

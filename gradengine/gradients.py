@@ -1,0 +1,86 @@
+"""A caller's gradients, matched with the slots they are for: each component once, in order, in its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from gradengine.buffer import Buffer
+from gradengine.errors import LayoutMismatch
+from gradengine.layout import Slot
+
+__all__ = ["Gradients", "in_slot_order", "refuse_other_shape"]
+
+Gradients: TypeAlias = Mapping[str, object] | Sequence[object]
+
+
+def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefix: str = "") -> Sequence[object]:
+    """The gradients in the order of `slots`, each exactly once.
+
+    Args:
+        slots: What is expected.
+        gradients: Mapping by full name, or by name without `prefix`; or a sequence in order.
+        where: What the gradients are for, as errors say it.
+        prefix: What names may leave out: "blocks.0.".
+
+    Raises:
+        LayoutMismatch: Too few, too many, unknown or missing components.
+
+    Example:
+        >>> from gradengine.layout import GradientLayout
+        >>> slots = GradientLayout.of({"layers.0.a": (1,), "layers.0.b": (1,)}).slots
+        >>> in_slot_order(slots, {"b": 2, "a": 1}, "block 0", "layers.0.")
+        [1, 2]
+    """
+    if isinstance(gradients, Mapping):
+        return _from_mapping(slots, gradients, where, prefix)
+    if isinstance(gradients, (str, bytes)) or not isinstance(gradients, Sequence):
+        raise LayoutMismatch(f"gradients of {where} are neither a mapping nor a sequence", got=type(gradients).__name__)
+    if len(gradients) != len(slots):
+        raise LayoutMismatch(
+            f"another number of gradients than {where} has",
+            got=len(gradients),
+            expected=f"{len(slots)}: {_named(slots)}",
+        )
+    return gradients
+
+
+def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where: str, prefix: str) -> list[object]:
+    names = {(slot.name if slot.name in gradients else slot.name.removeprefix(prefix)): slot for slot in slots}
+    missing = [name for name in names if name not in gradients]
+    if missing:
+        raise LayoutMismatch(
+            f"gradients of {where} lack component '{missing[0]}'{and_more(missing)}",
+            got=f"{len(gradients)} components",
+            expected=f"{len(slots)}: {_named(slots)}",
+            do="None stands for a component without a gradient",
+        )
+    unknown = [name for name in gradients if name not in names]
+    if unknown:
+        raise LayoutMismatch(
+            f"{where} has no component {unknown[0]!r}{and_more(unknown)}", expected=f"{len(slots)}: {_named(slots)}"
+        )
+    return [gradients[name] for name in names]
+
+
+def refuse_other_shape(view: Buffer, slot: Slot) -> None:
+    """Raise `LayoutMismatch` unless the view has the slot's shape, or is flat and has its size."""
+    if view.shape != slot.shape and view.shape != (slot.size,):
+        raise LayoutMismatch(
+            f"component '{slot.name}' has another shape",
+            got=f"{view.shape}, {view.size} elements",
+            expected=f"{slot.shape}, {slot.size} elements (or the same flat)",
+        )
+
+
+def _named(slots: Sequence[Slot], limit: int = 9) -> str:
+    return ", ".join(slot.name for slot in slots[:limit]) + (", ..." if len(slots) > limit else "")
+
+
+def and_more(items: Sequence[object]) -> str:
+    """What follows the first of several in an error message.
+
+    >>> and_more([1, 2, 3]), and_more([1])
+    (' (and 2 more)', '')
+    """
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

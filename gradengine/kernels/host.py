@@ -1,0 +1,310 @@
+"""The kernels in NumPy: chunk by chunk through the cache, a few threads, and the definition the GPU is held to.
+
+NumPy releases the GIL inside each of these calls, so plain threads reach the memory's bandwidth. A chunk's result
+depends on the chunk alone, so the number of threads and their order change no bit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.buffer import Array, Buffer, host_buffer, writable_host_buffer
+from gradengine.errors import CallerError
+from gradengine.kernels.interface import CHUNK, Chunk, ClipPlan, Decision, Float64, Fold, Kernels, SquaredSums
+
+__all__ = ["HostKernels", "squared_sum"]
+
+Task = TypeVar("Task")
+
+_ROW = 512  # elements whose squares are summed in fp32; with 16 lanes or more that is <= 32 roundings, 1e-6 of the norm
+_SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
+_BF16_NAN = np.uint16(0x7FC0)
+
+
+@final
+class HostKernels(Kernels):
+    """NumPy on the CPU.
+
+    Args:
+        threads: Threads to work with, the caller's included; by default one for each CPU this process may use.
+
+    Raises:
+        CallerError: `threads` is less than one.
+
+    Example:
+        >>> kernels = HostKernels()
+        >>> target = kernels.allocate(3)
+        >>> source = kernels.view(np.array([1, 2, 2], np.float32), "w")
+        >>> sums = SquaredSums([3])
+        >>> kernels.accumulate([target], [Fold(0, True, (source,), (np.float32(1),))], sums)
+        >>> kernels.decide(kernels.totals(sums), ClipPlan((0,), (math.inf,)), divisor=1.0).norm
+        3.0
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise CallerError("too few threads", got=threads, expected="at least 1")
+        self.threads = threads or available_cpus()
+
+    def view(self, source: object, component: str) -> Buffer:
+        """See `Kernels.view`; host memory only."""
+        return host_buffer(source, component)
+
+    def writable_view(self, destination: object, component: str) -> Buffer:
+        """See `Kernels.writable_view`; host memory only."""
+        return writable_host_buffer(destination, component)
+
+    def allocate(self, size: int) -> Buffer:
+        """See `Kernels.allocate`; the pages are touched when first written."""
+        memory = np.empty(4 * size + 128, np.uint8)
+        start = -memory.ctypes.data % 128
+        data = memory[start : start + 4 * size].view(np.float32)
+        return Buffer(data, "float32", (size,), True, memory)
+
+    def accumulate(self, targets: Sequence[Buffer], folds: Sequence[Fold], sums: SquaredSums | None = None) -> None:
+        """See `Kernels.accumulate`."""
+
+        def fold_chunk(task: tuple[Fold, int, int, int]) -> None:
+            fold, index, start, stop = task
+            target = targets[fold.position].data[start:stop]
+            _fold(target, [s.data[start:stop] for s in fold.sources], fold)
+            if sums is not None:
+                sums.values[index] = squared_sum(target)
+
+        chunks = sums or SquaredSums([target.size for target in targets])
+        self._run(fold_chunk, [(fold, *chunk) for fold in folds for chunk in chunks.chunks(fold.position)])
+
+    def measure(self, buffers: Sequence[Buffer], sums: SquaredSums, chunks: Sequence[Chunk]) -> None:
+        """See `Kernels.measure`."""
+
+        def measure_chunk(chunk: Chunk) -> None:
+            position, index, start, stop = chunk
+            buffer = buffers[position]
+            sums.values[index] = squared_sum(_widened(buffer.data[start:stop], buffer.dtype))
+
+        self._run(measure_chunk, chunks)
+
+    def totals(self, sums: SquaredSums) -> Float64:
+        """See `Kernels.totals`."""
+        spans = zip(sums.first, sums.counts, strict=True)
+        return np.array([_in_order(sums.values[first : first + count]) for first, count in spans], np.float64)
+
+    def decide(self, totals: Float64, plan: ClipPlan, divisor: float) -> Decision:
+        """See `Kernels.decide`; fp64 throughout, the factor rounded once to fp32."""
+        groups = np.asarray(plan.groups, np.int64)
+        group_norms = [math.sqrt(_in_order(totals[groups == g])) / divisor for g in range(len(plan.max_norms))]
+        scales = [clip_scale(n, bound) for n, bound in zip(group_norms, plan.max_norms, strict=True)]
+        return Decision(
+            norm=math.sqrt(_in_order(totals)) / divisor,
+            group_norms=tuple(group_norms),
+            scales=tuple(scales),
+            factors=tuple(np.float32(scale / divisor) for scale in scales),
+            bad=tuple(int(i) for i in np.flatnonzero(~np.isfinite(totals))),
+        )
+
+    def hand_back(
+        self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]
+    ) -> None:
+        """See `Kernels.hand_back`."""
+
+        def scale_chunk(task: tuple[int, int, int]) -> None:
+            position, start, stop = task
+            source, destination = sources[position], destinations[position]
+            values = _widened(source.data[start:stop], source.dtype)
+            _scale(values, factors[position], destination.data[start:stop], destination.dtype)
+
+        chunks = SquaredSums([source.size for source in sources])
+        moving = [p for p in range(len(sources)) if factors[p] != 1 or sources[p].pointer != destinations[p].pointer]
+        self._run(scale_chunk, [(p, start, stop) for p in moving for _, start, stop in chunks.chunks(p)])
+
+    def fill_zero(self, buffers: Sequence[Buffer]) -> None:
+        """See `Kernels.fill_zero`."""
+        self._run(lambda buffer: buffer.data.fill(0), buffers)
+
+    def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
+        """See `Kernels.first_non_finite`."""
+        for start in range(0, buffer.size, CHUNK):
+            found = first_non_finite(_widened(buffer.data[start : start + CHUNK], buffer.dtype))
+            if found is not None:
+                return start + found[0], found[1]
+        return None
+
+    def _run(self, work: Callable[[Task], None], tasks: Sequence[Task]) -> None:
+        """Do `work` on each task; the threads take the next one from a common list, the caller among them."""
+        remaining = iter(tasks)
+        turn = threading.Lock()
+
+        def drain() -> None:
+            # Overflow and NaN are found by the squared sums and reported by name; NumPy's warnings name nothing.
+            with np.errstate(all="ignore"):
+                while True:
+                    with turn:
+                        task = next(remaining, None)
+                    if task is None:
+                        return
+                    work(task)
+
+        helpers = min(self.threads, len(tasks)) - 1
+        if helpers < 1:
+            return drain()
+        jobs = [_pool(self.threads).submit(drain) for _ in range(helpers)]
+        try:
+            drain()
+        finally:
+            for job in jobs:
+                job.result()
+
+
+def squared_sum(values: npt.NDArray[np.float32]) -> float:
+    """The sum of squares of fp32 values, within 1e-6 relative for any magnitudes; NaN or Inf where one is in them.
+
+    Rows of 512 squares are summed in fp32 by BLAS, rows in fp64; where a square overflows or all are tiny, the sum is
+    taken again in fp64, where neither can happen (3e38 squared is 1e77).
+
+    Example:
+        >>> squared_sum(np.full(3, 1e30, np.float32)) / 3e60
+        1.0000000...
+    """
+    whole = values.size - values.size % _ROW
+    rows = values[:whole].reshape(-1, _ROW)
+    tail = values[whole:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64)) + float(np.vecdot(tail, tail))
+    if _SAFE_MEAN_SQUARE * values.size <= total < math.inf:
+        return total
+    wide = values.astype(np.float64)
+    return float(np.add.reduce(np.multiply(wide, wide, out=wide)))
+
+
+def first_non_finite(values: npt.NDArray[np.float32]) -> tuple[int, float] | None:
+    """Index and value of the first NaN or Inf, or None.
+
+    >>> first_non_finite(np.array([1, np.inf, np.nan], np.float32))
+    (1, inf)
+    """
+    finite = np.isfinite(values)
+    if finite.all():
+        return None
+    index = int(finite.argmin())
+    return index, float(values[index])
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / norm), no epsilon; a norm of 0 gives 1, and so does one that is not finite (nothing to aim at).
+
+    >>> clip_scale(4.0, 1.0), clip_scale(0.5, 1.0), clip_scale(0.0, 1.0), clip_scale(math.nan, 1.0)
+    (0.25, 1.0, 1.0, 1.0)
+    """
+    return max_norm / norm if max_norm < norm < math.inf else 1.0
+
+
+def available_cpus() -> int:
+    """CPUs this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _fold(target: npt.NDArray[np.float32], sources: Sequence[Array], fold: Fold) -> None:
+    contributions = zip(sources, fold.sources, fold.weights, strict=True)
+    for position, (source, buffer, weight) in enumerate(contributions):
+        if fold.overwrite and position == 0:
+            _assign(target, source, buffer.dtype, weight)
+        else:
+            np.add(target, _weighted(source, buffer.dtype, weight), out=target)
+
+
+def _assign(target: npt.NDArray[np.float32], source: Array, dtype: str, weight: np.float32) -> None:
+    if dtype == "bfloat16":
+        bits = target.view(np.uint32)
+        np.copyto(bits, source)
+        np.left_shift(bits, 16, out=bits)
+    else:
+        np.copyto(target, source)
+    if weight != 1:
+        np.multiply(target, weight, out=target)
+
+
+def _weighted(source: Array, dtype: str, weight: np.float32) -> npt.NDArray[np.float32]:
+    values = _widened(source, dtype)
+    if weight == 1:
+        return values
+    return np.multiply(values, weight, out=_scratch.floats(values.size))
+
+
+def _widened(source: Array, dtype: str) -> npt.NDArray[np.float32]:
+    """The values in fp32, exactly: the source itself, or this thread's scratch (good until its next use)."""
+    if dtype == "float32":
+        return source
+    wide = _scratch.floats(source.size)
+    _assign(wide, source, dtype, np.float32(1))
+    return wide
+
+
+def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Array, dtype: str) -> None:
+    if dtype == "float32":
+        np.multiply(values, factor, out=destination)
+        return
+    product = np.multiply(values, factor, out=_scratch.floats(values.size))
+    if dtype == "float16":
+        np.copyto(destination, product, casting="same_kind")
+    else:
+        _round_to_bfloat16(product, destination)
+
+
+def _round_to_bfloat16(values: npt.NDArray[np.float32], destination: npt.NDArray[np.uint16]) -> None:
+    """Round to nearest, ties to even, on the bits: add half an ulp less one, plus the bit that decides a tie."""
+    nan = np.isnan(values)
+    bits = values.view(np.uint32)
+    odd = np.bitwise_and(np.right_shift(bits, 16), 1)
+    np.add(odd, 0x7FFF, out=odd)
+    np.add(bits, odd, out=bits)
+    np.copyto(destination, np.right_shift(bits, 16, out=bits), casting="unsafe")
+    if nan.any():
+        destination[nan] = _BF16_NAN
+
+
+def _in_order(values: Float64) -> float:
+    """Sum from first to last: NumPy's own sum and Python's each change their order or rounding between versions."""
+    return float(np.add.accumulate(values)[-1]) if values.size else 0.0
+
+
+class _Scratch(threading.local):
+    """One chunk of fp32 for each thread, so that no pass allocates."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(CHUNK, np.float32)
+
+    def floats(self, size: int) -> npt.NDArray[np.float32]:
+        return self._memory[:size]
+
+
+_scratch = _Scratch()
+_pools: dict[int, ThreadPoolExecutor] = {}
+_pools_lock = threading.Lock()
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    with _pools_lock:
+        if threads not in _pools:
+            _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="gradengine-host")
+        return _pools[threads]
+
+
+def _forget_pools() -> None:
+    """A forked child has the executors but not their threads; it starts with none, or its first step would hang."""
+    global _pools_lock  # noqa: PLW0603  (the parent may have held it at the moment of the fork)
+    _pools_lock = threading.Lock()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pools)

@@ -1,0 +1,235 @@
+"""Data-parallel training around any local trainer: its shard of the micro-batches in, the same weights everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol, TypeVar, final
+
+import msgpack
+
+from gradengine.buffer import host_buffer
+from gradengine.clip import Groups, MaxNorm
+from gradengine.engine import GradientEngine, StepResult
+from gradengine.errors import CallerError, ExchangeError, WindowError
+from gradengine.exchange.interface import Exchange, refuse_bad_rank
+from gradengine.gradients import Gradients
+from gradengine.layout import GradientLayout
+from gradengine.window import checked_weight, ordered_sum
+
+__all__ = ["DistributedTrainer", "LocalTrainer", "shard_batches", "weights_digest"]
+
+MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)
+
+
+class LocalTrainer(Protocol[MicroBatchT_contra]):
+    """What a training loop of your own has to offer.
+
+    It may also have `weight(micro_batch) -> float`, what a micro-batch counts (its tokens, say; else 1), and
+    `weights() -> mapping or iterable of arrays`, for digests.
+    """
+
+    def forward_backward(self, micro_batch: MicroBatchT_contra, /) -> tuple[float, Gradients]:
+        """The loss of a micro-batch and its gradients, as `GradientEngine.add` takes them."""
+        ...
+
+    def apply_gradients(self, gradients: Mapping[str, Any], /) -> object:
+        """Update the weights with the averaged, clipped gradients: name -> fp32 array, good until this returns."""
+        ...
+
+
+@final
+class DistributedTrainer:
+    """Runs a local trainer on every worker so that all of them keep the same weights (contract C-DDP-001).
+
+    Args:
+        trainer: The local trainer; starts with the same weights on every worker.
+        exchange: The sum over workers; None for one worker.
+        layout: The gradients' layout.
+        max_norm: Bound of the global norm, or one by group name; None clips nothing.
+        groups: Components that share a norm; None for one global norm.
+        average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means.
+        on_non_finite: "raise", "skip" or "pass", as for `GradientEngine`.
+        micro_batches: Micro-batches of this worker in each step, if known: the exchange starts with the last one.
+        hold: Micro-batches folded in one pass.
+        max_steps: After so many steps `reached_max_steps` is True, and a further one is refused.
+        check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
+
+    Raises:
+        CallerError: An argument is out of range.
+        HandshakeRefused, PeerLost: The workers do not come together.
+
+    Example:
+        >>> class Descent:
+        ...     w = np.array([4.0], np.float32)
+        ...     def forward_backward(self, target):
+        ...         return float((self.w[0] - target) ** 2), {"w": 2 * (self.w - target)}
+        ...     def apply_gradients(self, gradients):
+        ...         self.w -= 0.5 * gradients["w"]
+        >>> trainer = DistributedTrainer(Descent(), None, GradientLayout.of({"w": (1,)}), max_norm=None)
+        >>> trainer.train_batch([np.float32(1), np.float32(3)]), Descent.w
+        (5.0, array([2.], dtype=float32))
+    """
+
+    def __init__(
+        self,
+        trainer: LocalTrainer[Any],
+        exchange: Exchange | None,
+        layout: GradientLayout,
+        *,
+        max_norm: MaxNorm = 1.0,
+        groups: Groups = None,
+        average: Literal["weighted", "per_worker"] = "weighted",
+        on_non_finite: Literal["raise", "skip", "pass"] = "raise",
+        micro_batches: int | None = None,
+        hold: int = 1,
+        max_steps: int | None = None,
+        check_every: int = 0,
+    ) -> None:
+        if max_steps is not None and max_steps < 0:
+            raise CallerError("max_steps is out of range", got=max_steps, expected="at least 0, or None")
+        if check_every < 0 or (check_every and not hasattr(trainer, "weights")):
+            raise CallerError("check_every needs a trainer with weights()", got=check_every, expected="0, or weights()")
+        self.trainer, self.max_steps, self.check_every = trainer, max_steps, check_every
+        self.step = 0
+        self._losses: list[tuple[float, float]] = []
+        self.last_result: StepResult | None = None
+        self.engine = GradientEngine(
+            layout,
+            max_norm=max_norm,
+            exchange=exchange,
+            on_non_finite=on_non_finite,
+            micro_batches=micro_batches,
+            hold=hold,
+            groups=groups,
+            average=average,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.engine.rank
+
+    @property
+    def world_size(self) -> int:
+        """Workers in the group."""
+        return self.engine.world_size
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def reached_max_steps(self) -> bool:
+        """Whether `max_steps` steps have been made."""
+        return self.max_steps is not None and self.step >= self.max_steps
+
+    def train_batch(self, micro_batches: Iterable[Any]) -> float:
+        """One optimizer step on this worker's micro-batches.
+
+        Args:
+            micro_batches: This worker's share; at least one.
+
+        Returns:
+            The loss over all workers' micro-batches, by weight; the same on every worker.
+
+        Raises:
+            WindowError: No micro-batch, or `max_steps` are done.
+            NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; the window is kept,
+                and `finish_step()` runs the step again.
+            ExchangeError: The workers' weights differ.
+        """
+        if self.reached_max_steps:
+            raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
+        self._losses = []
+        for micro_batch in micro_batches:
+            weight = self._weight(micro_batch)
+            loss, gradients = self.trainer.forward_backward(micro_batch)
+            self.engine.add(gradients, weight)
+            self._losses.append((float(loss), weight))
+        return self.finish_step()
+
+    def finish_step(self) -> float:
+        """Close the window and apply its gradients: the end of `train_batch`, to be called again where that failed.
+
+        Returns:
+            The loss, as `train_batch`.
+
+        Raises:
+            WindowError, NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
+        """
+        # Before the step, so that a failure here leaves the step to be run again.
+        loss = self._global_loss()
+        result = self.engine.step()
+        if not result.skipped:
+            self.trainer.apply_gradients(result.gradients)
+        self.last_result = result
+        self.step += 1
+        if self.check_every and self.step % self.check_every == 0:
+            self._compare_weights()
+        return loss
+
+    def _weight(self, micro_batch: object) -> float:
+        weight = getattr(self.trainer, "weight", None)
+        return 1.0 if weight is None else float(checked_weight(weight(micro_batch)))
+
+    def _global_loss(self) -> float:
+        if not self._losses:
+            raise WindowError("step without a micro-batch", got="0 micro-batches", expected="at least 1")
+        mine = (ordered_sum(loss * weight for loss, weight in self._losses), ordered_sum(w for _, w in self._losses))
+        exchange = self.engine.exchange
+        sums = [mine] if exchange is None else [msgpack.unpackb(p) for p in exchange.gather(msgpack.packb(mine))]
+        return ordered_sum(loss for loss, _ in sums) / ordered_sum(weight for _, weight in sums)
+
+    def _compare_weights(self) -> None:
+        exchange = self.engine.exchange
+        if exchange is None:
+            return
+        digests = [part.decode() for part in exchange.gather(weights_digest(self.trainer.weights()).encode())]  # type: ignore[attr-defined]
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise ExchangeError(
+                    f"weights of rank {rank} differ from rank 0's after step {self.step}",
+                    got=digest,
+                    expected=digests[0],
+                    do="start all workers from the same weights, and apply nothing but the gradients handed back",
+                )
+
+
+def shard_batches(num_batches: int, rank: int, world_size: int) -> range:
+    """The batches of one worker: rank, rank + world_size, ...
+
+    Args:
+        num_batches: Batches in all.
+        rank: The worker.
+        world_size: Workers; with more of them than batches some get none.
+
+    Raises:
+        CallerError: A number is out of range.
+
+    Example:
+        >>> [list(shard_batches(7, rank, 3)) for rank in range(3)]
+        [[0, 3, 6], [1, 4], [2, 5]]
+    """
+    refuse_bad_rank(rank, world_size)
+    if num_batches < 0:
+        raise CallerError("num_batches is out of range", got=num_batches, expected="at least 0")
+    return range(rank, num_batches, world_size)
+
+
+def weights_digest(weights: Mapping[str, object] | Iterable[object]) -> str:
+    """sha256 over the bytes of arrays, in order, in hexadecimal: equal where all weights are equal bit for bit.
+
+    Raises:
+        BufferRefused: An array is not contiguous fp32, fp16 or bf16 on the CPU.
+
+    Example:
+        >>> weights_digest([np.zeros(2, np.float32)]) == weights_digest({"w": np.zeros(2, np.float32)})
+        True
+    """
+    digest = hashlib.sha256()
+    arrays = weights.values() if isinstance(weights, Mapping) else weights
+    for i, array in enumerate(arrays):
+        digest.update(host_buffer(array, f"weights[{i}]").data.data)
+    return digest.hexdigest()

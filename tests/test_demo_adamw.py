@@ -1,0 +1,171 @@
+"""AdamW against its formula, against torch's, and as a user of no memory."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.demo.adamw import AdamW, warmup_cosine
+from gradengine.demo.model import LlamaConfig, forward_backward, initial_weights
+from gradengine.errors import LayoutMismatch
+
+SHAPES = {"matrix": (5, 3), "norm": (4,), "wide": (2, 7)}
+OPTIONS = {"learning_rate": 0.02, "betas": (0.8, 0.9), "epsilon": 1e-6, "weight_decay": 0.3}
+
+
+def random_arrays(seed, dtype):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def formula(weights, steps, learning_rate, betas, epsilon, weight_decay, factor=lambda step: 1.0):
+    """The paper's algorithm 2 as it is written there, in float64; decay on matrices only."""
+    updated = {}
+    for name, weight in weights.items():
+        w = weight.astype(np.float64)
+        m, v = np.zeros_like(w), np.zeros_like(w)
+        for t, gradients in enumerate(steps, start=1):
+            g, rate = gradients[name].astype(np.float64), learning_rate * factor(t - 1)
+            m = betas[0] * m + (1 - betas[0]) * g
+            v = betas[1] * v + (1 - betas[1]) * g**2
+            m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+            decay = weight_decay * w if w.ndim > 1 else 0.0
+            w = w - rate * (m_hat / (np.sqrt(v_hat) + epsilon) + decay)
+        updated[name] = w
+    return updated
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-6), (np.float64, 1e-13)])
+@pytest.mark.parametrize("schedule", [None, lambda step: 1.0 / (1 + step)])
+def test_follows_the_formula(dtype, tolerance, schedule):
+    weights, steps = random_arrays(0, dtype), [random_arrays(seed, dtype) for seed in range(1, 7)]
+    expected = formula(weights, steps, **OPTIONS, **({} if schedule is None else {"factor": schedule}))
+    optimizer = AdamW(weights, schedule=schedule, **OPTIONS)
+    for gradients in steps:
+        optimizer.step(gradients)
+    assert optimizer.step_count == 6
+    for name, weight in weights.items():
+        assert weight.dtype == dtype
+        np.testing.assert_allclose(weight, expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def test_same_as_torch():
+    torch = pytest.importorskip("torch")
+    weights, steps = random_arrays(0, np.float64), [random_arrays(seed, np.float64) for seed in range(1, 6)]
+    leaves = {name: torch.tensor(weight, requires_grad=True) for name, weight in weights.items()}
+    decay = [{"params": [leaf], "weight_decay": 0.3 * (leaf.ndim > 1)} for leaf in leaves.values()]
+    theirs, ours = torch.optim.AdamW(decay, lr=0.02, betas=(0.8, 0.9), eps=1e-6), AdamW(weights, **OPTIONS)
+    for gradients in steps:
+        for name, leaf in leaves.items():
+            leaf.grad = torch.tensor(gradients[name])
+        theirs.step()
+        ours.step(gradients)
+    for name, leaf in leaves.items():
+        np.testing.assert_allclose(weights[name], leaf.detach().numpy(), rtol=1e-12, atol=1e-14, err_msg=name)
+
+
+def test_updates_the_callers_arrays_and_only_reads_gradients():
+    weights, gradients = random_arrays(0, np.float32), random_arrays(1, np.float32)
+    before = {name: weight.copy() for name, weight in weights.items()}
+    for gradient in gradients.values():
+        gradient.flags.writeable = False
+    AdamW(weights).step(gradients)
+    assert all((weights[name] != before[name]).all() for name in weights)
+
+
+def test_zero_gradients_only_decay_matrices():
+    weights = random_arrays(0, np.float64)
+    before = {name: weight.copy() for name, weight in weights.items()}
+    AdamW(weights, **OPTIONS).step({name: np.zeros(shape) for name, shape in SHAPES.items()})
+    np.testing.assert_array_equal(weights["norm"], before["norm"])
+    np.testing.assert_allclose(weights["matrix"], before["matrix"] * (1 - 0.02 * 0.3), rtol=1e-15)
+
+
+def test_equal_gradients_give_equal_bits():
+    first, second = random_arrays(0, np.float32), random_arrays(0, np.float32)
+    for weights in (first, second):
+        optimizer = AdamW(weights)
+        for seed in range(3):
+            optimizer.step(random_arrays(seed, np.float32))
+    assert all(first[name].tobytes() == second[name].tobytes() for name in SHAPES)
+
+
+def test_a_step_allocates_nothing_of_the_weights_size():
+    weights, gradients = {"w": np.ones((512, 512), np.float32)}, {"w": np.ones((512, 512), np.float32)}
+    optimizer = AdamW(weights)
+    tracemalloc.start()
+    optimizer.step(gradients)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < weights["w"].nbytes / 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: g.pop("norm"), "gradient 'norm' is missing"),
+        (lambda g: g.update(extra=np.zeros(1)), "gradient 'extra' is unknown"),
+        (lambda g: g.update(wide=np.zeros((7, 2))), r"gradient 'wide': got \(7, 2\), expected \(2, 7\)"),
+    ],
+)
+def test_gradients_that_do_not_fit_change_nothing(change, message):
+    weights, gradients = random_arrays(0, np.float32), random_arrays(1, np.float32)
+    before = {name: weight.copy() for name, weight in weights.items()}
+    optimizer = AdamW(weights)
+    change(gradients)
+    with pytest.raises(LayoutMismatch, match=message):
+        optimizer.step(gradients)
+    assert optimizer.step_count == 0
+    assert all(np.array_equal(weights[name], before[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": -1.0}, "learning_rate must be at least 0 and finite, got -1.0"),
+        ({"epsilon": math.nan}, "epsilon must be at least 0"),
+        ({"weight_decay": math.inf}, "weight_decay must be at least 0"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] must be in \[0, 1\), got 1.0"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\] must be in \[0, 1\), got -0.1"),
+    ],
+)
+def test_options_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW({}, **options)
+
+
+@given(warmup=st.integers(0, 50), total=st.integers(1, 200), final=st.floats(0, 1), step=st.integers(0, 300))
+def test_schedule_rises_then_falls_between_its_bounds(warmup, total, final, step):
+    here, following = (warmup_cosine(at, warmup, total, final) for at in (step, step + 1))
+    assert 0.0 < here <= 1.0 + 1e-12 or here == final
+    if step + 1 < warmup:
+        assert following > here
+    if step >= warmup:
+        assert final - 1e-12 <= following <= here
+
+
+def test_schedule_ends():
+    assert warmup_cosine(0, 0, 100) == 1.0
+    assert warmup_cosine(9, 10, 100) == 1.0
+    assert warmup_cosine(55, 10, 100, final=0.2) == pytest.approx(0.6)
+    assert warmup_cosine(100, 10, 100, final=0.2) == pytest.approx(0.2)
+    assert warmup_cosine(10**6, 10, 100, final=0.2) == pytest.approx(0.2)
+
+
+def test_learns_one_batch_by_heart():
+    config = LlamaConfig(num_blocks=1, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64)
+    weights = initial_weights(config, seed=0)
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 17))
+    optimizer = AdamW(weights, learning_rate=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(60):
+        value, gradients = forward_backward(weights, tokens, config)
+        optimizer.step(gradients)
+        losses.append(value)
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert losses[-1] < 0.1
