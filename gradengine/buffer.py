@@ -110,6 +110,9 @@ def host_buffer(source: object, component: str) -> Buffer:
         >>> view.size, view.dtype, view.pointer == array.ctypes.data
         (6, 'float16', True)
     """
+    if isinstance(source, np.generic):  # what NumPy makes of a 0-d array in an expression; it has no memory to write to
+        source = np.asarray(source)
+        source.flags.writeable = False
     if isinstance(source, np.ndarray):
         return _from_numpy(source, component)
     if isinstance(source, RawBuffer):

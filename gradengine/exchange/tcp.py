@@ -10,7 +10,6 @@ from typing import final
 
 import msgpack
 
-from gradengine import errors
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange.channel import Address, Channel, Kind, connect_socket, shown
 from gradengine.exchange.handshake import check_challenge, new_nonce, proof
@@ -253,4 +252,4 @@ def _rows(data: bytes) -> list[bytes]:
 def _named_error(name: str, text: str) -> ExchangeError:
     """The coordinator's error, of its kind where the name is one of ours."""
     kinds = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
-    return kinds.get(name, errors.ExchangeError)(text)
+    return kinds.get(name, ExchangeError)(text)

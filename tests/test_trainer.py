@@ -1,0 +1,263 @@
+"""Data-parallel training: the same weights on every worker, whatever the transport and the number of workers."""
+
+import hashlib
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine import DistributedTrainer, GradientLayout, NonFiniteGradient, connect, local_group, shard_batches
+from gradengine.errors import CallerError, ExchangeError, PeerLost, WindowError
+from gradengine.trainer import weights_digest
+
+LAYOUT = GradientLayout.of({"layers.0.w": (4, 3), "layers.0.b": (3,), "head": (1,)})
+
+
+class LinearRegression:
+    """The smallest local trainer: least squares on (x, y) micro-batches, plain gradient descent."""
+
+    def __init__(self, seed=0):
+        rng = np.random.default_rng(seed)
+        self.parameters = {slot.name: rng.standard_normal(slot.shape, dtype=np.float32) for slot in LAYOUT.slots}
+        self.applied = 0
+
+    def forward_backward(self, micro_batch):
+        x, y = micro_batch
+        p = self.parameters
+        error = x @ p["layers.0.w"] + p["layers.0.b"] + p["head"] - y
+        gradients = {
+            "layers.0.w": 2 * x.T @ error / error.size,
+            "layers.0.b": 2 * error.sum(0) / error.size,
+            "head": np.array([2 * error.sum() / error.size], np.float32),
+        }
+        return float((error**2).mean()), gradients
+
+    def apply_gradients(self, gradients):
+        self.applied += 1
+        for name, gradient in gradients.items():
+            self.parameters[name] -= np.float32(0.1) * gradient
+
+    def weights(self):
+        return self.parameters
+
+
+class TokenRegression(LinearRegression):
+    def weight(self, micro_batch):
+        return len(micro_batch[0])
+
+
+def micro_batch(index, rows=6):
+    rng = np.random.default_rng([7, index])
+    return rng.standard_normal((rows, 4), dtype=np.float32), rng.standard_normal((rows, 3), dtype=np.float32)
+
+
+def run_ranks(exchanges, work):
+    outcomes = [None] * len(exchanges)
+
+    def run(rank):
+        try:
+            outcomes[rank] = work(exchanges[rank])
+        except Exception as error:
+            outcomes[rank] = error
+            exchanges[rank].close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(exchanges))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for exchange in reversed(exchanges):
+        exchange.close()
+    return outcomes
+
+
+def groups(transport, world_size):
+    options = {"timeout": 20.0, "join_timeout": 10.0}
+    if transport == "local":
+        return local_group(world_size, **options)
+    first = connect("tcp://127.0.0.1:0", 0, world_size, **options)
+    host, port = first._on_close.__self__.address
+    return [first, *(connect(f"tcp://{host}:{port}", r, world_size, **options) for r in range(1, world_size))]
+
+
+def train(exchange, *, trainer=None, steps=5, each=2, **options):
+    trainer = trainer or LinearRegression()
+    distributed = DistributedTrainer(trainer, exchange, LAYOUT, max_norm=0.5, **options)
+    losses = []
+    for step in range(steps):
+        mine = shard_batches(each * distributed.world_size, distributed.rank, distributed.world_size)
+        losses.append(distributed.train_batch(micro_batch(100 * step + i) for i in mine))
+    return losses, weights_digest(trainer.weights()), trainer.applied
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("average", ["weighted", "per_worker"])
+def test_all_workers_keep_the_same_weights_on_both_transports(world_size, average):
+    """Contract C-DDP-001, bit for bit."""
+    outcomes = [
+        outcome
+        for transport in ("local", "tcp")
+        for outcome in run_ranks(groups(transport, world_size), lambda e: train(e, average=average, check_every=1))
+    ]
+    assert all(outcome == outcomes[0] for outcome in outcomes), outcomes
+    assert outcomes[0][2] == 5
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_one_micro_batch_each_is_one_process_with_all_bit_for_bit(world_size):
+    alone = LinearRegression()
+    one = DistributedTrainer(alone, None, LAYOUT, max_norm=0.5)
+    for step in range(5):
+        one.train_batch(micro_batch(100 * step + i) for i in range(world_size))
+    outcomes = run_ranks(local_group(world_size), lambda e: train(e, each=1))
+    assert [digest for _, digest, _ in outcomes] == [weights_digest(alone.weights())] * world_size
+
+
+def test_the_loss_is_weighted_over_all_workers():
+    def one(exchange):
+        distributed = DistributedTrainer(TokenRegression(), exchange, LAYOUT)
+        return distributed.train_batch([micro_batch(exchange.rank, rows=2 + 5 * exchange.rank)])
+
+    losses = [LinearRegression().forward_backward(micro_batch(r, rows=2 + 5 * r))[0] for r in range(3)]
+    wanted = np.average(losses, weights=[2, 7, 12])
+    assert run_ranks(local_group(3), one) == [pytest.approx(wanted, rel=1e-12)] * 3
+
+
+def test_tokens_weigh_the_gradient():
+    """Unequal micro-batches by weight are one batch of all rows."""
+    parts = [micro_batch(i, rows) for i, rows in enumerate((1, 5, 9))]
+    by_weight, whole = TokenRegression(), LinearRegression()
+    DistributedTrainer(by_weight, None, LAYOUT, max_norm=None).train_batch(parts)
+    joined = tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+    DistributedTrainer(whole, None, LAYOUT, max_norm=None).train_batch([joined])
+    for name, weight in by_weight.parameters.items():
+        np.testing.assert_allclose(weight, whole.parameters[name], rtol=1e-5, atol=1e-6)
+
+
+def test_rank_world_size_coordinator_and_steps():
+    def one(exchange):
+        d = DistributedTrainer(LinearRegression(), exchange, LAYOUT, max_steps=2)
+        before = (d.rank, d.world_size, d.is_coordinator, d.step, d.reached_max_steps)
+        for i in range(2):
+            d.train_batch([micro_batch(i)])
+        with pytest.raises(WindowError, match="all steps are done: got step 3, expected max_steps=2"):
+            d.train_batch([micro_batch(9)])
+        return before, d.step, d.reached_max_steps
+
+    outcomes = run_ranks(local_group(2), one)
+    assert outcomes == [((0, 2, True, 0, False), 2, True), ((1, 2, False, 0, False), 2, True)]
+
+
+def test_no_micro_batch_is_an_error():
+    with pytest.raises(WindowError, match="without a micro-batch"):
+        DistributedTrainer(LinearRegression(), None, LAYOUT).train_batch([])
+
+
+@pytest.mark.parametrize("options", [{"max_steps": -1}, {"check_every": -1}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(CallerError):
+        DistributedTrainer(LinearRegression(), None, LAYOUT, **options)
+
+
+def test_check_every_needs_weights():
+    class Blind:
+        forward_backward = apply_gradients = None
+
+    with pytest.raises(CallerError, match="weights"):
+        DistributedTrainer(Blind(), None, LAYOUT, check_every=1)
+
+
+def test_weights_that_differ_are_found_and_the_rank_is_named():
+    outcomes = run_ranks(
+        local_group(3), lambda e: train(e, trainer=LinearRegression(seed=int(e.rank == 2)), check_every=2)
+    )
+    assert all(isinstance(outcome, ExchangeError) for outcome in outcomes)
+    assert all("rank 2 differ from rank 0's after step 2" in str(outcome) for outcome in outcomes)
+
+
+def test_a_skipped_step_applies_nothing_on_any_worker():
+    class Poisoned(LinearRegression):
+        def forward_backward(self, micro_batch):
+            loss, gradients = super().forward_backward(micro_batch)
+            gradients["head"][0] = np.nan
+            return loss, gradients
+
+    def one(exchange):
+        trainer = Poisoned() if exchange.rank == 1 else LinearRegression()
+        distributed = DistributedTrainer(trainer, exchange, LAYOUT, on_non_finite="skip")
+        distributed.train_batch([micro_batch(0)])
+        found = distributed.last_result.non_finite
+        return trainer.applied, found.rank, found.component, weights_digest(trainer.weights())
+
+    untouched = weights_digest(LinearRegression().weights())
+    assert run_ranks(local_group(2), one) == [(0, 1, "head", untouched)] * 2
+
+
+def test_raise_stops_every_worker_and_names_the_culprit():
+    def one(exchange):
+        trainer = LinearRegression()
+        if exchange.rank == 1:
+            trainer.parameters["layers.0.b"][2] = np.inf
+        distributed = DistributedTrainer(trainer, exchange, LAYOUT)
+        with np.errstate(all="ignore"), pytest.raises(NonFiniteGradient) as caught:
+            distributed.train_batch([micro_batch(0)])
+        return caught.value.rank, trainer.applied
+
+    assert run_ranks(local_group(2), one) == [(1, 0)] * 2
+
+
+def test_a_step_whose_peer_left_is_finished_with_new_exchanges():
+    wanted = run_ranks(local_group(2), lambda e: train(e, steps=1))[0][1]
+
+    def broken(exchange):
+        distributed = DistributedTrainer(LinearRegression(), exchange, LAYOUT, max_norm=0.5)
+        if exchange.rank == 1:
+            exchange.close()
+        with pytest.raises(PeerLost):
+            distributed.train_batch(micro_batch(i) for i in shard_batches(4, exchange.rank, 2))
+        assert distributed.trainer.applied == 0
+        return distributed
+
+    trainers = run_ranks(local_group(2), broken)
+
+    def again(exchange):
+        distributed = trainers[exchange.rank]
+        distributed.engine.reconnect(exchange)
+        distributed.finish_step()
+        return weights_digest(distributed.trainer.weights())
+
+    assert run_ranks(local_group(2), again) == [wanted] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "world_size", "shards"),
+    [
+        (10, 2, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]),
+        (7, 3, [[0, 3, 6], [1, 4], [2, 5]]),
+        (2, 4, [[0], [1], [], []]),
+        (0, 2, [[], []]),
+    ],
+)
+def test_shards_are_the_known_ones(num_batches, world_size, shards):
+    assert [list(shard_batches(num_batches, rank, world_size)) for rank in range(world_size)] == shards
+
+
+@given(num_batches=st.integers(0, 500), world_size=st.integers(1, 40))
+def test_shards_are_disjoint_complete_and_even(num_batches, world_size):
+    shards = [list(shard_batches(num_batches, rank, world_size)) for rank in range(world_size)]
+    assert sorted(i for shard in shards for i in shard) == list(range(num_batches))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@pytest.mark.parametrize(("num_batches", "rank", "world_size"), [(-1, 0, 1), (3, 2, 2), (3, -1, 2), (3, 0, 0)])
+def test_shards_out_of_range_are_refused(num_batches, rank, world_size):
+    with pytest.raises(CallerError, match="out of range"):
+        shard_batches(num_batches, rank, world_size)
+
+
+def test_a_digest_is_the_sha256_of_the_bytes_in_order():
+    arrays = [np.arange(3, dtype=np.float32), np.ones((2, 2), np.float16)]
+    assert weights_digest(arrays) == hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
+    assert weights_digest(arrays) != weights_digest(arrays[::-1])
