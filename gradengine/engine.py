@@ -309,10 +309,10 @@ class GradientEngine:
     def _measure(self, span: Span, first: int, upto: int) -> None:
         sums = self.accumulator.sums
         chunks = [
-            (position, index, start, stop)
+            chunk
             for position, slot in self.accumulator.slots_of(span)
-            for index, start, stop in sums.chunks(position)
-            if first < slot.offset + stop <= upto
+            if slot.offset < upto and first < slot.stop
+            for chunk in sums.completed(position, first - slot.offset, upto - slot.offset)
         ]
         self._kernels.measure(self.accumulator.targets, sums, chunks)
 

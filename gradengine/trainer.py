@@ -25,8 +25,13 @@ MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)
 class LocalTrainer(Protocol[MicroBatchT_contra]):
     """What a training loop of your own has to offer.
 
-    It may also have `weight(micro_batch) -> float`, what a micro-batch counts (its tokens, say; else 1), and
-    `weights() -> mapping or iterable of arrays`, for digests.
+    It may also have
+
+    - `weight(micro_batch) -> float`: what a micro-batch counts (its tokens, say); else 1.
+    - `weights() -> mapping or iterable of arrays`: for digests.
+    - `stream_backward(micro_batch) -> (loss, stream)`: as `forward_backward`, but gradients come as backward finishes
+      them: pairs (block index, its gradients) and (component name, gradient). With `micro_batches` known it serves the
+      last one, so that blocks travel while backward still runs.
     """
 
     def forward_backward(self, micro_batch: MicroBatchT_contra, /) -> tuple[float, Gradients]:
@@ -143,10 +148,10 @@ class DistributedTrainer:
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
         self._losses = []
-        for micro_batch in micro_batches:
+        for count, micro_batch in enumerate(micro_batches, start=1):
             weight = self._weight(micro_batch)
-            loss, gradients = self.trainer.forward_backward(micro_batch)
-            self.engine.add(gradients, weight)
+            last = count == self.engine.micro_batches
+            loss = self._stream(micro_batch, weight) if last and self._streams else self._add(micro_batch, weight)
             self._losses.append((float(loss), weight))
         return self.finish_step()
 
@@ -169,6 +174,25 @@ class DistributedTrainer:
         if self.check_every and self.step % self.check_every == 0:
             self._compare_weights()
         return loss
+
+    @property
+    def _streams(self) -> bool:
+        return hasattr(self.trainer, "stream_backward")
+
+    def _add(self, micro_batch: object, weight: float) -> float:
+        loss, gradients = self.trainer.forward_backward(micro_batch)
+        self.engine.add(gradients, weight)
+        return loss
+
+    def _stream(self, micro_batch: object, weight: float) -> float:
+        """The window's last micro-batch: each part may leave for the other workers as soon as it is there."""
+        loss, parts = self.trainer.stream_backward(micro_batch)  # type: ignore[attr-defined]
+        for key, gradients in parts:
+            if isinstance(key, int):
+                self.engine.add_block(key, gradients, weight, last=True)
+            else:
+                self.engine.add_non_block(key, gradients, weight, last=True)
+        return float(loss)
 
     def _weight(self, micro_batch: object) -> float:
         weight = getattr(self.trainer, "weight", None)

@@ -105,6 +105,23 @@ def test_all_workers_keep_the_same_weights_on_both_transports(world_size, averag
     assert outcomes[0][2] == 5
 
 
+class Streaming(LinearRegression):
+    streamed = 0
+
+    def stream_backward(self, micro_batch):
+        self.streamed += 1
+        loss, gradients = self.forward_backward(micro_batch)
+        return loss, iter([("head", gradients.pop("head")), (0, gradients)])
+
+
+def test_streaming_the_last_micro_batch_changes_no_bit():
+    plain = run_ranks(local_group(3), train)
+    trainers = [Streaming() for _ in range(3)]
+    streamed = run_ranks(groups("tcp", 3), lambda e: train(e, trainer=trainers[e.rank], micro_batches=2))
+    assert streamed == plain
+    assert [trainer.streamed for trainer in trainers] == [5, 5, 5]  # the last of two in each of five steps
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_one_micro_batch_each_is_one_process_with_all_bit_for_bit(world_size):
     alone = LinearRegression()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from gradengine.errors import PeerLost, ProtocolError
@@ -151,6 +152,8 @@ def listen_socket(address: Address) -> socket.socket:
     """
     family = socket.AF_UNIX if isinstance(address, str) else _family(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
+    if isinstance(address, str):
+        _remove_stale(address)
     try:
         if family != socket.AF_UNIX:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -197,6 +200,19 @@ def shown(address: Address) -> str:
     '127.0.0.1:5000'
     """
     return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a Unix socket that a process left behind; one that still answers stays, and bind says so."""
+    if not Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+        except OSError:
+            return  # bind says what is wrong
 
 
 def _family(address: tuple[str, int]) -> socket.AddressFamily:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, final
 
@@ -118,8 +119,11 @@ class GradientServer:
     def close(self) -> None:
         """Stop; workers that still wait get an error. May be called twice."""
         self.group.fail(PeerLost("the coordinator left the group", do="windows are kept: reconnect or discard()"))
+        first = not self._closing.is_set()
         self._closing.set()
         self._listener.close()
+        if first and isinstance(self.address, str):
+            Path(self.address).unlink(missing_ok=True)
         self._join_threads(_FAREWELL_SECONDS)
         for channel in self._channels:
             channel.close()  # a frozen worker never closes its end

@@ -57,7 +57,7 @@ class SquaredSums:
     def __init__(self, sizes: Sequence[int]) -> None:
         counts = [-(-size // CHUNK) for size in sizes]
         self.sizes = tuple(sizes)
-        self.first = [0, *itertools.accumulate(counts[:-1])]
+        self.first = list(itertools.accumulate(counts, initial=0))[:-1]
         self.counts = counts
         self.values: Float64 = np.full(sum(counts), np.nan)  # NaN until measured: an unmeasured chunk can never pass
 
@@ -65,6 +65,16 @@ class SquaredSums:
         """Of one target: (index into `values`, start, stop) of each chunk, in elements."""
         first, size = self.first[position], self.sizes[position]
         return [(first + k, k * CHUNK, min(size, (k + 1) * CHUNK)) for k in range(self.counts[position])]
+
+    def completed(self, position: int, start: int, stop: int) -> list[Chunk]:
+        """The chunks of one target whose last element lies in start..stop - 1 of it.
+
+        >>> SquaredSums([10, CHUNK + 5]).completed(1, 7, CHUNK + 5)
+        [(1, 1, 0, 131072), (1, 2, 131072, 131077)]
+        """
+        first = max(start, 0) // CHUNK
+        last = self.counts[position] if stop >= self.sizes[position] else max(stop, 0) // CHUNK
+        return [(position, *chunk) for chunk in self.chunks(position)[first:last]]
 
     def forget(self) -> None:
         """Unmeasure every chunk: until it is measured again it counts as not finite."""
