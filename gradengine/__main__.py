@@ -1,0 +1,38 @@
+"""`python -m gradengine` and the `gradengine` command."""
+
+from __future__ import annotations
+
+import sys
+
+from gradengine.errors import GradientError
+
+__all__ = ["main"]
+
+_EXTRAS = {"typer", "rich", "matplotlib"}
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one line on stderr and no traceback."""
+    try:
+        # Here, so that a package that is not installed can be named.
+        from gradengine.cli import app  # noqa: PLC0415
+
+        app()
+    except ModuleNotFoundError as fault:
+        package = (fault.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        _end(2, f"the command line needs {package}, which is not installed: pip install 'gradengine[cli]'")
+    except GradientError as fault:
+        _end(1, str(fault))
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell says it; typer does the same once it runs
+
+
+def _end(code: int, message: str) -> None:
+    print(f"gradengine: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

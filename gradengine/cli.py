@@ -1,0 +1,71 @@
+"""The command line: `gradengine demo`, `bench` and `serve`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradengine import __version__
+from gradengine.bench.command import bench
+from gradengine.demo.command import demo
+from gradengine.errors import CallerError
+from gradengine.exchange import GradientServer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="The step between backward() and optimizer.step(): accumulate, exchange, check, clip, hand back.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.add_typer(bench, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    world_size: Annotated[int, typer.Option(min=1, help="Workers that will come.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback a token is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
+    unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; else $GRADENGINE_TOKEN.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that workers wait while nothing moves.")] = 300.0,
+    join_timeout: Annotated[float, typer.Option(help="Seconds that the first worker waits for the others.")] = 60.0,
+) -> None:
+    """Serve one group of workers: sum their gradients, until all have come and gone.
+
+    Prints the url for `gradengine.connect` or `WorkerClient`, alone in its line. Every rank connects, rank 0 too.
+    """
+    address = (host, port) if unix is None else str(unix.absolute())
+    with GradientServer(
+        world_size, address, token=_token(token_file), timeout=timeout, join_timeout=join_timeout
+    ) as server:
+        typer.echo(server.url)
+        server.serve()
+    typer.echo(f"all {world_size} workers have come and gone", err=True)
+
+
+def _token(path: Path | None) -> str | None:
+    """The group's secret, from a file or the environment: arguments can be read by every user of the machine."""
+    if path is None:
+        return os.environ.get("GRADENGINE_TOKEN") or None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise CallerError(f"cannot read the token from {str(path)!r}: {fault}") from None
+    if not token:
+        raise CallerError(f"there is no token in {str(path)!r}", got="an empty file", expected="one line")
+    return token

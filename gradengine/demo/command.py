@@ -1,0 +1,105 @@
+"""`gradengine demo`: its options, and the order in which things happen."""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradengine.demo.learner import Learner
+from gradengine.demo.model import LlamaConfig
+from gradengine.demo.proofs import Proof, prove
+from gradengine.demo.record import Record
+from gradengine.demo.run import replay_all, train
+from gradengine.demo.screen import Screen
+from gradengine.demo.settings import Settings, Texts, Transport, divide
+from gradengine.demo.text import read_text, standard_library_text, unigram_entropy
+from gradengine.errors import CallerError
+
+__all__ = ["demo"]
+
+
+def demo(
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Ranks that train together.")] = 2,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each worker in each step.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
+    transport: Annotated[Transport, typer.Option(help="local: threads of one process.")] = Transport.TCP,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of rank 0 on 127.0.0.1; 0: any free one.")] = 0,
+    text: Annotated[Path | None, typer.Option(help="File to learn; else Python's standard library.")] = None,
+    plot: Annotated[Path, typer.Option(help="Where the losses are drawn.")] = Path("out/demo-loss.png"),
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Bytes that each sequence predicts.")] = 64,
+    hidden_size: Annotated[int, typer.Option(min=8, help="Of the model, a multiple of 8.")] = 96,
+    blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 2,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="After warm-up.")] = 6e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first weights and the micro-batches.")] = 0,
+    compared_steps: Annotated[int, typer.Option(min=1, help="Steps to repeat in one process for proof 3.")] = 20,
+) -> None:
+    """Train a small Llama on real text with several workers, and prove that they are right.
+
+    Needs no GPU, no download and less than a minute. The exit code is 1 if a proof fails.
+    """
+    settings = Settings(
+        workers=workers,
+        micro_batches=micro_batches,
+        steps=steps,
+        transport=transport,
+        port=port,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        seed=seed,
+        compared_steps=min(compared_steps, steps),
+        model=_model(blocks, hidden_size, sequence_length),
+    )
+    if not all(proof.holds for proof in _run(settings, _texts(text, sequence_length), plot)):
+        raise typer.Exit(1)
+
+
+def _model(blocks: int, hidden_size: int, sequence_length: int) -> LlamaConfig:
+    try:
+        return LlamaConfig(
+            num_blocks=blocks,
+            hidden_size=hidden_size,
+            intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
+            sequence_length=sequence_length,
+        )
+    except ValueError as fault:
+        raise CallerError("there is no such model", got=f"--hidden-size={hidden_size} ({fault})") from None
+
+
+def _texts(path: Path | None, sequence_length: int) -> Texts:
+    if path is not None:
+        return divide(read_text(path), str(path), sequence_length)
+    version = f"{platform.python_implementation()} {platform.python_version()}"
+    return divide(standard_library_text(), f"the standard library of {version}", sequence_length)
+
+
+def _run(settings: Settings, texts: Texts, path: Path) -> list[Proof]:
+    # Only a plot needs matplotlib, and its import takes as long as all else; here a missing one is noticed in time.
+    from gradengine.demo.plot import refuse_bad_path, save_plot  # noqa: PLC0415
+
+    refuse_bad_path(path)
+    begin = time.perf_counter()
+    screen, initial = Screen(settings), Learner(settings, texts).weights
+    entropy = unigram_entropy(texts.held_out)
+    screen.introduce(texts, sum(weight.size for weight in initial.values()), entropy)
+    with screen:
+        record = train(settings, texts, screen)
+    screen.trained(record)
+    save_plot(path, record, entropy)
+    screen.note("plot", str(path))
+    proofs = _proofs(settings, texts, record, screen)
+    screen.note("all", f"{time.perf_counter() - begin:.1f} s")
+    return proofs
+
+
+def _proofs(settings: Settings, texts: Texts, record: Record, screen: Screen) -> list[Proof]:
+    screen.note("replay", f"the first {settings.compared_steps} steps again, in one process")
+    proofs = prove(
+        record, replay_all(settings, texts), Learner(settings, texts).weights, unigram_entropy(texts.held_out)
+    )
+    screen.show(proofs)
+    return proofs

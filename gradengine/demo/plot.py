@@ -1,0 +1,91 @@
+"""The run as a picture: the loss of each step, the held-out loss, and the entropy that has to be beaten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from gradengine.errors import CallerError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from matplotlib.axes import Axes
+
+    from gradengine.demo.record import Record
+
+__all__ = ["refuse_bad_path", "save_plot"]
+
+_TRAIN, _HELD_OUT, _ENTROPY = "#4c72b0", "#c44e52", "#555555"
+
+
+def refuse_bad_path(path: Path) -> None:
+    """Make the plot's folder, before the run and not after it.
+
+    Raises:
+        CallerError: No plot can be saved there.
+    """
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in kinds:
+        raise CallerError(f"cannot plot to {str(path)!r}", got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as fault:
+        raise CallerError(f"cannot write {str(path)!r}: {fault.strerror}", do="pass another --plot FILE") from None
+
+
+def save_plot(path: Path, record: Record, entropy: float) -> None:
+    """Draw the run and save it."""
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    _draw_losses(axes, record)
+    axes.axhline(entropy, color=_ENTROPY, linestyle="--", linewidth=1)
+    axes.annotate(
+        f"entropy of the held-out bytes, {entropy:.2f}", (0.99, entropy), xycoords=("axes fraction", "data"),
+        xytext=(0, 4), textcoords="offset points", ha="right", color=_ENTROPY, fontsize=9,
+    )  # fmt: skip
+    _dress(axes, record)
+    figure.savefig(path)
+
+
+def _draw_losses(axes: Axes, record: Record) -> None:
+    numbers, losses = [step.number for step in record.steps], np.array([step.loss for step in record.steps])
+    axes.plot(numbers, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
+    axes.plot(numbers, _smoothed(losses), color=_TRAIN, linewidth=1.6, label="training, each step and its mean")
+    steps, held_out = zip(*sorted(record.evaluations.items()), strict=True)
+    axes.plot(
+        steps,
+        held_out,
+        "o-",
+        color=_HELD_OUT,
+        markersize=4,
+        linewidth=1.2,
+        label=f"held out, {held_out[-1]:.2f} at last",
+    )
+
+
+def _smoothed(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The mean over about a fortieth of the run around each step, and over less at both ends."""
+    reach = len(losses) // 80
+    window = np.ones(2 * reach + 1)
+    padded = np.pad(np.stack([losses, np.ones_like(losses)]), ((0, 0), (reach, reach)))
+    total, count = (np.convolve(row, window, "valid") for row in padded)
+    return total / count
+
+
+def _dress(axes: Axes, record: Record) -> None:
+    settings = record.settings
+    axes.set_title(
+        f"byte-level Llama on {settings.workers} workers x {settings.micro_batches} micro-batches a step, "
+        f"{settings.transport.value}, {record.seconds:.0f} s",
+        fontsize=11,
+    )
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("cross-entropy, nats per byte")
+    axes.set_xlim(0, 1.01 * settings.steps)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.2)
+    axes.legend(frameon=False)

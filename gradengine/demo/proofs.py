@@ -1,0 +1,124 @@
+"""What the demo claims, each with the figure that shows it: same weights everywhere, learned, same as one process.
+
+Why W workers are not one process bit for bit: each rank adds its own micro-batches before the sums meet,
+(a + c) + (b + d), where one process adds ((a + b) + c) + d. In fp32 both are right to the last place, and training
+amplifies last places. So the workers are held to two things: to be no further from one process than that process is
+from itself with its micro-batches added in reverse order; and to be equal, byte for byte, to one process that adds in
+their order. With one micro-batch for each worker both orders are the same, and so must all bytes be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradengine.trainer import weights_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gradengine.demo.record import Record
+    from gradengine.demo.reports import Weights
+
+__all__ = ["Proof", "distance", "largest_difference", "prove"]
+
+ORDER_FACTOR = 100.0
+"""Two orders of the same additions are two draws of rounding: alike at first, but one may meet a weight whose gradient
+is nearly 0, where AdamW makes much of it. One micro-batch lost in one of 20 steps moves the weights 50,000 times as far
+as rounding or more."""
+
+LARGEST_TOLERANCE = 1e-2
+"""Half of what one micro-batch lost in the last of 20 steps does: where order alone moves the weights as far, too many
+steps are compared to show anything."""
+
+_NOT_BITWISE = (
+    "3a is not bit for bit: each rank adds its own first, (a + c) + (b + d), one process ((a + b) + c) + d,"
+    " and fp32 rounds these differently. With --micro-batches 1 both are one order, and the bits are equal."
+)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A claim, what was measured, what it must be, whether it is, and why no more is claimed."""
+
+    name: str
+    claim: str
+    measured: str
+    required: str
+    holds: bool
+    remark: str = ""
+
+
+def prove(record: Record, replays: Mapping[str, Weights], initial: Weights, entropy: float) -> list[Proof]:
+    """Hold a run against its claims.
+
+    Args:
+        record: The run.
+        replays: As `replay_all` gives them.
+        initial: The weights that all began with.
+        entropy: Unigram entropy of the held-out text in nats per byte.
+    """
+    return [_same_on_all_ranks(record), _learned(record, entropy), *_same_as_one_process(record, replays, initial)]
+
+
+def _same_on_all_ranks(record: Record) -> Proof:
+    digests = [record.digests.get(rank, "none") for rank in range(record.settings.workers)]
+    shown = ", ".join(f"{digest[:12]}" for digest in dict.fromkeys(digests))
+    holds = len(set(digests)) == 1 and len(set(record.kept_digests.values())) == 1
+    claim = f"all {len(digests)} ranks hold the same weights after {len(record.steps)} steps"
+    return Proof("1", claim, f"sha256 {shown}", "must be one sha256", holds)
+
+
+def _learned(record: Record, entropy: float) -> Proof:
+    loss = record.evaluations[record.settings.steps]
+    claim = "unseen text is predicted better than by the frequencies of its bytes"
+    return Proof(
+        "2", claim, f"loss {loss:.3f} nats/byte", f"must be below {entropy:.3f}, the bytes' entropy", loss < entropy
+    )
+
+
+def _same_as_one_process(record: Record, replays: Mapping[str, Weights], initial: Weights) -> list[Proof]:
+    settings = record.settings
+    first = f"{settings.compared_steps} steps"
+    one = f"{first} of one process with all {settings.micro_batches_in_all} micro-batches give the same weights"
+    if settings.workers == 1 or settings.micro_batches == 1:
+        return [_equal("3", f"{one}, bit for bit", record.kept, replays["one"])]
+    same_order = f"{first} of one process that adds in the workers' order give the same weights, bit for bit"
+    return [_near("3a", one, record.kept, replays, initial), _equal("3b", same_order, record.kept, replays["ranks"])]
+
+
+def _near(name: str, claim: str, weights: Weights, replays: Mapping[str, Weights], initial: Weights) -> Proof:
+    one = replays["one"]
+    apart, order = distance(weights, one, initial), distance(replays["reversed"], one, initial)
+    tolerance = min(ORDER_FACTOR * order, LARGEST_TOLERANCE)
+    measured = f"{apart:.1e} of the way trained apart, no weight by more than {largest_difference(weights, one):.1e}"
+    required = f"must be at most {tolerance:.1e}: adding in reverse order makes {order:.1e}"
+    return Proof(name, claim, measured, required, apart <= tolerance, _NOT_BITWISE)
+
+
+def _equal(name: str, claim: str, weights: Weights, others: Weights) -> Proof:
+    digest, other = weights_digest(weights), weights_digest(others)
+    shown = f"sha256 {digest[:12]}" + ("" if digest == other else f" and {other[:12]}")
+    return Proof(name, claim, shown, "must be one sha256", digest == other)
+
+
+def distance(weights: Weights, others: Weights, initial: Weights) -> float:
+    """How far two sets of weights are apart, in parts of how far `others` have come from `initial` (L2).
+
+    Example:
+        >>> start, end = {"w": np.zeros(2, np.float32)}, {"w": np.array([3, 4], np.float32)}
+        >>> distance({"w": np.array([3, 4.5], np.float32)}, end, start)
+        0.1
+    """
+    return _norm_of_difference(weights, others) / _norm_of_difference(others, initial)
+
+
+def largest_difference(weights: Weights, others: Weights) -> float:
+    """The largest difference of any one weight."""
+    return max(float(np.abs(weights[name] - others[name]).max()) for name in weights)
+
+
+def _norm_of_difference(weights: Weights, others: Weights) -> float:
+    return float(np.linalg.norm([np.linalg.norm(weights[n].astype(float) - others[n]) for n in weights]))

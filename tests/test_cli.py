@@ -1,0 +1,330 @@
+"""The command line as a user meets it: what it prints, how it fails, what it leaves behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import gradengine
+from gradengine import GradientEngine, GradientLayout, WorkerClient
+from gradengine.__main__ import main
+from gradengine.cli import app
+
+SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--learning-rate", "0.03"]
+QUICK = ["demo", *SMALL, "--steps", "30", "--compared-steps", "8"]
+ENDLESS = ["demo", *SMALL, "--steps", "100000"]
+PYTHON = [sys.executable, "-m", "gradengine"]
+
+
+def environment():
+    root = str(Path(gradengine.__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "COLUMNS": "120"}
+
+
+def run(*arguments, cwd):
+    return subprocess.run(
+        [*PYTHON, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def squeezed(text):
+    return " ".join(text.split())
+
+
+# ---- the demo ----
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix", "local"])
+def test_the_demo_proves_all_it_claims(tmp_path, transport):
+    done = run(*QUICK, "--transport", transport, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^ (\w+) .* (yes|NO) *$", done.stdout, re.MULTILINE) == [
+        ("1", "yes"),
+        ("2", "yes"),
+        ("3a", "yes"),
+        ("3b", "yes"),
+    ]
+    assert "3a is not bit for bit" in done.stdout
+    assert "step   30/30" in done.stdout
+    assert (tmp_path / "out" / "demo-loss.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stderr == ""
+
+
+def test_with_one_micro_batch_each_the_demo_is_one_process_bit_for_bit(tmp_path):
+    done = run(*QUICK, "--micro-batches", "1", "--workers", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^ (\w+) .* (yes|NO) *$", done.stdout, re.MULTILINE) == [
+        ("1", "yes"),
+        ("2", "yes"),
+        ("3", "yes"),
+    ]
+    assert "bit for bit" in squeezed(done.stdout)
+
+
+def test_a_proof_that_fails_is_the_exit_code(tmp_path):
+    done = run("demo", *SMALL, "--steps", "1", "--plot", "loss.svg", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.findall(r"^ (\w+) .* NO *$", done.stdout, re.MULTILINE) == ["2"]
+    assert b"<svg" in (tmp_path / "loss.svg").read_bytes()
+
+
+def test_the_users_text_is_learned(tmp_path):
+    (tmp_path / "text").write_bytes(b"abcdefgh" * 2000)
+    done = run(*QUICK, "--text", "text", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "text: 0.01 MB to learn" in done.stdout
+
+
+class Running:
+    """A demo that would run for long, with the processes of its ranks."""
+
+    def __init__(self, cwd):
+        self.process = subprocess.Popen(
+            [*PYTHON, *ENDLESS, "--workers", "3"],
+            cwd=cwd,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        text = ""
+        while "over tcp://" not in text:
+            line = self.process.stdout.readline()
+            assert line, self.process.stderr.read()
+            text += line
+        self.ranks = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d): process (\d+)", text)}
+
+    def end(self):
+        """Exit code, standard error and seconds; every process must be gone."""
+        begin = time.monotonic()
+        _, error = self.process.communicate(timeout=30)
+        deadline = time.monotonic() + 5
+        while any(alive(pid) for pid in self.ranks.values()):
+            assert time.monotonic() < deadline, "a worker was left behind"
+            time.sleep(0.05)
+        return self.process.returncode, error, time.monotonic() - begin
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_worker_ends_the_demo_and_is_named(tmp_path, rank):
+    running = Running(tmp_path)
+    os.kill(running.ranks[rank], signal.SIGKILL)
+    code, error, seconds = running.end()
+    assert code == 1
+    assert f"rank {rank} (process {running.ranks[rank]}) was killed by SIGKILL" in error
+    assert len(error.splitlines()) == 1
+    assert seconds < 15
+
+
+def test_ctrl_c_ends_all_and_says_nothing_more(tmp_path):
+    running = Running(tmp_path)
+    os.killpg(running.process.pid, signal.SIGINT)
+    code, error, seconds = running.end()
+    assert code == 130
+    assert "Traceback" not in error
+    assert seconds < 15
+
+
+def test_no_worker_outlives_a_killed_demo(tmp_path):
+    running = Running(tmp_path)
+    running.process.kill()
+    assert running.end()[0] == -signal.SIGKILL
+
+
+# ---- mistakes ----
+
+
+def fails(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gradengine", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return ending.value.code, error
+
+
+def test_a_missing_text_is_said_so(monkeypatch, capsys, tmp_path):
+    code, error = fails(monkeypatch, capsys, "demo", "--text", tmp_path / "none")
+    assert code == 1
+    assert error.startswith("gradengine: cannot read the text")
+    assert "pass --text FILE" in error
+
+
+def test_a_text_too_short_is_said_so(monkeypatch, capsys, tmp_path):
+    (tmp_path / "short").write_bytes(b"short")
+    code, error = fails(monkeypatch, capsys, "demo", "--text", tmp_path / "short")
+    assert code == 1
+    assert "too little text" in error
+    assert "got 5 bytes, expected at least 10000" in error
+
+
+def test_a_model_that_cannot_be_is_said_so(monkeypatch, capsys):
+    code, error = fails(monkeypatch, capsys, "demo", "--hidden-size", 30)
+    assert (code, "--hidden-size=30 (num_heads must divide hidden_size" in error) == (1, True)
+
+
+def test_a_bad_plot_is_said_so_before_anything_is_started(monkeypatch, capsys, tmp_path):
+    code, error = fails(monkeypatch, capsys, "demo", "--plot", tmp_path / "plot.doc")
+    assert (code, "cannot plot to" in error) == (1, True)
+
+
+def test_a_port_in_use_is_said_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, error = fails(monkeypatch, capsys, *QUICK, "--port", port)
+    assert code == 1
+    assert f"rank 0: cannot listen at 127.0.0.1:{port} (Address already in use)" in error
+    assert "choose another port" in error
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "matplotlib"])
+def test_a_missing_extra_is_named(tmp_path, package):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; sys.argv = ['gradengine', 'demo', '--steps', '1'];"
+        "from gradengine.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    expected = f"the command line needs {package}, which is not installed: pip install 'gradengine[cli]'"
+    assert done.stderr == f"gradengine: {expected}\n"
+
+
+def test_another_missing_module_is_no_missing_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradengine.cli", None)
+    with pytest.raises(ModuleNotFoundError, match=r"gradengine\.cli"):
+        main()
+
+
+# ---- the rest ----
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_names_the_commands():
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    for command in ("demo", "bench", "serve"):
+        assert re.search(rf"\b{command}\b", shown.output)
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "serve"])
+def test_every_command_has_help(command):
+    assert invoke(command, "--help").exit_code == 0
+
+
+def test_version():
+    assert invoke("--version").output.strip() == gradengine.__version__
+
+
+@pytest.mark.parametrize("option", ["--workers", "--steps", "--micro-batches", "--batch-size", "--compared-steps"])
+def test_numbers_out_of_range_are_mistakes_of_usage(option):
+    assert invoke("demo", option, "0").exit_code == 2
+
+
+# ---- serve ----
+
+
+def start_server(cwd, *arguments, token=None):
+    variables = environment() | ({"GRADENGINE_TOKEN": token} if token else {})
+    process = subprocess.Popen(
+        [*PYTHON, "serve", *arguments],
+        cwd=cwd,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    url = process.stdout.readline().strip()
+    assert url, process.stderr.read()
+    return process, url
+
+
+def address_of(url):
+    scheme, _, place = url.partition("://")
+    host, _, port = place.rpartition(":")
+    return place if scheme == "unix" else (host, int(port))
+
+
+def sums_of_two(url, token=None):
+    sums = [None, None]
+
+    def work(rank):
+        with WorkerClient(address_of(url), rank, 2, token=token, join_timeout=20) as exchange:
+            engine = GradientEngine(GradientLayout.of({"w": (3,)}), max_norm=None, exchange=exchange)
+            engine.add({"w": np.full(3, rank + 1, np.float32)})
+            sums[rank] = engine.step().gradients["w"].tolist()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return sums
+
+
+@pytest.mark.parametrize("where", [[], ["--unix", "socket"]])
+def test_serve_sums_until_its_workers_have_gone(tmp_path, where):
+    process, url = start_server(tmp_path, "--world-size", "2", *where)
+    assert sums_of_two(url) == [[1.5] * 3] * 2
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 0, error
+    assert error == "all 2 workers have come and gone\n"
+
+
+@pytest.mark.parametrize("given", ["file", "environment"])
+def test_serve_takes_its_token_from_a_file_or_the_environment(tmp_path, given):
+    (tmp_path / "token").write_text("secret\n")
+    by_file = ["--token-file", "token"] if given == "file" else []
+    process, url = start_server(
+        tmp_path, "--world-size", "2", *by_file, token="secret" if given == "environment" else None
+    )
+    assert sums_of_two(url, "secret") == [[1.5] * 3] * 2
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_serve_beyond_loopback_needs_a_token(monkeypatch, capsys):
+    monkeypatch.delenv("GRADENGINE_TOKEN", raising=False)
+    code, error = fails(monkeypatch, capsys, "serve", "--world-size", 2, "--host", "0.0.0.0")
+    assert code == 1
+    assert "there is no token" in error
+
+
+def test_an_empty_or_missing_token_file_is_said_so(monkeypatch, capsys, tmp_path):
+    (tmp_path / "empty").touch()
+    for name, expected in (("empty", "there is no token in"), ("none", "cannot read the token from")):
+        code, error = fails(monkeypatch, capsys, "serve", "--world-size", 2, "--token-file", tmp_path / name)
+        assert (code, expected in error) == (1, True)
+
+
+def test_serve_stops_at_ctrl_c(tmp_path):
+    process, _ = start_server(tmp_path, "--world-size", "2")
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in error

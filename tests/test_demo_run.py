@@ -1,0 +1,287 @@
+"""The demo's machinery: processes that are watched, replays, proofs that can fail, the plot."""
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.demo.crew import Crew
+from gradengine.demo.learner import Learner, layout_of
+from gradengine.demo.model import LlamaConfig
+from gradengine.demo.plot import refuse_bad_path, save_plot
+from gradengine.demo.proofs import distance, prove
+from gradengine.demo.record import Record, Step
+from gradengine.demo.replay import replay
+from gradengine.demo.reports import Evaluated, Finished, Kept, Stepped
+from gradengine.demo.run import train
+from gradengine.demo.settings import Settings, Transport, divide
+from gradengine.demo.text import standard_library_text
+from gradengine.errors import CallerError, ExchangeError, PeerLost
+from gradengine.trainer import weights_digest
+
+MODEL = LlamaConfig(num_blocks=1, hidden_size=16, intermediate_size=32, sequence_length=16)
+SETTINGS = Settings(steps=6, batch_size=2, compared_steps=4, evaluations=2, model=MODEL)
+TEXTS = divide(standard_library_text(100_000), "the standard library", MODEL.sequence_length)
+
+
+# ---- the processes ----
+
+
+def announce_and_wait(report):
+    report(Evaluated(os.getpid(), 0.0))
+    threading.Event().wait()
+
+
+def miss_a_peer(report):
+    raise PeerLost("somebody is gone")
+
+
+def give_up(report):
+    time.sleep(0.2)
+    raise CallerError("this cannot be", got=1, expected=2)
+
+
+def break_down(report):
+    raise ZeroDivisionError("a fault of the program")
+
+
+def ended(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def crew_of(crew, **works):
+    for name, work in works.items():
+        crew.start(name).give(work)
+
+
+def test_a_killed_process_is_named_and_none_is_left():
+    begin = time.monotonic()
+    with Crew() as crew:
+        crew_of(crew, first=announce_and_wait, second=announce_and_wait)
+        reports = crew.reports()
+        pids = [next(reports).step, next(reports).step]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(PeerLost, match=rf"(first|second) \(process {pids[1]}\) was killed by SIGKILL"):
+            next(reports)
+    assert all(ended(pid) for pid in pids)
+    assert time.monotonic() - begin < 30
+
+
+def test_who_is_at_fault_is_named_and_not_who_noticed():
+    with Crew() as crew:
+        crew_of(crew, noticing=miss_a_peer, failing=give_up)
+        with pytest.raises(ExchangeError, match="failing: this cannot be: got 1, expected 2"):
+            list(crew.reports())
+
+
+def test_where_all_miss_a_peer_the_first_to_say_so_is_named():
+    with Crew() as crew:
+        crew_of(crew, only=miss_a_peer)
+        with pytest.raises(ExchangeError, match="only: somebody is gone"):
+            list(crew.reports())
+
+
+def test_a_fault_of_the_program_is_told_too(capfd):
+    with Crew() as crew:
+        crew_of(crew, broken=break_down)
+        with pytest.raises(ExchangeError, match="broken: ZeroDivisionError: a fault of the program"):
+            list(crew.reports())
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_the_environment_of_this_process_stays_as_it_was(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    with Crew() as crew:
+        crew.start("idle")
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "OPENBLAS_NUM_THREADS" not in os.environ
+
+
+# ---- training ----
+
+
+class Silent:
+    def started(self, processes):
+        self.processes = processes
+
+    def listening(self, url):
+        self.url = url
+
+    def stepped(self, step):
+        pass
+
+
+@pytest.fixture(scope="module")
+def record():
+    return train(SETTINGS, TEXTS, Silent())
+
+
+def test_a_run_reports_every_step_and_evaluation(record):
+    assert [step.number for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert sorted(record.evaluations) == [3, 6]
+    assert record.steps[0].loss == pytest.approx(np.log(256), rel=0.05)
+    assert all(step.norm > 0 and step.exchange_seconds > 0 for step in record.steps)
+
+
+def test_all_ranks_end_with_the_same_bytes(record):
+    assert set(record.digests) == {0, 1}
+    assert len(set(record.digests.values())) == 1
+    assert len(set(record.kept_digests.values())) == 1
+
+
+@pytest.mark.parametrize("transport", [Transport.UNIX, Transport.LOCAL])
+def test_every_transport_gives_the_same_bytes(record, transport):
+    other = train(dataclasses.replace(SETTINGS, transport=transport), TEXTS, Silent())
+    assert other.digests == record.digests
+    assert [(step.loss, step.norm) for step in other.steps] == [(step.loss, step.norm) for step in record.steps]
+
+
+# ---- replays and proofs ----
+
+
+def small(workers, micro_batches, **changes):
+    return dataclasses.replace(SETTINGS, workers=workers, micro_batches=micro_batches, **changes)
+
+
+def initial():
+    return Learner(SETTINGS, TEXTS).weights
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_one_micro_batch_for_each_worker_is_one_process_bit_for_bit(workers):
+    settings = small(workers, 1)
+    assert weights_digest(replay(settings, TEXTS, workers)) == weights_digest(replay(settings, TEXTS, 1))
+
+
+def test_several_micro_batches_for_each_worker_are_one_process_up_to_rounding():
+    settings = small(2, 2)
+    ranks, one = replay(settings, TEXTS, 2), replay(settings, TEXTS, 1)
+    assert 0 < distance(ranks, one, initial()) < 1e-5
+
+
+def replays_of(settings):
+    return {
+        "one": replay(settings, TEXTS, 1),
+        "reversed": replay(settings, TEXTS, 1, backwards=True),
+        "ranks": replay(settings, TEXTS, settings.workers),
+    }
+
+
+def verdicts(record, replays, entropy=9.0):
+    return {proof.name: proof.holds for proof in prove(record, replays, initial(), entropy)}
+
+
+def test_a_right_run_is_proved(record):
+    assert verdicts(record, replays_of(SETTINGS)) == {"1": True, "2": True, "3a": True, "3b": True}
+
+
+def test_weights_that_differ_between_ranks_are_found(record):
+    wrong = dataclasses.replace(record, digests={0: "a", 1: "b"})
+    assert verdicts(wrong, replays_of(SETTINGS))["1"] is False
+    missing = dataclasses.replace(record, digests={0: "a"})
+    assert verdicts(missing, replays_of(SETTINGS))["1"] is False
+
+
+def test_a_model_that_learned_nothing_is_found(record):
+    assert verdicts(record, replays_of(SETTINGS), entropy=1.0)["2"] is False
+
+
+def test_a_lost_micro_batch_is_found(record):
+    replays = replays_of(SETTINGS) | {"one": replay(small(1, 3), TEXTS, 1)}
+    assert verdicts(record, replays)["3a"] is False
+
+
+def test_a_single_other_bit_is_found(record):
+    replays = replays_of(SETTINGS)
+    replays["ranks"]["final_norm"][0] = np.nextafter(replays["ranks"]["final_norm"][0], np.float32(2))
+    assert verdicts(record, replays)["3b"] is False
+
+
+def test_with_one_micro_batch_each_the_bits_are_compared():
+    settings = small(2, 1)
+    weights = replay(settings, TEXTS, 2)
+    record = Record(settings, evaluations={settings.steps: 1.0}, digests={0: "a", 1: "a"}, kept=weights)
+    assert verdicts(record, {"one": weights}) == {"1": False, "2": True, "3": True}  # nobody reported what was kept
+    record.kept_digests = {0: "a", 1: "a"}
+    assert all(verdicts(record, {"one": weights}).values())
+
+
+# ---- the record and the settings ----
+
+
+def test_a_step_is_complete_when_all_ranks_have_made_it():
+    record = Record(SETTINGS)
+    assert record.take(Stepped(0, 1, 2.0, 0.5, 0.1)) is None
+    assert record.take(Stepped(0, 2, 1.5, 0.4, 0.1)) is None
+    assert record.take(Stepped(1, 1, 2.0, 0.5, 0.3)) == Step(1, 2.0, 0.5, pytest.approx(0.2))
+    assert len(record.steps) == 1
+
+
+def test_the_record_keeps_rank_0s_weights():
+    record, weights = Record(SETTINGS), {"w": np.ones(1, np.float32)}
+    for report in (Kept(1, "d", None), Kept(0, "d", weights), Finished(1, "e"), Evaluated(6, 2.5)):
+        record.take(report)
+    assert record.kept is weights
+    assert (record.kept_digests, record.digests, record.evaluations) == ({1: "d", 0: "d"}, {1: "e"}, {6: 2.5})
+
+
+@given(steps=st.integers(1, 500), evaluations=st.integers(1, 20))
+def test_the_last_step_is_always_evaluated(steps, evaluations):
+    settings = Settings(steps=steps, evaluations=evaluations)
+    evaluated = [step for step in range(1, steps + 1) if settings.is_evaluated(step)]
+    assert evaluated[-1] == steps
+    assert len(evaluated) == min(steps, evaluations)
+
+
+def test_a_text_too_short_for_the_sequences_is_refused():
+    with pytest.raises(CallerError, match="more than --sequence-length=2000"):
+        divide(bytes(10_000), "a file", 2000)
+
+
+def test_the_layout_leaves_in_the_order_of_backward():
+    streamed = [key for key, _ in Learner(SETTINGS, TEXTS).stream_backward(0)[1]]
+    assert [span.key for span in layout_of(SETTINGS).spans] == streamed
+
+
+# ---- the plot ----
+
+
+@pytest.mark.parametrize("steps", [1, 400])
+def test_the_plot_is_an_image(tmp_path, steps):
+    record = Record(dataclasses.replace(SETTINGS, steps=steps), evaluations={steps: 2.0})
+    record.steps = [Step(number, 5.0 / number, 1.0, 0.001) for number in range(1, steps + 1)]
+    path = tmp_path / "new" / "loss.png"
+    refuse_bad_path(path)
+    save_plot(path, record, 3.0)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def test_a_plot_that_cannot_be_saved_is_refused_before_the_run(tmp_path):
+    with pytest.raises(CallerError, match=r"got '\.doc', expected one of .*png"):
+        refuse_bad_path(tmp_path / "loss.doc")
+    (tmp_path / "file").touch()
+    with pytest.raises(CallerError, match="cannot write"):
+        refuse_bad_path(tmp_path / "file" / "loss.png")
+
+
+def test_partial_works_are_what_processes_get():
+    with Crew() as crew:
+        crew.start("sum").give(partial(report_sum, 2, 3))
+        assert list(crew.reports()) == [Evaluated(5, 0.0)]
+
+
+def report_sum(a, b, report):
+    report(Evaluated(a + b, 0.0))
