@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer
+from gradengine.buffer import Buffer, overlapping
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.gradients import Gradients, and_more, in_slot_order, refuse_other_shape
 from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
@@ -37,7 +37,7 @@ class PerBlockGradientAccumulator:
         hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
 
     Raises:
-        CallerError: `hold` is less than one.
+        CallerError: `hold` is no whole number >= 1.
 
     Example:
         >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
@@ -48,7 +48,7 @@ class PerBlockGradientAccumulator:
     """
 
     def __init__(self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1) -> None:
-        if hold < 1:
+        if not isinstance(hold, int) or hold < 1:
             raise CallerError("hold counts micro-batches", got=hold, expected="at least 1")
         self.layout, self.hold = layout, hold
         self.kernels: Kernels = kernels or kernels_for("cpu")
@@ -57,6 +57,7 @@ class PerBlockGradientAccumulator:
         self.sums = SquaredSums([slot.size for slot in layout.slots])
         self.kernels.fill_zero(list(_padding(self.arena, layout)))
         self._window = Window(len(layout.slots))
+        self._exposed: set[int] = set()  # may be written to through views, so their norm is read anew at each step
         self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
 
     @property
@@ -127,7 +128,8 @@ class PerBlockGradientAccumulator:
         block = self.layout.block(index)
         positions = [self._position[slot.name] for slot in block.slots]
         self._settle(positions)
-        self._window.measured.difference_update(positions)  # the views may be written to
+        self._exposed.update(positions)
+        self._window.measured.difference_update(positions)
         return BlockGradientSet(block, self.kernels, _stretch(self.arena, block.start, block.stop))
 
     def average(self) -> None:
@@ -138,7 +140,7 @@ class PerBlockGradientAccumulator:
         Raises:
             WindowError: Some component has fewer micro-batches than the others.
         """
-        if self.accumulated_count == 0 or self.total_weight == 1:
+        if self._window.weights in ([], [1]):
             return
         self.close()
         factor = np.float32(1 / self.total_weight)
@@ -151,9 +153,12 @@ class PerBlockGradientAccumulator:
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
-        self._settle(range(len(self.targets)))
-        self.measure_rest()
-        return not np.isfinite(self.kernels.totals(self.sums)).all()
+        self._fold(range(len(self.targets)), measure=False)
+        # All that came is read anew: views from block() may have been written to since it was measured.
+        filled = [p for p, written in enumerate(self._window.filled) if written]
+        chunks = [(p, *chunk) for p in filled for chunk in self.sums.chunks(p)]
+        self.kernels.measure(self.targets, self.sums, chunks)
+        return not np.isfinite(self.kernels.totals(self.sums)[filled]).all()
 
     def close(self, *, measure: bool = False) -> None:
         """Fold what is held; afterwards the arena holds the window's weighted sum.
@@ -193,7 +198,11 @@ class PerBlockGradientAccumulator:
             for chunk in self.sums.chunks(p)
         ]
         self.kernels.measure(self.targets, self.sums, chunks)
-        self._window.measured.update(range(len(self.targets)))
+        self._window.measured.update(set(range(len(self.targets))) - self._exposed)
+
+    def forget_measured(self) -> None:
+        """The arena may have been written to: every squared sum is taken anew before the next step."""
+        self._window.measured.clear()
 
     def slots_of(self, span: Span) -> list[tuple[int, Slot]]:
         """Position and slot of each component of a span."""
@@ -226,7 +235,7 @@ class PerBlockGradientAccumulator:
     def _view(self, source: object, slot: Slot) -> Buffer:
         view = self.kernels.view(source, slot.name)
         refuse_other_shape(view, slot)
-        if view.size and self.arena.pointer <= view.pointer < self.arena.pointer + self.arena.nbytes:
+        if overlapping((view, self.arena)):
             raise BufferRefused(
                 f"component '{slot.name}' lies in this accumulator's own arena",
                 got=f"address {view.pointer:#x}",
@@ -237,7 +246,7 @@ class PerBlockGradientAccumulator:
 
     def _refuse_aliases(self, positions: Sequence[int], views: Sequence[Buffer | None]) -> None:
         for position, view in zip(positions, views, strict=True):
-            if view is not None and view.size and view.pointer in self._window.held:
+            if view is not None and view.size and self._window.held[view.pointer]:
                 raise BufferRefused(
                     f"component '{self.layout.slots[position].name}' is held already at the same address",
                     got=f"address {view.pointer:#x} twice in one fold of hold={self.hold}",
@@ -261,7 +270,9 @@ class PerBlockGradientAccumulator:
         due = [p for p in positions if window.pending[p]]
         folds = [window.fold(p) for p in due]
         self.kernels.accumulate(self.targets, folds, self.sums if measure else None)
-        window.folded(due, measure)
+        window.folded(due)
+        if measure:
+            window.measured.update(set(due) - self._exposed)
 
     def non_block_slot(self, name: str | int) -> Slot:
         """The slot of a component that lies in no block, by name or id.
@@ -341,27 +352,29 @@ class BlockGradientSet:
         self._write(sources, overwrite=True)
 
     def accumulate(self, gradients: Gradients) -> None:
-        """Add gradients to the block: a sequence in order, or a mapping by component name.
+        """Add gradients to the block: a sequence in order, or a mapping by component name; None adds nothing.
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
-            BufferRefused: A gradient cannot be taken as it lies.
+            BufferRefused: A gradient cannot be taken as it lies, or lies elsewhere in this block's own memory.
         """
         slots = self._block.slots
         sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
-        views = [self._kernels.view(source, slot.name) for source, slot in zip(sources, slots, strict=True)]
+        named = zip(sources, slots, strict=True)
+        views = [None if source is None else self._kernels.view(source, slot.name) for source, slot in named]
         for view, slot in zip(views, slots, strict=True):
-            refuse_other_shape(view, slot)
+            if view is not None:
+                refuse_other_shape(view, slot)
         self._write(views, overwrite=False)
 
     def scale(self, divisor: float) -> None:
         """Divide by `divisor`: one multiplication by fp32(1 / divisor).
 
         Raises:
-            CallerError: The divisor is 0 or not finite.
+            CallerError: The divisor is not finite, is 0, or is so near 0 that 1 / divisor overflows fp32.
         """
-        if not (math.isfinite(divisor) and divisor != 0):
-            raise CallerError("cannot divide a gradient by this", got=divisor, expected="a finite number other than 0")
+        if not (math.isfinite(divisor) and abs(divisor) >= 1e-38):
+            raise CallerError("cannot divide by this", got=divisor, expected="a finite number beyond +-1e-38")
         factor = np.float32(1 / divisor)
         self._kernels.hand_back(self._targets, [factor] * len(self._targets), self._targets)
 
@@ -373,9 +386,17 @@ class BlockGradientSet:
         """Whether any component holds NaN or Inf."""
         return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
 
-    def _write(self, sources: Sequence[Buffer], *, overwrite: bool) -> None:
+    def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
+        for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
+            if source and source.pointer != target.pointer and overlapping((source, self._memory)):
+                raise BufferRefused(
+                    f"component '{slot.name}' lies elsewhere in this block's own memory",
+                    got=f"address {source.pointer:#x}",
+                    expected="memory of the caller's",
+                    do="pass a copy",
+                )
         one = (np.float32(1),)
-        self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources)])
+        self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources) if s])
 
     def _short(self, slot: Slot) -> str:
         return slot.name.removeprefix(f"{self._block.name}.")

@@ -61,7 +61,7 @@ def _unpacked(rank: int, part: bytes, mine: Tally) -> Tally:
     try:
         weight, micro_batches, totals = msgpack.unpackb(part)
         tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"))
-    except (ValueError, TypeError, msgpack.UnpackException) as fault:
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as fault:
         raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
     if tally.totals.size != mine.totals.size or not 0 < tally.weight < np.inf or tally.micro_batches < 1:
         raise ProtocolError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -166,10 +167,14 @@ def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
 
 
 def _from_numpy(array: Array, component: str) -> Buffer:
+    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+        raise BufferRefused(
+            f"component '{component}' is a masked array", do="pass .filled(0), or the array without mask"
+        )
     dtype = _dtype_name(array.dtype, component)
     if not array.flags.c_contiguous:
         raise _strided(component, array.shape, tuple(s // array.itemsize for s in array.strides))
-    flat = array.reshape(-1).view(np.ndarray).view(STORAGE[dtype])
+    flat = array.view(np.ndarray).reshape(-1).view(STORAGE[dtype])  # a np.matrix stays 2-D if reshaped first
     return Buffer(flat, dtype, array.shape, array.flags.writeable, array)
 
 
@@ -209,30 +214,40 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _from_raw(raw: RawBuffer, component: str) -> Buffer:
     if raw.device != "cpu":
         raise _wrong_device(component, raw.device)
-    if raw.dtype not in STORAGE:
+    if str(raw.dtype) not in STORAGE:
         raise _wrong_dtype(component, str(raw.dtype))
-    if raw.size < 0 or raw.pointer < 0 or (raw.pointer == 0 and raw.size):
-        raise BufferRefused(
-            f"component '{component}' is no memory",
-            got=f"pointer {raw.pointer:#x}, size {raw.size}",
-            expected="the address of allocated memory and a size >= 0",
-        )
-    storage = STORAGE[raw.dtype]
-    if raw.pointer % storage.itemsize:
+    try:
+        pointer, size = operator.index(raw.pointer), operator.index(raw.size)
+    except TypeError:
+        raise _no_memory(component, repr(raw.pointer), raw.size) from None
+    data = _memory(pointer, size, STORAGE[str(raw.dtype)], raw.owner, component)
+    return Buffer(data, str(raw.dtype), (size,), raw.writable, raw.owner)
+
+
+def _memory(pointer: int, size: int, storage: np.dtype[Any], owner: object, component: str) -> Array:
+    """Memory at an address as an array that keeps `owner` alive."""
+    if size < 0 or pointer < 0 or (pointer == 0 and size):
+        raise _no_memory(component, hex(pointer), size)
+    if pointer % storage.itemsize:
         raise BufferRefused(
             f"component '{component}' is not aligned to its elements",
-            got=f"pointer {raw.pointer:#x}",
+            got=f"pointer {pointer:#x}",
             expected=f"a multiple of {storage.itemsize}",
         )
-    return Buffer(_memory(raw.pointer, raw.size, storage), raw.dtype, (raw.size,), raw.writable, raw.owner)
-
-
-def _memory(pointer: int, size: int, storage: np.dtype[Any]) -> Array:
     if size == 0:
         return np.empty(0, storage)
     memory = (ctypes.c_char * (size * storage.itemsize)).from_address(pointer)
+    memory.owner = owner  # type: ignore[attr-defined]
     flat: Array = np.frombuffer(memoryview(memory), storage)
     return flat
+
+
+def _no_memory(component: str, pointer: str, size: object) -> BufferRefused:
+    return BufferRefused(
+        f"component '{component}' is no memory",
+        got=f"pointer {pointer}, size {size}",
+        expected="the address of allocated memory and a size >= 0",
+    )
 
 
 def _wrong_device(component: str, got: str) -> BufferRefused:
@@ -286,33 +301,40 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.p
 
 
 def _from_dlpack(source: Any, component: str) -> Buffer:
-    device_type, device_id = source.__dlpack_device__()
-    if int(device_type) not in _HOST_DEVICES:
-        raise _wrong_device(component, f"{_DEVICE_NAMES.get(int(device_type), int(device_type))}:{device_id}")
     capsule = _capsule_of(source, component)
     tensor, writable = _tensor_in(capsule, component)
+    _refuse_other_device(tensor.device_type, tensor.device_id, component)
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
     if not _is_contiguous(shape, strides):
         raise _strided(component, shape, strides)
     dtype = _DTYPE_BY_CODE.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise _wrong_dtype(component, f"{_CODE_NAMES.get(tensor.code, f'code {tensor.code} ')}{tensor.bits}")
-    data = _memory((tensor.data or 0) + tensor.byte_offset, math.prod(shape), STORAGE[dtype])
+        lanes = "" if tensor.lanes == 1 else f" in vectors of {tensor.lanes}"
+        raise _wrong_dtype(component, f"{_CODE_NAMES.get(tensor.code, f'code {tensor.code} ')}{tensor.bits}{lanes}")
     # The capsule is never renamed to "used_dltensor": its own destructor frees the producer's reference with us.
-    return Buffer(data, dtype, shape, writable, (capsule, source))
+    owner = (capsule, source)
+    pointer = tensor.data + tensor.byte_offset if tensor.data else 0
+    return Buffer(_memory(pointer, math.prod(shape), STORAGE[dtype], owner, component), dtype, shape, writable, owner)
 
 
 def _capsule_of(source: Any, component: str) -> object:
     try:
+        device_type, device_id = source.__dlpack_device__()
+        _refuse_other_device(device_type, device_id, component)
         try:
             return source.__dlpack__(max_version=(1, 0))
         except TypeError:  # a producer older than DLPack 1.0 does not know the argument
             return source.__dlpack__()
-    except (BufferError, RuntimeError, ValueError) as refusal:
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as refusal:
         raise BufferRefused(
             f"component '{component}' cannot be exported by its framework ({refusal})", got=type(source).__name__
         ) from None
+
+
+def _refuse_other_device(device_type: int, device_id: int, component: str) -> None:
+    if int(device_type) not in _HOST_DEVICES:
+        raise _wrong_device(component, f"{_DEVICE_NAMES.get(int(device_type), int(device_type))}:{device_id}")
 
 
 def _tensor_in(capsule: object, component: str) -> tuple[_DLTensor, bool]:

@@ -196,15 +196,19 @@ def checked_max_norm(max_norm: float | None) -> float:
     """The bound as a float; None means infinity.
 
     Raises:
-        CallerError: It is negative or NaN.
+        CallerError: It is negative, NaN or no number.
 
     Example:
         >>> checked_max_norm(None)
         inf
     """
-    bound = math.inf if max_norm is None else float(max_norm)
+    try:
+        bound = math.inf if max_norm is None else float(max_norm)
+    except (TypeError, ValueError, OverflowError):
+        bound = math.nan
     if not bound >= 0:  # written so that NaN is refused
-        raise CallerError("max_norm is out of range", got=max_norm, expected="a number >= 0, or None to clip nothing")
+        expected = "a number >= 0, or None to clip nothing"
+        raise CallerError("max_norm is out of range", got=repr(max_norm), expected=expected)
     return bound
 
 

@@ -203,6 +203,7 @@ class GradientEngine:
         non_finite = self._find_non_finite(decision)
         if non_finite is not None and self._on_non_finite == "raise":
             self._failed = True
+            self.accumulator.forget_measured()  # the caller may mend the arena and run the step again
             raise non_finite
         skipped = non_finite is not None and self._on_non_finite == "skip"
         self._hand_back(decision, destinations, skipped)

@@ -6,6 +6,8 @@ kinds, because they are mended by different people. All of them leave the state 
 
 from __future__ import annotations
 
+import functools
+
 __all__ = [
     "BufferRefused",
     "CallerError",
@@ -85,6 +87,10 @@ class NonFiniteGradient(GradientError):
             expected="a finite number",
             do="the window is untouched: inspect it, then discard() it; on_non_finite='skip' skips such steps",
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild = functools.partial(type(self), step=self.step, rank=self.rank)  # pickle knows no keyword arguments
+        return rebuild, (self.component, self.index, self.value), self.__dict__
 
 
 class ExchangeError(GradientError):

@@ -46,7 +46,10 @@ def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefi
 
 
 def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where: str, prefix: str) -> list[object]:
-    names = {(slot.name if slot.name in gradients else slot.name.removeprefix(prefix)): slot for slot in slots}
+    full = {slot.name for slot in slots}
+    short = {name: name.removeprefix(prefix) for name in full}
+    # A short name that is another's full name says nothing: nested numbers, "0.w" beside "0.0.w" in block "0".
+    names = [s.name if s.name in gradients or short[s.name] in full else short[s.name] for s in slots]
     missing = [name for name in names if name not in gradients]
     if missing:
         raise LayoutMismatch(

@@ -231,7 +231,7 @@ class GradientLayout:
         """The slot of that name.
 
         Raises:
-            LayoutMismatch: No such component; the nearest names are shown.
+            LayoutMismatch: No such component; the first names are shown.
         """
         try:
             return self._by_name[name]
@@ -246,7 +246,7 @@ class GradientLayout:
         Raises:
             LayoutMismatch: No such block.
         """
-        if not isinstance(index, int) or not 0 <= index < len(self.blocks):
+        if not (hasattr(index, "__index__") and 0 <= index < len(self.blocks)):
             raise LayoutMismatch("unknown block", got=repr(index), expected=f"a block in 0..{len(self.blocks) - 1}")
         return self.blocks[index]
 
@@ -255,10 +255,10 @@ class GradientLayout:
         return {slot.name: slot for slot in self.slots}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GradientLayout) and self._rows == other._rows
+        return isinstance(other, GradientLayout) and self.fingerprint == other.fingerprint
 
     def __hash__(self) -> int:
-        return hash(self._rows)
+        return hash(self.fingerprint)
 
     def __repr__(self) -> str:
         return (
@@ -285,7 +285,9 @@ def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
     pairs = zip(ours + [None] * (pad - len(ours)), others + [None] * (pad - len(others)), strict=True)
     lines = [f"row {i}: here {_shown(a)}, there {_shown(b)}" for i, (a, b) in enumerate(pairs) if a != b]
     if order != other_order and not lines:
-        lines = [f"backward order: here {order[:limit]}, there {other_order[:limit]}"]
+        first = next((i for i, (a, b) in enumerate(zip(order, other_order, strict=False)) if a != b), 0)
+        here, there = order[first : first + limit], other_order[first : first + limit]
+        lines = [f"backward order from {first}: here {here}, there {there}"]
     more = [f"and {len(lines) - limit} more rows"] if len(lines) > limit else []
     return "\n".join(lines[:limit] + more)
 
@@ -315,13 +317,13 @@ def layout_from_table(table: bytes) -> GradientLayout:
 def _shown(row: list[object] | None) -> str:
     if row is None:
         return "nothing"
-    name, shape, _ = row
+    name, shape, block = row
     assert isinstance(shape, list)  # noqa: S101  (tables are validated before they are compared)
-    return f"{name!r} {tuple(shape)}"
+    return f"{name!r} {tuple(shape)}" + ("" if block is None else f" in {block!r}")
 
 
 def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[_Row]:
-    if not isinstance(num_blocks, int) or num_blocks < 0:
+    if not (hasattr(num_blocks, "__index__") and num_blocks >= 0):
         raise LayoutMismatch("num_blocks is not a count", got=repr(num_blocks), expected="a whole number >= 0")
     return [
         _Row(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
@@ -344,6 +346,8 @@ def _shape_of(name: str, array: Shaped | Sequence[int]) -> Shape:
 
 
 def _block_name(name: str) -> str | None:
+    if not isinstance(name, str):
+        raise LayoutMismatch("a component's name is no text", got=repr(name), expected="a string")
     parts = name.split(".")
     for i, part in enumerate(parts[:-1]):
         if part.isdecimal():

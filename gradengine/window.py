@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ class Window:
         filled: Whether a slot's memory holds something of this window; where not, the next fold overwrites.
         pending: What each slot holds by reference, not yet folded.
         measured: Slots whose squared sums are those of their memory.
-        held: Addresses in `pending`.
+        held: How often each address lies in `pending`.
     """
 
     def __init__(self, size: int) -> None:
@@ -31,7 +32,7 @@ class Window:
         self.filled = [False] * size
         self.pending: list[list[tuple[Buffer, np.float32]]] = [[] for _ in range(size)]
         self.measured: set[int] = set()
-        self.held: set[int] = set()
+        self.held: Counter[int] = Counter()
 
     def refuse_other_weight(self, positions: Sequence[int], weight: np.float32, where: str) -> None:
         """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
@@ -53,21 +54,19 @@ class Window:
             self.measured.discard(p)
             if view is not None:
                 self.pending[p].append((view, weight))
-                self.held.add(view.pointer)
+                self.held[view.pointer] += view.size > 0
 
     def fold(self, position: int) -> Fold:
         """All that this slot holds, as one pass."""
         buffers, weights = zip(*self.pending[position], strict=True)
         return Fold(position, not self.filled[position], buffers, weights)
 
-    def folded(self, positions: Sequence[int], measured: bool) -> None:
+    def folded(self, positions: Sequence[int]) -> None:
         """What these slots held is in their memory now."""
         for p in positions:
-            self.held.difference_update(buffer.pointer for buffer, _ in self.pending[p])
+            self.held.subtract(buffer.pointer for buffer, _ in self.pending[p] if buffer.size)
             self.pending[p].clear()
             self.filled[p] = True
-            if measured:
-                self.measured.add(p)
 
     def become_one(self) -> None:
         """The memory holds the mean: one micro-batch of weight 1."""
@@ -80,7 +79,7 @@ def checked_weight(weight: float) -> np.float32:
     """The weight as fp32.
 
     Raises:
-        WindowError: It is not a finite number above 0, also after rounding to fp32.
+        WindowError: It is not a finite number above 0, or is below fp32's normal numbers.
 
     Example:
         >>> checked_weight(0)
@@ -92,11 +91,11 @@ def checked_weight(weight: float) -> np.float32:
             scalar: np.float32 = np.float32(float(weight))
     except (TypeError, ValueError, OverflowError):
         scalar = np.float32(np.nan)
-    if not 0 < scalar < np.inf:
+    if not np.finfo(np.float32).tiny <= scalar < np.inf:  # below, 1/weight may be no fp32 number
         raise WindowError(
             "a micro-batch's weight is out of range",
-            got=weight,
-            expected="a finite number above 0",
+            got=repr(weight),
+            expected="a finite number above 1.18e-38",
             do="leave out a micro-batch that counts nothing",
         )
     return scalar

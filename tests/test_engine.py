@@ -569,3 +569,24 @@ def test_any_layout_weights_and_hold_follow_the_contract(layout, weights, hold, 
         np.testing.assert_allclose(got, array, rtol=1e-6)
     clipped = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in result.gradients.values()))
     assert clipped <= max_norm * (1 + 1e-5)
+
+
+def test_a_view_written_to_after_the_norm_was_taken_counts():
+    engine = GradientEngine(SMALL, max_norm=None, micro_batches=1)
+    block = engine.accumulator.block(0)
+    engine.add(random_gradients(0))  # takes the norm in the same pass
+    block.scale(0.25)
+    result = engine.step()
+    norm = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in result.gradients.values()))
+    assert result.norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_an_arena_that_was_mended_after_a_verdict_steps_on():
+    engine = GradientEngine(SMALL, micro_batches=1, max_norm=None)
+    gradients = random_gradients(0)
+    gradients[1][2] = math.nan
+    engine.add(gradients)
+    with pytest.raises(NonFiniteGradient):
+        engine.step()
+    engine.accumulator.views()["layers.1.w"][2] = 0
+    assert math.isfinite(engine.step().norm)

@@ -1,0 +1,865 @@
+"""The accumulator: windows of micro-batches, bit for bit, and a state that a failing call does not touch."""
+
+import copy
+import math
+import tracemalloc
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import strategies as draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gradengine.accumulate import BlockGradientSet, PerBlockGradientAccumulator
+from gradengine.buffer import RawBuffer
+from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, WindowError
+from gradengine.kernels.host import HostKernels
+from gradengine.layout import BLOCK_COMPONENTS, GradientLayout
+
+SMALL = GradientLayout.transformer(2, 8, 4, 12, 16)
+ODD = GradientLayout.of(
+    {"layers.0.w": (3, 5), "layers.0.b": (5,), "layers.1.w": (33,), "layers.1.empty": (0,), "head": (7, 1), "t": ()}
+)
+NAN, INF = math.nan, math.inf
+
+
+class PoisonedKernels:
+    """Kernels whose fresh memory is full of NaN, as fresh memory may be."""
+
+    def __init__(self, kernels):
+        self._kernels = kernels
+
+    def __getattr__(self, name):
+        return getattr(self._kernels, name)
+
+    def allocate(self, size):
+        buffer = self._kernels.allocate(size)
+        buffer.data.fill(NAN)
+        return buffer
+
+
+def new(layout=ODD, hold=1, threads=1):
+    return PerBlockGradientAccumulator(layout, PoisonedKernels(HostKernels(threads)), hold=hold)
+
+
+def state(accumulator):
+    """All there is to the state, bit for bit; reading it changes nothing."""
+    window = accumulator._window
+    return (
+        accumulator.arena.data.tobytes(),
+        accumulator.sums.values.tobytes(),
+        copy.copy(window.weights),
+        window.counts.copy(),
+        window.filled.copy(),
+        [[(buffer.pointer, weight) for buffer, weight in held] for held in window.pending],
+        set(window.measured),
+        +window.held,
+    )
+
+
+def closed(accumulator):
+    accumulator.close()
+    return {name: view.copy() for name, view in accumulator.views().items()}
+
+
+def expected_window(layout, micro_batches, weights):
+    flat = [draw.folded(None, gs, weights, True) for gs in zip(*micro_batches, strict=True)]
+    return {slot.name: f.reshape(slot.shape) for slot, f in zip(layout.slots, flat, strict=True)}
+
+
+def assert_window(got, expected):
+    assert list(got) == list(expected)
+    for name in expected:
+        draw.assert_same_bits(got[name], expected[name])
+
+
+def assert_padding_is_zero(accumulator):
+    covered = np.zeros(accumulator.layout.arena_size, bool)
+    for slot in accumulator.layout.slots:
+        covered[slot.offset : slot.stop] = True
+    assert (draw.storage_bits(accumulator.arena.data)[~covered] == 0).all()
+
+
+class TestAdd:
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    @pytest.mark.parametrize("weights", [[1], [1, 1, 1], [0.3, 1, 7.5], [3]])
+    @pytest.mark.parametrize("layout", [SMALL, ODD], ids=["transformer", "odd"])
+    def test_a_window_is_the_contracts_sum(self, layout, dtype, weights):
+        batches = [draw.random_gradients(seed, layout.slots, dtype) for seed in range(len(weights))]
+        accumulator = new(layout)
+        for gradients, weight in zip(batches, weights, strict=True):
+            accumulator.add(gradients, weight)
+        assert accumulator.accumulated_count == len(weights)
+        assert accumulator.total_weight == pytest.approx(sum(weights), rel=1e-6)
+        assert_window(closed(accumulator), expected_window(layout, batches, weights))
+        assert_padding_is_zero(accumulator)
+
+    def test_every_window_overwrites(self):
+        accumulator = new()
+        for seed in range(3):
+            batch = draw.random_gradients(seed, ODD.slots)
+            accumulator.add(batch)
+            assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
+            accumulator.zero_all()
+            assert accumulator.accumulated_count == 0
+
+    def test_the_first_micro_batch_keeps_signed_zeros(self):
+        accumulator = new(GradientLayout.of([(2,)]))
+        assert accumulator.has_non_finite() is False  # a look before the window is none of its additions
+        accumulator.add([np.array([-0.0, 0.0], np.float32)])
+        draw.assert_same_bits(closed(accumulator)["0"], np.array([-0.0, 0.0], np.float32))
+
+    def test_in_bfloat16_256_and_1_make_257(self):
+        accumulator = new(GradientLayout.of([(3,)]))
+        for value in (256, 1):
+            accumulator.add([np.full(3, value, ml_dtypes.bfloat16)])
+        assert closed(accumulator)["0"].tolist() == [257] * 3
+        assert np.full(3, 256, ml_dtypes.bfloat16)[0] + ml_dtypes.bfloat16(1) == 256  # what bf16 itself would say
+
+    def test_in_float16_sums_pass_its_largest_number(self):
+        accumulator = new(GradientLayout.of([(3,)]))
+        for _ in range(4):
+            accumulator.add([np.full(3, 60000, np.float16)])
+        assert closed(accumulator)["0"].tolist() == [240000] * 3
+
+    def test_gradients_are_only_read(self):
+        batch = draw.random_gradients(0, ODD.slots)
+        for gradient in batch:
+            gradient.flags.writeable = False
+        accumulator = new()
+        accumulator.add(batch, 2.0)
+        accumulator.add(batch, 2.0)
+        assert_window(closed(accumulator), expected_window(ODD, [batch, batch], [2, 2]))
+
+    def test_flat_gradients_raw_buffers_and_mappings(self):
+        batch = draw.random_gradients(0, ODD.slots)
+        flat = [g.reshape(-1) for g in batch]
+        raw = [RawBuffer(g.ctypes.data, g.size, "float32", owner=g) for g in flat]
+        named = {slot.name: g for slot, g in reversed(list(zip(ODD.slots, batch, strict=True)))}
+        for gradients in (flat, raw, named, tuple(batch)):
+            accumulator = new()
+            accumulator.add(gradients)
+            assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
+
+    def test_none_is_no_gradient(self):
+        first, second = (draw.random_gradients(seed, ODD.slots) for seed in range(2))
+        accumulator = new()
+        accumulator.add([None, first[1], *[None] * 4], 2.0)
+        accumulator.add([second[0], None, *[None] * 4], 3.0)
+        got = closed(accumulator)
+        draw.assert_same_bits(got["layers.0.w"], np.float32(3) * second[0])
+        draw.assert_same_bits(got["layers.0.b"], np.float32(2) * first[1])
+        for name in ("layers.1.w", "head", "t"):
+            assert (draw.storage_bits(got[name]) == 0).all()
+        assert accumulator.accumulated_count == 2
+
+    def test_tied_components_may_share_a_gradient(self):
+        layout = GradientLayout.of({"head": (4,), "embedding": (4,)})
+        shared = draw.random_array(0, 4)
+        for hold in (1, 3):
+            accumulator = new(layout, hold)
+            accumulator.add([shared, shared])
+            assert_window(closed(accumulator), {"head": shared, "embedding": shared})
+
+    @pytest.mark.parametrize("hold", [1, 5])
+    def test_squared_sums_are_taken_where_asked(self, hold):
+        batches = [draw.random_gradients(seed, SMALL.slots, "bfloat16") for seed in range(3)]
+        measured, rest = new(SMALL, hold), new(SMALL)
+        for i, batch in enumerate(batches):
+            measured.add(batch, measure=i == 2)
+            rest.add(batch)
+        rest.close()
+        rest.measure_rest()
+        assert measured._window.measured == set(range(len(SMALL.slots)))
+        draw.assert_same_bits(measured.sums.values, rest.sums.values)
+        draw.assert_same_bits(measured.arena.data, rest.arena.data)
+
+
+class TestHold:
+    @settings(max_examples=40)
+    @given(
+        hold=st.integers(1, 5),
+        parts=st.lists(st.tuples(draw.dtypes, draw.weights, st.booleans()), min_size=1, max_size=7),
+        seed=draw.seeds,
+    )
+    def test_changes_no_bit(self, hold, parts, seed):
+        """Any number of micro-batches, of any dtypes and weights, with components missing here and there."""
+        plain, holding = new(ODD, 1), new(ODD, hold, threads=3)
+        for i, (dtype, weight, gap) in enumerate(parts):
+            batch = draw.random_gradients(seed + i, ODD.slots, dtype)
+            if gap:
+                batch[i % len(batch)] = None
+            for accumulator in (plain, holding):
+                accumulator.add(batch, weight)
+        for accumulator in (plain, holding):
+            accumulator.close()
+        draw.assert_same_bits(holding.arena.data, plain.arena.data)
+        assert holding.total_weight == plain.total_weight
+
+    def test_is_by_reference_until_the_fold(self):
+        accumulator, batch = new(hold=2), draw.random_gradients(0, ODD.slots)
+        accumulator.add(batch)
+        batch[0][:] = 5
+        assert (closed(accumulator)["layers.0.w"] == 5).all()
+
+    def test_memory_stays_alive_until_the_fold(self):
+        accumulator = new(GradientLayout.of([(100_000,)]), hold=3)
+        for value in (1, 2):
+            accumulator.add([np.full(100_000, value, np.float32)])
+        others = [np.full(100_000, 9, np.float32) for _ in range(4)]
+        assert (closed(accumulator)["0"] == 3).all()
+        assert len(others) == 4
+
+    def test_the_same_address_twice_is_refused_by_name(self):
+        accumulator, batch = new(hold=3), draw.random_gradients(0, ODD.slots)
+        accumulator.add(batch)
+        before = state(accumulator)
+        again = [*draw.random_gradients(1, ODD.slots)[:2], batch[2], *draw.random_gradients(2, ODD.slots)[3:]]
+        message = (
+            r"'layers.1.w' is held already at the same address: got address 0x\w+ twice in one fold of hold=3.*None"
+        )
+        with pytest.raises(BufferRefused, match=message):
+            accumulator.add(again)
+        assert state(accumulator) == before
+
+    def test_the_same_address_may_come_again_after_its_fold(self):
+        accumulator, batch = new(hold=2), draw.random_gradients(0, ODD.slots)
+        other = draw.random_gradients(1, ODD.slots)
+        for gradients in (batch, other, batch, other):
+            accumulator.add(gradients)
+        assert_window(closed(accumulator), expected_window(ODD, [batch, other] * 2, [1] * 4))
+
+    def test_a_shared_address_stays_refused_until_all_who_hold_it_are_folded(self):
+        accumulator = new(GradientLayout.of({"layers.0.w": (2,), "head": (2,)}), hold=3)
+        shared = np.ones(2, np.float32)
+        accumulator.add([shared, shared])
+        accumulator.block(0)  # folds the block, not the head
+        with pytest.raises(BufferRefused, match="'head' is held already at the same address"):
+            accumulator.add_non_block("head", shared)
+
+    def test_dropping_the_window_drops_what_is_held(self):
+        accumulator, batch = new(hold=3), draw.random_gradients(0, ODD.slots)
+        accumulator.add(batch)
+        accumulator.zero_all()
+        accumulator.add(batch)
+        assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
+
+    @pytest.mark.parametrize("hold", [0, -1, 1.5, NAN, "2", None])
+    def test_is_a_count(self, hold):
+        with pytest.raises(CallerError, match="hold counts micro-batches: "):
+            new(hold=hold)
+
+
+class TestByBlock:
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_parts_in_backward_order_make_the_whole(self, hold):
+        batches, weights = [draw.random_gradients(seed, SMALL.slots) for seed in range(3)], [1, 2, 0.5]
+        accumulator = new(SMALL, hold)
+        for batch, weight in zip(batches, weights, strict=True):
+            named = {slot.name: g for slot, g in zip(SMALL.slots, batch, strict=True)}
+            accumulator.add_non_block("lm_head", named["lm_head"], weight)
+            accumulator.add_non_block(1, named["final_norm"], weight)
+            for index in (1, 0):
+                short = {name: named[f"blocks.{index}.{name}"] for name in BLOCK_COMPONENTS}
+                accumulator.add_block(index, short if index else list(short.values()), weight)
+            accumulator.add_non_block(2, named["embedding"], weight)
+        assert accumulator.accumulated_count == 3
+        assert accumulator.total_weight == 3.5
+        assert_window(closed(accumulator), expected_window(SMALL, batches, weights))
+
+    def test_by_full_names(self):
+        batch, accumulator = draw.random_gradients(0, ODD.blocks[0].slots), new()
+        accumulator.add_block(0, {slot.name: g for slot, g in zip(ODD.blocks[0].slots, batch, strict=True)})
+        draw.assert_same_bits(accumulator.block(0).components["w"], batch[0])
+
+    def test_a_micro_batch_has_one_weight(self):
+        accumulator = new(SMALL)
+        accumulator.add_block(1, draw.random_gradients(0, SMALL.blocks[1].slots), 2.0)
+        before = state(accumulator)
+        message = "block 0 of micro-batch 0 has another weight than its other parts: got 3.0, expected 2.0"
+        with pytest.raises(WindowError, match=message):
+            accumulator.add_block(0, draw.random_gradients(1, SMALL.blocks[0].slots), 3.0)
+        assert state(accumulator) == before
+        accumulator.add_block(1, draw.random_gradients(2, SMALL.blocks[1].slots), 3.0)  # the next micro-batch begins
+        assert accumulator.accumulated_count == 2
+
+    def test_a_window_with_a_part_missing_is_not_closed(self):
+        accumulator = new(SMALL, hold=2)
+        for index in (0, 1):
+            accumulator.add_block(index, draw.random_gradients(index, SMALL.blocks[index].slots), 0.5)
+        accumulator.add_block(1, draw.random_gradients(2, SMALL.blocks[1].slots), 0.5)
+        before = state(accumulator)
+        message = r"component 'blocks.0.w_q' \(and 11 more\) lacks part of the window: got 1 micro-batches, expected 2"
+        for call in (accumulator.close, accumulator.average):  # also where the weights happen to make 1
+            with pytest.raises(WindowError, match=message):
+                call()
+            assert state(accumulator) == before
+
+    def test_a_window_without_a_micro_batch_is_not_closed(self):
+        with pytest.raises(WindowError, match="step without a micro-batch: got 0 micro-batches, expected at least 1"):
+            new().close()
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            (3, "unknown non-block id: got 3, expected 0, 1 or 2"),
+            (-1, "unknown non-block id: got -1"),
+            ("lm_tail", "unknown component: got 'lm_tail'"),
+            ("blocks.1.w_q", "component 'blocks.1.w_q' lies in block 1; use add_block"),
+            (1.5, "unknown component: got 1.5"),
+            (None, "unknown component: got None"),
+        ],
+    )
+    def test_unknown_non_block_components(self, name, message):
+        accumulator = new(SMALL)
+        before = state(accumulator)
+        with pytest.raises(LayoutMismatch, match=message):
+            accumulator.add_non_block(name, np.ones(1, np.float32))
+        assert state(accumulator) == before
+
+    def test_an_id_whose_component_the_layout_lacks(self):
+        accumulator = new(GradientLayout.transformer(1, 4, 2, 4, 8, embedding=False))
+        with pytest.raises(LayoutMismatch, match="unknown component: got 'embedding'"):
+            accumulator.add_non_block(2, np.ones((8, 4), np.float32))
+
+    @pytest.mark.parametrize("index", [-1, 2, "0", None, 0.0])
+    def test_unknown_blocks(self, index):
+        for call in (new().block, lambda i: new().add_block(i, [])):
+            with pytest.raises(LayoutMismatch, match="unknown block: got"):
+                call(index)
+
+    def test_counts(self):
+        assert (new(SMALL).num_blocks, new(ODD).num_blocks, new(GradientLayout.of([(1,)])).num_blocks) == (2, 2, 0)
+        accumulator = new(SMALL)
+        assert (accumulator.accumulated_count, accumulator.total_weight) == (0, 0.0)
+        accumulator.add_block(0, draw.random_gradients(0, SMALL.blocks[0].slots))
+        assert accumulator.accumulated_count == 1  # one that is still being added counts
+
+
+def bad_gradients(slots):
+    """Each way to pass wrong gradients for slots, with what its error names."""
+    good = draw.random_gradients(99, slots)
+    last, size = slots[-1].name, slots[-1].size
+    strided = np.ones((*slots[-1].shape, 2), np.float32)[..., 0]
+    yield good[:-1], f"got {len(good) - 1}, expected {len(good)}"
+    yield [*good, good[0]], f"got {len(good) + 1}, expected {len(good)}"
+    yield (
+        [*good[:-1], np.ones(size + 1, np.float32)],
+        f"'{last}' has another shape: got .*{size + 1} elements, expected",
+    )
+    yield [*good[:-1], good[-1].astype(np.float64)], f"'{last}' has a dtype that is not taken: got float64, expected"
+    yield [*good[:-1], good[-1].tolist()], f"'{last}' is no array: got (list|float), expected"
+    yield dict.fromkeys((slot.name for slot in slots[1:]), good[0]), f"lack component '.*{slots[0].name[-1]}'"
+    yield "abc", "neither a mapping nor a sequence"
+    if size > 1:
+        yield [*good[:-1], strided], f"'{last}' is not contiguous: got .*, expected strides"
+    if size:
+        yield [*good[:-1], RawBuffer(64, size, "float32", "cuda:0")], f"'{last}' lies on another device: got cuda:0"
+
+
+class TestAtomicity:
+    @pytest.mark.parametrize("hold", [1, 3])
+    @pytest.mark.parametrize("measure", [True, False])
+    def test_bad_gradients_change_nothing(self, hold, measure):
+        accumulator = new(SMALL, hold)
+        for seed in range(2):
+            accumulator.add(draw.random_gradients(seed, SMALL.slots), 2.0)
+        before = state(accumulator)
+        for call, slots in (
+            (accumulator.add, SMALL.slots),
+            (lambda g, **options: accumulator.add_block(1, g, **options), SMALL.blocks[1].slots),
+        ):
+            for gradients, message in bad_gradients(slots):
+                with pytest.raises((LayoutMismatch, BufferRefused), match=message):
+                    call(gradients, measure=measure)
+                assert state(accumulator) == before
+
+    @pytest.mark.parametrize("weight", [0, -1, NAN, INF, 1e-60, "x", None])
+    def test_bad_weights_change_nothing(self, weight):
+        accumulator = new(SMALL)
+        accumulator.add(draw.random_gradients(0, SMALL.slots))
+        before, good = state(accumulator), draw.random_gradients(1, SMALL.slots)
+        for call in (
+            lambda: accumulator.add(good, weight),
+            lambda: accumulator.add_block(0, good[:9], weight),
+            lambda: accumulator.add_non_block(0, good[-3], weight),
+        ):
+            with pytest.raises(WindowError, match=r"weight is out of range: got .*, expected a finite number"):
+                call()
+            assert state(accumulator) == before
+
+    @pytest.mark.parametrize("shift", [0, -1, 1])
+    def test_its_own_arena_is_refused(self, shift):
+        accumulator = new(SMALL)
+        accumulator.add(draw.random_gradients(0, SMALL.slots))
+        before, slot = state(accumulator), SMALL.slots[0]
+        own = RawBuffer(accumulator.arena.pointer + 4 * shift, slot.size, "float32")
+        for source in (own, *([accumulator.views()[slot.name]] if shift == 0 else [])):
+            gradients = [source, *draw.random_gradients(1, SMALL.slots)[1:]]
+            with pytest.raises(
+                BufferRefused, match=r"'blocks.0.w_q' lies in this accumulator's own arena: got address 0x"
+            ):
+                accumulator.add(gradients)
+            assert state(accumulator) == before
+
+    def test_an_empty_view_of_its_own_arena_is_nothing(self):
+        accumulator = new(GradientLayout.of({"empty": (0,), "w": (2,)}))
+        accumulator.add([accumulator.arena.data[:0], np.ones(2, np.float32)])
+        assert accumulator.accumulated_count == 1
+
+
+class AnyCalls(RuleBasedStateMachine):
+    """Good and bad calls in any order against the contract in plain NumPy."""
+
+    @initialize(hold=st.integers(1, 3))
+    def begin(self, hold):
+        self.accumulator = new(ODD, hold)
+        self.forget()
+        self.seed = 0
+
+    def forget(self):
+        self.values = dict.fromkeys((slot.name for slot in ODD.slots), None)
+        self.counts = dict.fromkeys(self.values, 0)
+        self.weights = []
+
+    def take(self, slots, gradients, weight):
+        """What the call must do, or False where it must be refused."""
+        for slot in slots:
+            count = self.counts[slot.name]
+            if count < len(self.weights) and self.weights[count] != np.float32(weight):
+                return False
+        if any(self.counts[slot.name] == len(self.weights) for slot in slots):
+            self.weights.append(np.float32(weight))
+        for slot, gradient in zip(slots, gradients, strict=True):
+            self.counts[slot.name] += 1
+            if gradient is not None:
+                held = self.values[slot.name]
+                self.values[slot.name] = draw.folded(held, [gradient], [weight], held is None)
+        return True
+
+    def gradients(self, slots, dtype, gap):
+        self.seed += 1
+        batch = draw.random_gradients(self.seed, slots, dtype)
+        return [None if gap and i % 2 else gradient for i, gradient in enumerate(batch)]
+
+    def call(self, fits, call, *arguments):
+        if fits:
+            call(*arguments)
+        else:
+            self.refused(call, *arguments)
+
+    def refused(self, call, *arguments):
+        before = state(self.accumulator)
+        with pytest.raises(GradientError):
+            call(*arguments)
+        assert state(self.accumulator) == before
+
+    @rule(dtype=draw.dtypes, weight=st.sampled_from([1.0, 0.3]), gap=st.booleans())
+    def add(self, dtype, weight, gap):
+        batch = self.gradients(ODD.slots, dtype, gap)
+        self.call(self.take(ODD.slots, batch, weight), self.accumulator.add, batch, weight)
+
+    @rule(index=st.integers(0, 1), dtype=draw.dtypes, weight=st.sampled_from([1.0, 0.3]))
+    def add_block(self, index, dtype, weight):
+        slots = ODD.blocks[index].slots
+        batch = self.gradients(slots, dtype, False)
+        self.call(self.take(slots, batch, weight), self.accumulator.add_block, index, batch, weight)
+
+    @rule(name=st.sampled_from(["head", "t"]), weight=st.sampled_from([1.0, 0.3]))
+    def add_non_block(self, name, weight):
+        slot = ODD.slot(name)
+        (gradient,) = self.gradients([slot], "float32", False)
+        self.call(self.take([slot], [gradient], weight), self.accumulator.add_non_block, name, gradient, weight)
+
+    @rule(case=st.sampled_from(range(9)), measure=st.booleans())
+    def add_what_is_wrong(self, case, measure):
+        bad = list(bad_gradients(ODD.slots))
+        self.refused(self.accumulator.add, bad[case % len(bad)][0])
+        bad = list(bad_gradients(ODD.blocks[0].slots))
+        self.refused(self.accumulator.add_block, 0, bad[case % len(bad)][0])
+
+    @rule(weight=draw.bad_weights)
+    def add_with_a_bad_weight(self, weight):
+        self.refused(self.accumulator.add, draw.random_gradients(0, ODD.slots), weight)
+
+    @rule()
+    def average(self):
+        if self.weights in ([], [1]):
+            before = state(self.accumulator)
+            self.accumulator.average()
+            assert state(self.accumulator) == before
+        elif set(self.counts.values()) == {len(self.weights)}:
+            self.accumulator.average()
+            factor = np.float32(1 / sum(map(float, self.weights)))
+            for slot in ODD.slots:
+                value = self.values[slot.name]
+                self.values[slot.name] = np.zeros(slot.size, np.float32) if value is None else value * factor
+            self.counts, self.weights = dict.fromkeys(self.counts, 1), [np.float32(1)]
+        else:
+            self.refused(self.accumulator.average)
+
+    @rule()
+    def drop(self):
+        self.accumulator.zero_all()
+        self.forget()
+
+    @rule(index=st.integers(0, 1))
+    def look_at_a_block(self, index):
+        components = self.accumulator.block(index).components
+        for slot, got in zip(ODD.blocks[index].slots, components.values(), strict=True):
+            if self.values[slot.name] is None:
+                self.values[slot.name] = np.zeros(slot.size, np.float32)
+            draw.assert_same_bits(got, self.values[slot.name])
+
+    @rule()
+    def look_for_what_is_not_finite(self):
+        assert self.accumulator.has_non_finite() is False
+
+    @precondition(lambda self: self.weights and set(self.counts.values()) == {len(self.weights)})
+    @rule(measure=st.booleans())
+    def close(self, measure):
+        self.accumulator.close(measure=measure)
+        self.accumulator.measure_rest()
+        squares = self.accumulator.kernels.totals(self.accumulator.sums)
+        for slot, square in zip(ODD.slots, squares, strict=True):
+            if self.values[slot.name] is None:
+                self.values[slot.name] = np.zeros(slot.size, np.float32)
+            draw.assert_same_bits(self.accumulator.views()[slot.name], self.values[slot.name])
+            exact = np.sum(np.square(self.values[slot.name].astype(np.float64)))
+            assert square == pytest.approx(exact, rel=1e-6)
+
+    @invariant()
+    def counts_agree(self):
+        if hasattr(self, "accumulator"):
+            assert self.accumulator.accumulated_count == len(self.weights)
+            assert_padding_is_zero(self.accumulator)
+
+
+AnyCalls.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestAnyCalls = AnyCalls.TestCase
+
+
+class TestAverage:
+    def test_is_one_multiplication_by_the_rounded_reciprocal(self):
+        batches, weights = [draw.random_gradients(seed, ODD.slots) for seed in range(3)], [1, 2.5, 0.1]
+        accumulator = new(hold=2)
+        for batch, weight in zip(batches, weights, strict=True):
+            accumulator.add(batch, weight)
+        factor = np.float32(1 / sum(float(np.float32(weight)) for weight in weights))
+        accumulator.average()
+        expected = {name: value * factor for name, value in expected_window(ODD, batches, weights).items()}
+        assert_window(closed(accumulator), expected)
+        assert (accumulator.accumulated_count, accumulator.total_weight) == (1, 1.0)
+        assert_padding_is_zero(accumulator)
+
+    @pytest.mark.parametrize("count", [0, 1])
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_of_at_most_one_changes_nothing(self, count, hold):
+        accumulator = new(hold=hold)
+        for seed in range(count):
+            accumulator.add(draw.random_gradients(seed, ODD.slots))
+        before = state(accumulator)
+        accumulator.average()
+        assert state(accumulator) == before
+
+    def test_twice_is_once(self):
+        accumulator = new()
+        for seed in range(3):
+            accumulator.add(draw.random_gradients(seed, ODD.slots))
+        accumulator.average()
+        before = state(accumulator)
+        accumulator.average()
+        assert state(accumulator) == before
+
+    def test_of_weights_that_make_one_counts_as_one(self):
+        accumulator = new()
+        batches = [draw.random_gradients(seed, ODD.slots) for seed in range(2)]
+        for batch, weight in zip(batches, (0.25, 0.75), strict=True):
+            accumulator.add(batch, weight)
+        accumulator.average()
+        assert accumulator.accumulated_count == 1
+        assert_window(closed(accumulator), expected_window(ODD, batches, [0.25, 0.75]))
+
+    def test_a_single_weighted_micro_batch_is_its_own_mean(self):
+        accumulator, batch = new(), draw.random_gradients(0, ODD.slots)
+        accumulator.add(batch, 4.0)
+        accumulator.average()
+        assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
+
+    def test_more_may_be_added_to_a_mean(self):
+        accumulator, ones = new(GradientLayout.of([(2,)])), np.ones(2, np.float32)
+        for value in (1, 3):
+            accumulator.add([value * ones])
+        accumulator.average()
+        accumulator.add([4 * ones])
+        assert closed(accumulator)["0"].tolist() == [6, 6]
+        assert accumulator.accumulated_count == 2
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_is_found_in_any_component(self, bad, hold):
+        for i, slot in enumerate(ODD.slots):
+            if not slot.size:
+                continue
+            accumulator, batch = new(hold=hold), draw.random_gradients(0, ODD.slots)
+            batch[i].reshape(-1)[-1] = bad
+            accumulator.add(batch)
+            assert accumulator.has_non_finite() is True
+            accumulator.zero_all()
+            assert accumulator.has_non_finite() is False
+
+    def test_in_a_part_of_a_window(self):
+        accumulator = new(SMALL)
+        accumulator.add_non_block("final_norm", np.ones(8, np.float32))
+        assert accumulator.has_non_finite() is False  # what did not come is fresh memory, and not looked at
+        accumulator.add_non_block("lm_head", np.full((16, 8), NAN, np.float32))
+        assert accumulator.has_non_finite() is True
+
+    def test_an_overflow_of_the_sum_is_found(self):
+        accumulator = new(GradientLayout.of([(2,)]))
+        for _ in range(2):
+            assert accumulator.has_non_finite() is False
+            accumulator.add([np.full(2, 3e38, np.float32)])
+        assert accumulator.has_non_finite() is True
+
+    def test_what_is_written_through_a_view_is_seen(self):
+        accumulator = new()
+        accumulator.add(draw.random_gradients(0, ODD.slots), measure=True)
+        block = accumulator.block(1)
+        assert accumulator.has_non_finite() is False
+        block.components["w"][3] = NAN
+        assert accumulator.has_non_finite() is True
+
+
+class TestBlock:
+    BLOCK = SMALL.blocks[1]
+
+    def filled(self):
+        block = BlockGradientSet(self.BLOCK)
+        gradients = draw.random_gradients(5, self.BLOCK.slots)
+        block.accumulate(gradients)
+        return block, gradients
+
+    def test_components_in_order_and_shape(self):
+        block, gradients = self.filled()
+        assert tuple(block.components) == BLOCK_COMPONENTS
+        assert block.component_sizes == (64, 32, 32, 64, 96, 96, 96, 8, 8)
+        for slot, gradient, got in zip(self.BLOCK.slots, gradients, block.components.values(), strict=True):
+            assert got.shape == slot.shape
+            draw.assert_same_bits(got, gradient)
+
+    def test_begins_at_zero(self):
+        with_garbage = BlockGradientSet(self.BLOCK, PoisonedKernels(HostKernels(1)))
+        assert (draw.storage_bits(with_garbage.flatten()) == 0).all()
+
+    def test_flat_and_components_are_the_same_memory(self):
+        block, _ = self.filled()
+        flat = block.flatten()
+        flat[:] = np.arange(flat.size)
+        for slot in self.BLOCK.slots:
+            start = slot.offset - self.BLOCK.start
+            assert block.components[slot.name.split(".")[-1]].reshape(-1)[0] == start
+        assert np.shares_memory(block.flatten(), flat)
+
+    def test_the_components_cannot_be_replaced(self):
+        block, _ = self.filled()
+        with pytest.raises(TypeError):
+            block.components["w_q"] = np.zeros((8, 8), np.float32)
+
+    def test_a_block_of_an_accumulator_is_its_memory(self):
+        accumulator = new(SMALL, hold=2)
+        accumulator.add(draw.random_gradients(0, SMALL.slots))
+        block = accumulator.block(1)
+        assert np.shares_memory(block.flatten(), accumulator.arena.data)
+        block.scale(2)
+        block.components["gate"][:] = 3
+        assert (closed(accumulator)["blocks.1.gate"] == 3).all()
+
+    def test_a_block_handed_out_is_measured_again(self):
+        accumulator = new(SMALL)
+        accumulator.add(draw.random_gradients(0, SMALL.slots), measure=True)
+        accumulator.block(1).components["gate"][:] = 3
+        accumulator.measure_rest()
+        position = [slot.name for slot in SMALL.slots].index("blocks.1.gate")
+        assert accumulator.kernels.totals(accumulator.sums)[position] == 9 * 8 * 12
+
+    def test_a_block_before_its_first_micro_batch_is_zero_and_takes_what_is_written(self):
+        accumulator = new(SMALL)
+        assert (draw.storage_bits(accumulator.block(0).flatten()) == 0).all()
+        accumulator.block(0).components["up"][:] = 2
+        batch = draw.random_gradients(0, SMALL.slots)
+        accumulator.add(batch)
+        draw.assert_same_bits(closed(accumulator)["blocks.0.up"], np.float32(2) + batch[5])
+
+    def test_from_flat_of_flatten_is_the_same_block(self):
+        block, _ = self.filled()
+        copied = BlockGradientSet(self.BLOCK)
+        copied.from_flat(block.flatten().copy())
+        draw.assert_same_bits(copied.flatten(), block.flatten())
+        block.from_flat(block.flatten())  # from itself to itself
+        draw.assert_same_bits(copied.flatten(), block.flatten())
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_from_flat_takes_any_dtype_and_leaves_padding_zero(self, dtype):
+        block = BlockGradientSet(self.BLOCK)
+        flat = np.full(block.flatten().size, 2.5, draw.DTYPES[dtype])
+        block.from_flat(flat)
+        assert all((component == 2.5).all() for component in block.components.values())
+        assert np.count_nonzero(block.flatten()) == sum(block.component_sizes)
+
+    @pytest.mark.parametrize("change", [-1, 1])
+    def test_from_flat_of_another_length(self, change):
+        block, _ = self.filled()
+        before, size = block.flatten().tobytes(), block.flatten().size
+        message = f"flat gradient of block 1 has another length: got {size + change} elements, expected {size} elements"
+        with pytest.raises(LayoutMismatch, match=message):
+            block.from_flat(np.ones(size + change, np.float32))
+        assert block.flatten().tobytes() == before
+
+    def test_accumulate_adds(self):
+        block, gradients = self.filled()
+        more = draw.random_gradients(6, self.BLOCK.slots, "bfloat16")
+        block.accumulate(dict(zip(BLOCK_COMPONENTS, more, strict=True)))
+        for got, a, b in zip(block.components.values(), gradients, more, strict=True):
+            draw.assert_same_bits(got, a + b.astype(np.float32))
+
+    def test_accumulate_of_none_adds_nothing(self):
+        block, gradients = self.filled()
+        block.accumulate([None] * 8 + [np.ones(8, np.float32)])
+        got = list(block.components.values())
+        draw.assert_same_bits(got[0], gradients[0])
+        draw.assert_same_bits(got[8], gradients[8] + np.float32(1))
+
+    def test_accumulate_of_itself_doubles(self):
+        block, gradients = self.filled()
+        block.accumulate(block.components)
+        draw.assert_same_bits(block.components["down"], 2 * gradients[6])
+
+    def test_memory_of_its_own_elsewhere_is_refused(self):
+        block, _ = self.filled()
+        before = block.flatten().tobytes()
+        swapped = {**block.components, "gate": block.components["up"], "up": block.components["gate"]}
+        with pytest.raises(
+            BufferRefused, match=r"'blocks.1.gate' lies elsewhere in this block's own memory: got address"
+        ):
+            block.accumulate(swapped)
+        assert block.flatten().tobytes() == before
+
+    def test_wrong_gradients_name_component_got_and_expected_and_change_nothing(self):
+        block, _ = self.filled()
+        before = block.flatten().tobytes()
+        for gradients, message in bad_gradients(self.BLOCK.slots):
+            with pytest.raises((LayoutMismatch, BufferRefused), match=message):
+                block.accumulate(gradients)
+            assert block.flatten().tobytes() == before
+
+    @pytest.mark.parametrize("divisor", [1, 3, -2.0, 0.1, 1e30, np.float32(7)])
+    def test_scale_is_one_multiplication(self, divisor):
+        block, gradients = self.filled()
+        block.scale(divisor)
+        for got, gradient in zip(block.components.values(), gradients, strict=True):
+            draw.assert_same_bits(got, gradient * np.float32(1 / float(divisor)))
+        assert np.count_nonzero(block.flatten()) <= sum(block.component_sizes)
+
+    @pytest.mark.parametrize("divisor", [0, 0.0, -0.0, NAN, INF, -INF, 1e-40, 5e-324])
+    def test_divisors_that_make_no_number_are_refused(self, divisor):
+        block, _ = self.filled()
+        before = block.flatten().tobytes()
+        with pytest.raises(CallerError, match=r"cannot divide by this: got .*, expected a finite number"):
+            block.scale(divisor)
+        assert block.flatten().tobytes() == before
+
+    def test_zero(self):
+        block, _ = self.filled()
+        block.zero()
+        assert (draw.storage_bits(block.flatten()) == 0).all()
+
+    @pytest.mark.parametrize("bad", [NAN, INF])
+    def test_has_non_finite(self, bad):
+        block, _ = self.filled()
+        for component in block.components.values():
+            assert block.has_non_finite() is False
+            kept, component[-1] = component[-1].copy(), bad
+            assert block.has_non_finite() is True
+            component[-1] = kept
+
+    def test_lora_blocks(self):
+        layout = GradientLayout.lora(2, 8, 4, 2)
+        block = BlockGradientSet(layout.blocks[1])
+        assert tuple(block.components) == (
+            *("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v"),
+            *("input_norm", "post_attn_norm"),
+        )
+
+
+class TestMemory:
+    LAYOUT = GradientLayout.transformer(3, 256, 64, 1024, 2048)
+
+    @pytest.mark.parametrize(("dtype", "hold"), [("float32", 1), ("bfloat16", 1), ("float16", 2)])
+    def test_a_step_takes_next_to_nothing_beside_the_arena(self, dtype, hold):
+        kernels = HostKernels(2)
+        accumulator = PerBlockGradientAccumulator(self.LAYOUT, kernels, hold=hold)
+        assert accumulator.arena.nbytes == self.LAYOUT.nbytes > 12e6
+        batches = [draw.random_gradients(seed, self.LAYOUT.slots, dtype) for seed in range(2)]
+
+        def step():
+            for batch in batches:
+                accumulator.add(batch, 0.3, measure=batch is batches[-1])
+            accumulator.has_non_finite()
+            accumulator.average()
+            accumulator.block(0).accumulate(batches[0][:9])
+            accumulator.close()
+            accumulator.zero_all()
+
+        for _ in range(3):  # each thread takes its scratch once
+            step()
+        tracemalloc.start()
+        step()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 0.05 * accumulator.arena.nbytes
+
+    def test_the_arena_is_the_only_memory(self):
+        tracemalloc.start()
+        accumulator = PerBlockGradientAccumulator(self.LAYOUT, HostKernels(1))
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert accumulator.arena.nbytes <= taken < 1.02 * accumulator.arena.nbytes
+
+    def test_views_are_views(self):
+        accumulator = new()
+        accumulator.add(draw.random_gradients(0, ODD.slots))
+        for slot, view in zip(ODD.slots, accumulator.views().values(), strict=True):
+            assert view.shape == slot.shape
+            assert not view.size or np.shares_memory(view, accumulator.arena.data)
+
+
+def test_torch_gradients_as_backward_leaves_them():
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    parameters = dict(model.named_parameters())
+    accumulator = new(GradientLayout.of(parameters), hold=2)
+    inputs = torch.randn(3, 8, 5)
+    for batch in inputs:
+        model.zero_grad(set_to_none=True)
+        model(batch).square().sum().backward()
+        accumulator.add({name: p.grad for name, p in parameters.items()})
+    accumulator.average()
+    model.zero_grad()
+    (model(inputs).square().sum() / 3).backward()
+    for name, parameter in parameters.items():
+        np.testing.assert_allclose(accumulator.views()[name], parameter.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_anything_with_a_mapping_of_gradients():
+    """Frameworks' containers are only asked for names and items."""
+    workspace = SimpleNamespace(w=np.ones(2, np.float32))
+    accumulator = new(GradientLayout.of({"w": (2,)}))
+    accumulator.add(vars(workspace))
+    assert closed(accumulator)["w"].tolist() == [1, 1]

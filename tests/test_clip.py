@@ -1,0 +1,361 @@
+"""Clipping: the norm it finds, the scale it takes, what it writes, and what it leaves alone."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import strategies as draw
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.clip import (
+    FusedClipState,
+    checked_max_norm,
+    clip_by_global_norm,
+    clip_gradients_fused,
+    clip_lora_gradients_fused,
+    clip_plan,
+    init_lora_fused_clip,
+)
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+from gradengine.kernels import CHUNK, ClipPlan
+from gradengine.layout import LORA_COMPONENTS, GradientLayout
+
+NAN, INF = math.nan, math.inf
+SHAPES = [(7, 5), (513,), (0,), (1,), (), (3, 1, 4)]
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # half an ulp of 1
+
+
+def random_arrays(seed, dtype="float32", magnitude=1.0):
+    return [draw.random_array([seed, i], shape, dtype, magnitude) for i, shape in enumerate(SHAPES)]
+
+
+def fused(arrays, max_norm):
+    """The norm by the fused call on state of its own."""
+    state = FusedClipState([np.size(array) for array in arrays])
+    clip_gradients_fused(arrays, max_norm, state)
+    return state.norm
+
+
+@pytest.fixture(params=[clip_by_global_norm, fused])
+def clip(request):
+    return request.param
+
+
+class TestGlobalNorm:
+    @pytest.mark.parametrize("max_norm", [float(bound) for bound in np.geomspace(1e-6, 20, 50)])
+    def test_a_clipped_norm_is_the_threshold(self, clip, max_norm):
+        arrays = random_arrays(1)
+        exact = draw.exact_norm(arrays)
+        assert exact > 20
+        assert clip(arrays, max_norm) == pytest.approx(exact, rel=1e-6)
+        assert draw.exact_norm(arrays) == pytest.approx(max_norm, rel=1e-6)
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    @pytest.mark.parametrize("max_norm", [0.5, 3.0])
+    def test_each_element_is_multiplied_once_by_one_factor(self, clip, dtype, max_norm):
+        arrays = random_arrays(2, dtype)
+        before = [array.astype(np.float32) for array in arrays]
+        norm = clip(arrays, max_norm)
+        assert norm == pytest.approx(draw.exact_norm(before), rel=1e-6)
+        factor = np.float32(max_norm / norm)
+        for array, value in zip(arrays, before, strict=True):
+            draw.assert_same_bits(array, (value * factor).astype(draw.DTYPES[dtype]))
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_clipping_again_tighter_is_clipping_once(self, dtype):
+        """Both ways round each element once or twice to its dtype, so they differ by two roundings at most."""
+        once, twice = random_arrays(3, dtype), random_arrays(3, dtype)
+        clip_by_global_norm(once, 0.7)
+        clip_by_global_norm(twice, 5.0)
+        clip_by_global_norm(twice, 0.7)
+        for one, two in zip(once, twice, strict=True):
+            wide = one.astype(np.float64)
+            np.testing.assert_allclose(two.astype(np.float64), wide, rtol=4 * ROUNDING[dtype], atol=1e-7)
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    @pytest.mark.parametrize("bound", [1.0, 2.0, INF, None])
+    def test_a_norm_within_the_bound_writes_nothing(self, clip, dtype, bound):
+        """Minus zero and a norm equal to the bound are at the edge; memory that may not be read shows the rest."""
+        array = np.array([1.0, -0.0, 0.0, 0.0], draw.DTYPES[dtype])
+        before = array.copy()
+        assert clip([array], bound) == 1.0
+        draw.assert_same_bits(array, before)
+
+    def test_a_bound_of_zero_makes_zeros(self, clip):
+        arrays = random_arrays(4)
+        assert clip(arrays, 0.0) > 0
+        assert all((array == 0).all() for array in arrays)
+
+    @pytest.mark.parametrize("bound", [0.0, 1.0])
+    def test_zeros_stay_zeros(self, clip, bound):
+        arrays = [np.zeros(5, np.float32), np.full(3, -0.0, np.float32)]
+        assert clip(arrays, bound) == 0.0
+        assert np.signbit(arrays[1]).all()
+
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_what_is_not_finite_scales_nothing_and_shows_in_the_norm(self, clip, bad, dtype):
+        arrays = random_arrays(5, dtype)
+        arrays[1][200] = bad
+        before = [array.copy() for array in arrays]
+        assert not math.isfinite(clip(arrays, 0.5))
+        for array, value in zip(arrays, before, strict=True):
+            draw.assert_same_bits(array, value)
+
+    @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e30, 3e37])
+    def test_no_magnitude_is_lost(self, clip, magnitude):
+        arrays = random_arrays(6, magnitude=magnitude)
+        exact = draw.exact_norm(arrays)
+        assert clip(arrays, exact / 4) == pytest.approx(exact, rel=1e-6)
+        assert draw.exact_norm(arrays) == pytest.approx(exact / 4, rel=1e-5)
+
+    def test_float16_norms_beyond_its_largest_number(self, clip):
+        arrays = [np.full(10_000, 60000, np.float16)]
+        assert clip(arrays, 100.0) == pytest.approx(6e6)
+        assert (arrays[0] == np.float16(1.0)).all()
+
+    def test_over_several_chunks(self, clip):
+        arrays = [draw.random_array(0, CHUNK + 5), draw.random_array(1, 2 * CHUNK, "bfloat16")]
+        exact = draw.exact_norm([array.astype(np.float32) for array in arrays])
+        assert clip(arrays, 1.0) == pytest.approx(exact, rel=1e-6)
+        after = draw.exact_norm([array.astype(np.float32) for array in arrays])
+        assert after == pytest.approx(1.0, rel=1e-3)
+
+    def test_nothing_has_norm_zero(self, clip):
+        assert clip([], 1.0) == 0.0
+
+    @given(
+        values=st.lists(st.floats(-1e4, 1e4, width=16), max_size=9),
+        dtype=draw.dtypes,
+        bound=st.floats(0, 1e5),
+    )
+    def test_for_any_values(self, values, dtype, bound):
+        array = np.array(values).astype(draw.DTYPES[dtype])
+        before = array.astype(np.float64)
+        norm = clip_by_global_norm([array], bound)
+        assert norm == pytest.approx(float(np.linalg.norm(before)), rel=1e-6, abs=1e-300)
+        after = array.astype(np.float64)
+        tiniest = float(np.finfo(np.float16).smallest_subnormal)
+        assert np.linalg.norm(after) <= bound * (1 + 2 * ROUNDING[dtype]) + 3 * tiniest
+        assert (np.sign(after) * np.sign(before) >= 0).all()
+
+    def test_mappings_name_their_arrays(self):
+        arrays = {"w": np.full(4, 3, np.float32), "b": np.zeros(2, np.float16)}
+        assert clip_by_global_norm(arrays, 3.0) == 6.0
+        assert arrays["w"].tolist() == [1.5] * 4
+        with pytest.raises(BufferRefused, match="component 'b' has a dtype that is not taken: got float64"):
+            clip_by_global_norm({**arrays, "b": np.zeros(2)}, 1.0)
+
+    @pytest.mark.parametrize("parameters", [[(40, 30), (30,), (1,)], [(CHUNK + 3,), (2, 2)]])
+    @pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e9])
+    def test_as_torch(self, parameters, max_norm):
+        torch = pytest.importorskip("torch")
+        torch.manual_seed(0)
+        leaves = [torch.nn.Parameter(torch.randn(shape)) for shape in parameters]
+        for leaf in leaves:
+            leaf.grad = torch.randn_like(leaf)
+        ours = [leaf.grad.clone() for leaf in leaves]
+        theirs = torch.nn.utils.clip_grad_norm_(leaves, max_norm)
+        assert clip_by_global_norm(ours, max_norm) == pytest.approx(float(theirs), rel=1e-5)
+        for gradient, leaf in zip(ours, leaves, strict=True):
+            torch.testing.assert_close(gradient, leaf.grad, rtol=2e-5, atol=1e-9)  # torch adds 1e-6 to the norm
+
+    def test_torch_bfloat16_in_place(self):
+        torch = pytest.importorskip("torch")
+        gradient = torch.full((16,), 3.0, dtype=torch.bfloat16)
+        assert clip_by_global_norm([gradient], 6.0) == 12.0
+        assert gradient.tolist() == [1.5] * 16
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arrays", "message"),
+        [
+            (lambda a: [a[:4], a[3:]], r"'.*\[0\]' and '.*\[1\]' overlap in memory"),
+            (lambda a: [a, a], r"'.*\[0\]' and '.*\[1\]' overlap in memory; pass each gradient once"),
+            (lambda a: [a[:2], a[4:], a[1:3]], r"'.*\[0\]' and '.*\[2\]' overlap in memory"),
+            (lambda a: [a, a.astype(np.float64)], r"'.*\[1\]' has a dtype that is not taken: got float64, expected"),
+            (lambda a: [a, a.tolist()], r"'.*\[1\]' is no array: got list, expected"),
+            (lambda a: [a[::2]], r"'.*\[0\]' is not contiguous: got .* expected strides"),
+            (lambda a: [np.broadcast_to(np.float32(3), (1,))], r"destination '.*\[0\]' is read-only"),
+        ],
+    )
+    def test_arrays(self, clip, arrays, message):
+        array = np.full(6, 3, np.float32)
+        passed = arrays(array)
+        with pytest.raises(BufferRefused, match=message):
+            clip(passed, 1.0)
+        assert array.tolist() == [3] * 6
+
+    @pytest.mark.parametrize("bound", [-1.0, -1e-300, NAN, -INF])
+    def test_bounds(self, clip, bound):
+        array = np.full(6, 3, np.float32)
+        with pytest.raises(CallerError, match=r"max_norm is out of range: got .*, expected a number >= 0"):
+            clip([array], bound)
+        assert array.tolist() == [3] * 6
+
+    @pytest.mark.parametrize("bound", ["x", [1.0], {}, 1j])
+    def test_bounds_that_are_no_numbers(self, clip, bound):
+        with pytest.raises(CallerError, match=r"max_norm is out of range: got .*, expected a number >= 0"):
+            clip([np.ones(2, np.float32)], bound)
+
+    def test_another_number_of_buffers(self):
+        with pytest.raises(LayoutMismatch, match=r"another number of buffers .*: got 1, expected 2"):
+            clip_gradients_fused([np.ones(3, np.float32)], 1.0, FusedClipState([3, 4]))
+
+    def test_another_size(self):
+        arrays = [np.ones(3, np.float32), np.ones(5, np.float32)]
+        with pytest.raises(LayoutMismatch, match=r"buffers\[1\] has another size .*: got 5, expected 4"):
+            clip_gradients_fused(arrays, 0.1, FusedClipState([3, 4]))
+        assert all((array == 1).all() for array in arrays)
+
+    def test_a_stream_on_the_cpu(self):
+        with pytest.raises(CallerError, match="the CPU has no streams: got 7, expected stream=None"):
+            clip_gradients_fused([], 1.0, FusedClipState([]), stream=7)
+
+    def test_unknown_devices(self):
+        with pytest.raises(CallerError, match="no kernels for the device"):
+            FusedClipState([3], device="abacus")
+
+
+class TestState:
+    def test_is_used_again_and_again(self):
+        state = FusedClipState([3, 2])
+        assert math.isnan(state.norm)
+        values = state.sums.values
+        for scale in (4.0, 2.0, 0.5):
+            arrays = [np.full(3, scale, np.float32), np.full(2, -scale, np.float32)]
+            clip_gradients_fused(arrays, 3.0, state)
+            assert state.norm == pytest.approx(scale * math.sqrt(5))
+            assert state.scale == pytest.approx(min(1.0, 3.0 / (scale * math.sqrt(5))))
+        assert state.sums.values is values
+
+    @pytest.mark.parametrize("bound", [NAN, -1.0])
+    def test_a_failing_call_leaves_the_last_norm(self, bound):
+        state = FusedClipState([2])
+        clip_gradients_fused([np.array([3, 4], np.float32)], 1.0, state)
+        with pytest.raises(CallerError):
+            clip_gradients_fused([np.ones(2, np.float32)], bound, state)
+        assert (state.norm, state.scale) == (5.0, 0.2)
+
+    def test_a_norm_that_is_not_finite_is_not_kept_for_the_next(self):
+        state = FusedClipState([2])
+        clip_gradients_fused([np.array([3, NAN], np.float32)], 1.0, state)
+        assert math.isnan(state.norm)
+        assert state.scale == 1.0
+        clip_gradients_fused([np.array([3, 4], np.float32)], 1.0, state)
+        assert state.norm == 5.0
+
+    def test_run_to_run_the_bits_are_equal(self):
+        norms = {fused([draw.random_array(0, 5 * CHUNK + 3)], 1.0) for _ in range(5)}
+        assert len(norms) == 1
+
+
+class TestLora:
+    def workspace(self, **change):
+        layout = GradientLayout.lora(1, 16, 4, 2)
+        arrays = draw.random_gradients(7, layout.slots)
+        return {**dict(zip(LORA_COMPONENTS, arrays, strict=True)), **change}
+
+    @pytest.mark.parametrize("kind", [dict, lambda arrays: SimpleNamespace(**arrays)])
+    def test_six_buffers_have_one_norm(self, kind):
+        arrays = self.workspace()
+        before = {name: array.copy() for name, array in arrays.items()}
+        workspace = kind(arrays)
+        state = init_lora_fused_clip(workspace)
+        clip_lora_gradients_fused(workspace, 0.5, state)
+        assert state.norm == pytest.approx(draw.exact_norm(before.values()), rel=1e-6)
+        factor = np.float32(0.5 / state.norm)
+        for name, array in arrays.items():
+            draw.assert_same_bits(array, before[name] * factor)
+
+    @pytest.mark.parametrize("name", LORA_COMPONENTS)
+    @pytest.mark.parametrize("empty", [None, np.zeros(0, np.float32), "absent"])
+    def test_what_is_empty_none_or_absent_is_skipped(self, name, empty):
+        workspace = self.workspace(**{name: empty})
+        if isinstance(empty, str):
+            del workspace[name]
+        present = [array.copy() for key, array in workspace.items() if key != name]
+        state = init_lora_fused_clip(workspace)
+        assert len(state.sums.sizes) == 5
+        clip_lora_gradients_fused(workspace, 0.5, state)
+        assert state.norm == pytest.approx(draw.exact_norm(present), rel=1e-6)
+
+    def test_what_else_the_workspace_holds_is_left_alone(self):
+        other = np.full(3, 1e6, np.float32)
+        workspace = self.workspace(activations=other, w_q=other)
+        state = init_lora_fused_clip(workspace)
+        clip_lora_gradients_fused(workspace, 0.5, state)
+        assert (other == 1e6).all()
+        assert state.norm < 1e3
+
+    @pytest.mark.parametrize("workspace", [{}, None, SimpleNamespace(), {"lora_a_q": np.zeros(0, np.float32)}])
+    def test_none_of_the_six(self, workspace):
+        with pytest.raises(LayoutMismatch, match="has none of the LoRA gradients: expected lora_a_q, lora_b_q"):
+            init_lora_fused_clip(workspace)
+
+    def test_another_workspace_than_the_states(self):
+        state = init_lora_fused_clip(self.workspace())
+        with pytest.raises(LayoutMismatch, match=r"another number of buffers .*: got 5, expected 6"):
+            clip_lora_gradients_fused(self.workspace(input_norm=None), 1.0, state)
+        with pytest.raises(LayoutMismatch, match=r"lora_b_v has another size .*: got 3, expected 8"):
+            clip_lora_gradients_fused(self.workspace(lora_b_v=np.ones(3, np.float32)), 1.0, state)
+
+    def test_errors_name_the_buffer(self):
+        with pytest.raises(BufferRefused, match="component 'lora_a_v' has a dtype that is not taken: got float64"):
+            init_lora_fused_clip(self.workspace(lora_a_v=np.ones(3)))
+        shared = np.ones(16, np.float32)
+        workspace = self.workspace(input_norm=shared, post_attn_norm=shared)
+        state = init_lora_fused_clip(workspace)
+        with pytest.raises(BufferRefused, match="'input_norm' and 'post_attn_norm' overlap in memory"):
+            clip_lora_gradients_fused(workspace, 1.0, state)
+
+
+BY_KIND = {"embedding": "ends", "layers.0.a": "a", "layers.0.b": "b", "layers.1.a": "a", "head": "ends"}
+
+
+class TestPlan:
+    SLOTS = GradientLayout.of(
+        {"embedding": (2,), "layers.0.a": (1,), "layers.0.b": (1,), "layers.1.a": (1,), "head": (3,)}
+    ).slots
+
+    @pytest.mark.parametrize(
+        ("groups", "numbers", "names"),
+        [
+            (None, (0, 0, 0, 0, 0), ("all",)),
+            ("block", (0, 1, 1, 2, 0), ("rest", "block 0", "block 1")),
+            ("component", (0, 1, 2, 3, 4), ("embedding", "layers.0.a", "layers.0.b", "layers.1.a", "head")),
+            (BY_KIND, (0, 1, 2, 1, 0), ("ends", "a", "b")),
+            (lambda slot: slot.name[-1], (0, 1, 2, 1, 3), ("g", "a", "b", "d")),
+        ],
+    )
+    def test_who_shares_a_norm(self, groups, numbers, names):
+        assert clip_plan(self.SLOTS, 2.0, groups) == (ClipPlan(numbers, (2.0,) * len(names)), names)
+
+    def test_a_bound_for_each_group(self):
+        bounds = {"ends": 0.5, "a": None, "b": 3}
+        plan, names = clip_plan(self.SLOTS, bounds, BY_KIND)
+        assert dict(zip(names, plan.max_norms, strict=True)) == {"ends": 0.5, "a": INF, "b": 3.0}
+
+    @pytest.mark.parametrize(("bound", "taken"), [(None, INF), (INF, INF), (0, 0.0), (np.float32(2), 2.0)])
+    def test_bounds(self, bound, taken):
+        assert clip_plan(self.SLOTS, bound)[0].max_norms == (taken,)
+        assert checked_max_norm(bound) == taken
+
+    @pytest.mark.parametrize(
+        ("bound", "groups", "message"),
+        [
+            (-1.0, None, "max_norm is out of range: got -1.0, expected a number >= 0, or None"),
+            (NAN, "block", "max_norm is out of range: got nan"),
+            ("tight", None, "max_norm is out of range: got 'tight'"),
+            ({"all": -1.0}, None, "max_norm is out of range: got -1.0"),
+            ({"rest": 1.0, "block 0": 1.0}, "block", r"names no bound for group 'block 1': got \['block 0', 'rest'\]"),
+            (1.0, "layer", "unknown grouping: got 'layer', expected None, 'block', 'component' or a mapping"),
+            (1.0, {"embedding": "ends"}, "groups names no group for component 'layers.0.a'"),
+        ],
+    )
+    def test_refused(self, bound, groups, message):
+        with pytest.raises(CallerError, match=message):
+            clip_plan(self.SLOTS, bound, groups)

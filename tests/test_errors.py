@@ -1,0 +1,82 @@
+"""Errors: their words, their kinds, and that they survive a trip to another process."""
+
+import inspect
+import pickle
+
+import pytest
+
+from gradengine import errors
+from gradengine.errors import BufferRefused, CallerError, ExchangeError, GradientError, NonFiniteGradient
+
+KINDS = [getattr(errors, name) for name in errors.__all__]
+PLAIN = [kind for kind in KINDS if kind is not NonFiniteGradient]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, "'w' is short"),
+        ({"got": 3}, "'w' is short: got 3"),
+        ({"expected": 4}, "'w' is short: expected 4"),
+        ({"got": 0, "expected": ""}, "'w' is short: got 0, expected "),  # nothing given is None, not what is false
+        ({"do": "pass it whole"}, "'w' is short; pass it whole"),
+        ({"got": 3, "expected": 4, "do": "pass it whole"}, "'w' is short: got 3, expected 4; pass it whole"),
+    ],
+)
+def test_a_message_says_what_was_given(parts, message):
+    error = GradientError("'w' is short", **parts)
+    assert str(error) == message
+    assert (error.what, error.got, error.expected, error.do) == (
+        "'w' is short",
+        *(parts.get(part) for part in ("got", "expected", "do")),
+    )
+
+
+def test_who_must_mend_it_shows_in_the_kind():
+    assert {kind.__name__ for kind in KINDS if issubclass(kind, CallerError)} == {
+        "CallerError",
+        "BufferRefused",
+        "LayoutMismatch",
+        "WindowError",
+    }
+    assert {kind.__name__ for kind in KINDS if issubclass(kind, ExchangeError)} == {
+        "ExchangeError",
+        "HandshakeRefused",
+        "ProtocolError",
+        "PeerLost",
+        "DeadlineExceeded",
+    }
+    assert not issubclass(NonFiniteGradient, (CallerError, ExchangeError))
+    assert all(issubclass(kind, GradientError) for kind in KINDS)
+
+
+def test_every_error_is_listed():
+    defined = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert defined == set(errors.__all__)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_an_error_survives_pickling(kind):
+    error = pickle.loads(pickle.dumps(kind("what", got=1, expected=2, do="mend it")))
+    assert type(error) is kind
+    assert (str(error), error.got, error.expected) == ("what: got 1, expected 2; mend it", 1, 2)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 3])
+def test_a_non_finite_gradient_says_where_and_survives_pickling(rank):
+    error = NonFiniteGradient("layers.0.w", 7, float("-inf"), step=12, rank=rank)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is NonFiniteGradient
+    for e in (error, copy):
+        assert (e.component, e.index, e.value, e.step, e.rank) == ("layers.0.w", 7, float("-inf"), 12, rank)
+        assert "step 12" in str(e)
+        assert "'layers.0.w'" in str(e)
+        assert "index 7: got -inf" in str(e)
+        assert ("of rank" in str(e)) == (rank is not None)
+    assert str(copy) == str(error)
+
+
+@pytest.mark.parametrize("error", [BufferRefused("what"), NonFiniteGradient("w", 0, 1.0, step=0)])
+def test_notes_are_kept_by_pickling(error):
+    error.context = "while loading"
+    assert pickle.loads(pickle.dumps(error)).context == "while loading"
