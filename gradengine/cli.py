@@ -47,7 +47,7 @@ def serve(
 ) -> None:
     """Serve one group of workers: sum their gradients, until all have come and gone.
 
-    Prints the url for `gradengine.connect` or `WorkerClient`, alone in its line. Every rank connects, rank 0 too.
+    Prints the url for `gradengine.connect(url, ..., served=True)`, alone in its line. Every rank connects, rank 0 too.
     """
     address = (host, port) if unix is None else str(unix.absolute())
     with GradientServer(

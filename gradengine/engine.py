@@ -221,7 +221,8 @@ class GradientEngine:
     def reconnect(self, exchange: Exchange) -> None:
         """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
 
-        Only what was not yet summed travels, and the result is the bytes of an undisturbed run.
+        Close the old exchange first, on rank 0 above all: its coordinator still has the address. Only what was not yet
+        summed travels, and the result is the bytes of an undisturbed run.
 
         Raises:
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps.

@@ -126,7 +126,8 @@ class GradientLayout:
             gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; a sequence
                 names its components "0", "1", .... Up to and including its first whole-number part a dotted name says
                 which block it belongs to: "layers.0.wq" lies in block "layers.0". Blocks are numbered by stem, then
-                by that number.
+                by that number. Workers exchange in the reverse of this order, so give the components from the model's
+                input to its output where blocks shall travel while backward runs.
 
         Raises:
             LayoutMismatch: Two components of one name, a negative or fractional dimension, or nothing at all.

@@ -1,11 +1,12 @@
 """Fixtures of all tests: the backends, each behind the same few lines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import settings
+from transports import package_threads
 
 from gradengine.buffer import Buffer
 from gradengine.kernels import Kernels
@@ -42,3 +43,12 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 @pytest.fixture(scope="session")
 def kernels(backend: Backend) -> Kernels:
     return backend.kernels
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """A closed exchange leaves no thread behind, whatever the test did to it."""
+    yield
+    for thread in package_threads():
+        thread.join(2.0)
+    assert not package_threads()

@@ -527,8 +527,7 @@ class TestSeveralWorkers:
     def test_tcp_gives_the_bytes_of_local(self):
         wanted = on_ranks(train, 2)
         first = connect("tcp://127.0.0.1:0", 0, 2, timeout=20.0, join_timeout=10.0)
-        host, port = first._on_close.__self__.address
-        exchanges = [first, connect(f"tcp://{host}:{port}", 1, 2, timeout=20.0, join_timeout=10.0)]
+        exchanges = [first, connect(first.url, 1, 2, timeout=20.0, join_timeout=10.0)]
         outcomes = [None, None]
 
         def run(rank):

@@ -78,8 +78,7 @@ def groups(transport, world_size):
     if transport == "local":
         return local_group(world_size, **options)
     first = connect("tcp://127.0.0.1:0", 0, world_size, **options)
-    host, port = first._on_close.__self__.address
-    return [first, *(connect(f"tcp://{host}:{port}", r, world_size, **options) for r in range(1, world_size))]
+    return [first, *(connect(first.url, r, world_size, **options) for r in range(1, world_size))]
 
 
 def train(exchange, *, trainer=None, steps=5, each=2, **options):

@@ -32,8 +32,9 @@ def connect(
     timeout: float = 300.0,
     join_timeout: float = 60.0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    served: bool = False,
 ) -> Exchange:
-    """This worker's end of a group. Rank 0 hosts the coordinator; the others connect to it.
+    """This worker's end of a group. Rank 0 hosts the coordinator, unless a server does; the others connect to it.
 
     Nothing is sent before the engine binds a layout, so workers may come in any order.
 
@@ -44,11 +45,11 @@ def connect(
         token: A secret that all workers share; needed where the host is not loopback.
         timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
         join_timeout: How long to wait for all ranks to come, in seconds.
-        bucket_bytes: Bytes of one message; rank 0's value counts, and changes no bit of the result.
+        bucket_bytes: Bytes of one message; the coordinator's value counts, and changes no bit of the result.
+        served: True where `gradengine serve` runs the coordinator: then rank 0 connects like the others.
 
     Raises:
-        CallerError: A bad URL or rank, or an address beyond loopback without a token.
-        PeerLost: Rank 0 cannot listen there.
+        CallerError: A bad URL or rank, an address beyond loopback without a token, or rank 0 cannot listen there.
 
     Example:
         >>> with connect("tcp://127.0.0.1:0", rank=0, world_size=1) as exchange:
@@ -57,12 +58,12 @@ def connect(
     """
     refuse_bad_rank(rank, world_size)
     address = _address(url)
-    if rank > 0:
+    if served or rank > 0:
         return WorkerClient(address, rank, world_size, token=token, timeout=timeout, join_timeout=join_timeout)
     server = GradientServer(
         world_size, address, token=token, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes
     )
-    return LocalExchange(server.group, 0, on_close=server.close)
+    return LocalExchange(server.group, 0, on_close=server.close, url=server.url)
 
 
 def _address(url: str) -> Address:

@@ -6,6 +6,7 @@ group's first step on, so that a bucket of step s is `s * num_buckets + bucket` 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from gradengine.errors import HandshakeRefused, ProtocolError
@@ -138,15 +139,21 @@ class Coordinator:
         """Step and bucket of a position."""
         return divmod(position, self.num_buckets)
 
-    def standing(self) -> Standing:
-        """Who is late, and who waits for them."""
+    def standing(self, receiving: Collection[int] = ()) -> Standing:
+        """Who is late, and who waits for them.
+
+        Args:
+            receiving: Ranks that have not yet taken all sums there are for them.
+        """
         ranks = set(range(self.world_size))
         if self.missing:
             return Standing(self.missing, tuple(sorted(ranks - set(self.missing))), "joining")
         late = {rank for rank, position in self._contributed.items() if position == self.summed}
-        if late != ranks:
+        if late and late != ranks:
             step, bucket = self.bucket_of(self.summed)
             return Standing(tuple(sorted(late)), tuple(sorted(ranks - late)), f"bucket {bucket} of step {step}")
+        if receiving:
+            return Standing(tuple(sorted(receiving)), tuple(sorted(ranks - set(receiving))), "taking the sums")
         if self._gathering:
             gave = set(self._gathering)
             return Standing(tuple(sorted(ranks - gave)), tuple(sorted(gave)), "a gather (end of step or barrier)")

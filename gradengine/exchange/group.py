@@ -16,10 +16,20 @@ import numpy as np
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange.coordinator import Coordinator
-from gradengine.exchange.interface import Arena, Bucket, NonFiniteValue, Progress, buckets_of, find_non_finite
+from gradengine.exchange.interface import (
+    Arena,
+    Bucket,
+    NonFiniteValue,
+    Progress,
+    buckets_of,
+    count_in,
+    find_non_finite,
+)
 from gradengine.layout import GradientLayout, differing_rows
 
 __all__ = ["Group", "Member"]
+
+_MAX_BAD = 64  # non-finite values told of a step
 
 
 class Member(ABC):
@@ -67,22 +77,19 @@ class Group:
         timeout: Progress deadline in seconds.
         join_timeout: How long the group waits for all to join, in seconds.
         bucket_bytes: Bytes summed at a time.
-        max_arena_bytes: The largest layout for which the group takes memory of its own.
 
     Raises:
         CallerError: The world size is less than one, or a time or size is not above zero.
     """
 
-    def __init__(
-        self, world_size: int, timeout: float, join_timeout: float, bucket_bytes: int, max_arena_bytes: int = 1 << 36
-    ) -> None:
+    def __init__(self, world_size: int, timeout: float, join_timeout: float, bucket_bytes: int) -> None:
         if world_size < 1:
             raise CallerError("world size is out of range", got=world_size, expected="at least 1")
         for name, seconds in (("timeout", timeout), ("join_timeout", join_timeout)):
             if not seconds > 0:
                 raise CallerError(f"{name} is out of range", got=seconds, expected="seconds above 0")
         self.world_size, self.timeout, self.join_timeout = world_size, timeout, join_timeout
-        self.bucket_bytes, self._max_arena_bytes = bucket_bytes, max_arena_bytes
+        self.bucket_bytes = bucket_bytes
         self.changed = threading.Condition()
         self.layout: GradientLayout | None = None
         self.buckets: list[Bucket] = []
@@ -90,7 +97,7 @@ class Group:
         self.members: dict[int, Member] = {}
         self.coordinator: Coordinator | None = None
         self._store: Arena | None = None
-        self._summing = False
+        self._summer: int | None = None  # the thread that is summing
         self._moved = time.monotonic()
 
     @property
@@ -110,7 +117,7 @@ class Group:
             HandshakeRefused: The layout, step or rank does not fit; the group fails with it unless the rank is taken.
         """
         with self.changed:
-            self._refuse_failed()
+            self.refuse_failed()
             if member.rank in self.members:
                 raise HandshakeRefused(f"rank {member.rank} has joined already", do="give each worker its own rank")
             try:
@@ -151,10 +158,16 @@ class Group:
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Wait, with the lock held, until `done`; raises the group's failure, or that somebody is late."""
         while not done():
-            self._refuse_failed()
+            self.refuse_failed()
             left = self.fail_if_late()
             if self.failure is None:
                 self.changed.wait(left)
+
+    def settle(self) -> None:
+        """Wait until no other thread is summing: from then on a group that failed touches no arena."""
+        me = threading.get_ident()
+        with self.changed:
+            self.changed.wait_for(lambda: self._summer in {None, me})
 
     def fail_if_late(self) -> float:
         """Fail if somebody waits and nothing has moved for too long; else say for how many seconds that is not so."""
@@ -163,10 +176,11 @@ class Group:
             left = self._moved + patience - time.monotonic()
             if left > 0:
                 return left
-            standing = self.opened().standing() if self.coordinator else None
+            receiving = [rank for rank, member in self.members.items() if not member.has_all]
+            standing = self.coordinator.standing(receiving) if self.coordinator else None
             if standing is None or not standing.waiting:
                 return patience
-            late = f"{_ranks(standing.late)} late for {standing.what}, {_ranks(standing.waiting)} waiting"
+            late = f"{_are(standing.late)} late for {standing.what}, {_are(standing.waiting)} waiting"
             if self.is_complete:
                 self.fail(DeadlineExceeded(late, got=f"nothing for {patience:g} s", do="see what the late ranks do"))
             else:
@@ -186,7 +200,8 @@ class Group:
             raise ExchangeError("the exchange is not bound to a layout", do="call bind() first; GradientEngine does")
         return self.coordinator
 
-    def _refuse_failed(self) -> None:
+    def refuse_failed(self) -> None:
+        """Raise the group's failure, if there is one."""
         if self.failure is not None:
             raise self.failure
 
@@ -195,7 +210,7 @@ class Group:
             self.layout, self.buckets = layout, buckets_of(layout, self.bucket_bytes)
         elif self.layout != layout:
             rows = differing_rows(layout.table(), self.layout.table())
-            others = _ranks(tuple(self.members)) if self.members else "the coordinator"
+            others = _ranks(sorted(self.members)) if self.members else "the coordinator"
             raise HandshakeRefused(
                 f"layouts differ between rank {member.rank} (here) and {others} (there):\n{rows}",
                 do="build the layout from the same model on every rank",
@@ -203,6 +218,7 @@ class Group:
         if self.coordinator is None:
             self.coordinator = Coordinator(self.world_size, len(self.buckets), member.progress.step)
         self.coordinator.join(member.rank, member.progress.step)
+        count_in(self.bucket_bytes, member.progress, member.rank)
         self.members[member.rank] = member
         if arena is not None:
             self._store = arena
@@ -214,8 +230,8 @@ class Group:
         summed = 0 if self._store is None else self.members[0].progress.summed
         coordinator.open(summed)
         lacking = {rank: coordinator.lacks(rank, member.progress) for rank, member in self.members.items()}
-        if self._store is None:
-            self._store = self._own_store()
+        if self._store is None and self.layout is not None:
+            self._store = np.empty(self.layout.arena_size, np.float32)
         for rank, member in self.members.items():
             member.welcome(summed)
             for position in lacking[rank]:
@@ -223,16 +239,6 @@ class Group:
                 member.deliver(step, self.buckets[index], self._total(self.buckets[index]))
             if summed and summed == len(self.buckets):
                 member.end_step(coordinator.step, self.members[0].progress.bad)
-
-    def _own_store(self) -> Arena:
-        assert self.layout is not None  # noqa: S101  (set by the first to join)
-        if self.layout.nbytes > self._max_arena_bytes:
-            raise HandshakeRefused(
-                "layout is larger than this server takes",
-                got=f"{self.layout.nbytes} bytes",
-                expected=f"at most {self._max_arena_bytes}",
-            )
-        return np.empty(self.layout.arena_size, np.float32)
 
     def _total(self, bucket: Bucket) -> Arena:
         assert self._store is not None  # noqa: S101  (set when the group opens)
@@ -242,23 +248,35 @@ class Group:
         while True:
             with self.changed:
                 position = self.opened().ready()
-                if position is None or self._summing or self.failure is not None:
+                if position is None or self._summer is not None or self.failure is not None:
                     return
-                self._summing = True
+                self._summer = threading.get_ident()
             step, index = self.opened().bucket_of(position)
-            bucket = self.buckets[index]
-            total = self._total(bucket)
-            parts = [self.members[rank].contribution(bucket) for rank in range(self.world_size)]
-            self.members[0].progress.bad += _sum_in_rank_order(parts, total, bucket.start)
-            for member in self.members.values():
-                member.deliver(step, bucket, total)
+            try:
+                self._sum(step, self.buckets[index])
+            except BaseException as fault:
+                with self.changed:
+                    self._summer = None
+                    self.fail(ExchangeError(f"the sum of bucket {index} of step {step} broke off ({fault!r})"))
+                    self.changed.notify_all()
+                raise
             with self.changed:
                 if self.opened().mark_summed():
-                    bad = tuple(self.members[0].progress.bad)
+                    bad = tuple(self.members[0].progress.bad[:_MAX_BAD])
                     for member in self.members.values():
                         member.end_step(step, bad)
-                self._summing = False
+                self._summer = None
                 self.move()
+
+    def _sum(self, step: int, bucket: Bucket) -> None:
+        total = self._total(bucket)
+        members = [self.members[rank] for rank in range(self.world_size)]
+        parts = [member.contribution(bucket) for member in members]
+        first = members[0].progress
+        first.torn = True  # it may be summed in place; rank 0 clears this before anybody else can fail
+        first.bad += _sum_in_rank_order(parts, total, bucket.start)
+        for member in members:
+            member.deliver(step, bucket, total)
 
 
 def _sum_in_rank_order(parts: Sequence[Arena], total: Arena, start: int) -> list[NonFiniteValue]:
@@ -273,4 +291,8 @@ def _sum_in_rank_order(parts: Sequence[Arena], total: Arena, start: int) -> list
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'}"

@@ -1,4 +1,4 @@
-"""Who may join: both sides prove the token without sending it, then layouts, world size and step are compared.
+"""Who may join: both sides prove the token without sending it, then the world size is compared (the rest by the group).
 
 Each proof is an HMAC-SHA256 bound to the prover's role, both nonces, the protocol version, the rank and the world size,
 so a proof can neither be replayed nor reflected. No I/O here.
@@ -14,9 +14,8 @@ import msgpack
 
 from gradengine.errors import HandshakeRefused, ProtocolError
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Join
-from gradengine.layout import GradientLayout, differing_rows
 
-__all__ = ["answer_hello", "check_challenge", "check_hello", "check_layout", "check_proof", "new_nonce", "proof"]
+__all__ = ["answer_hello", "check_challenge", "check_hello", "check_proof", "new_nonce", "proof"]
 
 
 def new_nonce() -> bytes:
@@ -73,17 +72,3 @@ def check_proof(token: str | None, hello: Hello, challenge: Challenge, join: Joi
     """Raise `HandshakeRefused` where the worker does not hold the token."""
     if not hmac.compare_digest(join.proof, proof(token, "worker", hello, challenge.nonce)):
         raise HandshakeRefused(f"rank {hello.rank} has another token", do="start all with the same token=")
-
-
-def check_layout(rank: int, layout: GradientLayout, table: bytes) -> None:
-    """Raise `HandshakeRefused`, with the differing rows, where a worker has another layout."""
-    if table == layout.table():
-        return
-    try:
-        rows = differing_rows(table, layout.table())
-    except (ValueError, TypeError, msgpack.UnpackException) as fault:
-        raise ProtocolError(f"the layout table of rank {rank} cannot be read ({fault})") from None
-    raise HandshakeRefused(
-        f"layouts of rank {rank} (here) and the coordinator (there) differ:\n{rows}",
-        do="build the layout from the same model on every rank",
-    )

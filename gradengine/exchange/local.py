@@ -20,6 +20,7 @@ from gradengine.exchange.interface import (
     Progress,
     not_bound,
     refuse_bad_arena,
+    refuse_long_part,
 )
 from gradengine.layout import GradientLayout, Span
 
@@ -60,13 +61,16 @@ class LocalExchange(Exchange):
         group: The group.
         rank: This rank in it.
         on_close: What else ends with this exchange.
+        url: Where the others reach the group, if they are elsewhere.
     """
 
-    def __init__(self, group: Group, rank: int, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, group: Group, rank: int, on_close: Callable[[], None] | None = None, url: str | None = None
+    ) -> None:
         self._group, self.rank, self.world_size = group, rank, group.world_size
         self._member: _LocalMember | None = None
         self._outbox: Outbox | None = None
-        self._on_close = on_close
+        self._on_close, self.url = on_close, url
 
     def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, landed: Landed) -> None:
         """See `Exchange.bind`."""
@@ -78,7 +82,7 @@ class LocalExchange(Exchange):
         with group.changed:
             group.admit(member, layout, arena if self.rank == 0 else None)
             self._member = member
-            group.wait_until(lambda: member.is_welcome)
+            self._wait_until(lambda: member.is_welcome)
 
     def start(self, span: Span) -> None:
         """See `Exchange.start`; the last rank to come does the sum."""
@@ -91,7 +95,7 @@ class LocalExchange(Exchange):
         """See `Exchange.wait`."""
         member, group = self._bound(), self._group
         with group.changed:
-            group.wait_until(
+            self._wait_until(
                 lambda: not group.buckets or (member.has_ended and all(m.has_all for m in group.members.values()))
             )
             member.has_ended, self._outbox = False, None
@@ -100,16 +104,27 @@ class LocalExchange(Exchange):
     def gather(self, data: bytes) -> list[bytes]:
         """See `Exchange.gather`."""
         member = self._bound()
+        refuse_long_part(data)
         with self._group.changed:
+            self._group.refuse_failed()
             self._group.gather(self.rank, data)
-            self._group.wait_until(lambda: bool(member.gathers))
+            self._wait_until(lambda: bool(member.gathers))
             return member.gathers.pop(0)
 
     def close(self) -> None:
         """See `Exchange.close`."""
         self._group.fail(PeerLost(f"rank {self.rank} left the group", do="windows are kept: reconnect or discard()"))
+        self._group.settle()
         if self._on_close is not None:
             self._on_close()
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait, with the lock held; where the group has failed, until nobody writes into this rank's arena any more."""
+        try:
+            self._group.wait_until(done)
+        except ExchangeError:
+            self._group.settle()
+            raise
 
     def _bound(self) -> _LocalMember:
         if self._member is None:
@@ -134,8 +149,9 @@ class _LocalMember(Member):
         mine = self.contribution(bucket)
         if mine.ctypes.data != total.ctypes.data:
             np.copyto(mine, total)
-        self._landed(bucket.span, bucket.stop)
+        self.progress.torn = False
         self.progress.summed += 1
+        self._landed(bucket.span, bucket.stop)
 
     def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:
         self.progress.bad = list(bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -15,8 +16,16 @@ from typing import TYPE_CHECKING, final
 import msgpack
 import numpy as np
 
-from gradengine.errors import CallerError, ExchangeError, GradientError, PeerLost, ProtocolError
-from gradengine.exchange.channel import Address, Channel, listen_socket, shown
+from gradengine.errors import (
+    CallerError,
+    ExchangeError,
+    GradientError,
+    HandshakeRefused,
+    LayoutMismatch,
+    PeerLost,
+    ProtocolError,
+)
+from gradengine.exchange.channel import Address, Channel, listen_socket, shown, url_of
 from gradengine.exchange.group import Group, Member
 from gradengine.exchange.handshake import answer_hello, check_hello, check_proof
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Arena, Bucket, NonFiniteValue, Progress, place
@@ -33,7 +42,7 @@ from gradengine.exchange.wire import (
     Verdict,
     Welcome,
 )
-from gradengine.layout import layout_from_table
+from gradengine.layout import GradientLayout, layout_from_table
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +51,7 @@ __all__ = ["GradientServer"]
 
 _HANDSHAKE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
-_BUCKETS_IN_FLIGHT = 16  # received from one worker and not yet summed: 16 MB a worker at the default bucket
+_BUCKETS_IN_FLIGHT = 8  # received from one worker and not yet summed: 16 MB a worker at the default bucket
 
 
 @final
@@ -59,14 +68,14 @@ class GradientServer:
         timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
         join_timeout: How long the group waits for all to join, in seconds.
         bucket_bytes: Bytes of one message; changes no bit of the result.
-        max_arena_bytes: The largest layout that a server alone accepts.
+        max_arena_bytes: The largest layout that a worker may come with.
 
     Attributes:
         group: The state shared with a rank that lives in this process.
 
     Raises:
-        CallerError: An argument is out of range, or the address is beyond loopback and there is no token.
-        PeerLost: The address cannot be bound.
+        CallerError: An argument is out of range, the address cannot be bound, or it is beyond loopback and there is no
+            token.
 
     Example:
         >>> with GradientServer(world_size=2) as server:
@@ -86,13 +95,15 @@ class GradientServer:
         max_arena_bytes: int = 1 << 36,
     ) -> None:
         _refuse_open_door(address, token)
-        self.group = Group(world_size, timeout, join_timeout, bucket_bytes, max_arena_bytes)
-        self._token = token
+        self.group = Group(world_size, timeout, join_timeout, bucket_bytes)
+        self._token, self._max_arena_bytes = token, max_arena_bytes
         self._threads: list[threading.Thread] = []
         self._channels: list[Channel] = []
+        self._strangers: set[Channel] = set()
         self._closing = threading.Event()
         self._departed = 0
         self._listener = listen_socket(address)
+        self._listener.settimeout(0.2)
         self.address: Address = address if isinstance(address, str) else self._listener.getsockname()[:2]
         self._spawn("accept", self._accept)
         self._spawn("watch", self._watch)
@@ -100,7 +111,7 @@ class GradientServer:
     @property
     def url(self) -> str:
         """Where workers connect to."""
-        return f"unix://{self.address}" if isinstance(self.address, str) else f"tcp://{shown(self.address)}"
+        return url_of(self.address)
 
     def serve(self) -> None:
         """Wait until all workers have come and gone.
@@ -121,9 +132,13 @@ class GradientServer:
         self.group.fail(PeerLost("the coordinator left the group", do="windows are kept: reconnect or discard()"))
         first = not self._closing.is_set()
         self._closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close() alone does not
         self._listener.close()
         if first and isinstance(self.address, str):
             Path(self.address).unlink(missing_ok=True)
+        for channel in tuple(self._strangers):
+            channel.close()
         self._join_threads(_FAREWELL_SECONDS)
         for channel in self._channels:
             channel.close()  # a frozen worker never closes its end
@@ -152,7 +167,6 @@ class GradientServer:
         thread.start()
 
     def _accept(self) -> None:
-        self._listener.settimeout(0.2)
         while not self._closing.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -183,22 +197,39 @@ class GradientServer:
 
     def _handshake(self, channel: Channel) -> _RemoteMember | None:
         """Admit a worker, or tell it why not. Only one that proved the token can end the group by not fitting."""
+        self._strangers.add(channel)
         try:
             channel.set_deadline(_HANDSHAKE_SECONDS)
             hello, _ = channel.expect(Hello)
+            self._refuse_untimely(hello)
             challenge = answer_hello(self._token, hello)
             channel.send(challenge)
             join, table = channel.expect(Join)
             check_proof(self._token, hello, challenge, join)
             return self._admit(channel, hello, join, table)
         except GradientError as refusal:
+            self._strangers.discard(channel)  # its refusal is given time to arrive
             _send_refusal(channel, refusal)
             return None
+        finally:
+            self._strangers.discard(channel)
+
+    def _refuse_untimely(self, hello: Hello) -> None:
+        """A worker that is back before this group knows that it lost it, or has gone, shall try again."""
+        group = self.group
+        with group.changed:
+            if group.is_complete or isinstance(group.failure, PeerLost):
+                known = group.failure is None and hello.rank in group.members
+                raise HandshakeRefused(
+                    f"rank {hello.rank} has joined already" if known else f"this group has ended ({group.failure})",
+                    do="give each worker its own rank" if known else "start rank 0 again",
+                )
 
     def _admit(self, channel: Channel, hello: Hello, join: Join, table: bytes) -> _RemoteMember:
         group = self.group
         try:
             check_hello(hello, group.world_size)
+            layout = self._checked_layout(hello.rank, table)
         except ExchangeError as refusal:
             if not group.is_complete:
                 group.fail(refusal)
@@ -207,8 +238,21 @@ class GradientServer:
         channel.set_deadline(None)
         progress = Progress(join.step, join.summed, bool(join.torn))
         member = _RemoteMember(hello.rank, progress, channel, group)
-        group.admit(member, layout_from_table(table))
+        group.admit(member, layout)
         return member
+
+    def _checked_layout(self, rank: int, table: bytes) -> GradientLayout:
+        try:
+            layout = layout_from_table(table)
+        except LayoutMismatch as fault:
+            raise ProtocolError(f"rank {rank}: {fault}") from None
+        if layout.nbytes > self._max_arena_bytes:
+            raise HandshakeRefused(
+                f"the layout of rank {rank} is larger than this server takes",
+                got=f"{layout.nbytes} bytes",
+                expected=f"at most {self._max_arena_bytes}",
+            )
+        return layout
 
     def _read_all(self, member: _RemoteMember) -> None:
         try:
@@ -251,8 +295,9 @@ class _RemoteMember(Member):
             self._group.changed.notify_all()
 
     def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:
-        rows = msgpack.packb([[value.rank, value.index, value.value] for value in bad[:64]])
+        rows = msgpack.packb([[value.rank, value.index, value.value] for value in bad])
         self._outgoing.put((Verdict(step=step), rows))
+        self.progress.next_step()
 
     def deliver_gathered(self, parts: list[bytes]) -> None:
         self._outgoing.put((Gathered(), msgpack.packb(parts)))
@@ -288,7 +333,7 @@ class _RemoteMember(Member):
                 if isinstance(item[0], Sum):
                     with self._group.changed:
                         self._unsent -= 1
-                        self._group.changed.notify_all()
+                        self._group.move()
         except PeerLost as failure:
             self._group.fail(failure)
         self._channel.finish_sending()
@@ -296,6 +341,8 @@ class _RemoteMember(Member):
     def _read_gradient(self, message: Gradient, payload_bytes: int) -> None:
         group = self._group
         with group.changed:
+            if not group.buckets:
+                raise ProtocolError(f"rank {self.rank} sent a gradient", got=message, expected="none: nothing to sum")
             step, index = group.opened().bucket_of(group.opened().expects(self.rank))
             bucket = group.buckets[index]
             expected = (Gradient(step, *place(bucket)), 4 * (bucket.stop - bucket.start))

@@ -6,12 +6,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import msgpack
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange.channel import Address, Channel, Kind, connect_socket, shown
+from gradengine.exchange.channel import Address, Channel, Kind, connect_socket, shown, url_of
 from gradengine.exchange.handshake import check_challenge, new_nonce, proof
 from gradengine.exchange.interface import (
     Arena,
@@ -22,10 +22,12 @@ from gradengine.exchange.interface import (
     Outbox,
     Progress,
     buckets_of,
+    count_in,
     not_bound,
     place,
     refuse_bad_arena,
     refuse_bad_rank,
+    refuse_long_part,
 )
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
@@ -46,6 +48,7 @@ from gradengine.layout import GradientLayout, Span
 
 __all__ = ["WorkerClient"]
 
+_RETRY_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # the coordinator knows who is late, so its error is given the time to arrive first
 
 
@@ -77,6 +80,7 @@ class WorkerClient(Exchange):
     ) -> None:
         refuse_bad_rank(rank, world_size)
         self.rank, self.world_size = rank, world_size
+        self.url = url_of(address)
         self._address, self._token = address, token
         self._timeout, self._join_timeout = timeout, join_timeout
         self._changed = threading.Condition()
@@ -86,6 +90,7 @@ class WorkerClient(Exchange):
         self._outbox: Outbox | None = None
         self._channel: Channel | None = None
         self._failure: ExchangeError | None = None
+        self._threads: list[threading.Thread] = []
         self._has_ended = False
         self._moved = time.monotonic()
 
@@ -94,19 +99,21 @@ class WorkerClient(Exchange):
         refuse_bad_arena(layout, arena)
         if self._channel is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new exchange for another engine")
+        if self._failure is not None:
+            raise self._failure
         self._arena, self._progress, self._landed = arena, progress, landed
-        channel = Channel(connect_socket(self._address, self._join_timeout), f"coordinator {shown(self._address)}")
+        channel, hello, challenge = self._meet()
         try:
-            welcome = self._join(channel, layout, progress)
-        except ExchangeError:
+            summed = self._join(channel, hello, challenge, layout)
+        except BaseException:
             channel.close()
             raise
-        self._buckets = buckets_of(layout, welcome.bucket_bytes)
-        self._outbox = Outbox(self._buckets, welcome.summed)
+        self._outbox = Outbox(self._buckets, summed)
         self._channel = channel
         channel.set_deadline(None)
         for name, work in (("sender", self._send_all), ("receiver", self._receive_all)):
-            threading.Thread(target=work, args=(channel,), name=f"gradengine-{name}", daemon=True).start()
+            self._threads.append(threading.Thread(target=work, args=(channel,), name=f"gradengine-{name}", daemon=True))
+            self._threads[-1].start()
 
     def start(self, span: Span) -> None:
         """See `Exchange.start`."""
@@ -121,14 +128,17 @@ class WorkerClient(Exchange):
 
     def wait(self) -> tuple[NonFiniteValue, ...]:
         """See `Exchange.wait`."""
+        if self._channel is None:
+            raise not_bound(f"rank {self.rank}'s exchange")
         self._wait_until(lambda: not self._buckets or self._has_ended, "the sums")
         self._has_ended, self._outbox = False, None
         return tuple(self._progress.bad)
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `Exchange.gather`."""
-        if len(data) > MAX_SMALL_PAYLOAD:
-            raise CallerError("too much to gather", got=f"{len(data)} bytes", expected=f"at most {MAX_SMALL_PAYLOAD}")
+        if self._channel is None:
+            raise not_bound(f"rank {self.rank}'s exchange")
+        refuse_long_part(data)
         self._outgoing.put((Gather(), data))
         self._wait_until(lambda: bool(self._gathers), "a gather (end of step or barrier)")
         return self._gathers.pop(0)
@@ -136,21 +146,48 @@ class WorkerClient(Exchange):
     def close(self) -> None:
         """See `Exchange.close`."""
         self._fail(PeerLost(f"rank {self.rank} has left the group"))
+        self._stop()
+
+    def _stop(self) -> None:
+        """From here on nothing of this exchange touches the arena or the progress, so that another may take them."""
         if self._channel is not None:
             self._channel.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_GRACE_SECONDS)
 
-    def _join(self, channel: Channel, layout: GradientLayout, progress: Progress) -> Welcome:
-        channel.set_deadline(self._join_timeout + _GRACE_SECONDS)
-        hello = Hello(self.rank, self.world_size, new_nonce())
-        channel.send(hello)
-        challenge = _expected(channel, Challenge)
+    def _meet(self) -> tuple[Channel, Hello, Challenge]:
+        """A coordinator that answers; one that is just leaving after a failure is given time to come back."""
+        deadline = time.monotonic() + self._join_timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            channel = Channel(connect_socket(self._address, left), f"coordinator {shown(self._address)}")
+            hello = Hello(self.rank, self.world_size, new_nonce())
+            try:
+                channel.set_deadline(self._join_timeout + _GRACE_SECONDS)
+                channel.send(hello)
+                return channel, hello, _expected(channel, Challenge)
+            except (PeerLost, HandshakeRefused):
+                channel.close()
+                if time.monotonic() + _RETRY_SECONDS > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+            except BaseException:
+                channel.close()
+                raise
+
+    def _join(self, channel: Channel, hello: Hello, challenge: Challenge, layout: GradientLayout) -> int:
         check_challenge(self._token, hello, challenge)
+        progress = self._progress
         own_proof = proof(self._token, "worker", hello, challenge.nonce)
         channel.send(Join(own_proof, progress.step, progress.summed, int(progress.torn)), layout.table())
         welcome = _expected(channel, Welcome)
-        if not welcome.bucket_bytes >= 4 or welcome.summed < progress.summed:
+        count_in(welcome.bucket_bytes, progress, self.rank)
+        self._buckets = buckets_of(layout, max(4, welcome.bucket_bytes))
+        has = progress.summed + progress.torn
+        if welcome.bucket_bytes < 4 or not has <= welcome.summed <= len(self._buckets):
             raise ProtocolError(f"{channel.peer} sent a welcome that cannot be", got=welcome)
-        return welcome
+        return welcome.summed
 
     def _send_all(self, channel: Channel) -> None:
         try:
@@ -180,12 +217,16 @@ class WorkerClient(Exchange):
         if isinstance(message, Sum):
             self._receive_sum(channel, message, payload_bytes)
             return
-        data = channel.receive_bytes(message, payload_bytes)
+        limit = self.world_size * (MAX_SMALL_PAYLOAD + 8) if isinstance(message, Gathered) else MAX_SMALL_PAYLOAD
+        data = channel.receive_bytes(message, payload_bytes, limit)
         if isinstance(message, Verdict):
-            self._progress.bad = [NonFiniteValue(*row) for row in _rows(data)]
+            progress = self._progress
+            if (message.step, progress.summed) != (progress.step, len(self._buckets)):
+                raise ProtocolError(f"{channel.peer} ended a step that is not over", got=message)
+            progress.bad = [_non_finite_value(row) for row in _rows(data)]
             self._has_ended = True
         elif isinstance(message, Gathered):
-            self._gathers.append(_rows(data))
+            self._gathers.append(_parts(data, self.world_size))
         elif isinstance(message, Abort):
             raise _named_error(message.error, data.decode(errors="replace"))
         else:
@@ -208,9 +249,7 @@ class WorkerClient(Exchange):
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
         with self._changed:
             self._moved = time.monotonic()
-            while not done():
-                if self._failure is not None:
-                    raise self._failure
+            while not done() and self._failure is None:
                 left = self._moved + self._timeout + _GRACE_SECONDS - time.monotonic()
                 if left <= 0:
                     self._failure = DeadlineExceeded(
@@ -219,6 +258,11 @@ class WorkerClient(Exchange):
                     )
                 else:
                     self._changed.wait(left)
+            if done():
+                return
+        self._stop()
+        if self._failure is not None:
+            raise self._failure
 
     def _fail(self, failure: ExchangeError) -> None:
         with self._changed:
@@ -239,7 +283,20 @@ def _expected(channel: Channel, kind: type[Kind]) -> Kind:
     return message
 
 
-def _rows(data: bytes) -> list[bytes]:
+def _parts(data: bytes, world_size: int) -> list[bytes]:
+    parts = _rows(data)
+    if len(parts) != world_size or not all(isinstance(part, bytes) for part in parts):
+        raise ProtocolError("a gather is not one part of each rank", got=f"{len(parts)} parts", expected=world_size)
+    return parts
+
+
+def _non_finite_value(row: Any) -> NonFiniteValue:
+    if not isinstance(row, list) or list(map(type, row)) != [int, int, float]:
+        raise ProtocolError("a row of a verdict cannot be", got=row, expected="[rank, index, value]")
+    return NonFiniteValue(*row)
+
+
+def _rows(data: bytes) -> list[Any]:
     try:
         rows = msgpack.unpackb(data, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as fault:

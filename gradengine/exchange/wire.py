@@ -213,6 +213,8 @@ def decode_header(header: bytes, payload_bytes: int) -> Message:
         >>> decode_header(head[PREFIX_BYTES:], 0)
         Verdict(step=7)
     """
+    if len(header) <= _BIN32.size:
+        raise ProtocolError("message header is cut off", got=f"{len(header)} bytes")
     tag, announced = _BIN32.unpack(header[-_BIN32.size :])
     if (tag, announced) != (0xC6, payload_bytes):
         raise ProtocolError("header and prefix announce different payloads", got=announced, expected=payload_bytes)

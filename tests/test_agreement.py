@@ -1,0 +1,116 @@
+"""The same tally on all ranks, or an error that says whose is wrong."""
+
+from __future__ import annotations
+
+import math
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.agreement import Tally, agree
+from gradengine.errors import ExchangeError, ProtocolError
+
+
+class Gathering:
+    """An exchange that is nothing but its gather: the parts of the other ranks are given."""
+
+    def __init__(self, *parts):
+        self._parts = parts
+
+    def gather(self, data):
+        return [data if part is None else part for part in self._parts]
+
+
+def packed(weight=1.0, micro_batches=1, totals=(4.0, 9.0)):
+    return msgpack.packb([weight, micro_batches, np.asarray(totals, "<f8").tobytes()])
+
+
+MINE = Tally(1.0, 1, np.array([4.0, 9.0]))
+
+
+def test_weights_and_counts_are_summed_and_rank_0s_squares_are_used():
+    squares = [4.0, math.nextafter(9.0, 10)]
+    tally = agree(Gathering(packed(0.5, 2, squares), None, packed(2.25, 3)), MINE)
+    assert (tally.weight, tally.micro_batches) == (3.75, 6)
+    assert tally.totals.tolist() == squares
+
+
+@given(st.lists(st.floats(2.0**-30, 2.0**30), min_size=1, max_size=5))
+def test_every_rank_gets_the_same_tally(weights):
+    parts = [packed(weight) for weight in weights]
+    tallies = []
+    for rank, weight in enumerate(weights):
+        own = [None if other == rank else part for other, part in enumerate(parts)]
+        tallies.append(agree(Gathering(*own), Tally(weight, 1, np.array([4.0, 9.0]))))
+    total = 0.0
+    for weight in weights:
+        total += weight
+    assert {(tally.weight, tally.totals.tobytes()) for tally in tallies} == {(total, MINE.totals.tobytes())}
+
+
+@pytest.mark.parametrize("other", [[4.0, 9.0 * (1 + 1e-6)], [4.0 * (1 - 1e-6), 9.0]])
+def test_squares_may_differ_by_their_rounding(other):
+    assert agree(Gathering(None, packed(totals=other)), MINE).totals.tolist() == [4.0, 9.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_squares_that_are_not_finite_agree_with_themselves(value):
+    mine = Tally(1.0, 1, np.array([4.0, value]))
+    tally = agree(Gathering(None, packed(totals=[4.0, value])), mine)
+    assert repr(tally.totals.tolist()) == repr([4.0, value])
+
+
+@pytest.mark.parametrize("other", [[4.0, 9.001], [4.0, math.nan], [math.inf, 9.0], [0.0, 9.0], [4.0, -9.0]])
+def test_other_sums_than_rank_0s_are_an_error(other):
+    with pytest.raises(ExchangeError, match=r"rank 2 holds other sums than rank 0.*restart from a checkpoint"):
+        agree(Gathering(packed(), None, packed(totals=other)), MINE)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(7),
+        msgpack.packb([1.0, 1]),
+        msgpack.packb([1.0, 1, b"", 0]),
+        msgpack.packb({"weight": 1}),
+        msgpack.packb(["heavy", 1, bytes(16)]),
+        msgpack.packb([None, 1, bytes(16)]),
+        msgpack.packb([1.0, math.inf, bytes(16)]),
+        msgpack.packb([1.0, math.nan, bytes(16)]),
+        msgpack.packb([1.0, 1, "text"]),
+        msgpack.packb([1.0, 1, [4.0, 9.0]]),
+        msgpack.packb([1.0, 1, bytes(15)]),
+        msgpack.packb([1.0, 1, msgpack.ExtType(5, bytes(16))]),
+    ],
+)
+def test_tally_that_cannot_be_read(part):
+    with pytest.raises(ProtocolError, match="rank 1's tally cannot be"):
+        agree(Gathering(None, part), MINE)
+
+
+@given(st.binary(max_size=60))
+def test_random_tally_is_a_protocol_error(part):
+    with pytest.raises(ProtocolError, match="rank 1's tally cannot be"):
+        agree(Gathering(None, part), MINE)
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (packed(weight=0.0), "weight 0.0"),
+        (packed(weight=-1.0), "weight -1.0"),
+        (packed(weight=math.nan), "weight nan"),
+        (packed(weight=math.inf), "weight inf"),
+        (packed(micro_batches=0), "0 micro-batches"),
+        (packed(totals=[4.0]), "1 components, expected .* 2 components"),
+        (packed(totals=[4.0, 9.0, 1.0]), "3 components"),
+    ],
+)
+def test_tally_that_cannot_be(part, says):
+    with pytest.raises(ProtocolError, match=f"rank 1's tally cannot be: .*{says}"):
+        agree(Gathering(None, part), MINE)

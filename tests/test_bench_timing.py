@@ -1,0 +1,82 @@
+"""The interleaver against a clock of its own."""
+
+import gc
+
+import pytest
+
+from gradengine.bench.case import Case
+from gradengine.bench.timing import interleave, median_ratio, quantile
+from gradengine.errors import CallerError
+
+
+class FakeClock:
+    """Time passes only where a case says so."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.order = []
+
+    def __call__(self):
+        return self.now
+
+    def case(self, variant, seconds, prepare=0.0):
+        durations = iter(seconds)
+
+        def run():
+            assert not gc.isenabled()
+            self.order.append(variant)
+            self.now += next(durations)
+
+        def put_back():
+            self.now += prepare
+
+        return Case("fake", variant, 0, run, error=lambda: 0.0, prepare=put_back)
+
+
+def test_cases_run_in_turn_and_the_warm_up_is_dropped():
+    clock = FakeClock()
+    cases = [clock.case("a", [9, 1, 2]), clock.case("b", [9, 3, 4])]
+    assert interleave(cases, rounds=2, warm_up=1, clock=clock) == [[1, 2], [3, 4]]
+    assert clock.order == ["a", "b"] * 3
+    assert gc.isenabled()
+
+
+def test_preparation_is_not_timed():
+    clock = FakeClock()
+    assert interleave([clock.case("a", [1, 1], prepare=100)], rounds=1, clock=clock) == [[1]]
+
+
+def test_a_machine_that_slows_down_changes_no_ratio():
+    clock = FakeClock()
+    speed = [1, 1, 5, 25, 125]
+    ours, peer = clock.case("ours", speed), clock.case("peer", [2 * s for s in speed])
+    base, times = interleave([ours, peer], rounds=4, clock=clock)
+    assert median_ratio(times, base) == 2
+
+
+def test_the_median_of_ratios_is_taken_pair_by_pair():
+    assert median_ratio([3, 10, 4], [1, 5, 2]) == 2
+    assert median_ratio([1, 100], [1, 1]) == 50.5
+
+
+def test_the_collector_comes_back_after_a_failure():
+    def fail():
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interleave([Case("fake", "a", 0, fail, error=lambda: 0.0)], rounds=1)
+    assert gc.isenabled()
+
+
+def test_no_round_is_refused():
+    with pytest.raises(CallerError, match="got 0, expected at least 1"):
+        interleave([], rounds=0)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0, 1), (0.1, 1.4), (0.5, 3), (1, 5)])
+def test_quantiles_lie_between_the_samples(share, expected):
+    assert quantile([5, 3, 1, 2, 4], share) == pytest.approx(expected)
+
+
+def test_the_quantile_of_one_sample_is_the_sample():
+    assert quantile([7], 0.9) == 7

@@ -1,0 +1,507 @@
+"""One suite over every transport: the same sums, verdicts, gathers and failures from each; and connect()."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+from transports import (
+    LARGE,
+    OVER_SOCKETS,
+    SMALL,
+    Transport,
+    Worker,
+    bound,
+    contributions,
+    free_port,
+    group,
+    leave_together,
+    on_all,
+    outcomes,
+    package_threads,
+    rank_order_sum,
+)
+
+from gradengine.errors import CallerError, ExchangeError, PeerLost, WindowError
+from gradengine.exchange import GradientServer, LocalExchange, NonFiniteValue, WorkerClient, connect, local_group
+from gradengine.exchange.interface import buckets_of
+from gradengine.layout import GradientLayout
+
+pytestmark = pytest.mark.timeout(40)
+every_transport = pytest.mark.parametrize("transport", Transport, ids=lambda transport: transport.value)
+over_sockets = pytest.mark.parametrize("transport", OVER_SOCKETS, ids=lambda transport: transport.value)
+
+
+def summed(transport, layout, data, *, bucket_bytes, order=None):
+    """All ranks' arenas after one step."""
+    with group(transport, len(data), bucket_bytes=bucket_bytes) as exchanges:
+        workers = bound(exchanges, layout, data)
+        assert on_all(lambda worker: worker.sum(order and order(worker)), workers) == [()] * len(data)
+        on_all(leave_together, workers)
+        return [worker.arena for worker in workers]
+
+
+def assert_same_bytes(arenas, expected):
+    for rank, arena in enumerate(arenas):
+        assert arena.tobytes() == expected.tobytes(), f"rank {rank}"
+
+
+def test_order_shows_in_the_test_data():
+    for layout in (SMALL, LARGE):
+        a, b, c, d = contributions(layout, 4)
+        assert rank_order_sum([a, b, c]).tobytes() != rank_order_sum([b, c, a]).tobytes()
+        assert rank_order_sum([a, b, c, d]).tobytes() != rank_order_sum([d, c, b, a]).tobytes()
+        assert rank_order_sum([a, b, c, d]).tobytes() != ((a + b) + (c + d)).tobytes()
+
+
+@every_transport
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [4, 1000, 65536, 1 << 30])
+def test_sum_is_the_rank_order_sum_bit_for_bit(transport, world_size, bucket_bytes):
+    layout = SMALL if bucket_bytes == 4 else LARGE
+    data = contributions(layout, world_size)
+    assert_same_bytes(summed(transport, layout, data, bucket_bytes=bucket_bytes), rank_order_sum(data))
+
+
+@every_transport
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_order_of_starting_and_of_arrival_change_no_bit(transport, world_size):
+    data = contributions(SMALL, world_size)
+    arrival = random.Random(world_size).sample(range(world_size), world_size)
+    gates = [threading.Event() for _ in range(world_size + 1)]
+    gates[0].set()
+
+    def shuffled(worker):
+        """Each rank in an order of its own, and only after the rank that arrives before it is through."""
+        place = arrival.index(worker.exchange.rank)
+        gates[place].wait()
+        spans = random.Random(place).sample(worker.layout.spans, len(worker.layout.spans))
+        yield from spans
+        gates[place + 1].set()
+
+    arenas = summed(transport, SMALL, data, bucket_bytes=128, order=shuffled)
+    assert_same_bytes(arenas, rank_order_sum(data))
+
+
+@every_transport
+def test_steps_in_a_row(transport):
+    with group(transport, 3, bucket_bytes=1000) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+        for step in range(4):
+            data = contributions(SMALL, 3, seed=step)
+            on_all(lambda worker, data=data: worker.arena.__setitem__(..., data[worker.exchange.rank]), workers)
+            on_all(Worker.sum, workers)
+            assert_same_bytes([worker.arena for worker in workers], rank_order_sum(data))
+            on_all(lambda worker: worker.next_step(worker.arena), workers)
+        assert [worker.progress.step for worker in workers] == [4, 4, 4]
+
+
+@every_transport
+def test_signed_zero_and_subnormals_are_kept(transport):
+    layout = GradientLayout.of([(4,)])
+    tiny = np.float32(1e-45)
+    data = [np.zeros(layout.arena_size, np.float32) for _ in range(3)]
+    for arena, last in zip(data, (tiny, tiny, -tiny), strict=True):
+        arena[:4] = [-0.0, tiny, 0.0, last]
+    data[2][2] = -0.0
+    for arena in summed(transport, layout, data, bucket_bytes=8):
+        assert np.signbit(arena[:4]).tolist() == [True, False, False, False]
+        assert arena[1] == 3 * tiny
+        assert arena[3] == tiny
+
+
+@every_transport
+def test_layout_without_any_element(transport):
+    layout = GradientLayout.of({"nothing": (0, 3)})
+    with group(transport, 2) as exchanges:
+        workers = bound(exchanges, layout, contributions(layout, 2))
+        for _ in range(2):
+            assert on_all(Worker.sum, workers) == [(), ()]
+            on_all(lambda worker: worker.next_step(worker.arena), workers)
+
+
+@every_transport
+def test_padding_stays_zero(transport):
+    data = contributions(SMALL, 3)
+    padding = np.ones(SMALL.arena_size, bool)
+    for slot in SMALL.slots:
+        padding[slot.offset : slot.stop] = False
+    assert padding.any()
+    for arena in summed(transport, SMALL, data, bucket_bytes=100):
+        assert not arena.view(np.uint32)[padding].any()
+
+
+@every_transport
+def test_sums_land_in_order_and_completely(transport):
+    expected = [(bucket.span.key, bucket.stop) for bucket in buckets_of(SMALL, 100)]
+    with group(transport, 3, bucket_bytes=100) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+        total = rank_order_sum(contributions(SMALL, 3))
+        seen_early = []
+
+        def check(worker):
+            note, landed = worker.take, []
+
+            def take(span, upto):
+                start = span.start if not landed or landed[-1][0] != span.key else landed[-1][1]
+                landed.append((span.key, upto))
+                if worker.arena[start:upto].tobytes() != total[start:upto].tobytes():
+                    seen_early.append((worker.exchange.rank, span.key, upto))
+                note(span, upto)
+
+            worker.take = take
+
+        for worker in workers:
+            check(worker)
+        on_all(Worker.sum, workers)
+        assert not seen_early, "landed() was called before the sum was there"
+        for worker in workers:
+            assert worker.landed == expected
+            assert (worker.progress.summed, worker.progress.torn) == (len(expected), False)
+
+
+# ---- what is not finite ----
+
+
+@every_transport
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_non_finite_value_is_reported_alike_on_all_ranks(transport, value):
+    data = contributions(SMALL, 3)
+    index = SMALL.slot("layers.1.w").offset + 5
+    data[1][index] = value
+    with group(transport, 3, bucket_bytes=64) as exchanges:
+        workers = bound(exchanges, SMALL, data)
+        found = on_all(Worker.sum, workers)
+    assert repr(found) == repr([(NonFiniteValue(1, index, float(value)),)] * 3)  # NaN is equal to itself only here
+
+
+@every_transport
+def test_report_of_one_step_does_not_stain_the_next(transport):
+    clean = contributions(SMALL, 2)
+    bad = [arena.copy() for arena in clean]
+    bad[0][0] = np.nan
+    with group(transport, 2, bucket_bytes=1000) as exchanges:
+        workers = bound(exchanges, SMALL, bad)
+        for contribution, count in ((clean, 1), (bad, 0), (clean, 1), (clean, 0)):
+            assert [len(found) for found in on_all(Worker.sum, workers)] == [count, count]
+            on_all(lambda worker, next_one=contribution: worker.next_step(next_one[worker.exchange.rank]), workers)
+
+
+@every_transport
+def test_many_non_finite_values_are_told_alike(transport):
+    layout = GradientLayout.of({"w": (50 * 32,)})
+    data = [np.full(layout.arena_size, np.inf, np.float32) for _ in range(3)]
+    with group(transport, 3, bucket_bytes=128) as exchanges:
+        workers = bound(exchanges, layout, data)
+        found = on_all(Worker.sum, workers)
+    assert found[0] == found[1] == found[2]
+    assert [(value.rank, value.index) for value in found[0][:4]] == [(0, 0), (1, 0), (2, 0), (0, 32)]
+    assert len(found[0]) == 64
+
+
+@every_transport
+def test_overflow_of_finite_values_is_nobodys_fault(transport):
+    layout = GradientLayout.of([(2,)])
+    data = [np.zeros(layout.arena_size, np.float32) for _ in range(3)]
+    for arena in data:
+        arena[:2] = 3e38, 1.0
+    with group(transport, 3) as exchanges:
+        workers = bound(exchanges, layout, data)
+        assert on_all(Worker.sum, workers) == [(), (), ()]
+        assert all(worker.arena[:2].tolist() == [np.inf, 3.0] for worker in workers)
+
+
+# ---- gather and barrier ----
+
+
+@every_transport
+def test_gather_is_in_rank_order_again_and_again(transport):
+    with group(transport, 4) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 4))
+        for turn in range(5):
+            parts = [bytes([turn, rank]) * rank for rank in range(4)]
+            gathered = on_all(lambda worker, parts=parts: worker.exchange.gather(parts[worker.exchange.rank]), workers)
+            assert gathered == [parts] * 4
+
+
+@every_transport
+def test_gather_while_spans_are_on_their_way(transport):
+    with group(transport, 3, bucket_bytes=64) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+
+        def interleaved(worker):
+            for span in worker.layout.spans[:2]:
+                worker.exchange.start(span)
+            parts = worker.exchange.gather(b"%d" % worker.exchange.rank)
+            worker.sum(worker.layout.spans[2:])
+            return parts
+
+        assert on_all(interleaved, workers) == [[b"0", b"1", b"2"]] * 3
+        assert_same_bytes([worker.arena for worker in workers], rank_order_sum(contributions(SMALL, 3)))
+
+
+@every_transport
+def test_nobody_leaves_a_barrier_before_all_have_come(transport):
+    with group(transport, 3) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+        came, lock = [], threading.Lock()
+
+        def come(worker):
+            with lock:
+                came.append(worker.exchange.rank)
+            worker.exchange.barrier()
+            return len(came)
+
+        assert on_all(come, workers) == [3, 3, 3]
+
+
+@every_transport
+def test_largest_gather_and_one_byte_more(transport):
+    most = bytes(16 << 20)
+    with group(transport, 2) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+        for found in outcomes(lambda worker: worker.exchange.gather(most + b"x"), workers):
+            assert isinstance(found, CallerError)
+            assert "16777217" in str(found)
+            assert "16777216" in str(found)
+        assert on_all(lambda worker: worker.exchange.gather(most) == [most, most], workers) == [True, True]
+
+
+# ---- the caller's mistakes ----
+
+
+@every_transport
+def test_calls_before_bind_are_refused(transport):
+    with group(transport, 2) as exchanges:
+        for exchange in exchanges:
+            for call in (lambda e=exchange: e.start(SMALL.spans[0]), exchange.wait, exchange.barrier):
+                with pytest.raises(WindowError, match="not bound"):
+                    call()
+
+
+@every_transport
+def test_span_started_twice_in_a_step_is_refused(transport):
+    with group(transport, 2) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+        workers[1].exchange.start(SMALL.spans[-1])
+        with pytest.raises(WindowError, match="on its way already"):
+            workers[1].exchange.start(SMALL.spans[-1])
+
+
+@every_transport
+def test_bound_twice_or_to_a_wrong_arena_is_refused(transport):
+    with group(transport, 1) as exchanges:
+        worker = Worker(exchanges[0], SMALL, np.zeros(SMALL.arena_size + 1, np.float32))
+        with pytest.raises(CallerError, match=f"expected contiguous float32 .{SMALL.arena_size},"):
+            worker.bind()
+        worker.arena = worker.arena[:-1]
+        worker.bind()
+        with pytest.raises(CallerError, match="bound already"):
+            worker.bind()
+
+
+# ---- the end ----
+
+
+@every_transport
+def test_closed_exchange_is_an_error_on_all_ranks_and_stays_one(transport):
+    with group(transport, 3, bucket_bytes=64) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+
+        def work(worker):
+            if worker.exchange.rank == 1:
+                worker.exchange.close()
+            with pytest.raises(PeerLost) as first:
+                worker.sum()
+            for call in (worker.exchange.wait, worker.exchange.barrier):
+                with pytest.raises(PeerLost) as again:
+                    call()
+                assert again.value is first.value
+            return str(first.value)
+
+        for message in on_all(work, workers):
+            assert "rank 1" in message
+
+
+@every_transport
+def test_closing_leaves_no_thread_and_may_be_done_twice(transport):
+    before = set(threading.enumerate())
+    with group(transport, 3) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+        on_all(Worker.sum, workers)
+        on_all(leave_together, workers)
+        for exchange in exchanges:
+            exchange.close()
+    assert set(threading.enumerate()) <= before
+    assert not package_threads()
+
+
+@every_transport
+def test_close_before_bind_and_bind_after_close(transport):
+    with group(transport, 2) as exchanges:
+        exchanges[1].close()
+        with pytest.raises(ExchangeError, match="rank 1"):
+            Worker(exchanges[1], SMALL, contributions(SMALL, 1)[0]).bind()
+
+
+@every_transport
+def test_rank_that_never_comes_is_named(transport):
+    with group(transport, 3, join_timeout=0.5) as exchanges:
+        data = contributions(SMALL, 3)
+        workers = [Worker(exchanges[rank], SMALL, data[rank]) for rank in (0, 2)]
+        for found in outcomes(Worker.bind, workers):
+            assert isinstance(found, PeerLost)
+            assert "rank 1 is late for joining, ranks 0, 2 are waiting" in str(found)
+
+
+@every_transport
+def test_late_rank_is_named_with_its_bucket(transport):
+    with group(transport, 3, bucket_bytes=64, timeout=0.5) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+
+        def work(worker):
+            return worker.sum() if worker.exchange.rank != 2 else worker.exchange.wait()
+
+        for found in outcomes(work, workers):
+            assert type(found).__name__ == "DeadlineExceeded"
+            assert "rank 2 is late for bucket 0 of step 0, ranks 0, 1 are waiting" in str(found)
+
+
+@every_transport
+def test_rank_missing_in_a_gather_is_named(transport):
+    with group(transport, 3, timeout=0.5) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+        for found in outcomes(lambda worker: worker.exchange.barrier(), workers[:2]):
+            assert type(found).__name__ == "DeadlineExceeded"
+            assert "rank 2 is late for a gather (end of step or barrier), ranks 0, 1 are waiting" in str(found)
+
+
+@every_transport
+def test_differing_rows_are_shown_on_every_rank(transport):
+    other = GradientLayout.of({"layers.0.w": (5, 7), **{slot.name: slot.shape for slot in SMALL.slots[1:]}})
+    with group(transport, 3) as exchanges:
+        layouts = [SMALL, SMALL, other]
+        data = [contributions(layout, 1)[0] for layout in layouts]
+        workers = [Worker(*each) for each in zip(exchanges, layouts, data, strict=True)]
+        messages = [str(error) for error in outcomes(Worker.bind, workers)]
+    for message in messages:
+        assert "layouts differ between rank" in message
+        assert "row 0: here 'layers.0.w'" in message
+        assert "(5, 7)" in message
+        assert "(7, 5)" in message
+
+
+@every_transport
+def test_another_backward_order_is_another_layout(transport):
+    theirs = GradientLayout.transformer(1, 4, 4, 4, 4)
+    mine = GradientLayout.of({slot.name: slot.shape for slot in theirs.slots})
+    assert mine.table() != theirs.table()
+    with group(transport, 2) as exchanges:
+        workers = [
+            Worker(each, layout, contributions(layout, 1)[0])
+            for each, layout in zip(exchanges, (mine, theirs), strict=True)
+        ]
+        for error in outcomes(Worker.bind, workers):
+            assert type(error).__name__ == "HandshakeRefused"
+            assert "backward order" in str(error)
+
+
+@every_transport
+def test_differing_steps_are_refused(transport):
+    with group(transport, 2) as exchanges:
+        workers = [Worker(exchange, SMALL, contributions(SMALL, 1)[0]) for exchange in exchanges]
+        workers[1].progress.step = 7
+        for error in outcomes(Worker.bind, workers):
+            assert type(error).__name__ == "HandshakeRefused"
+            assert "is at another step" in str(error)
+            assert "restart all from one checkpoint" in str(error)
+
+
+# ---- connect() ----
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:5000",
+        "tcp://localhost",
+        "tcp://:5000",
+        "tcp://host:70000",
+        "http://host:1",
+        "unix://",
+        "unix://a/b",
+    ],
+)
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(CallerError, match=r"no address of a group.*local_group"):
+        connect(url, 1, 2)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+def test_rank_out_of_range_is_refused(rank, world_size):
+    with pytest.raises(CallerError, match="out of range"):
+        connect("tcp://127.0.0.1:0", rank, world_size)
+
+
+def test_rank_0_hosts_and_the_others_come_in_any_order():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    data = contributions(SMALL, 3)
+    hosting = threading.Event()
+
+    def work(rank):
+        if rank == 0:
+            hosting.wait()
+        exchange = connect(url, rank, 3, token="t", join_timeout=20)
+        if rank == 2:
+            threading.Timer(0.1, hosting.set).start()  # the workers are trying by then
+        worker = Worker(exchange, SMALL, data[rank])
+        worker.bind()
+        worker.sum()
+        leave_together(worker)
+        return type(exchange), worker.arena.tobytes()
+
+    kinds, arenas = zip(*on_all(work, range(3)), strict=True)
+    assert kinds == (LocalExchange, WorkerClient, WorkerClient)
+    assert set(arenas) == {rank_order_sum(data).tobytes()}
+
+
+def test_worker_without_a_coordinator_says_so_in_time():
+    exchange = connect(f"tcp://127.0.0.1:{free_port()}", 1, 2, join_timeout=0.1)
+    with pytest.raises(PeerLost, match=r"no coordinator at 127\.0\.0\.1:\d+ .* start rank 0"):
+        Worker(exchange, SMALL, contributions(SMALL, 1)[0]).bind()
+
+
+def test_ipv6_address():
+    try:
+        exchange = connect("tcp://[::1]:0", 0, 1)
+    except PeerLost as refusal:
+        pytest.skip(f"no IPv6 here: {refusal}")
+    exchange.close()
+
+
+def test_unix_address_can_be_used_again_after_close(tmp_path):
+    url = f"unix://{tmp_path}/socket"
+    for _ in range(2):
+        with connect(url, 0, 1):
+            assert (tmp_path / "socket").is_socket()
+        assert not (tmp_path / "socket").exists()
+
+
+def test_url_says_where_the_group_is(tmp_path):
+    with connect("tcp://127.0.0.1:0", 0, 2) as host:
+        assert host.url.startswith("tcp://127.0.0.1:")
+        assert not host.url.endswith(":0")
+        with connect(host.url, 1, 2) as worker:
+            assert worker.url == host.url
+    with connect(f"unix://{tmp_path}/group", 0, 1) as host:
+        assert host.url == f"unix://{tmp_path}/group"
+    assert local_group(1)[0].url is None
+
+
+def test_served_group_has_rank_0_connect_as_well():
+    with GradientServer(2) as server:
+        exchanges = [connect(server.url, rank, 2, served=True) for rank in range(2)]
+        assert all(isinstance(exchange, WorkerClient) for exchange in exchanges)

@@ -1,0 +1,364 @@
+"""A failed step can be run again: the bytes are those of an undisturbed run, and only what is missing travels."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import msgpack
+import numpy as np
+import pytest
+from transports import (
+    SMALL,
+    Transport,
+    Worker,
+    bound,
+    contributions,
+    free_port,
+    group,
+    leave_together,
+    on_all,
+    outcomes,
+    rank_order_sum,
+)
+
+from gradengine import GradientEngine
+from gradengine.errors import ExchangeError, HandshakeRefused
+from gradengine.exchange import GradientServer, LocalExchange, WorkerClient, connect, local_group
+from gradengine.exchange.interface import buckets_of
+
+pytestmark = pytest.mark.timeout(40)
+BUCKET = 128
+COUNT = len(buckets_of(SMALL, BUCKET))
+WORLD = 3
+EXPECTED = rank_order_sum(contributions(SMALL, WORLD)).tobytes()
+
+
+class Wire:
+    """A TCP proxy in front of a server: keeps what passes each way and cuts the connection after so many bytes.
+
+    Args:
+        server: (host, port) behind it.
+        cut: ("up" or "down", bytes); None never cuts.
+    """
+
+    def __init__(self, server, cut=None):
+        self._server, self._cut = server, cut
+        self.passed = {"up": bytearray(), "down": bytearray()}
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self._sockets, self._threads = [], []
+        self._spawn(self._accept)
+
+    def kinds(self, way):
+        """The kinds of the messages that passed whole, in order, as stock msgpack reads them."""
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(bytes(self.passed[way]))
+        return [fields["kind"] for fields in unpacker if isinstance(fields, dict)]
+
+    def close(self):
+        self._hang_up()
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _spawn(self, work, *arguments):
+        self._threads.append(threading.Thread(target=work, args=arguments))
+        self._threads[-1].start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            worker, _ = self._listener.accept()
+            server = socket.create_connection(self._server)
+            self._sockets += [worker, server]
+            self._spawn(self._pump, worker, server, "up")
+            self._spawn(self._pump, server, worker, "down")
+
+    def _pump(self, source, sink, way):
+        limit = self._cut[1] if self._cut and self._cut[0] == way else None
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if limit is not None and len(self.passed[way]) + len(data) >= limit:
+                    data = data[: limit - len(self.passed[way])]
+                    self.passed[way] += data
+                    sink.sendall(data)
+                    break
+                self.passed[way] += data
+                sink.sendall(data)
+        self._hang_up()
+
+    def _hang_up(self):
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+@contextlib.contextmanager
+def behind_a_wire(cut=None):
+    """Three exchanges: rank 0 hosts, rank 1 comes through a wire that may be cut, rank 2 comes straight."""
+    server = GradientServer(WORLD, bucket_bytes=BUCKET, timeout=20, join_timeout=20)
+    wire = Wire(server.address, cut)
+    exchanges = [
+        LocalExchange(server.group, 0, on_close=server.close),
+        WorkerClient(wire.address, 1, WORLD),
+        WorkerClient(server.address, 2, WORLD),
+    ]
+    try:
+        yield wire, exchanges
+    finally:
+        for exchange in reversed(exchanges):
+            exchange.close()
+        wire.close()
+
+
+def through_undisturbed():
+    """Bytes each way in a whole step, and how many of them belong to the handshake."""
+    with behind_a_wire() as (wire, exchanges):
+        workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+        joined = {way: len(passed) for way, passed in wire.passed.items()}
+        on_all(Worker.sum, workers)
+        return joined, {way: len(passed) for way, passed in wire.passed.items()}
+
+
+JOINED, ALL = through_undisturbed()
+CUTS = [
+    (way, JOINED[way] + 1 + (ALL[way] - JOINED[way] - 2) * part // 8) for way in ("up", "down") for part in range(9)
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=[f"{way}-{at}" for way, at in CUTS])
+def test_step_cut_on_the_wire_is_run_again_with_what_is_missing(cut):
+    with behind_a_wire(cut) as (_, exchanges):
+        workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+        found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+        assert all(isinstance(error, ExchangeError) for error in found), found
+    summed = [worker.progress.summed for worker in workers]
+    assert summed[0] >= max(worker.progress.summed + worker.progress.torn for worker in workers)
+    with behind_a_wire() as (wire, exchanges):
+        for worker, exchange in zip(workers, exchanges, strict=True):
+            worker.exchange = exchange
+        on_all(Worker.bind, workers)
+        assert on_all(Worker.sum, workers) == [()] * WORLD
+        on_all(leave_together, workers)
+    for worker in workers:
+        assert worker.arena.tobytes() == EXPECTED
+        assert (worker.progress.summed, worker.progress.torn) == (COUNT, False)
+    assert wire.kinds("up").count("gradient") == COUNT - summed[0]
+    assert wire.kinds("down").count("sum") == COUNT - summed[1]
+
+
+def test_cuts_reach_every_part_of_a_step():
+    """The cuts above mean something only if they leave workers at different places."""
+    seen = set()
+    for cut in CUTS:
+        with behind_a_wire(cut) as (_, exchanges):
+            workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+            outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+        seen.add((workers[0].progress.summed, workers[1].progress.summed, workers[1].progress.torn))
+    assert len({summed for summed, _, _ in seen}) > 3
+    assert any(ahead > behind for ahead, behind, _ in seen), "no worker ever lacked a sum that rank 0 had"
+
+
+def cut_at(worker, bucket):
+    """Make this worker leave when its `bucket`-th sum lands."""
+
+    def take(span, upto):
+        worker.landed.append((span.key, upto))
+        if len(worker.landed) == bucket:
+            worker.exchange.close()
+
+    worker.take = take
+
+
+@pytest.mark.parametrize("transport", [Transport.LOCAL, Transport.TCP, Transport.UNIX], ids=lambda each: each.value)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("bucket", [1, 4, COUNT])
+def test_step_that_a_rank_left_is_run_again(transport, rank, bucket):
+    with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+        cut_at(workers[rank], bucket)
+        outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+    with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+        for worker, exchange in zip(workers, exchanges, strict=True):
+            worker.exchange, worker.take = exchange, lambda span, upto: None
+        on_all(Worker.bind, workers)
+        on_all(Worker.sum, workers)
+        on_all(leave_together, workers)
+    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+
+
+@pytest.mark.parametrize("transport", [Transport.LOCAL, Transport.TCP], ids=lambda each: each.value)
+def test_bucket_size_must_stay_while_a_step_is_half_done(transport):
+    """`summed` counts buckets: with other buckets it would mean other elements."""
+    with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+        cut_at(workers[1], 3)
+        outcomes(Worker.sum, workers)
+    assert all(worker.progress.summed for worker in workers)
+    with group(transport, WORLD, bucket_bytes=2 * BUCKET) as exchanges:
+        for worker, exchange in zip(workers, exchanges, strict=True):
+            worker.exchange, worker.take = exchange, lambda span, upto: None
+        for error in outcomes(Worker.bind, workers):
+            assert isinstance(error, HandshakeRefused)
+            assert "cut into other buckets: got bucket_bytes=256, expected bucket_bytes=128; reconnect" in str(error)
+
+
+def test_bucket_size_may_change_between_steps():
+    workers = [
+        Worker(exchange, SMALL, data) for exchange, data in zip([None] * 2, contributions(SMALL, 2), strict=True)
+    ]
+    for bucket_bytes in (64, 1000):
+        for worker, exchange in zip(workers, local_group(2, bucket_bytes=bucket_bytes), strict=True):
+            worker.exchange = exchange
+            worker.arena[:] = contributions(SMALL, 2)[exchange.rank]
+        on_all(Worker.bind, workers)
+        on_all(Worker.sum, workers)
+        for worker in workers:
+            assert worker.arena.tobytes() == rank_order_sum(contributions(SMALL, 2)).tobytes()
+            worker.progress.next_step()
+
+
+def test_reports_of_the_first_try_are_not_forgotten():
+    data = contributions(SMALL, WORLD)
+    first = SMALL.spans[0].start
+    data[2][first] = np.inf
+    with group(Transport.TCP, WORLD, bucket_bytes=BUCKET) as exchanges:
+        workers = bound(exchanges, SMALL, data)
+        cut_at(workers[1], 2)
+        outcomes(Worker.sum, workers)
+    with group(Transport.TCP, WORLD, bucket_bytes=BUCKET) as exchanges:
+        for worker, exchange in zip(workers, exchanges, strict=True):
+            worker.exchange, worker.take = exchange, lambda span, upto: None
+        on_all(Worker.bind, workers)
+        found = on_all(Worker.sum, workers)
+    assert [[(bad.rank, bad.index) for bad in each] for each in found] == [[(2, first)]] * WORLD
+
+
+def test_server_alone_that_lost_its_sums_says_what_to_do():
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+        cut_at(workers[1], 3)
+        outcomes(Worker.sum, workers)
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
+        for worker, exchange in zip(workers, exchanges, strict=True):
+            worker.exchange, worker.take = exchange, lambda span, upto: None
+        for error in outcomes(Worker.bind, workers):
+            assert isinstance(error, HandshakeRefused)
+            assert "has sums of step 0 that the coordinator lost" in str(error)
+            assert "discard() the window on every rank and accumulate it again" in str(error)
+
+
+def test_server_alone_that_had_summed_nothing_goes_on():
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+        exchanges[0].start(SMALL.spans[0])
+        exchanges[1].close()
+        outcomes(lambda worker: worker.exchange.wait(), workers)
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
+        for worker, exchange in zip(workers, exchanges, strict=True):
+            worker.exchange = exchange
+        on_all(Worker.bind, workers)
+        on_all(Worker.sum, workers)
+        assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+
+
+# ---- the whole engine ----
+
+
+def engine_step(engine):
+    result = engine.step()
+    return result.norm, {name: gradient.tobytes() for name, gradient in result.gradients.items()}
+
+
+def gradients(rank, seed):
+    arena = contributions(SMALL, WORLD, seed)[rank]
+    return {slot.name: arena[slot.offset : slot.stop].reshape(slot.shape) for slot in SMALL.slots}
+
+
+def undisturbed():
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=exchange)
+        for seed in (1, 2):
+            engine.add(gradients(exchange.rank, seed))
+        return engine_step(engine)
+
+    return on_all(work, local_group(WORLD, bucket_bytes=BUCKET))
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "unix"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["at step()", "while adding"])
+@pytest.mark.parametrize("bucket", [1, 5])
+def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed, bucket, tmp_path):
+    """Each rank closes, connects and steps again as soon as it hears of the failure; nobody waits for the others."""
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"unix://{tmp_path}/s"
+    micro_batches = 2 if streamed else None
+
+    def work(rank):
+        def join():
+            return connect(url, rank, WORLD, bucket_bytes=BUCKET, timeout=20, join_timeout=20)
+
+        engine = GradientEngine(SMALL, exchange=join(), micro_batches=micro_batches)
+        if rank == 1:
+            land, landed = engine._take_landed, []
+
+            def take(span, upto):
+                land(span, upto)
+                landed.append(upto)
+                if len(landed) == bucket:
+                    engine.exchange._channel.close()
+
+            engine.exchange._landed = take
+        for seed in (1, 2):
+            engine.add(gradients(rank, seed))
+        with pytest.raises(ExchangeError):
+            engine.step()
+        engine.exchange.close()
+        engine.reconnect(join())
+        first = engine_step(engine)
+        engine.add(gradients(rank, 3))
+        if streamed:
+            engine.add(gradients(rank, 4))
+        engine_step(engine)
+        engine.exchange.barrier()
+        engine.exchange.close()
+        return first
+
+    assert on_all(work, range(WORLD)) == undisturbed()
+
+
+def test_engines_discard_where_the_coordinator_lost_its_sums():
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
+        engines = on_all(lambda exchange: GradientEngine(SMALL, exchange=exchange), exchanges)
+        land, landed = engines[1]._take_landed, []
+
+        def take(span, upto):
+            land(span, upto)
+            landed.append(upto)
+            if len(landed) == 2:
+                exchanges[1].close()
+
+        exchanges[1]._landed = take
+
+        def fail(engine):
+            engine.add(gradients(engine.rank, 0))
+            with pytest.raises(ExchangeError):
+                engine.step()
+
+        on_all(fail, engines)
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
+        for error in outcomes(lambda engine: engine.reconnect(exchanges[engine.rank]), engines):
+            assert "discard() the window on every rank" in str(error)
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
+
+        def again(engine):
+            engine.discard()
+            engine.reconnect(exchanges[engine.rank])
+            for seed in (1, 2):
+                engine.add(gradients(engine.rank, seed))
+            return engine_step(engine)
+
+        assert on_all(again, engines) == undisturbed()

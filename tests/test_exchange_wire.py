@@ -1,0 +1,400 @@
+"""Bytes <-> messages: each kind against literal bytes; hostile bytes may raise ProtocolError and do nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import msgpack
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gradengine.errors import ProtocolError
+from gradengine.exchange import wire
+from gradengine.exchange.wire import (
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    Abort,
+    Challenge,
+    Gather,
+    Gathered,
+    Gradient,
+    Hello,
+    Join,
+    Message,
+    Refused,
+    Sum,
+    Verdict,
+    Welcome,
+    decode_header,
+    decode_prefix,
+    encode_head,
+    expect_payload,
+)
+
+NONCE, PROOF = bytes(range(32)), bytes(range(100, 132))
+# One of each kind: the message, its payload's length, and the bytes before its payload (the first line is the prefix).
+LITERAL = [
+    (
+        Hello(1, 4, NONCE),
+        0,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 53 cf 00 00 00 00 00 00 00 00
+        85 a4 6b 69 6e 64 a5 68 65 6c 6c 6f a4 72 61 6e 6b 01 aa 77 6f 72 6c 64 5f 73 69 7a 65 04 a5 6e
+        6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07 08 09 0a 0b 0c 0d 0e 0f 10 11 12 13 14 15 16 17 18 19
+        1a 1b 1c 1d 1e 1f a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
+    ),
+    (
+        Challenge(NONCE, PROOF),
+        0,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 6d cf 00 00 00 00 00 00 00 00
+        84 a4 6b 69 6e 64 a9 63 68 61 6c 6c 65 6e 67 65 a5 6e 6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07
+        08 09 0a 0b 0c 0d 0e 0f 10 11 12 13 14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a5 70 72 6f 6f 66 c4 20
+        64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70 71 72 73 74 75 76 77 78 79 7a 7b 7c 7d 7e 7f 80 81 82 83
+        a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
+    ),
+    (
+        Join(PROOF, 7, 2, 1),
+        5,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 54 cf 00 00 00 00 00 00 00 05
+        86 a4 6b 69 6e 64 a4 6a 6f 69 6e a5 70 72 6f 6f 66 c4 20 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70
+        71 72 73 74 75 76 77 78 79 7a 7b 7c 7d 7e 7f 80 81 82 83 a4 73 74 65 70 07 a6 73 75 6d 6d 65 64
+        02 a4 74 6f 72 6e 01 a7 70 61 79 6c 6f 61 64 c6 00 00 00 05""",
+    ),
+    (
+        Welcome(3, 1 << 20),
+        0,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 35 cf 00 00 00 00 00 00 00 00
+        84 a4 6b 69 6e 64 a7 77 65 6c 63 6f 6d 65 a6 73 75 6d 6d 65 64 03 ac 62 75 63 6b 65 74 5f 62 79
+        74 65 73 ce 00 10 00 00 a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
+    ),
+    (
+        Refused(),
+        2,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 1b cf 00 00 00 00 00 00 00 02
+        82 a4 6b 69 6e 64 a7 72 65 66 75 73 65 64 a7 70 61 79 6c 6f 61 64 c6 00 00 00 02""",
+    ),
+    (
+        Gradient(3, 1, 0, "<f4"),
+        8,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 39 cf 00 00 00 00 00 00 00 08
+        86 a4 6b 69 6e 64 a8 67 72 61 64 69 65 6e 74 a4 73 74 65 70 03 a3 6b 65 79 01 a6 6f 66 66 73 65
+        74 00 a5 64 74 79 70 65 a3 3c 66 34 a7 70 61 79 6c 6f 61 64 c6 00 00 00 08""",
+    ),
+    (
+        Sum(300, "lm_head", 65536, "<f4"),
+        1048576,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 41 cf 00 00 00 00 00 10 00 00
+        86 a4 6b 69 6e 64 a3 73 75 6d a4 73 74 65 70 cd 01 2c a3 6b 65 79 a7 6c 6d 5f 68 65 61 64 a6 6f
+        66 66 73 65 74 ce 00 01 00 00 a5 64 74 79 70 65 a3 3c 66 34 a7 70 61 79 6c 6f 61 64 c6 00 10 00
+        00""",
+    ),
+    (
+        Verdict(7),
+        3,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 21 cf 00 00 00 00 00 00 00 03
+        83 a4 6b 69 6e 64 a7 76 65 72 64 69 63 74 a4 73 74 65 70 07 a7 70 61 79 6c 6f 61 64 c6 00 00 00
+        03""",
+    ),
+    (
+        Gather(),
+        0,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 1a cf 00 00 00 00 00 00 00 00
+        82 a4 6b 69 6e 64 a6 67 61 74 68 65 72 a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
+    ),
+    (
+        Gathered(),
+        70000,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 1c cf 00 00 00 00 00 01 11 70
+        82 a4 6b 69 6e 64 a8 67 61 74 68 65 72 65 64 a7 70 61 79 6c 6f 61 64 c6 00 01 11 70""",
+    ),
+    (
+        Abort("PeerLost"),
+        11,
+        """
+        94 a2 47 45 cc 01 ce 00 00 00 28 cf 00 00 00 00 00 00 00 0b
+        83 a4 6b 69 6e 64 a5 61 62 6f 72 74 a5 65 72 72 6f 72 a8 50 65 65 72 4c 6f 73 74 a7 70 61 79 6c
+        6f 61 64 c6 00 00 00 0b""",
+    ),
+]
+every_kind = pytest.mark.parametrize(
+    ("message", "payload_bytes", "head"),
+    [(message, size, bytes.fromhex(text)) for message, size, text in LITERAL],
+    ids=[message.kind for message, _, _ in LITERAL],
+)
+
+
+def decoded(head):
+    """What a reader makes of a head that arrived whole."""
+    header_bytes, payload_bytes = decode_prefix(head[:PREFIX_BYTES])
+    return decode_header(head[PREFIX_BYTES : PREFIX_BYTES + header_bytes], payload_bytes), payload_bytes
+
+
+def header_of(fields, *, payload=b"\xc6\0\0\0\0"):
+    """A header with any entries; the last value is the head of an empty payload."""
+    packed = b"".join(msgpack.packb(key) + msgpack.packb(value) for key, value in fields)
+    return bytes([0x80 + len(fields) + 1]) + packed + msgpack.packb("payload") + payload
+
+
+VERDICT = [("kind", "verdict"), ("step", 7)]
+HELLO = [("kind", "hello"), ("rank", 1), ("world_size", 4), ("nonce", NONCE)]
+
+
+# ---- what is right ----
+
+
+@every_kind
+def test_encodes_to_these_bytes(message, payload_bytes, head):
+    assert encode_head(message, payload_bytes) == head
+
+
+@every_kind
+def test_decodes_from_these_bytes(message, payload_bytes, head):
+    assert decoded(head) == (message, payload_bytes)
+
+
+def test_the_literal_messages_are_all_kinds():
+    kinds = {cls.kind for cls in Message.__subclasses__()}
+    assert [message.kind for message, _, _ in LITERAL] == list(dict.fromkeys(message.kind for message, _, _ in LITERAL))
+    assert {message.kind for message, _, _ in LITERAL} == kinds
+
+
+def test_stock_msgpack_reads_the_whole_stream():
+    sent, stream = [], msgpack.Unpacker()
+    for message, payload_bytes, _ in LITERAL:
+        payload = bytes(i % 251 for i in range(payload_bytes))
+        sent.append((message, payload))
+        stream.feed(encode_head(message, payload_bytes) + payload)
+    objects = list(stream)
+    assert len(objects) == 2 * len(sent)
+    for (message, payload), prefix, fields in zip(sent, objects[::2], objects[1::2], strict=True):
+        assert prefix[:2] == ["GE", 1]
+        assert prefix[3] == len(payload)
+        assert fields == {"kind": message.kind, **dataclasses.asdict(message), "payload": payload}
+        assert (next(iter(fields)), list(fields)[-1]) == ("kind", "payload")
+
+
+integers = st.integers(0, 2**63 - 1)
+keys = st.one_of(integers, st.text(max_size=40))
+messages = st.one_of(
+    st.builds(Hello, integers, integers, st.binary(max_size=64)),
+    st.builds(Join, st.binary(max_size=64), integers, integers, integers),
+    st.builds(Gradient, integers, keys, integers, st.text(max_size=8)),
+    st.builds(Sum, integers, keys, integers, st.text(max_size=8)),
+    st.builds(Abort, st.text(max_size=40)),
+)
+
+
+@given(messages, st.integers(0, 2**32 - 1))
+def test_what_was_encoded_is_decoded(message, payload_bytes):
+    assert decoded(encode_head(message, payload_bytes)) == (message, payload_bytes)
+
+
+def test_largest_integer_and_longest_payload():
+    message = Welcome(summed=2**63 - 1, bucket_bytes=0)
+    assert decoded(encode_head(message, 2**32 - 1)) == (message, 2**32 - 1)
+
+
+# ---- what is hostile ----
+
+
+@every_kind
+def test_cut_off_at_every_byte(message, payload_bytes, head):
+    for size in range(len(head)):
+        with pytest.raises(ProtocolError):
+            decoded(head[:size])
+
+
+@every_kind
+def test_every_flipped_byte_is_refused_or_another_message(message, payload_bytes, head):
+    for at in range(len(head)):
+        for value in {head[at] ^ (1 << bit) for bit in range(8)} | {0x00, 0xC1, 0xFF}:
+            if value == head[at]:
+                continue
+            flipped = head[:at] + bytes([value]) + head[at + 1 :]
+            try:
+                found, found_bytes = decoded(flipped + bytes(MAX_HEADER_BYTES))  # as if more had come
+            except ProtocolError:
+                continue
+            assert at >= PREFIX_BYTES, "no bit of the prefix is free"
+            assert found_bytes == payload_bytes
+            assert found != message
+            assert decoded(encode_head(found, found_bytes)) == (found, found_bytes)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (0, 0x93, "no gradengine message"),
+        (2, ord("X"), "no gradengine message"),
+        (5, 2, "another protocol version: got 2, expected 1"),
+    ],
+)
+def test_prefix_of_something_else(at, value, says):
+    prefix = bytearray(encode_head(Verdict(7))[:PREFIX_BYTES])
+    prefix[at] = value
+    with pytest.raises(ProtocolError, match=says):
+        decode_prefix(bytes(prefix))
+
+
+@pytest.mark.parametrize("header_bytes", [0, 5, MAX_HEADER_BYTES + 1, 2**32 - 1])
+def test_header_length_out_of_range(header_bytes):
+    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 1, 0xCE, header_bytes, 0xCF, 0)
+    with pytest.raises(ProtocolError, match=f"header length is out of range: got {header_bytes}"):
+        decode_prefix(prefix)
+
+
+@pytest.mark.parametrize("payload_bytes", [2**32, 2**40, 2**64 - 1])
+def test_payload_of_4_gib_or_more(payload_bytes):
+    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 1, 0xCE, 33, 0xCF, payload_bytes)
+    with pytest.raises(ProtocolError, match="less than 4 GiB"):
+        decode_prefix(prefix)
+
+
+def test_longest_header():
+    longest = Abort("x" * (MAX_HEADER_BYTES - 34))
+    head = encode_head(longest)
+    assert len(head) == PREFIX_BYTES + MAX_HEADER_BYTES
+    assert decoded(head) == (longest, 0)
+    with pytest.raises(ProtocolError, match="got 4097"):
+        decoded(encode_head(Abort(longest.error + "x")))
+
+
+def test_prefix_and_header_that_announce_different_payloads():
+    header = header_of(VERDICT, payload=b"\xc6\0\0\0\x05")
+    assert decode_header(header, 5) == Verdict(7)
+    for announced in (0, 4, 6):
+        with pytest.raises(ProtocolError, match=f"different payloads: got 5, expected {announced}"):
+            decode_header(header, announced)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ([("kind", "verdict"), ("step", 7), ("step", 8)], "each once"),
+        ([("kind", "verdict"), ("kind", "verdict"), ("step", 7)], "each once"),
+        ([("kind", "verdict"), ("step", 7), ("payload", b"")], "each once"),
+        ([("step", 7), ("kind", "verdict")], "'kind' first"),
+        ([("step", 7)], "'kind' first"),
+        ([], "'kind' first"),
+        ([("kind", "pickle")], "unknown kind of message: got 'pickle'"),
+        ([("kind", 3)], "unknown kind"),
+        ([("kind", None)], "unknown kind"),
+        ([("kind", ["verdict"])], "header is not msgpack"),
+        ([("kind", {"verdict": 1})], "unknown kind"),
+        ([("kind", "Verdict"), ("step", 7)], "unknown kind"),
+        ([("kind", "verdict")], r"fields of 'verdict' are wrong: got \[\], expected \['step'\]"),
+        ([*VERDICT, ("more", 1)], r"fields of 'verdict' are wrong: got \['more', 'step'\]"),
+        ([("kind", "verdict"), (b"step", 7)], "fields of 'verdict' are wrong"),
+        ([("kind", "verdict"), (7, 7)], "header is not msgpack"),
+        ([("kind", "verdict"), ("step", "7")], "'verdict.step' has a wrong type: got str, expected int"),
+        ([("kind", "verdict"), ("step", 7.0)], "got float"),
+        ([("kind", "verdict"), ("step", True)], "got bool"),
+        ([("kind", "verdict"), ("step", None)], "got NoneType"),
+        ([("kind", "verdict"), ("step", b"7")], "got bytes"),
+        ([("kind", "verdict"), ("step", [])], "got list"),
+        ([("kind", "verdict"), ("step", {})], "has a wrong type"),
+        ([("kind", "verdict"), ("step", {"step": {"step": 7}})], "has a wrong type"),
+        ([("kind", "verdict"), ("step", [7])], "header is not msgpack"),
+        ([("kind", "verdict"), ("step", msgpack.ExtType(5, b""))], "has a wrong type"),
+        ([("kind", "verdict"), ("step", msgpack.ExtType(5, b"xyz"))], "header is not msgpack"),
+        ([("kind", "verdict"), ("step", msgpack.Timestamp(1))], "header is not msgpack"),
+        ([("kind", "verdict"), ("step", -1)], "out of range: got -1"),
+        ([("kind", "verdict"), ("step", 2**63)], "out of range: got 9223372036854775808"),
+        ([("kind", "verdict"), ("step", 2**64 - 1)], "out of range"),
+        ([*HELLO[:-1], ("nonce", "text")], "'hello.nonce' has a wrong type: got str, expected bytes"),
+        ([("kind", "abort"), ("error", b"PeerLost")], "'abort.error' has a wrong type: got bytes, expected str"),
+        ([("kind", "gradient"), ("step", 0), ("key", True), ("offset", 0), ("dtype", "<f4")], "got bool, expected Key"),
+        ([("kind", "gradient"), ("step", 0), ("key", b"head"), ("offset", 0), ("dtype", "<f4")], "got bytes"),
+        ([("kind", "gradient"), ("step", 0), ("key", -1), ("offset", 0), ("dtype", "<f4")], "out of range: got -1"),
+    ],
+)
+def test_headers_that_cannot_be(fields, says):
+    with pytest.raises(ProtocolError, match=says):
+        decode_header(header_of(fields), 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc0",
+        b"\x93\x01\x02\x03",  # an array
+        b"\x82\xa4kind",  # a map that ends early
+        b"\xdf\xff\xff\xff\xff",  # a map of 2**32 - 1 entries
+        b"\xdd\xff\xff\xff\xff",  # an array of as many
+        b"\x81" * 4000,  # maps in maps
+        b"\x91" * 4000,
+        b"\x82\xa4kind\xa7\xff\xff\xff\xff\xff\xff\xff\xa7payload",  # no UTF-8
+        header_of(VERDICT)[:-5] + b"\x01",  # something between key and payload
+    ],
+)
+def test_headers_that_are_no_map(body):
+    with pytest.raises(ProtocolError):
+        decode_header(body + b"\xc6\0\0\0\0", 0)
+
+
+def test_two_objects_in_one_header():
+    with pytest.raises(ProtocolError, match="ExtraData"):
+        decode_header(b"\x01" + header_of(VERDICT), 0)
+
+
+@pytest.mark.parametrize("form", [b"\xc4\0", b"\xc5\0\0", b"\xa0", b"\xc0", b"\0\0\0\0\0"])
+def test_payload_in_another_form(form):
+    with pytest.raises(ProtocolError):
+        decode_header(header_of(VERDICT, payload=form), 0)
+
+
+def test_payload_beyond_its_kinds_limit():
+    expect_payload(Gather(), 10, 10)
+    with pytest.raises(ProtocolError, match="payload of 'gather' is too long: got 11, expected at most 10"):
+        expect_payload(Gather(), 11, 10)
+
+
+@given(st.binary(max_size=64))
+@example(b"\x94\xa2GE\xcc\x01\xce")
+def test_random_prefix(data):
+    try:
+        header_bytes, payload_bytes = decode_prefix(data)
+    except ProtocolError:
+        return
+    assert len(data) == PREFIX_BYTES
+    assert header_bytes <= MAX_HEADER_BYTES
+    assert payload_bytes < 2**32
+
+
+plain = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(), st.binary()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=6,
+)
+entries = st.lists(
+    st.tuples(
+        st.one_of(st.sampled_from(["kind", "step", "key", "offset", "dtype", "payload", "nonce", "rank"]), plain),
+        st.one_of(st.sampled_from(["verdict", "hello", "gradient", "sum"]), st.integers(0, 9), plain),
+    ),
+    max_size=8,
+)
+
+
+@given(st.one_of(st.binary(max_size=200), entries.map(header_of)))
+def test_random_header(header):
+    try:
+        message = decode_header(header, 0)
+    except ProtocolError:
+        return
+    assert decoded(encode_head(message, 0)) == (message, 0)
+
+
+def test_limits_of_the_document():
+    assert (PREFIX_BYTES, MAX_HEADER_BYTES, wire.MAX_SMALL_PAYLOAD, wire.PROTOCOL_VERSION) == (20, 4096, 16 << 20, 1)

@@ -1,0 +1,199 @@
+"""One group of workers over each transport, with its ranks as threads; what the exchange tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import socket
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient, connect, local_group
+from gradengine.exchange.channel import Channel, connect_socket
+from gradengine.exchange.handshake import new_nonce, proof
+from gradengine.exchange.wire import Challenge, Hello, Join
+from gradengine.layout import GradientLayout
+
+JOINED_SECONDS = 30.0  # a thread that still runs then hangs
+
+
+class Transport(enum.Enum):
+    """Every way in which workers can be joined on one machine."""
+
+    LOCAL = "local"  # threads of one process
+    TCP = "tcp"  # rank 0 hosts the coordinator, the others reach it over TCP
+    UNIX = "unix"  # the same over a Unix socket, by connect()
+    SERVER = "server"  # a GradientServer alone, all ranks reach it over TCP
+
+
+OVER_SOCKETS = [Transport.TCP, Transport.UNIX, Transport.SERVER]
+
+
+@contextlib.contextmanager
+def group(transport, world_size, *, token=None, **options):
+    """A group's exchanges in rank order, closed in the end."""
+    with contextlib.ExitStack() as stack:
+        exchanges = _exchanges(stack, transport, world_size, token, options)
+        # Workers leave first, as they do when rank 0 is the last to be done.
+        for exchange in exchanges:
+            stack.callback(exchange.close)
+        yield exchanges
+
+
+def _exchanges(stack, transport, world_size, token, options):
+    if transport is Transport.LOCAL:
+        return local_group(world_size, **options)
+    worker_options = {name: value for name, value in options.items() if name != "bucket_bytes"}
+    if transport is Transport.UNIX:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ge"))) / "s"
+        return [connect(f"unix://{path}", rank, world_size, token=token, **options) for rank in range(world_size)]
+    server = GradientServer(world_size, token=token, **options)
+    stack.callback(server.close)
+    first = 1 if transport is Transport.TCP else 0
+    hosted = [LocalExchange(server.group, 0, on_close=server.close)] if transport is Transport.TCP else []
+    return hosted + [
+        WorkerClient(server.address, rank, world_size, token=token, **worker_options)
+        for rank in range(first, world_size)
+    ]
+
+
+def outcomes(work, arguments):
+    """`work(argument)` in one thread for each argument; what each returned, or the exception it ended with."""
+    results = [None] * len(arguments)
+
+    def run(i, argument):
+        try:
+            results[i] = work(argument)
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(arguments)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOINED_SECONDS)
+    assert not any(thread.is_alive() for thread in threads), f"hangs; the others: {results}"
+    return results
+
+
+def on_all(work, arguments):
+    """As `outcomes`, but the first exception is raised."""
+    results = outcomes(work, arguments)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class Worker:
+    """One rank at the level of the exchange: an arena, how far its step is, and what landed."""
+
+    def __init__(self, exchange, layout, contribution):
+        self.exchange, self.layout, self.arena = exchange, layout, contribution.copy()
+        self.progress, self.landed = Progress(), []
+
+    def bind(self, exchange=None):
+        self.exchange = exchange or self.exchange
+        self.exchange.bind(self.layout, self.arena, self.progress, self._landed)
+
+    def _landed(self, span, upto):
+        self.take(span, upto)  # looked up now, so that a test may replace it
+
+    def take(self, span, upto):
+        self.landed.append((span.key, upto))
+
+    def sum(self, order=None):
+        for span in self.layout.spans if order is None else order:
+            self.exchange.start(span)
+        return self.exchange.wait()
+
+    def next_step(self, contribution):
+        self.exchange.barrier()
+        self.progress.next_step()
+        self.landed.clear()
+        self.arena[:] = contribution
+
+
+def bound(exchanges, layout, contributions):
+    """A bound worker for each rank."""
+    workers = [Worker(*pair) for pair in zip(exchanges, [layout] * len(exchanges), contributions, strict=True)]
+    on_all(Worker.bind, workers)
+    return workers
+
+
+def leave_together(worker):
+    """The end of a worker's last step: nobody leaves before all have come so far."""
+    worker.exchange.barrier()
+    worker.exchange.close()
+
+
+def contributions(layout, world_size, seed=0):
+    """An arena for each rank: numbers of many magnitudes, so that the order of a sum shows, and padding of zeros."""
+    rng = np.random.default_rng(seed)
+    arenas = []
+    for _ in range(world_size):
+        arena = np.zeros(layout.arena_size, np.float32)
+        for slot in layout.slots:
+            values = rng.standard_normal(slot.size) * 10.0 ** rng.integers(-6, 6, slot.size)
+            arena[slot.offset : slot.stop] = values
+        arenas.append(arena)
+    return arenas
+
+
+def rank_order_sum(arenas):
+    """((g0 + g1) + g2) + ..., elementwise in fp32: the definition."""
+    return functools.reduce(np.add, arenas)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def package_threads():
+    """Threads of exchanges; the host kernels' pool stays for good."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("gradengine-") and not thread.name.startswith("gradengine-host")
+    ]
+
+
+SMALL = GradientLayout.of(
+    {
+        "layers.0.w": (7, 5),
+        "layers.0.none": (0,),
+        "layers.1.w": (33,),
+        "layers.1.one": (1,),
+        "embedding": (3, 11),
+        "nothing": (0, 4),
+        "head": (129,),
+    }
+)
+LARGE = GradientLayout.of({"layers.0.w": (101, 97), "layers.1.w": (20011,), "embedding": (5, 1009), "norm": (17,)})
+
+
+# ---- one end of the wire by hand ----
+
+
+def knock(address):
+    """A channel to a server that has not said anything yet."""
+    channel = Channel(connect_socket(address, 5.0), "the server")
+    channel.set_deadline(10.0)
+    return channel
+
+
+def join_by_hand(server, rank, world_size, layout=SMALL, *, token=None, progress=None, table=None):
+    """A channel that has joined as a worker does, up to the point where it waits for its welcome."""
+    channel, progress = knock(server.address), progress or Progress()
+    hello = Hello(rank, world_size, new_nonce())
+    channel.send(hello)
+    challenge, _ = channel.expect(Challenge)
+    own_proof = proof(token, "worker", hello, challenge.nonce)
+    join = Join(own_proof, progress.step, progress.summed, int(progress.torn))
+    channel.send(join, layout.table() if table is None else table)
+    return channel
