@@ -1,0 +1,1 @@
+"""Benchmarks: each case beside what a person would use instead, checked first, then timed in one interleaved run."""

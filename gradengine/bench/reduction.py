@@ -1,0 +1,184 @@
+"""One worker's part of a sum over workers: ours, and what it is compared with."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from abc import ABC, abstractmethod
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.bench.case import relative_error
+from gradengine.exchange import Exchange, Progress, connect
+from gradengine.exchange.channel import Address, connect_socket, listen_socket
+from gradengine.layout import GradientLayout
+
+__all__ = ["ExchangeReduction", "GlooReduction", "Reduction", "SocketReduction", "contribution", "span_layout"]
+
+_SPAN = 1 << 20  # elements: 4 MB, a weight matrix of the 350M model
+_JOIN_SECONDS = 60.0
+
+
+def span_layout(elements: int) -> GradientLayout:
+    """A gradient set of that many elements, in components of at most 4 MB.
+
+    >>> span_layout(3 << 19).num_elements
+    1572864
+    """
+    starts = range(0, elements, _SPAN)
+    return GradientLayout.of({f"layers.{i}.w": (min(_SPAN, elements - start),) for i, start in enumerate(starts)})
+
+
+def contribution(rank: int, elements: int) -> npt.NDArray[np.float32]:
+    """What a rank contributes: the same numbers in whatever process they are asked for."""
+    return np.random.default_rng(rank).standard_normal(elements, np.float32)
+
+
+class Reduction(ABC):
+    """One worker: `prepare` puts its contribution into its arena, `run` makes the arena the sum of all ranks.
+
+    Args:
+        rank: This worker.
+        world_size: Workers.
+        elements: fp32 elements of the gradient set, a multiple of 32.
+
+    Attributes:
+        arena: The contribution, then the sum.
+    """
+
+    def __init__(self, rank: int, world_size: int, elements: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._mine = contribution(rank, elements)
+        self.arena = self._mine.copy()
+
+    def prepare(self) -> None:
+        """Put back what the last run summed over."""
+        np.copyto(self.arena, self._mine)
+
+    @abstractmethod
+    def run(self) -> None:
+        """Sum over the workers; all of them call it."""
+
+    def error(self) -> float:
+        """After a run, the largest relative difference from the sum in fp64."""
+        total = np.zeros(self.arena.size)
+        for rank in range(self.world_size):
+            total += contribution(rank, self.arena.size)
+        return relative_error([self.arena], lambda _: total)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group."""
+
+
+@final
+class ExchangeReduction(Reduction):
+    """Ours, over any transport; it returns when all ranks have joined.
+
+    Args:
+        exchange: This rank's end of the group, not bound yet.
+        elements: fp32 elements of the gradient set, a multiple of 32.
+    """
+
+    def __init__(self, exchange: Exchange, elements: int) -> None:
+        super().__init__(exchange.rank, exchange.world_size, elements)
+        self._exchange, self._layout, self._progress = exchange, span_layout(elements), Progress()
+        exchange.bind(self._layout, self.arena, self._progress, lambda *_: None)
+
+    @staticmethod
+    def over(url: str, world_size: int, elements: int, rank: int) -> ExchangeReduction:
+        """The reduction through `connect(url)`."""
+        return ExchangeReduction(connect(url, rank, world_size, join_timeout=_JOIN_SECONDS), elements)
+
+    def run(self) -> None:
+        """Start every span at once and wait for the last sum."""
+        for span in self._layout.spans:
+            self._exchange.start(span)
+        self._exchange.wait()
+        self._progress.next_step()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._exchange.close()
+
+
+@final
+class SocketReduction(Reduction):
+    """By hand: every worker sends all it has to rank 0, which adds it up and sends the sum back.
+
+    Args:
+        address: (host, port) where rank 0 listens.
+        world_size: Workers.
+        elements: fp32 elements of the gradient set.
+        rank: This worker.
+    """
+
+    def __init__(self, address: Address, world_size: int, elements: int, rank: int) -> None:
+        super().__init__(rank, world_size, elements)
+        self._others: list[socket.socket] = []
+        if rank:
+            self._others.append(connect_socket(address, _JOIN_SECONDS))
+            self._others[0].settimeout(_JOIN_SECONDS)
+            return
+        self._received = np.empty_like(self.arena)
+        with listen_socket(address) as listener:
+            self._others = [listener.accept()[0] for _ in range(world_size - 1)]
+
+    def run(self) -> None:
+        """Send and wait; or, on rank 0, receive, add, and send to each."""
+        if self.rank:
+            self._others[0].sendall(self.arena.data)
+            _receive(self._others[0], self.arena)
+            return
+        for connection in self._others:
+            _receive(connection, self._received)
+            self.arena += self._received
+        for connection in self._others:
+            connection.sendall(self.arena.data)
+
+    def close(self) -> None:
+        """Hang up."""
+        for connection in self._others:
+            connection.close()
+
+
+@final
+class GlooReduction(Reduction):
+    """PyTorch's gloo: `torch.distributed.all_reduce` over TCP on the loopback interface.
+
+    Args:
+        path: A file that does not exist yet, where the ranks meet.
+        world_size: Workers.
+        elements: fp32 elements of the gradient set.
+        rank: This worker.
+    """
+
+    def __init__(self, path: str, world_size: int, elements: int, rank: int) -> None:
+        super().__init__(rank, world_size, elements)
+        # Else gloo takes the address of the host's name, which need not be this machine's loopback.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+        self._distributed = importlib.import_module("torch.distributed")
+        store = self._distributed.FileStore(path, world_size)
+        self._distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        self._tensor = importlib.import_module("torch").from_numpy(self.arena)
+
+    def run(self) -> None:
+        """One all-reduce of the whole set."""
+        self._distributed.all_reduce(self._tensor)
+
+    def close(self) -> None:
+        """End the process group."""
+        self._distributed.destroy_process_group()
+
+
+def _receive(connection: socket.socket, memory: npt.NDArray[np.float32]) -> None:
+    view, filled = memory.data.cast("B"), 0
+    while filled < view.nbytes:
+        count = connection.recv_into(view[filled:])
+        if count == 0:
+            raise ConnectionError("the other end closed the connection")
+        filled += count
