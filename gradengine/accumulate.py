@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer, overlapping
+from gradengine.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.gradients import Gradients, and_more, in_slot_order, refuse_other_shape
 from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
@@ -235,7 +235,7 @@ class PerBlockGradientAccumulator:
     def _view(self, source: object, slot: Slot) -> Buffer:
         view = self.kernels.view(source, slot.name)
         refuse_other_shape(view, slot)
-        if overlapping((view, self.arena)):
+        if _overlaps(view, self.arena):
             raise BufferRefused(
                 f"component '{slot.name}' lies in this accumulator's own arena",
                 got=f"address {view.pointer:#x}",
@@ -388,7 +388,7 @@ class BlockGradientSet:
 
     def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
         for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
-            if source and source.pointer != target.pointer and overlapping((source, self._memory)):
+            if source and source.pointer != target.pointer and _overlaps(source, self._memory):
                 raise BufferRefused(
                     f"component '{slot.name}' lies elsewhere in this block's own memory",
                     got=f"address {source.pointer:#x}",
@@ -404,6 +404,10 @@ class BlockGradientSet:
 
 def _stretch(buffer: Buffer, start: int, stop: int) -> Buffer:
     return Buffer(buffer.data[start:stop], buffer.dtype, (stop - start,), buffer.writable, buffer.owner)
+
+
+def _overlaps(a: Buffer, b: Buffer) -> bool:
+    return a.size > 0 and a.pointer < b.pointer + b.nbytes and b.pointer < a.pointer + a.nbytes
 
 
 def _padding(arena: Buffer, layout: GradientLayout) -> Iterator[Buffer]:

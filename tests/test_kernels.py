@@ -211,13 +211,6 @@ class TestSquaredSums:
         assert np.isnan(np.delete(sums.values, 2)).all()  # unmeasured is not finite
         assert np.isnan(backend.kernels.totals(sums)).all()
 
-    def test_forgetting_unmeasures(self, backend):
-        sums = SquaredSums([3])
-        accumulated(backend, np.ones(3, np.float32), [np.ones(3, np.float32)], [1], True, sums)
-        assert backend.kernels.totals(sums).tolist() == [3]
-        sums.forget()
-        assert np.isnan(backend.kernels.totals(sums)).all()
-
     @given(st.lists(st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]), max_size=5))
     def test_chunks_partition_each_target(self, sizes):
         sums = SquaredSums(sizes)

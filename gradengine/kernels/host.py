@@ -18,12 +18,23 @@ import numpy.typing as npt
 
 from gradengine.buffer import Array, Buffer, host_buffer, writable_host_buffer
 from gradengine.errors import CallerError
-from gradengine.kernels.interface import CHUNK, Chunk, ClipPlan, Decision, Float64, Fold, Kernels, SquaredSums
+from gradengine.kernels.interface import (
+    CHUNK,
+    Chunk,
+    ClipPlan,
+    Decision,
+    Float64,
+    Fold,
+    Kernels,
+    SquaredSums,
+    chunks_of,
+)
 
 __all__ = ["HostKernels", "squared_sum"]
 
 Task = TypeVar("Task")
 
+_ELEMENTS_A_THREAD = 262144  # less work than this is done before another thread has woken up and got the GIL
 _ROW = 512  # elements whose squares are summed in fp32; with 16 lanes or more that is <= 32 roundings, 1e-6 of the norm
 _SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
 _BF16_NAN = np.uint16(0x7FC0)
@@ -79,8 +90,9 @@ class HostKernels(Kernels):
             if sums is not None:
                 sums.values[index] = squared_sum(target)
 
-        chunks = sums or SquaredSums([target.size for target in targets])
-        self._run(fold_chunk, [(fold, *chunk) for fold in folds for chunk in chunks.chunks(fold.position)])
+        places = [(fold, targets[fold.position].size, sums.first[fold.position] if sums else 0) for fold in folds]
+        tasks = [(fold, *chunk) for fold, size, first in places for chunk in chunks_of(size, first)]
+        self._run(fold_chunk, tasks, sum(size for _, size, _ in places))
 
     def measure(self, buffers: Sequence[Buffer], sums: SquaredSums, chunks: Sequence[Chunk]) -> None:
         """See `Kernels.measure`."""
@@ -90,7 +102,7 @@ class HostKernels(Kernels):
             buffer = buffers[position]
             sums.values[index] = squared_sum(_widened(buffer.data[start:stop], buffer.dtype))
 
-        self._run(measure_chunk, chunks)
+        self._run(measure_chunk, chunks, sum(stop - start for _, _, start, stop in chunks))
 
     def totals(self, sums: SquaredSums) -> Float64:
         """See `Kernels.totals`."""
@@ -121,13 +133,13 @@ class HostKernels(Kernels):
             values = _widened(source.data[start:stop], source.dtype)
             _scale(values, factors[position], destination.data[start:stop], destination.dtype)
 
-        chunks = SquaredSums([source.size for source in sources])
         moving = [p for p in range(len(sources)) if factors[p] != 1 or sources[p].pointer != destinations[p].pointer]
-        self._run(scale_chunk, [(p, start, stop) for p in moving for _, start, stop in chunks.chunks(p)])
+        tasks = [(p, start, stop) for p in moving for _, start, stop in chunks_of(sources[p].size)]
+        self._run(scale_chunk, tasks, sum(sources[p].size for p in moving))
 
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         """See `Kernels.fill_zero`."""
-        self._run(lambda buffer: buffer.data.fill(0), buffers)
+        self._run(lambda buffer: buffer.data.fill(0), buffers, sum(buffer.size for buffer in buffers))
 
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
         """See `Kernels.first_non_finite`."""
@@ -137,7 +149,7 @@ class HostKernels(Kernels):
                 return start + found[0], found[1]
         return None
 
-    def _run(self, work: Callable[[Task], None], tasks: Sequence[Task]) -> None:
+    def _run(self, work: Callable[[Task], None], tasks: Sequence[Task], elements: int) -> None:
         """Do `work` on each task; the threads take the next one from a common list, the caller among them."""
         remaining = iter(tasks)
         turn = threading.Lock()
@@ -152,7 +164,7 @@ class HostKernels(Kernels):
                         return
                     work(task)
 
-        helpers = min(self.threads, len(tasks)) - 1
+        helpers = min(self.threads, len(tasks), 1 + elements // _ELEMENTS_A_THREAD) - 1
         if helpers < 1:
             return drain()
         jobs = [_pool(self.threads).submit(drain) for _ in range(helpers)]
@@ -160,7 +172,8 @@ class HostKernels(Kernels):
             drain()
         finally:
             for job in jobs:
-                job.result()
+                if not job.cancel():  # one that never began, behind other engines' work, is not waited for
+                    job.result()
 
 
 def squared_sum(values: npt.NDArray[np.float32]) -> float:

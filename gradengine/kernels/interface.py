@@ -22,7 +22,7 @@ __all__ = ["CHUNK", "Chunk", "ClipPlan", "Decision", "Float64", "Fold", "Kernels
 Float64: TypeAlias = npt.NDArray[np.float64]
 Chunk: TypeAlias = tuple[int, int, int, int]  # position of a buffer, index of its partial, start, stop
 
-CHUNK = 524288  # elements, 2 MB of fp32: at a quarter of it threads that meet at the GIL lose 15 to 25 % of a step
+CHUNK = 524288  # elements, 2 MB of fp32: at a quarter of it threads that meet at the GIL lose some 15 % of a step
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,15 @@ class Fold:
     overwrite: bool
     sources: tuple[Buffer, ...]
     weights: tuple[np.float32, ...]
+
+
+def chunks_of(size: int, first: int = 0) -> list[tuple[int, int, int]]:
+    """(index counted from `first`, start, stop) of each chunk of `size` elements.
+
+    >>> chunks_of(CHUNK + 1, 7)
+    [(7, 0, 524288), (8, 524288, 524289)]
+    """
+    return [(first + k, start, min(size, start + CHUNK)) for k, start in enumerate(range(0, size, CHUNK))]
 
 
 class SquaredSums:
@@ -63,8 +72,7 @@ class SquaredSums:
 
     def chunks(self, position: int) -> Sequence[tuple[int, int, int]]:
         """Of one target: (index into `values`, start, stop) of each chunk, in elements."""
-        first, size = self.first[position], self.sizes[position]
-        return [(first + k, k * CHUNK, min(size, (k + 1) * CHUNK)) for k in range(self.counts[position])]
+        return chunks_of(self.sizes[position], self.first[position])
 
     def completed(self, position: int, start: int, stop: int) -> list[Chunk]:
         """The chunks of one target whose last element lies in start..stop - 1 of it.
@@ -75,10 +83,6 @@ class SquaredSums:
         first = max(start, 0) // CHUNK
         last = self.counts[position] if stop >= self.sizes[position] else max(stop, 0) // CHUNK
         return [(position, *chunk) for chunk in self.chunks(position)[first:last]]
-
-    def forget(self) -> None:
-        """Unmeasure every chunk: until it is measured again it counts as not finite."""
-        self.values.fill(np.nan)
 
 
 @dataclass(frozen=True)
