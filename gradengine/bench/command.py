@@ -111,16 +111,15 @@ def table_of(report: Report) -> Table:
     with_memory = any(row.arenas is not None for row in report.rows)
     parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items())
     table = Table(title=f"{report.benchmark}: {parameters}", caption=_caption(report, with_memory))
-    for header in ("case", "variant"):
-        table.add_column(header)
-    for header in ("median ms", "p10..p90", "MB moved", "GB/s", "of triad", *_ratio_headers(report), "error"):
+    table.add_column("variant")
+    for header in ("ms", "p10..p90", "MB", "GB/s", "of triad", *_ratio_headers(report), "error"):
         table.add_column(header, justify="right")
     if with_memory:
         table.add_column("arenas", justify="right")
     for row in report.rows:
-        table.add_row(report.benchmark, row.variant, *_cells(row, with_memory))
+        table.add_row(row.variant, *_cells(row, with_memory))
     for absent in report.absent:
-        table.add_row(report.benchmark, absent.variant, absent.why)
+        table.add_row(absent.variant, absent.why)
     return table
 
 
@@ -131,7 +130,7 @@ def _ratio_headers(report: Report) -> list[str]:
 def _cells(row: Row, with_memory: bool) -> list[str]:
     cells = [
         f"{1e3 * row.median_s:.1f}",
-        f"{1e3 * row.p10_s:.1f}..{1e3 * row.p90_s:.1f}",
+        f"{1e3 * row.p10_s:.0f}..{1e3 * row.p90_s:.0f}",
         f"{row.bytes / 1e6:.0f}",
         f"{row.gb_per_s:.1f}",
         "" if row.of_triad is None else f"{row.of_triad:.0%}",
@@ -146,7 +145,7 @@ def _cells(row: Row, with_memory: bool) -> list[str]:
 def _caption(report: Report, with_memory: bool) -> str:
     lines = [
         f"all results within {report.tolerance:g} of fp64's before anything was timed",
-        "/ ours: time of the row / time of ours, median over the rounds; above 1 ours is faster",
+        "ms: median; MB: bytes moved, counted; / ours: time of the row / ours, above 1 ours is faster",
     ]
     if with_memory:
         lines.append("arenas: memory beyond the gradients at its peak, in fp32 gradient sets")

@@ -13,9 +13,16 @@ from gradengine.errors import CallerError
 
 __all__ = ["interleave", "median_ratio", "quantile"]
 
+_REST_SECONDS = 0.03  # OpenMP's threads spin on for milliseconds after PyTorch is done, on the next variant's CPUs
+
 
 def interleave(
-    cases: Sequence[Case], rounds: int, *, warm_up: int = 1, clock: Callable[[], float] = time.perf_counter
+    cases: Sequence[Case],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    rest: Callable[[float], None] = time.sleep,
 ) -> list[list[float]]:
     """Time the cases in turn: first, second, ..., last, first, second, ....
 
@@ -24,6 +31,7 @@ def interleave(
         rounds: Samples of each.
         warm_up: Rounds before them whose times are dropped: pages are touched, threads started.
         clock: Seconds.
+        rest: Waits before each sample.
 
     Returns:
         For each case its seconds, round by round.
@@ -43,6 +51,7 @@ def interleave(
     with _collector_paused():
         for number in range(warm_up + rounds):
             for case, times in zip(cases, samples, strict=True):
+                rest(_REST_SECONDS)
                 seconds = _timed(case, clock)
                 if number >= warm_up:
                     times.append(seconds)

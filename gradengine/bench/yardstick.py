@@ -1,4 +1,7 @@
-"""What the memory of this machine can do: copy and triad (a = b + s c) on all CPUs, in NumPy like the kernels."""
+"""What the memory of this machine can do: copy and triad (a = b + s c) on all CPUs, in NumPy like the kernels.
+
+The triad is taken with s = 1, which NumPy does in one pass: STREAM's traffic, two arrays read and one written.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from gradengine.kernels.host import available_cpus
 __all__ = ["TRIAD", "yardsticks"]
 
 TRIAD = "triad"
-_CHUNK = 524288  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
+_CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
 _LARGEST = 1 << 25  # elements: 128 MB an array, four times the largest L3 of a core complex
 
 
@@ -33,8 +36,7 @@ def yardsticks(name: str, elements: int) -> list[Case]:
         np.copyto(target[part], source[part])
 
     def triad(part: slice) -> None:
-        np.multiply(other[part], np.float32(3), out=target[part])
-        np.add(target[part], source[part], out=target[part])
+        np.add(other[part], source[part], out=target[part])
 
     def case(variant: str, work: Callable[[slice], None], arrays: int, expected: float) -> Case:
         return Case(
@@ -45,7 +47,7 @@ def yardsticks(name: str, elements: int) -> list[Case]:
             error=lambda: relative_error([target], lambda _: np.full(size, expected)),
         )
 
-    return [case("copy", copy, 2, 1.5), case(TRIAD, triad, 3, 9.0)]
+    return [case("copy", copy, 2, 1.5), case(TRIAD, triad, 3, 4.0)]
 
 
 def _on_all_cpus(pool: ThreadPoolExecutor, work: Callable[[slice], None], size: int) -> None:
