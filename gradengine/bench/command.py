@@ -28,6 +28,8 @@ bench = typer.Typer(
     help="Time each part beside NumPy by hand and PyTorch, in one interleaved run.", no_args_is_help=True
 )
 
+_WIDE = 100  # columns of a terminal from which on the table has room for quantiles
+
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of each variant.")]
 Blocks = Annotated[int, typer.Option(min=1, help="Transformer blocks.")]
 Hidden = Annotated[int, typer.Option(min=4, help="Hidden size; 1024 is the 350M model's, 256 a quick run.")]
@@ -101,36 +103,38 @@ def _run(
 ) -> None:
     entries = [*cases, *yardsticks(name, elements)]
     report = measure(name, entries, rounds, tolerance=TOLERANCES[name], parameters=parameters)
-    Console().print(table_of(report))
+    console = Console()
+    console.print(table_of(report, wide=console.width >= _WIDE))
     if json is not None:
         report.write(json)
 
 
-def table_of(report: Report) -> Table:
-    """The report as a table; absent variants are lines too."""
+def table_of(report: Report, *, wide: bool = True) -> Table:
+    """The report as a table; absent variants are lines too. A narrow one leaves the quantiles to --json."""
     with_memory = any(row.arenas is not None for row in report.rows)
     parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items())
     table = Table(title=f"{report.benchmark}: {parameters}", caption=_caption(report, with_memory))
-    table.add_column("variant")
-    for header in ("ms", "p10..p90", "MB", "GB/s", "of triad", *_ratio_headers(report), "error"):
+    table.add_column("variant", no_wrap=True)
+    quantiles = ("p10-90",) if wide else ()
+    for header in ("ms", *quantiles, "MB", "GB/s", "of triad", *_ratio_headers(report), "error"):
         table.add_column(header, justify="right")
     if with_memory:
         table.add_column("arenas", justify="right")
     for row in report.rows:
-        table.add_row(row.variant, *_cells(row, with_memory))
+        table.add_row(row.variant, *_cells(row, with_memory, wide))
     for absent in report.absent:
         table.add_row(absent.variant, absent.why)
     return table
 
 
 def _ratio_headers(report: Report) -> list[str]:
-    return [f"/ {base}" for base in report.bases]
+    return [f"/ {base.removeprefix('ours ')}" for base in report.bases]
 
 
-def _cells(row: Row, with_memory: bool) -> list[str]:
+def _cells(row: Row, with_memory: bool, wide: bool) -> list[str]:
     cells = [
         f"{1e3 * row.median_s:.1f}",
-        f"{1e3 * row.p10_s:.0f}..{1e3 * row.p90_s:.0f}",
+        *([f"{1e3 * row.p10_s:.0f}-{1e3 * row.p90_s:.0f}"] if wide else []),
         f"{row.bytes / 1e6:.0f}",
         f"{row.gb_per_s:.1f}",
         "" if row.of_triad is None else f"{row.of_triad:.0%}",
@@ -145,7 +149,7 @@ def _cells(row: Row, with_memory: bool) -> list[str]:
 def _caption(report: Report, with_memory: bool) -> str:
     lines = [
         f"all results within {report.tolerance:g} of fp64's before anything was timed",
-        "ms: median; MB: bytes moved, counted; / ours: time of the row / ours, above 1 ours is faster",
+        "ms: median; MB: bytes moved, counted; / x: time of the row / time of our x, above 1 ours is faster",
     ]
     if with_memory:
         lines.append("arenas: memory beyond the gradients at its peak, in fp32 gradient sets")
