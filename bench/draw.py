@@ -1,4 +1,4 @@
-"""Print the README's table from the recorded results: python bench/draw.py bench/results/*.json"""
+"""Print the README's table from recorded results: `python bench/draw.py bench/results/*.json`."""
 
 import json
 import sys
@@ -14,6 +14,7 @@ def rows(path: Path):
 
 
 def main(paths: list[str]) -> None:
+    """Print one Markdown table of all results."""
     print("| benchmark | variant | ms | GB/s | time / ours |")
     print("|---|---|---|---|---|")
     for path in map(Path, paths):

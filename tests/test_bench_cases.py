@@ -63,8 +63,8 @@ def test_step(dtype):
         "numpy by hand": by_passes + SET + 2 * SET,
     }
     if TORCH:
-        expected[f"torch {kind}, loss / K"] = by_passes + SET + 2 * SET
-        expected[f"torch {kind}, averaged"] = by_passes + 2 * SET + SET + 2 * SET
+        expected[f"torch {kind}, sum"] = by_passes + SET + 2 * SET
+        expected[f"torch {kind}, mean"] = by_passes + 2 * SET + SET + 2 * SET
     assert counted(cases) == expected
 
 
@@ -98,7 +98,7 @@ def test_missing_torch_is_named(monkeypatch):
     step, accumulate, clip = step_cases(tiny(), 3), accumulate_cases(tiny(), 3), clip_cases(tiny(1))
     assert step[-2:] == [
         Absent("torch loss/K", "torch not installed"),
-        Absent("torch averaged", "torch not installed"),
+        Absent("torch foreach, mean", "torch not installed"),
     ]
     assert accumulate[-1] == clip[-1] == Absent("torch foreach", "torch not installed")
     assert torch_peers.torch_version() is None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -113,10 +114,10 @@ def table_of(report: Report, *, wide: bool = True) -> Table:
     """The report as a table; absent variants are lines too. A narrow one leaves the quantiles to --json."""
     with_memory = any(row.arenas is not None for row in report.rows)
     parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items())
-    table = Table(title=f"{report.benchmark}: {parameters}", caption=_caption(report, with_memory))
+    table = Table(title=f"{report.benchmark}: {parameters}", caption=_caption(report, with_memory), box=box.SIMPLE_HEAD)
     table.add_column("variant", no_wrap=True)
     quantiles = ("p10-90",) if wide else ()
-    for header in ("ms", *quantiles, "MB", "GB/s", "of triad", *_ratio_headers(report), "error"):
+    for header in ("ms", *quantiles, "MB", "GB/s", "triad", *_ratio_headers(report), "error"):
         table.add_column(header, justify="right")
     if with_memory:
         table.add_column("arenas", justify="right")

@@ -39,7 +39,7 @@ def step_cases(workload: Workload, hold: int) -> list[Case | Absent]:
 
 def _torch_cases(workload: Workload, bound: float) -> list[Case | Absent]:
     kind = "foreach" if workload.dtype == "float32" else "add_"
-    variants = {f"torch {kind}, loss / K": False, f"torch {kind}, averaged": True}
+    variants = {f"torch {kind}, sum": False, f"torch {kind}, mean": True}
     absent = without_torch(*variants)
     if absent:
         return [*absent]
