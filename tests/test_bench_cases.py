@@ -97,7 +97,7 @@ def test_missing_torch_is_named(monkeypatch):
     monkeypatch.setattr(torch_peers.importlib.util, "find_spec", lambda name: None)
     step, accumulate, clip = step_cases(tiny(), 3), accumulate_cases(tiny(), 3), clip_cases(tiny(1))
     assert step[-2:] == [
-        Absent("torch loss/K", "torch not installed"),
+        Absent("torch foreach, sum", "torch not installed"),
         Absent("torch foreach, mean", "torch not installed"),
     ]
     assert accumulate[-1] == clip[-1] == Absent("torch foreach", "torch not installed")

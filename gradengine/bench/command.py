@@ -114,7 +114,13 @@ def table_of(report: Report, *, wide: bool = True) -> Table:
     """The report as a table; absent variants are lines too. A narrow one leaves the quantiles to --json."""
     with_memory = any(row.arenas is not None for row in report.rows)
     parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items())
-    table = Table(title=f"{report.benchmark}: {parameters}", caption=_caption(report, with_memory), box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"{report.benchmark}: {parameters}",
+        caption=_caption(report, with_memory),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+    )
     table.add_column("variant", no_wrap=True)
     quantiles = ("p10-90",) if wide else ()
     for header in ("ms", *quantiles, "MB", "GB/s", "triad", *_ratio_headers(report), "error"):
