@@ -4,7 +4,8 @@ Gradients come in where they lie, micro-batches add up in fp32, workers are summ
 clipped by its global norm, averaged and handed back. `GradientEngine` is the whole step; the parts work alone too.
 """
 
-from gradengine.accumulate import BlockGradientSet, PerBlockGradientAccumulator
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.block import BlockGradientSet
 from gradengine.buffer import RawBuffer
 from gradengine.clip import (
     FusedClipState,

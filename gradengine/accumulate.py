@@ -7,7 +7,6 @@ the same bits, less traffic.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import final
@@ -15,14 +14,15 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.block import BlockGradientSet
 from gradengine.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.gradients import Gradients, and_more, in_slot_order, refuse_other_shape
-from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
-from gradengine.layout import NON_BLOCK_COMPONENTS, Block, GradientLayout, Slot, Span
+from gradengine.kernels import Kernels, SquaredSums, kernels_for
+from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 from gradengine.window import Window, checked_weight, ordered_sum
 
-__all__ = ["BlockGradientSet", "PerBlockGradientAccumulator"]
+__all__ = ["PerBlockGradientAccumulator"]
 
 
 @final
@@ -53,7 +53,7 @@ class PerBlockGradientAccumulator:
         self.layout, self.hold = layout, hold
         self.kernels: Kernels = kernels or kernels_for("cpu")
         self.arena = self.kernels.allocate(layout.arena_size)
-        self.targets = tuple(_stretch(self.arena, slot.offset, slot.stop) for slot in layout.slots)
+        self.targets = tuple(self.arena.part(slot.offset, slot.stop) for slot in layout.slots)
         self.sums = SquaredSums([slot.size for slot in layout.slots])
         self.kernels.fill_zero(list(_padding(self.arena, layout)))
         self._window = Window(len(layout.slots))
@@ -130,7 +130,7 @@ class PerBlockGradientAccumulator:
         self._settle(positions)
         self._exposed.update(positions)
         self._window.measured.difference_update(positions)
-        return BlockGradientSet(block, self.kernels, _stretch(self.arena, block.start, block.stop))
+        return BlockGradientSet(block, self.kernels, self.arena.part(block.start, block.stop))
 
     def average(self) -> None:
         """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.
@@ -235,7 +235,7 @@ class PerBlockGradientAccumulator:
     def _view(self, source: object, slot: Slot) -> Buffer:
         view = self.kernels.view(source, slot.name)
         refuse_other_shape(view, slot)
-        if _overlaps(view, self.arena):
+        if view.overlaps(self.arena):
             raise BufferRefused(
                 f"component '{slot.name}' lies in this accumulator's own arena",
                 got=f"address {view.pointer:#x}",
@@ -290,129 +290,9 @@ class PerBlockGradientAccumulator:
         return slot
 
 
-@final
-class BlockGradientSet:
-    """The gradients of one block: a stretch of fp32 memory and the components in it.
-
-    Args:
-        block: The block, from `layout.blocks`.
-        kernels: The device's kernels; NumPy on the CPU by default.
-        memory: The block's stretch of an arena; zeroed memory of its own by default.
-
-    Example:
-        >>> layout = GradientLayout.transformer(1, 4, 2, 8, 16)
-        >>> block = BlockGradientSet(layout.blocks[0])
-        >>> block.component_sizes
-        (16, 8, 8, 16, 32, 32, 32, 4, 4)
-    """
-
-    def __init__(self, block: Block, kernels: Kernels | None = None, memory: Buffer | None = None) -> None:
-        self._block, self._kernels = block, kernels or kernels_for("cpu")
-        self._memory = memory if memory is not None else self._kernels.allocate(block.stop - block.start)
-        self._targets = tuple(
-            _stretch(self._memory, slot.offset - block.start, slot.stop - block.start) for slot in block.slots
-        )
-        if memory is None:
-            self.zero()
-
-    @property
-    def components(self) -> Mapping[str, npt.NDArray[np.float32]]:
-        """Component name without the block's ("w_q") -> its gradient, a view in its shape."""
-        pairs = zip(self._block.slots, self._targets, strict=True)
-        return MappingProxyType({self._short(slot): target.data.reshape(slot.shape) for slot, target in pairs})
-
-    @property
-    def component_sizes(self) -> tuple[int, ...]:
-        """Elements of each component, in order."""
-        return tuple(slot.size for slot in self._block.slots)
-
-    def flatten(self) -> npt.NDArray[np.float32]:
-        """The whole block as one flat view: no copy.
-
-        Between components whose sizes are no multiple of 32 it holds padding, which is zero.
-        """
-        return self._memory.data
-
-    def from_flat(self, flat: object) -> None:
-        """Replace the block's gradients by those of a flat array as `flatten` gives it; padding is not taken over.
-
-        Raises:
-            LayoutMismatch: Another length.
-            BufferRefused: Not contiguous fp32, fp16 or bf16 on this device.
-        """
-        view = self._kernels.view(flat, self._block.name)
-        if view.size != self._memory.size:
-            raise LayoutMismatch(
-                f"flat gradient of block {self._block.index} has another length",
-                got=f"{view.size} elements",
-                expected=f"{self._memory.size} elements (padding between components included)",
-            )
-        start = self._block.start
-        sources = [_stretch(view, slot.offset - start, slot.stop - start) for slot in self._block.slots]
-        self._write(sources, overwrite=True)
-
-    def accumulate(self, gradients: Gradients) -> None:
-        """Add gradients to the block: a sequence in order, or a mapping by component name; None adds nothing.
-
-        Raises:
-            LayoutMismatch: A component is missing, unknown or misshapen.
-            BufferRefused: A gradient cannot be taken as it lies, or lies elsewhere in this block's own memory.
-        """
-        slots = self._block.slots
-        sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
-        named = zip(sources, slots, strict=True)
-        views = [None if source is None else self._kernels.view(source, slot.name) for source, slot in named]
-        for view, slot in zip(views, slots, strict=True):
-            if view is not None:
-                refuse_other_shape(view, slot)
-        self._write(views, overwrite=False)
-
-    def scale(self, divisor: float) -> None:
-        """Divide by `divisor`: one multiplication by fp32(1 / divisor).
-
-        Raises:
-            CallerError: The divisor is not finite, is 0, or is so near 0 that 1 / divisor overflows fp32.
-        """
-        if not (math.isfinite(divisor) and abs(divisor) >= 1e-38):
-            raise CallerError("cannot divide by this", got=divisor, expected="a finite number beyond +-1e-38")
-        factor = np.float32(1 / divisor)
-        self._kernels.hand_back(self._targets, [factor] * len(self._targets), self._targets)
-
-    def zero(self) -> None:
-        """Write zeros, padding included."""
-        self._kernels.fill_zero([self._memory])
-
-    def has_non_finite(self) -> bool:
-        """Whether any component holds NaN or Inf."""
-        return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
-
-    def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
-        for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
-            if source and source.pointer != target.pointer and _overlaps(source, self._memory):
-                raise BufferRefused(
-                    f"component '{slot.name}' lies elsewhere in this block's own memory",
-                    got=f"address {source.pointer:#x}",
-                    expected="memory of the caller's",
-                    do="pass a copy",
-                )
-        one = (np.float32(1),)
-        self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources) if s])
-
-    def _short(self, slot: Slot) -> str:
-        return slot.name.removeprefix(f"{self._block.name}.")
-
-
-def _stretch(buffer: Buffer, start: int, stop: int) -> Buffer:
-    return Buffer(buffer.data[start:stop], buffer.dtype, (stop - start,), buffer.writable, buffer.owner)
-
-
-def _overlaps(a: Buffer, b: Buffer) -> bool:
-    return a.size > 0 and a.pointer < b.pointer + b.nbytes and b.pointer < a.pointer + a.nbytes
-
-
 def _padding(arena: Buffer, layout: GradientLayout) -> Iterator[Buffer]:
     starts = sorted([slot.offset for slot in layout.slots] + [layout.arena_size])
     stops = sorted(slot.stop for slot in layout.slots)
     for stop, start in zip(stops, starts[1:], strict=True):
         if stop < start:
-            yield _stretch(arena, stop, start)
+            yield arena.part(stop, start)

@@ -93,6 +93,16 @@ class Buffer:
         """Bytes."""
         return self.data.nbytes
 
+    def part(self, start: int, stop: int) -> Buffer:
+        """The elements start..stop - 1 of the same memory, flat."""
+        return Buffer(self.data[start:stop], self.dtype, (stop - start,), self.writable, self.owner)
+
+    def overlaps(self, other: Buffer) -> bool:
+        """Whether any byte belongs to both."""
+        if not self.size or not other.size:
+            return False
+        return self.pointer < other.pointer + other.nbytes and other.pointer < self.pointer + self.nbytes
+
 
 def host_buffer(source: object, component: str) -> Buffer:
     """A view of `source`, which must lie in host memory, contiguous, in fp32, fp16 or bf16.

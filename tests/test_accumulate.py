@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gradengine.accumulate import BlockGradientSet, PerBlockGradientAccumulator
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.block import BlockGradientSet
 from gradengine.buffer import RawBuffer
 from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, WindowError
 from gradengine.kernels.host import HostKernels

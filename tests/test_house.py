@@ -19,6 +19,7 @@ ORDER = [
     "kernels",
     "gradients",
     "window",
+    "block",
     "accumulate",
     "clip",
     "exchange.wire",

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.errors import LayoutMismatch
+from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import (
     BLOCK_COMPONENTS,
     LORA_COMPONENTS,
     NON_BLOCK_COMPONENTS,
     GradientLayout,
     Slot,
-    differing_rows,
     layout_from_table,
 )
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange.coordinator import Coordinator
+from gradengine.exchange.handshake import differing_rows
 from gradengine.exchange.interface import (
     Arena,
     Bucket,
@@ -25,7 +26,7 @@ from gradengine.exchange.interface import (
     count_in,
     find_non_finite,
 )
-from gradengine.layout import GradientLayout, differing_rows
+from gradengine.layout import GradientLayout
 
 __all__ = ["Group", "Member"]
 

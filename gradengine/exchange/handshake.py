@@ -15,7 +15,15 @@ import msgpack
 from gradengine.errors import HandshakeRefused, ProtocolError
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Join
 
-__all__ = ["answer_hello", "check_challenge", "check_hello", "check_proof", "new_nonce", "proof"]
+__all__ = [
+    "answer_hello",
+    "check_challenge",
+    "check_hello",
+    "check_proof",
+    "differing_rows",
+    "new_nonce",
+    "proof",
+]
 
 
 def new_nonce() -> bytes:
@@ -72,3 +80,37 @@ def check_proof(token: str | None, hello: Hello, challenge: Challenge, join: Joi
     """Raise `HandshakeRefused` where the worker does not hold the token."""
     if not hmac.compare_digest(join.proof, proof(token, "worker", hello, challenge.nonce)):
         raise HandshakeRefused(f"rank {hello.rank} has another token", do="start all with the same token=")
+
+
+def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
+    """The rows in which two layout tables differ, as lines for an error message.
+
+    Args:
+        mine: This side's `GradientLayout.table()`.
+        theirs: The other side's table, already validated as rows.
+        limit: Lines shown at the most.
+
+    Example:
+        >>> from gradengine.layout import GradientLayout
+        >>> a, b = GradientLayout.of({"w": (2, 3)}), GradientLayout.of({"w": (3, 2)})
+        >>> print(differing_rows(a.table(), b.table()))
+        row 0: here 'w' (2, 3), there 'w' (3, 2)
+    """
+    (ours, order), (others, other_order) = msgpack.unpackb(mine), msgpack.unpackb(theirs)
+    pad = max(len(ours), len(others))
+    pairs = zip(ours + [None] * (pad - len(ours)), others + [None] * (pad - len(others)), strict=True)
+    lines = [f"row {i}: here {_shown(a)}, there {_shown(b)}" for i, (a, b) in enumerate(pairs) if a != b]
+    if order != other_order and not lines:
+        first = next((i for i, (a, b) in enumerate(zip(order, other_order, strict=False)) if a != b), 0)
+        here, there = order[first : first + limit], other_order[first : first + limit]
+        lines = [f"backward order from {first}: here {here}, there {there}"]
+    more = [f"and {len(lines) - limit} more rows"] if len(lines) > limit else []
+    return "\n".join(lines[:limit] + more)
+
+
+def _shown(row: list[object] | None) -> str:
+    if row is None:
+        return "nothing"
+    name, shape, block = row
+    assert isinstance(shape, list)  # noqa: S101  (tables are validated before they are compared)
+    return f"{name!r} {tuple(shape)}" + ("" if block is None else f" in {block!r}")

@@ -1,0 +1,132 @@
+"""The gradients of one block: a stretch of memory, its components, and what can be done to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.buffer import Buffer
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
+from gradengine.kernels import Fold, Kernels, kernels_for
+from gradengine.layout import Block, Slot
+
+__all__ = ["BlockGradientSet"]
+
+
+@final
+class BlockGradientSet:
+    """The gradients of one block: a stretch of fp32 memory and the components in it.
+
+    Args:
+        block: The block, from `layout.blocks`.
+        kernels: The device's kernels; NumPy on the CPU by default.
+        memory: The block's stretch of an arena; zeroed memory of its own by default.
+
+    Example:
+        >>> from gradengine import GradientLayout
+        >>> layout = GradientLayout.transformer(1, 4, 2, 8, 16)
+        >>> block = BlockGradientSet(layout.blocks[0])
+        >>> block.component_sizes
+        (16, 8, 8, 16, 32, 32, 32, 4, 4)
+    """
+
+    def __init__(self, block: Block, kernels: Kernels | None = None, memory: Buffer | None = None) -> None:
+        self._block, self._kernels = block, kernels or kernels_for("cpu")
+        self._memory = memory if memory is not None else self._kernels.allocate(block.stop - block.start)
+        self._targets = tuple(
+            self._memory.part(slot.offset - block.start, slot.stop - block.start) for slot in block.slots
+        )
+        if memory is None:
+            self.zero()
+
+    @property
+    def components(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Component name without the block's ("w_q") -> its gradient, a view in its shape."""
+        pairs = zip(self._block.slots, self._targets, strict=True)
+        return MappingProxyType({self._short(slot): target.data.reshape(slot.shape) for slot, target in pairs})
+
+    @property
+    def component_sizes(self) -> tuple[int, ...]:
+        """Elements of each component, in order."""
+        return tuple(slot.size for slot in self._block.slots)
+
+    def flatten(self) -> npt.NDArray[np.float32]:
+        """The whole block as one flat view: no copy.
+
+        Between components whose sizes are no multiple of 32 it holds padding, which is zero.
+        """
+        return self._memory.data
+
+    def from_flat(self, flat: object) -> None:
+        """Replace the block's gradients by those of a flat array as `flatten` gives it; padding is not taken over.
+
+        Raises:
+            LayoutMismatch: Another length.
+            BufferRefused: Not contiguous fp32, fp16 or bf16 on this device.
+        """
+        view = self._kernels.view(flat, self._block.name)
+        if view.size != self._memory.size:
+            raise LayoutMismatch(
+                f"flat gradient of block {self._block.index} has another length",
+                got=f"{view.size} elements",
+                expected=f"{self._memory.size} elements (padding between components included)",
+            )
+        start = self._block.start
+        sources = [view.part(slot.offset - start, slot.stop - start) for slot in self._block.slots]
+        self._write(sources, overwrite=True)
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """Add gradients to the block: a sequence in order, or a mapping by component name; None adds nothing.
+
+        Raises:
+            LayoutMismatch: A component is missing, unknown or misshapen.
+            BufferRefused: A gradient cannot be taken as it lies, or lies elsewhere in this block's own memory.
+        """
+        slots = self._block.slots
+        sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
+        named = zip(sources, slots, strict=True)
+        views = [None if source is None else self._kernels.view(source, slot.name) for source, slot in named]
+        for view, slot in zip(views, slots, strict=True):
+            if view is not None:
+                refuse_other_shape(view, slot)
+        self._write(views, overwrite=False)
+
+    def scale(self, divisor: float) -> None:
+        """Divide by `divisor`: one multiplication by fp32(1 / divisor).
+
+        Raises:
+            CallerError: The divisor is not finite, is 0, or is so near 0 that 1 / divisor overflows fp32.
+        """
+        if not (math.isfinite(divisor) and abs(divisor) >= 1e-38):
+            raise CallerError("cannot divide by this", got=divisor, expected="a finite number beyond +-1e-38")
+        factor = np.float32(1 / divisor)
+        self._kernels.hand_back(self._targets, [factor] * len(self._targets), self._targets)
+
+    def zero(self) -> None:
+        """Write zeros, padding included."""
+        self._kernels.fill_zero([self._memory])
+
+    def has_non_finite(self) -> bool:
+        """Whether any component holds NaN or Inf."""
+        return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
+
+    def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
+        for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
+            if source and source.pointer != target.pointer and source.overlaps(self._memory):
+                raise BufferRefused(
+                    f"component '{slot.name}' lies elsewhere in this block's own memory",
+                    got=f"address {source.pointer:#x}",
+                    expected="memory of the caller's",
+                    do="pass a copy",
+                )
+        one = (np.float32(1),)
+        self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources) if s])
+
+    def _short(self, slot: Slot) -> str:
+        return slot.name.removeprefix(f"{self._block.name}.")
