@@ -14,10 +14,11 @@ from gradengine.clip import (
     clip_lora_gradients_fused,
     init_lora_fused_clip,
 )
-from gradengine.engine import GradientEngine, StepResult
+from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
 from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect, local_group
 from gradengine.layout import GradientLayout
+from gradengine.result import StepResult
 from gradengine.trainer import DistributedTrainer, shard_batches
 
 __version__ = "0.1.0"

@@ -8,6 +8,7 @@ the same bits, less traffic.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import final
 
@@ -57,6 +58,7 @@ class PerBlockGradientAccumulator:
         self.sums = SquaredSums([slot.size for slot in layout.slots])
         self.kernels.fill_zero(list(_padding(self.arena, layout)))
         self._window = Window(len(layout.slots))
+        self._is_changing = False
         self._exposed: set[int] = set()  # may be written to through views, so their norm is read anew at each step
         self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
 
@@ -150,6 +152,7 @@ class PerBlockGradientAccumulator:
     def zero_all(self) -> None:
         """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
         self._window = Window(len(self.layout.slots))
+        self._is_changing = False
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
@@ -169,6 +172,7 @@ class PerBlockGradientAccumulator:
         Raises:
             WindowError: There is no micro-batch, or some component has fewer than the others; nothing is folded then.
         """
+        self._refuse_interrupted()
         window = self._window
         if not window.weights:
             raise WindowError(
@@ -184,6 +188,30 @@ class PerBlockGradientAccumulator:
                 do="add what is missing; None stands for a component without a gradient",
             )
         self._settle(range(len(self.targets)), measure=measure)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """While the arena is half written: an interrupt in it leaves a window that is good for nothing but zero_all().
+
+        Raises:
+            WindowError: It was interrupted before.
+        """
+        self._refuse_interrupted()
+        self._is_changing = True
+        yield
+        self._is_changing = False
+
+    def _refuse_interrupted(self) -> None:
+        if self._is_changing:
+            raise WindowError(
+                "the window is half written: a call was interrupted, or another thread is in one",
+                do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
+            )
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every component has the same number of micro-batches."""
+        return len(set(self._window.counts)) <= 1
 
     def settle_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel."""
@@ -227,10 +255,12 @@ class PerBlockGradientAccumulator:
         positions = self._positions(slots)
         views = [None if s is None else self._view(s, slot) for s, slot in zip(sources, slots, strict=True)]
         self._window.refuse_other_weight(positions, scalar, where)
+        self._refuse_interrupted()
         self._refuse_aliases(positions, views)
-        self._window.take(positions, views, scalar)
-        due = [p for p in positions if measure or len(self._window.pending[p]) >= self.hold]
-        self._fold(due, measure=measure)
+        with self.changing():
+            self._window.take(positions, views, scalar)
+            due = [p for p in positions if measure or len(self._window.pending[p]) >= self.hold]
+            self._fold(due, measure=measure)
 
     def _view(self, source: object, slot: Slot) -> Buffer:
         view = self.kernels.view(source, slot.name)

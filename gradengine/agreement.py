@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgpack
 import numpy as np
@@ -25,11 +26,13 @@ class Tally:
         weight: Sum of the micro-batches' weights.
         micro_batches: How many there were.
         totals: Squared sum of each component.
+        settings: What all workers must have set alike.
     """
 
     weight: float
     micro_batches: int
     totals: Float64
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def agree(exchange: Exchange, mine: Tally) -> Tally:
@@ -39,11 +42,12 @@ def agree(exchange: Exchange, mine: Tally) -> Tally:
     bit; one rank's figures make the norm, and with it every byte handed back, the same everywhere.
 
     Raises:
-        ExchangeError: A rank holds other sums than rank 0: memory or the network corrupted a gradient.
+        ExchangeError: A rank has other settings than rank 0; or other sums: memory or the network corrupted a gradient.
         PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
     """
     tallies = [_unpacked(rank, part, mine) for rank, part in enumerate(exchange.gather(_packed(mine)))]
     for rank, tally in enumerate(tallies):
+        _refuse_other_settings(rank, tally.settings, tallies[0].settings)
         _refuse_diverged(rank, tally.totals, tallies[0].totals)
     return Tally(
         weight=ordered_sum(tally.weight for tally in tallies),
@@ -53,14 +57,15 @@ def agree(exchange: Exchange, mine: Tally) -> Tally:
 
 
 def _packed(tally: Tally) -> bytes:
-    packed: bytes = msgpack.packb([tally.weight, tally.micro_batches, tally.totals.astype("<f8").tobytes()])
+    totals = tally.totals.astype("<f8").tobytes()
+    packed: bytes = msgpack.packb([tally.weight, tally.micro_batches, totals, dict(tally.settings)])
     return packed
 
 
 def _unpacked(rank: int, part: bytes, mine: Tally) -> Tally:
     try:
-        weight, micro_batches, totals = msgpack.unpackb(part)
-        tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"))
+        weight, micro_batches, totals, settings = msgpack.unpackb(part)
+        tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"), dict(settings))
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as fault:
         raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
     if tally.totals.size != mine.totals.size or not 0 < tally.weight < np.inf or tally.micro_batches < 1:
@@ -70,6 +75,17 @@ def _unpacked(rank: int, part: bytes, mine: Tally) -> Tally:
             expected=f"weight above 0, at least 1 micro-batch, {mine.totals.size} components",
         )
     return tally
+
+
+def _refuse_other_settings(rank: int, settings: Mapping[str, str], first: Mapping[str, str]) -> None:
+    for name in first:
+        if settings.get(name) != first[name]:
+            raise ExchangeError(
+                f"rank {rank} has another {name} than rank 0",
+                got=settings.get(name, "nothing"),
+                expected=first[name],
+                do="build the engines of all workers with the same settings",
+            )
 
 
 def _refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:

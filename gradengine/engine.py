@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import numpy as np
@@ -14,42 +14,13 @@ from gradengine.agreement import Tally, agree
 from gradengine.buffer import Buffer, overlapping
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.errors import BufferRefused, CallerError, ExchangeError, NonFiniteGradient, WindowError
-from gradengine.exchange.interface import Exchange, NonFiniteValue, Progress
+from gradengine.exchange.interface import Exchange, Progress
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
 from gradengine.kernels import Decision, kernels_for
 from gradengine.layout import GradientLayout, Span
+from gradengine.result import StepResult
 
-__all__ = ["GradientEngine", "StepResult"]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step hands back.
-
-    Attributes:
-        gradients: Name -> fp32 array of the component's shape: a view of the arena, good until the next `add`; or
-            the destinations of `out`, those given.
-        norm: Global norm of the averaged gradient, before clipping.
-        scale: Clip scale; with several groups the smallest of theirs.
-        weight: Weight of all micro-batches of all workers.
-        micro_batches: Micro-batches of all workers.
-        skipped: True where the gradient was not finite and the step is to be skipped; the gradients are zero then.
-        group_norms: Each clip group's norm.
-        group_scales: Each clip group's scale.
-        non_finite: What was found, where the step was skipped or passed on with NaN or Inf in it.
-        step: The step's number, counted from 0.
-    """
-
-    gradients: Mapping[str, Any]
-    norm: float
-    scale: float
-    weight: float
-    micro_batches: int
-    skipped: bool
-    group_norms: Mapping[str, float]
-    group_scales: Mapping[str, float]
-    non_finite: NonFiniteGradient | None
-    step: int
+__all__ = ["GradientEngine"]
 
 
 @final
@@ -101,10 +72,10 @@ class GradientEngine:
     ) -> None:
         _refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
         _refuse_unknown("average", average, ("weighted", "per_worker"))
-        if micro_batches is not None and micro_batches < 1:
+        if micro_batches is not None and not (isinstance(micro_batches, int) and micro_batches >= 1):
             raise CallerError("micro_batches is out of range", got=micro_batches, expected="at least 1, or None")
-        if not 0 < loss_scale < math.inf:
-            raise CallerError("loss_scale is out of range", got=loss_scale, expected="a finite number above 0")
+        if not (isinstance(loss_scale, (int, float)) and 2.0**-64 <= loss_scale <= 2.0**64):
+            raise CallerError("loss_scale is out of range", got=loss_scale, expected="2**-64..2**64")
         self.layout, self.micro_batches, self.loss_scale = layout, micro_batches, loss_scale
         self._on_non_finite, self._average = on_non_finite, average
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
@@ -113,7 +84,15 @@ class GradientEngine:
         self._progress = Progress()
         self._started: set[int | str] = set()
         self._landed: dict[int | str, int] = {}
-        self._failed = False
+        self._failed = self._summed = False
+        self._agreed: Tally | None = None
+        self._settings = {
+            "max_norm": repr(self._plan.max_norms),
+            "groups": hashlib.sha256(repr(self._plan.groups).encode()).hexdigest()[:12],
+            "average": average,
+            "on_non_finite": on_non_finite,
+            "loss_scale": repr(float(loss_scale)),
+        }
         self.exchange: Exchange | None = None
         if exchange is not None:
             self.reconnect(exchange)
@@ -149,7 +128,7 @@ class GradientEngine:
         self._refuse_add()
         last = self.accumulator.accumulated_count + 1 == self.micro_batches
         self.accumulator.add(gradients, weight, measure=last and self.world_size == 1)
-        if last:
+        if last and self.accumulator.is_even:
             self._start(self.layout.spans)
 
     def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, last: bool = False) -> None:
@@ -198,15 +177,16 @@ class GradientEngine:
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
         """
         destinations = self._destinations(out)
-        tally = self._agree()
+        tally = self._agreed = self._agree()
         decision = self._kernels.decide(tally.totals, self._plan, self.loss_scale * self._divisor(tally))
         non_finite = self._find_non_finite(decision)
         if non_finite is not None and self._on_non_finite == "raise":
             self._failed = True
-            self.accumulator.forget_measured()  # the caller may mend the arena and run the step again
+            self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
         skipped = non_finite is not None and self._on_non_finite == "skip"
-        self._hand_back(decision, destinations, skipped)
+        with self.accumulator.changing():
+            self._hand_back(decision, destinations, skipped)
         result = self._result(tally, decision, skipped, non_finite, self._handed_back(out))
         self._next_window()
         return result
@@ -214,9 +194,16 @@ class GradientEngine:
     def discard(self) -> None:
         """Drop the window, also one whose step failed.
 
-        With an exchange, call it on every rank: the step's number goes up on each.
+        With an exchange, call it on every rank. Where parts of the window are on their way already, the exchange cannot
+        take them back and is closed: go on with `reconnect`.
         """
-        self._next_window()
+        if self._agreed is not None:
+            self._next_window()
+            return
+        if self._started and self.exchange is not None:
+            self.exchange.close()
+        self._progress.restart()
+        self._clear_window()
 
     def reconnect(self, exchange: Exchange) -> None:
         """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
@@ -228,7 +215,7 @@ class GradientEngine:
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps.
         """
         exchange.bind(self.layout, self.accumulator.arena.data, self._progress, self._take_landed)
-        self.exchange = exchange
+        self.exchange, self._summed = exchange, False
         for span in [span for span in self.layout.spans if span.key in self._started]:
             exchange.start(span)
 
@@ -262,7 +249,8 @@ class GradientEngine:
         for span in spans:
             if span.key not in self._started:
                 self.accumulator.settle_span(span)
-                self._to_mean_of_worker(span)
+                with self.accumulator.changing():
+                    self._to_mean_of_worker(span)
                 self._started.add(span.key)
                 self.exchange.start(span)
 
@@ -280,13 +268,17 @@ class GradientEngine:
 
     def _agree(self) -> Tally:
         """Local sums become sums over all workers, and all workers know the same facts about them."""
+        if self._agreed is not None and self.world_size > 1:
+            return self._agreed  # the step was run to its verdict before; there is nothing left to exchange
         self.accumulator.close(measure=self.world_size == 1)
         if self.exchange is None or self.world_size == 1:
             self.accumulator.measure_rest()
             return self._tally()
         try:
             self._start(self.layout.spans)
-            self._progress.bad = list(self.exchange.wait())
+            if not self._summed:
+                self._progress.bad = list(self.exchange.wait())
+                self._summed = True
             self._measure_landed()
             return agree(self.exchange, self._tally())
         except ExchangeError:
@@ -296,7 +288,7 @@ class GradientEngine:
     def _tally(self) -> Tally:
         accumulator = self.accumulator
         totals = self._kernels.totals(accumulator.sums)
-        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals)
+        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, self._settings)
 
     def _take_landed(self, span: Span, upto: int) -> None:
         """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""
@@ -340,16 +332,15 @@ class GradientEngine:
     def _find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
         if not decision.bad:
             return None
-        if self._progress.bad:
-            return self._named(self._progress.bad[0])
+        for bad in self._progress.bad:
+            for slot in self.layout.slots:
+                if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
+                    index = bad.index - slot.offset
+                    return NonFiniteGradient(slot.name, index, bad.value, step=self.current_step, rank=bad.rank)
         position = decision.bad[0]
         slot, target = self.layout.slots[position], self.accumulator.targets[position]
         index, value = self._kernels.first_non_finite(target) or (0, math.nan)
         return NonFiniteGradient(slot.name, index, value, step=self.current_step)
-
-    def _named(self, bad: NonFiniteValue) -> NonFiniteGradient:
-        slot = next(slot for slot in self.layout.slots if slot.offset <= bad.index < slot.stop)
-        return NonFiniteGradient(slot.name, bad.index - slot.offset, bad.value, step=self.current_step, rank=bad.rank)
 
     def _hand_back(self, decision: Decision, destinations: dict[int, Buffer], skipped: bool) -> None:
         targets = self.accumulator.targets
@@ -389,10 +380,14 @@ class GradientEngine:
         )
 
     def _next_window(self) -> None:
-        self.accumulator.zero_all()
         self._progress.next_step()
+        self._clear_window()
+
+    def _clear_window(self) -> None:
+        self.accumulator.zero_all()
         self._started, self._landed = set(), {}
-        self._failed = False
+        self._failed = self._summed = False
+        self._agreed = None
 
 
 def _refuse_unknown(name: str, value: str, known: tuple[str, ...]) -> None:

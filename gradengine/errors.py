@@ -85,7 +85,7 @@ class NonFiniteGradient(GradientError):
             f"step {step}: gradient '{component}'{source} is not finite at index {index}",
             got=value,
             expected="a finite number",
-            do="the window is untouched: inspect it, then discard() it; on_non_finite='skip' skips such steps",
+            do="the window is kept (of several workers, as their sum): discard() it, or use on_non_finite='skip'",
         )
 
     def __reduce__(self) -> tuple[object, ...]:

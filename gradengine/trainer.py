@@ -10,11 +10,12 @@ import msgpack
 
 from gradengine.buffer import host_buffer
 from gradengine.clip import Groups, MaxNorm
-from gradengine.engine import GradientEngine, StepResult
+from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, WindowError
 from gradengine.exchange.interface import Exchange, refuse_bad_rank
 from gradengine.gradients import Gradients
 from gradengine.layout import GradientLayout
+from gradengine.result import StepResult
 from gradengine.window import checked_weight, ordered_sum
 
 __all__ = ["DistributedTrainer", "LocalTrainer", "shard_batches", "weights_digest"]
@@ -98,6 +99,8 @@ class DistributedTrainer:
         self.trainer, self.max_steps, self.check_every = trainer, max_steps, check_every
         self.step = 0
         self._losses: list[tuple[float, float]] = []
+        self._loss = 0.0
+        self._unapplied: StepResult | None = None
         self.last_result: StepResult | None = None
         self.engine = GradientEngine(
             layout,
@@ -140,13 +143,20 @@ class DistributedTrainer:
             The loss over all workers' micro-batches, by weight; the same on every worker.
 
         Raises:
-            WindowError: No micro-batch, or `max_steps` are done.
+            WindowError: No micro-batch (each rank needs one), an earlier batch that is not finished, or all steps done.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; the window is kept,
                 and `finish_step()` runs the step again.
             ExchangeError: The workers' weights differ.
         """
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
+        if self._unapplied is not None or self.engine.accumulator.accumulated_count:
+            raise WindowError(
+                f"step {self.engine.current_step} of an earlier batch is not finished",
+                got=f"{self.engine.accumulator.accumulated_count} micro-batches in the window",
+                expected="none",
+                do="run finish_step() again, or drop the window by engine.discard() on every rank",
+            )
         self._losses = []
         for count, micro_batch in enumerate(micro_batches, start=1):
             weight = self._weight(micro_batch)
@@ -164,12 +174,19 @@ class DistributedTrainer:
         Raises:
             WindowError, NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
+        if self._unapplied is not None:  # the step is done; it was apply_gradients that failed
+            return self._apply(self._loss)
         # Before the step, so that a failure here leaves the step to be run again.
-        loss = self._global_loss()
-        result = self.engine.step()
+        loss = self._loss = self._global_loss()
+        self.last_result = self._unapplied = self.engine.step()
+        return self._apply(loss)
+
+    def _apply(self, loss: float) -> float:
+        result = self._unapplied
+        assert result is not None  # noqa: S101  (called with one at hand only)
         if not result.skipped:
             self.trainer.apply_gradients(result.gradients)
-        self.last_result = result
+        self._unapplied = None
         self.step += 1
         if self.check_every and self.step % self.check_every == 0:
             self._compare_weights()

@@ -25,7 +25,7 @@ class Gathering:
 
 
 def packed(weight=1.0, micro_batches=1, totals=(4.0, 9.0)):
-    return msgpack.packb([weight, micro_batches, np.asarray(totals, "<f8").tobytes()])
+    return msgpack.packb([weight, micro_batches, np.asarray(totals, "<f8").tobytes(), {}])
 
 
 MINE = Tally(1.0, 1, np.array([4.0, 9.0]))
@@ -78,14 +78,14 @@ def test_other_sums_than_rank_0s_are_an_error(other):
         msgpack.packb([1.0, 1]),
         msgpack.packb([1.0, 1, b"", 0]),
         msgpack.packb({"weight": 1}),
-        msgpack.packb(["heavy", 1, bytes(16)]),
-        msgpack.packb([None, 1, bytes(16)]),
-        msgpack.packb([1.0, math.inf, bytes(16)]),
-        msgpack.packb([1.0, math.nan, bytes(16)]),
-        msgpack.packb([1.0, 1, "text"]),
-        msgpack.packb([1.0, 1, [4.0, 9.0]]),
-        msgpack.packb([1.0, 1, bytes(15)]),
-        msgpack.packb([1.0, 1, msgpack.ExtType(5, bytes(16))]),
+        msgpack.packb(["heavy", 1, bytes(16), {}]),
+        msgpack.packb([None, 1, bytes(16), {}]),
+        msgpack.packb([1.0, math.inf, bytes(16), {}]),
+        msgpack.packb([1.0, math.nan, bytes(16), {}]),
+        msgpack.packb([1.0, 1, "text", {}]),
+        msgpack.packb([1.0, 1, [4.0, 9.0], {}]),
+        msgpack.packb([1.0, 1, bytes(15), {}]),
+        msgpack.packb([1.0, 1, msgpack.ExtType(5, bytes(16)), {}]),
     ],
 )
 def test_tally_that_cannot_be_read(part):
@@ -114,3 +114,14 @@ def test_random_tally_is_a_protocol_error(part):
 def test_tally_that_cannot_be(part, says):
     with pytest.raises(ProtocolError, match=f"rank 1's tally cannot be: .*{says}"):
         agree(Gathering(None, part), MINE)
+
+
+@pytest.mark.parametrize(("theirs", "says"), [({"average": "per_worker"}, "per_worker"), ({}, "got nothing")])
+def test_settings_that_differ_are_named(theirs, says):
+    mine = Tally(1.0, 1, np.array([4.0]), {"average": "weighted"})
+    other = msgpack.packb([1.0, 1, np.array([4.0], "<f8").tobytes(), theirs])
+    own = msgpack.packb([1.0, 1, np.array([4.0], "<f8").tobytes(), {"average": "weighted"}])
+    with pytest.raises(
+        ExchangeError, match=rf"rank 1 has another average than rank 0: got .*{says.split()[-1]}.*weighted"
+    ):
+        agree(Gathering(own, other), mine)

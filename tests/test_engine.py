@@ -589,3 +589,179 @@ def test_an_arena_that_was_mended_after_a_verdict_steps_on():
         engine.step()
     engine.accumulator.views()["layers.1.w"][2] = 0
     assert math.isfinite(engine.step().norm)
+
+
+class TestSeveralWorkersAfterAFault:
+    def test_a_verdict_can_be_asked_for_again_and_nobody_waits(self):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange)
+            gradients = random_gradients(exchange.rank)
+            if exchange.rank == 0:
+                gradients[0][0, 0] = math.nan
+            engine.add(gradients)
+            found = []
+            for _ in range(3):
+                with pytest.raises(NonFiniteGradient) as caught:
+                    engine.step()
+                found.append((caught.value.component, caught.value.rank, engine.current_step))
+            engine.discard()
+            engine.add(random_gradients(exchange.rank))
+            return found, engine.step().step
+
+        assert on_ranks(one, 2, timeout=3.0) == [([("layers.0.w", 0, 0)] * 3, 1)] * 2
+
+    @pytest.mark.parametrize("transport", ["local", "tcp"])
+    def test_a_window_discarded_before_it_travels_leaves_the_group_whole(self, transport):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange)
+            engine.add(random_gradients(0))
+            engine.discard()
+            engine.add(random_gradients(exchange.rank))
+            result = engine.step()
+            exchange.barrier()
+            return result.step, result.micro_batches, {n: a.tobytes() for n, a in result.gradients.items()}
+
+        if transport == "local":
+            first, second = on_ranks(one, 2)
+        else:
+            first, second = on_tcp(one)
+        assert first == second
+        assert first[:2] == (0, 2)
+
+    def test_a_window_discarded_on_its_way_closes_the_exchange(self):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange, micro_batches=1)
+            engine.add(random_gradients(exchange.rank))
+            if exchange.rank == 1:
+                engine.discard()
+            return engine
+
+        engines = on_ranks(one, 2, timeout=2.0)
+
+        def again(exchange):
+            engine = engines[exchange.rank]
+            engine.discard()
+            engine.reconnect(exchange)
+            engine.add(random_gradients(exchange.rank))
+            return {n: a.tobytes() for n, a in engine.step().gradients.items()}
+
+        def plain(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange)
+            engine.add(random_gradients(exchange.rank))
+            return {n: a.tobytes() for n, a in engine.step().gradients.items()}
+
+        assert on_ranks(again, 2) == on_ranks(plain, 2)
+
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            ("max_norm", [{"max_norm": 1.0}, {"max_norm": None}]),
+            ("average", [{"average": "weighted"}, {"average": "per_worker"}]),
+            ("loss_scale", [{"loss_scale": 1.0}, {"loss_scale": 2.0}]),
+            ("on_non_finite", [{"on_non_finite": "skip"}, {"on_non_finite": "raise"}]),
+            ("max_norm", [{"groups": None}, {"groups": "block"}]),
+        ],
+    )
+    def test_settings_that_differ_are_an_error_on_every_rank(self, name, options):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange, **options[exchange.rank])
+            engine.add(random_gradients(0))
+            with pytest.raises(ExchangeError, match=f"rank 1 has another {name} than rank 0"):
+                engine.step()
+            return True
+
+        assert on_ranks(one, 2) == [True, True]
+
+    def test_nan_in_padding_is_nobodys_gradient(self):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange, max_norm=None)
+            gradients = random_gradients(exchange.rank)
+            engine.add(gradients)
+            if exchange.rank == 0:
+                engine.accumulator.block(0).flatten()[20] = math.nan  # behind the 15 elements of layers.0.w
+            return float(engine.step().norm)
+
+        norms = on_ranks(one, 2)
+        assert norms[0] == norms[1]
+        assert math.isfinite(norms[0])
+
+    def test_waiting_for_what_nobody_started_is_refused(self):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange)
+            with pytest.raises(WindowError, match="has started nothing"):
+                exchange.wait()
+            engine.add(random_gradients(0))
+            return engine.step().micro_batches
+
+        assert on_ranks(one, 2, timeout=3.0) == [2, 2]
+
+    def test_an_uneven_window_does_not_travel_before_it_is_whole(self):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange, micro_batches=2, max_norm=None)
+            gradients = random_gradients(exchange.rank)
+            engine.add_block(0, gradients[:1])
+            engine.add(gradients)
+            with pytest.raises(WindowError, match="lacks part of the window"):
+                engine.step()
+            engine.add_block(1, gradients[1:2])
+            engine.add_non_block("head", gradients[2])
+            return engine.step().micro_batches
+
+        assert on_ranks(one, 2, timeout=3.0) == [4, 4]
+
+
+def on_tcp(work):
+    first = connect("tcp://127.0.0.1:0", 0, 2, timeout=20.0, join_timeout=10.0)
+    exchanges = [first, connect(first.url, 1, 2, timeout=20.0, join_timeout=10.0)]
+    outcomes = [None, None]
+
+    def run(rank):
+        try:
+            outcomes[rank] = work(exchanges[rank])
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for exchange in reversed(exchanges):
+        exchange.close()
+    return outcomes
+
+
+class Interrupting:
+    """Kernels that are interrupted half way through one operation, as Ctrl-C does."""
+
+    def __init__(self, kernels, operation):
+        self._kernels, self._operation = kernels, operation
+
+    def __getattr__(self, name):
+        real = getattr(self._kernels, name)
+        if name != self._operation:
+            return real
+
+        def interrupted(first, *rest):
+            self._operation = None
+            real(first[:1], *(r[:1] if isinstance(r, list) else r for r in rest))
+            raise KeyboardInterrupt
+
+        return interrupted
+
+
+@pytest.mark.parametrize("operation", ["accumulate", "hand_back"])
+def test_an_interrupt_half_way_is_never_taken_for_a_gradient(operation):
+    engine = GradientEngine(SMALL, max_norm=None)
+    engine.add(random_gradients(0))
+    engine.add(random_gradients(1))
+    engine._kernels = engine.accumulator.kernels = Interrupting(engine._kernels, operation)
+    with pytest.raises(KeyboardInterrupt):
+        engine.add(random_gradients(2)) if operation == "accumulate" else engine.step()
+    for call in (lambda: engine.add(random_gradients(3)), engine.step):
+        with pytest.raises(WindowError, match=r"half written.*discard"):
+            call()
+    engine.discard()
+    gradients = random_gradients(4)
+    engine.add(gradients)
+    assert engine.step().gradients["head"].tobytes() == gradients[2].tobytes()

@@ -361,12 +361,20 @@ def test_late_rank_is_named_with_its_bucket(transport):
     with group(transport, 3, bucket_bytes=64, timeout=0.5) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, 3))
 
-        def work(worker):
-            return worker.sum() if worker.exchange.rank != 2 else worker.exchange.wait()
-
-        for found in outcomes(work, workers):
+        for found in outcomes(Worker.sum, workers[:2]):
             assert type(found).__name__ == "DeadlineExceeded"
             assert "rank 2 is late for bucket 0 of step 0, ranks 0, 1 are waiting" in str(found)
+
+
+@every_transport
+def test_waiting_for_sums_to_which_nothing_was_given_is_refused(transport):
+    with group(transport, 2, timeout=5.0) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+        with pytest.raises(WindowError, match="rank 1 waits for sums and has started nothing"):
+            workers[1].exchange.wait()
+        on_all(Worker.sum, workers)
+        with pytest.raises(WindowError, match="rank 1 waits for sums and has started nothing"):
+            workers[1].exchange.wait()
 
 
 @every_transport

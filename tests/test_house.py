@@ -33,6 +33,7 @@ ORDER = [
     "exchange.tcp",
     "exchange",
     "agreement",
+    "result",
     "engine",
     "trainer",
     "",

@@ -277,3 +277,53 @@ def test_a_digest_is_the_sha256_of_the_bytes_in_order():
     arrays = [np.arange(3, dtype=np.float32), np.ones((2, 2), np.float16)]
     assert weights_digest(arrays) == hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
     assert weights_digest(arrays) != weights_digest(arrays[::-1])
+
+
+def test_a_batch_that_broke_off_is_not_mixed_into_the_next():
+    class Breaking(LinearRegression):
+        calls = 0
+
+        def forward_backward(self, micro_batch):
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError("out of memory")
+            return super().forward_backward(micro_batch)
+
+    trainer = DistributedTrainer(Breaking(), None, LAYOUT, max_norm=None)
+    with pytest.raises(RuntimeError):
+        trainer.train_batch([micro_batch(0), micro_batch(1)])
+    with pytest.raises(WindowError, match=r"not finished: got 1 micro-batches.*discard"):
+        trainer.train_batch([micro_batch(2)])
+    trainer.engine.discard()
+    trainer.train_batch([micro_batch(2)])
+    alone = LinearRegression()
+    DistributedTrainer(alone, None, LAYOUT, max_norm=None).train_batch([micro_batch(2)])
+    assert weights_digest(trainer.trainer.weights()) == weights_digest(alone.weights())
+
+
+def test_gradients_that_could_not_be_applied_are_applied_by_finish_step():
+    class Failing(LinearRegression):
+        fails = True
+
+        def apply_gradients(self, gradients):
+            if self.fails:
+                self.fails = False
+                raise RuntimeError("disk full")
+            super().apply_gradients(gradients)
+
+    def one(exchange):
+        trainer = Failing() if exchange.rank == 1 else LinearRegression()
+        distributed = DistributedTrainer(trainer, exchange, LAYOUT, max_norm=0.5, check_every=1)
+        if exchange.rank == 1:
+            with pytest.raises(RuntimeError):
+                distributed.train_batch([micro_batch(exchange.rank)])
+            with pytest.raises(WindowError, match="not finished"):
+                distributed.train_batch([micro_batch(9)])
+            loss = distributed.finish_step()
+        else:
+            loss = distributed.train_batch([micro_batch(exchange.rank)])
+        return loss, distributed.step, weights_digest(trainer.weights())
+
+    first, second = run_ranks(groups("local", 2), one)
+    assert first == second
+    assert first[1] == 1

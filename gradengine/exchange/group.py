@@ -14,7 +14,7 @@ from typing import final
 
 import numpy as np
 
-from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
+from gradengine.errors import DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange.coordinator import Coordinator
 from gradengine.exchange.handshake import differing_rows
 from gradengine.exchange.interface import (
@@ -25,6 +25,9 @@ from gradengine.exchange.interface import (
     buckets_of,
     count_in,
     find_non_finite,
+    refuse_bad_bucket,
+    refuse_bad_rank,
+    refuse_bad_seconds,
 )
 from gradengine.layout import GradientLayout
 
@@ -84,11 +87,9 @@ class Group:
     """
 
     def __init__(self, world_size: int, timeout: float, join_timeout: float, bucket_bytes: int) -> None:
-        if world_size < 1:
-            raise CallerError("world size is out of range", got=world_size, expected="at least 1")
-        for name, seconds in (("timeout", timeout), ("join_timeout", join_timeout)):
-            if not seconds > 0:
-                raise CallerError(f"{name} is out of range", got=seconds, expected="seconds above 0")
+        refuse_bad_rank(0, world_size)
+        refuse_bad_seconds(timeout=timeout, join_timeout=join_timeout)
+        refuse_bad_bucket(bucket_bytes)
         self.world_size, self.timeout, self.join_timeout = world_size, timeout, join_timeout
         self.bucket_bytes = bucket_bytes
         self.changed = threading.Condition()

@@ -67,7 +67,12 @@ class Progress:
 
     def next_step(self) -> None:
         """The step is over on all ranks."""
-        self.step, self.summed, self.torn, self.bad = self.step + 1, 0, False, []
+        self.step += 1
+        self.restart()
+
+    def restart(self) -> None:
+        """The step begins anew: the arena holds nothing of it."""
+        self.summed, self.torn, self.bad = 0, False, []
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,11 @@ class Outbox:
         self._buckets, self._sent = buckets, sent
         self._started: set[int | str] = set()
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no span has been started."""
+        return not self._started
+
     def start(self, span: Span) -> range:
         """Mark a span complete.
 
@@ -207,9 +217,8 @@ def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
         >>> [(bucket.start, bucket.stop) for bucket in buckets_of(layout, 128)]
         [(0, 32), (32, 64)]
     """
+    refuse_bad_bucket(bucket_bytes)
     size = bucket_bytes // 4
-    if size < 1:
-        raise CallerError("buckets are too small", got=f"{bucket_bytes} bytes", expected="at least 4 bytes")
     return [
         Bucket(span, start, min(span.stop, start + size))
         for span in layout.spans
@@ -247,10 +256,33 @@ def refuse_bad_rank(rank: int, world_size: int) -> None:
     Traceback (most recent call last):
     gradengine.errors.CallerError: rank is out of range: got 2, expected 0..1
     """
-    if world_size < 1:
-        raise CallerError("world size is out of range", got=world_size, expected="at least 1")
-    if not 0 <= rank < world_size:
+    if not isinstance(world_size, int) or world_size < 1:
+        raise CallerError("world size is out of range", got=world_size, expected="a whole number >= 1")
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
         raise CallerError("rank is out of range", got=rank, expected=f"0..{world_size - 1}")
+
+
+def refuse_bad_bucket(bucket_bytes: int) -> None:
+    """Raise `CallerError` unless at least one element fits into a bucket."""
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 4:
+        raise CallerError("buckets are too small", got=f"{bucket_bytes} bytes", expected="at least 4 bytes")
+
+
+def refuse_bad_seconds(**times: float) -> None:
+    """Raise `CallerError` unless each of these is a number of seconds that a wait can last.
+
+    >>> refuse_bad_seconds(timeout=float("inf"))
+    Traceback (most recent call last):
+    gradengine.errors.CallerError: timeout is out of range: got inf, expected seconds above 0, at most 1e9
+    """
+    for name, seconds in times.items():
+        if not (isinstance(seconds, (int, float)) and 0 < seconds <= 1e9):  # written so that NaN is refused
+            raise CallerError(f"{name} is out of range", got=seconds, expected="seconds above 0, at most 1e9")
+
+
+def nothing_started(rank: int) -> WindowError:
+    """The error for waiting for sums of a step to which this rank has started no span."""
+    return WindowError(f"rank {rank} waits for sums and has started nothing", do="start() every span of the step first")
 
 
 def count_in(bucket_bytes: int, progress: Progress, rank: int) -> None:

@@ -19,6 +19,7 @@ from gradengine.exchange.interface import (
     Outbox,
     Progress,
     not_bound,
+    nothing_started,
     refuse_bad_arena,
     refuse_long_part,
 )
@@ -94,6 +95,8 @@ class LocalExchange(Exchange):
     def wait(self) -> tuple[NonFiniteValue, ...]:
         """See `Exchange.wait`."""
         member, group = self._bound(), self._group
+        if self._outbox is None and group.buckets and not member.has_ended and group.failure is None:
+            raise nothing_started(self.rank)
         with group.changed:
             self._wait_until(
                 lambda: not group.buckets or (member.has_ended and all(m.has_all for m in group.members.values()))

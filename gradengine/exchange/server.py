@@ -172,8 +172,9 @@ class GradientServer:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return  # the listener was closed
+            except OSError:  # closed, or for the moment out of file descriptors
+                self._closing.wait(0.05)
+                continue
             self._spawn("reader", self._serve_connection, connection)
 
     def _watch(self) -> None:

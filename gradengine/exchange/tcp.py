@@ -24,9 +24,11 @@ from gradengine.exchange.interface import (
     buckets_of,
     count_in,
     not_bound,
+    nothing_started,
     place,
     refuse_bad_arena,
     refuse_bad_rank,
+    refuse_bad_seconds,
     refuse_long_part,
 )
 from gradengine.exchange.wire import (
@@ -79,6 +81,7 @@ class WorkerClient(Exchange):
         join_timeout: float = 60.0,
     ) -> None:
         refuse_bad_rank(rank, world_size)
+        refuse_bad_seconds(timeout=timeout, join_timeout=join_timeout)
         self.rank, self.world_size = rank, world_size
         self.url = url_of(address)
         self._address, self._token = address, token
@@ -130,6 +133,9 @@ class WorkerClient(Exchange):
         """See `Exchange.wait`."""
         if self._channel is None:
             raise not_bound(f"rank {self.rank}'s exchange")
+        idle = self._outbox is None or self._outbox.is_untouched
+        if idle and self._buckets and not self._has_ended and self._failure is None:
+            raise nothing_started(self.rank)
         self._wait_until(lambda: not self._buckets or self._has_ended, "the sums")
         self._has_ended, self._outbox = False, None
         return tuple(self._progress.bad)
