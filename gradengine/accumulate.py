@@ -146,8 +146,9 @@ class PerBlockGradientAccumulator:
             return
         self.close()
         factor = np.float32(1 / self.total_weight)
-        self.kernels.hand_back(self.targets, [factor] * len(self.targets), self.targets)
-        self._window.become_one()
+        with self.changing():
+            self.kernels.hand_back(self.targets, [factor] * len(self.targets), self.targets)
+            self._window.become_one()
 
     def zero_all(self) -> None:
         """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
@@ -156,7 +157,8 @@ class PerBlockGradientAccumulator:
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
-        self._fold(range(len(self.targets)), measure=False)
+        with self.changing():
+            self._fold(range(len(self.targets)), measure=False)
         # All that came is read anew: views from block() may have been written to since it was measured.
         filled = [p for p, written in enumerate(self._window.filled) if written]
         chunks = [(p, *chunk) for p in filled for chunk in self.sums.chunks(p)]
@@ -289,11 +291,12 @@ class PerBlockGradientAccumulator:
 
     def _settle(self, positions: Sequence[int], *, measure: bool = False) -> None:
         """Fold what is held and zero what nothing came for."""
-        self._fold(positions, measure=measure)
-        empty = [p for p in positions if not self._window.filled[p]]
-        self.kernels.fill_zero([self.targets[p] for p in empty])
-        for p in empty:
-            self._window.filled[p] = True
+        with self.changing():
+            self._fold(positions, measure=measure)
+            empty = [p for p in positions if not self._window.filled[p]]
+            self.kernels.fill_zero([self.targets[p] for p in empty])
+            for p in empty:
+                self._window.filled[p] = True
 
     def _fold(self, positions: Sequence[int], *, measure: bool) -> None:
         window = self._window

@@ -750,14 +750,16 @@ class Interrupting:
         return interrupted
 
 
-@pytest.mark.parametrize("operation", ["accumulate", "hand_back"])
-def test_an_interrupt_half_way_is_never_taken_for_a_gradient(operation):
-    engine = GradientEngine(SMALL, max_norm=None)
+@pytest.mark.parametrize(
+    ("operation", "hold"), [("accumulate", 1), ("hand_back", 1), ("accumulate", 3), ("hand_back", 2)]
+)
+def test_an_interrupt_half_way_is_never_taken_for_a_gradient(operation, hold):
+    engine = GradientEngine(SMALL, max_norm=None, hold=hold)
     engine.add(random_gradients(0))
     engine.add(random_gradients(1))
     engine._kernels = engine.accumulator.kernels = Interrupting(engine._kernels, operation)
     with pytest.raises(KeyboardInterrupt):
-        engine.add(random_gradients(2)) if operation == "accumulate" else engine.step()
+        engine.add(random_gradients(2)) if (operation, hold) == ("accumulate", 1) else engine.step()
     for call in (lambda: engine.add(random_gradients(3)), engine.step):
         with pytest.raises(WindowError, match=r"half written.*discard"):
             call()

@@ -6,6 +6,7 @@ A read or write that fails half way leaves the stream out of step, so any fault 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from pathlib import Path
@@ -166,7 +167,9 @@ def listen_socket(address: Address) -> socket.socket:
         listener.close()
         raise CallerError(
             f"cannot listen at {shown(address)} ({fault.strerror or fault})",
-            do="another process may have it: choose another port, or port 0 for any free one",
+            do="another process may have it: choose another port, or port 0 for any free one"
+            if fault.errno == errno.EADDRINUSE
+            else "check the host or path",
         ) from None
     return listener
 
