@@ -73,6 +73,11 @@ class PerBlockGradientAccumulator:
         return len(self._window.weights)
 
     @property
+    def is_even(self) -> bool:
+        """Whether every component has the same number of micro-batches."""
+        return len(set(self._window.counts)) <= 1
+
+    @property
     def total_weight(self) -> float:
         """Sum of the window's weights, in fp64, in order."""
         return ordered_sum(float(weight) for weight in self._window.weights)
@@ -203,18 +208,6 @@ class PerBlockGradientAccumulator:
         yield
         self._is_changing = False
 
-    def _refuse_interrupted(self) -> None:
-        if self._is_changing:
-            raise WindowError(
-                "the window is half written: a call was interrupted, or another thread is in one",
-                do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
-            )
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every component has the same number of micro-batches."""
-        return len(set(self._window.counts)) <= 1
-
     def settle_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel."""
         self._settle(self._positions(span.slots))
@@ -241,6 +234,21 @@ class PerBlockGradientAccumulator:
     def targets_of(self, span: Span) -> list[Buffer]:
         """The components of a span, in the arena."""
         return [self.targets[position] for position, _ in self.slots_of(span)]
+
+    def non_block_slot(self, name: str | int) -> Slot:
+        """The slot of a component that lies in no block, by name or id.
+
+        Raises:
+            LayoutMismatch: There is none.
+        """
+        if isinstance(name, int):
+            if not 0 <= name < len(NON_BLOCK_COMPONENTS):
+                raise LayoutMismatch("unknown non-block id", got=name, expected=f"0, 1 or 2 for {NON_BLOCK_COMPONENTS}")
+            name = NON_BLOCK_COMPONENTS[name]
+        slot = self.layout.slot(name)
+        if slot.block is not None:
+            raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
+        return slot
 
     def views(self) -> Mapping[str, npt.NDArray[np.float32]]:
         """Name -> the component in the arena, in its shape; no copies."""
@@ -276,6 +284,13 @@ class PerBlockGradientAccumulator:
             )
         return view
 
+    def _refuse_interrupted(self) -> None:
+        if self._is_changing:
+            raise WindowError(
+                "the window is half written: a call was interrupted, or another thread is in one",
+                do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
+            )
+
     def _refuse_aliases(self, positions: Sequence[int], views: Sequence[Buffer | None]) -> None:
         for position, view in zip(positions, views, strict=True):
             if view is not None and view.size and self._window.held[view.pointer]:
@@ -306,21 +321,6 @@ class PerBlockGradientAccumulator:
         window.folded(due)
         if measure:
             window.measured.update(set(due) - self._exposed)
-
-    def non_block_slot(self, name: str | int) -> Slot:
-        """The slot of a component that lies in no block, by name or id.
-
-        Raises:
-            LayoutMismatch: There is none.
-        """
-        if isinstance(name, int):
-            if not 0 <= name < len(NON_BLOCK_COMPONENTS):
-                raise LayoutMismatch("unknown non-block id", got=name, expected=f"0, 1 or 2 for {NON_BLOCK_COMPONENTS}")
-            name = NON_BLOCK_COMPONENTS[name]
-        slot = self.layout.slot(name)
-        if slot.block is not None:
-            raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
-        return slot
 
 
 def _padding(arena: Buffer, layout: GradientLayout) -> Iterator[Buffer]:

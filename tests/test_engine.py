@@ -525,22 +525,7 @@ class TestSeveralWorkers:
         assert on_ranks(again, 3) == [wanted] * 3
 
     def test_tcp_gives_the_bytes_of_local(self):
-        wanted = on_ranks(train, 2)
-        first = connect("tcp://127.0.0.1:0", 0, 2, timeout=20.0, join_timeout=10.0)
-        exchanges = [first, connect(first.url, 1, 2, timeout=20.0, join_timeout=10.0)]
-        outcomes = [None, None]
-
-        def run(rank):
-            outcomes[rank] = train(exchanges[rank])
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        for exchange in reversed(exchanges):
-            exchange.close()
-        assert outcomes == wanted
+        assert on_tcp(train) == on_ranks(train, 2)
 
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple)
