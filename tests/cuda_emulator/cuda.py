@@ -1,0 +1,30 @@
+"""What stands in cupy.cuda."""
+
+from . import memory, runtime
+from .arrays import alloc
+from .device import Device
+from .memory import BaseMemory, MemoryPointer, UnownedMemory, alloc_pinned_memory
+from .settings import settings
+from .streams import Event, ExternalStream, Graph, Stream, get_current_stream
+
+__all__ = [
+    "BaseMemory",
+    "Device",
+    "Event",
+    "ExternalStream",
+    "Graph",
+    "MemoryPointer",
+    "Stream",
+    "UnownedMemory",
+    "alloc",
+    "alloc_pinned_memory",
+    "get_current_stream",
+    "is_available",
+    "memory",
+    "runtime",
+]
+
+
+def is_available() -> bool:
+    """Whether there is a device."""
+    return settings().device_count > 0
