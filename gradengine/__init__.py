@@ -17,6 +17,7 @@ from gradengine.clip import (
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
 from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect, local_group
+from gradengine.gpu_accumulate import GpuGradientAccumulator
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
 from gradengine.trainer import DistributedTrainer, shard_batches
@@ -30,6 +31,7 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "FusedClipState",
+    "GpuGradientAccumulator",
     "GradientEngine",
     "GradientError",
     "GradientLayout",

@@ -7,60 +7,60 @@ the same bits, less traffic.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
+from gradengine.arrivals import Arrivals
 from gradengine.block import BlockGradientSet
 from gradengine.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
-from gradengine.gradients import Gradients, and_more, in_slot_order, refuse_other_shape
-from gradengine.kernels import Kernels, SquaredSums, kernels_for
+from gradengine.gradients import Gradients, and_more, in_slot_order
+from gradengine.kernels import ADDRESS, Contribution, Kernels, Places, kernels_for
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 from gradengine.window import Window, checked_weight, ordered_sum
 
-__all__ = ["PerBlockGradientAccumulator"]
+__all__ = ["GradientAccumulator", "PerBlockGradientAccumulator"]
 
 
-@final
-class PerBlockGradientAccumulator:
+class GradientAccumulator(ABC):
     """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
 
-    Every call checks all it was given before it changes anything: after an error the state is what it was before.
+    Every call checks all it was given before it changes anything: after an error the state is what it was before. On a
+    GPU `add` and its kin queue their work on the current stream and return.
 
-    Args:
+    Attributes:
         layout: Where each component lies.
-        kernels: The device's kernels; NumPy on the CPU by default.
-        hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
-
-    Raises:
-        CallerError: `hold` is no whole number >= 1.
-
-    Example:
-        >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
-        >>> accumulator.add_block(0, [np.array([1, 2], np.float32)])
-        >>> accumulator.add_block(0, [np.array([3, 4], np.float32)])
-        >>> accumulator.block(0).flatten()[:2]
-        array([4., 6.], dtype=float32)
+        kernels: The device's kernels.
+        hold: Micro-batches kept by reference and folded in one pass.
+        arena: The whole gradient set, flat.
+        targets: Each component's part of it, in layout order.
+        sums: Squared sums of the components, as far as they were measured.
     """
 
-    def __init__(self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1) -> None:
+    @abstractmethod
+    def __init__(self, layout: GradientLayout, kernels: Kernels, hold: int) -> None:
         if not isinstance(hold, int) or hold < 1:
             raise CallerError("hold counts micro-batches", got=hold, expected="at least 1")
         self.layout, self.hold = layout, hold
-        self.kernels: Kernels = kernels or kernels_for("cpu")
+        self.kernels = kernels
         self.arena = self.kernels.allocate(layout.arena_size)
         self.targets = tuple(self.arena.part(slot.offset, slot.stop) for slot in layout.slots)
-        self.sums = SquaredSums([slot.size for slot in layout.slots])
+        self.sums = self.kernels.squared_sums([slot.size for slot in layout.slots])
         self.kernels.fill_zero(list(_padding(self.arena, layout)))
         self._window = Window(len(layout.slots))
         self._is_changing = False
-        self._exposed: set[int] = set()  # may be written to through views, so their norm is read anew at each step
+        self._arrivals = Arrivals(kernels, self.arena)
+        # What may be written to through views has its norm read anew at each step.
+        self._exposed = np.zeros(len(layout.slots), np.bool_)
+        self._places: dict[tuple[str, int], Places] = {}
         self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
+        self._all = self._places_of(layout.slots)
 
     @property
     def num_blocks(self) -> int:
@@ -75,7 +75,8 @@ class PerBlockGradientAccumulator:
     @property
     def is_even(self) -> bool:
         """Whether every component has the same number of micro-batches."""
-        return len(set(self._window.counts)) <= 1
+        counts = self._window.counts
+        return bool((counts == counts[0]).all())
 
     @property
     def total_weight(self) -> float:
@@ -133,10 +134,10 @@ class PerBlockGradientAccumulator:
             LayoutMismatch: No such block.
         """
         block = self.layout.block(index)
-        positions = [self._position[slot.name] for slot in block.slots]
-        self._settle(positions)
-        self._exposed.update(positions)
-        self._window.measured.difference_update(positions)
+        places = self._places_of(block.slots)
+        self._settle(places)
+        self._exposed[places.index] = True
+        self._window.measured[places.index] = False
         return BlockGradientSet(block, self.kernels, self.arena.part(block.start, block.stop))
 
     def average(self) -> None:
@@ -152,7 +153,7 @@ class PerBlockGradientAccumulator:
         self.close()
         factor = np.float32(1 / self.total_weight)
         with self.changing():
-            self.kernels.hand_back(self.targets, [factor] * len(self.targets), self.targets)
+            self.kernels.scale(self.targets, factor, self.targets)
             self._window.become_one()
 
     def zero_all(self) -> None:
@@ -163,11 +164,10 @@ class PerBlockGradientAccumulator:
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
         with self.changing():
-            self._fold(range(len(self.targets)), measure=False)
+            self._fold(self._all, measure=False)
         # All that came is read anew: views from block() may have been written to since it was measured.
-        filled = [p for p, written in enumerate(self._window.filled) if written]
-        chunks = [(p, *chunk) for p in filled for chunk in self.sums.chunks(p)]
-        self.kernels.measure(self.targets, self.sums, chunks)
+        filled = np.flatnonzero(self._window.filled).tolist()
+        self.kernels.measure(self.targets, self.sums, self.sums.all_chunks(filled))
         return not np.isfinite(self.kernels.totals(self.sums)[filled]).all()
 
     def close(self, *, measure: bool = False) -> None:
@@ -185,7 +185,7 @@ class PerBlockGradientAccumulator:
             raise WindowError(
                 "step without a micro-batch", got="0 micro-batches", expected="at least 1", do="add() gradients first"
             )
-        lagging = [i for i, count in enumerate(window.counts) if count < len(window.weights)]
+        lagging = np.flatnonzero(window.counts < len(window.weights)).tolist()
         if lagging:
             slot = self.layout.slots[lagging[0]]
             raise WindowError(
@@ -194,7 +194,7 @@ class PerBlockGradientAccumulator:
                 expected=f"{len(window.weights)} as the others have",
                 do="add what is missing; None stands for a component without a gradient",
             )
-        self._settle(range(len(self.targets)), measure=measure)
+        self._settle(self._all, measure=measure)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -210,22 +210,25 @@ class PerBlockGradientAccumulator:
 
     def settle_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel."""
-        self._settle(self._positions(span.slots))
+        self._settle(self._places_of(span.slots))
 
     def measure_rest(self) -> None:
         """Take the squared sums that no fold has taken: one read of those components."""
-        chunks = [
-            (p, *chunk)
-            for p in range(len(self.targets))
-            if p not in self._window.measured
-            for chunk in self.sums.chunks(p)
-        ]
-        self.kernels.measure(self.targets, self.sums, chunks)
-        self._window.measured.update(set(range(len(self.targets))) - self._exposed)
+        unknown = np.flatnonzero(~self._window.measured).tolist()
+        self.kernels.measure(self.targets, self.sums, self.sums.all_chunks(unknown))
+        self._window.measured[:] = ~self._exposed
 
     def forget_measured(self) -> None:
         """The arena may have been written to: every squared sum is taken anew before the next step."""
-        self._window.measured.clear()
+        self._window.measured[:] = False
+
+    def settle(self, slots: Sequence[Slot]) -> None:
+        """Fold what is held for these slots, so that they may be read; zeros where nothing came yet."""
+        self._settle(Places([self._position[slot.name] for slot in slots]))
+
+    def target_of(self, slot: Slot) -> Buffer:
+        """A slot's part of the arena."""
+        return self.targets[self._position[slot.name]]
 
     def slots_of(self, span: Span) -> list[tuple[int, Slot]]:
         """Position and slot of each component of a span."""
@@ -250,10 +253,14 @@ class PerBlockGradientAccumulator:
             raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
         return slot
 
-    def views(self) -> Mapping[str, npt.NDArray[np.float32]]:
-        """Name -> the component in the arena, in its shape; no copies."""
+    def views(self) -> Mapping[str, Any]:
+        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies."""
+        return self._views
+
+    @cached_property
+    def _views(self) -> Mapping[str, Any]:
         pairs = zip(self.layout.slots, self.targets, strict=True)
-        return MappingProxyType({slot.name: target.data.reshape(slot.shape) for slot, target in pairs})
+        return MappingProxyType({slot.name: self.kernels.array(target, slot.shape) for slot, target in pairs})
 
     # ---- inside ----
 
@@ -262,27 +269,19 @@ class PerBlockGradientAccumulator:
     ) -> None:
         scalar = checked_weight(weight)
         sources = in_slot_order(slots, gradients, where, prefix)
-        positions = self._positions(slots)
-        views = [None if s is None else self._view(s, slot) for s, slot in zip(sources, slots, strict=True)]
-        self._window.refuse_other_weight(positions, scalar, where)
+        places = self._places_of(slots)
+        contribution = self._arrivals.contribution(places, slots, sources)
+        self._window.refuse_other_weight(places, scalar, where)
         self._refuse_interrupted()
-        self._refuse_aliases(positions, views)
+        self._refuse_aliases(contribution)
         with self.changing():
-            self._window.take(positions, views, scalar)
-            due = [p for p in positions if measure or len(self._window.pending[p]) >= self.hold]
-            self._fold(due, measure=measure)
+            self._window.take(contribution, scalar)
+            self._fold(places if measure else self._due(places), measure=measure)
 
-    def _view(self, source: object, slot: Slot) -> Buffer:
-        view = self.kernels.view(source, slot.name)
-        refuse_other_shape(view, slot)
-        if view.overlaps(self.arena):
-            raise BufferRefused(
-                f"component '{slot.name}' lies in this accumulator's own arena",
-                got=f"address {view.pointer:#x}",
-                expected="memory of the caller's",
-                do="the arena already holds it; pass a copy if it is really meant to be added again",
-            )
-        return view
+    def _due(self, places: Places) -> Places:
+        """Those of these slots that hold as much as they may."""
+        is_due = self._window.waiting[places.index] >= self.hold
+        return places if is_due.all() else Places(places.index[is_due].tolist())
 
     def _refuse_interrupted(self) -> None:
         if self._is_changing:
@@ -291,36 +290,66 @@ class PerBlockGradientAccumulator:
                 do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
             )
 
-    def _refuse_aliases(self, positions: Sequence[int], views: Sequence[Buffer | None]) -> None:
-        for position, view in zip(positions, views, strict=True):
-            if view is not None and view.size and self._window.held[view.pointer]:
-                raise BufferRefused(
-                    f"component '{self.layout.slots[position].name}' is held already at the same address",
-                    got=f"address {view.pointer:#x} twice in one fold of hold={self.hold}",
-                    expected="a buffer of its own for each held micro-batch",
-                    do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
-                )
+    def _refuse_aliases(self, contribution: Contribution) -> None:
+        position = self._window.held_already(contribution)
+        if position is not None:
+            address = int(contribution.addresses[contribution.places.column[position]]) & ADDRESS
+            raise BufferRefused(
+                f"component '{self.layout.slots[position].name}' is held already at the same address",
+                got=f"address {address:#x} twice in one fold of hold={self.hold}",
+                expected="a buffer of its own for each held micro-batch",
+                do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
+            )
 
-    def _positions(self, slots: Sequence[Slot]) -> list[int]:
-        return [self._position[slot.name] for slot in slots]
+    def _places_of(self, slots: Sequence[Slot]) -> Places:
+        key = (slots[0].name, len(slots))  # slots are the layout's, one span's, or one
+        if key not in self._places:
+            self._places[key] = Places([self._position[slot.name] for slot in slots])
+        return self._places[key]
 
-    def _settle(self, positions: Sequence[int], *, measure: bool = False) -> None:
+    def _settle(self, places: Places, *, measure: bool = False) -> None:
         """Fold what is held and zero what nothing came for."""
         with self.changing():
-            self._fold(positions, measure=measure)
-            empty = [p for p in positions if not self._window.filled[p]]
-            self.kernels.fill_zero([self.targets[p] for p in empty])
-            for p in empty:
-                self._window.filled[p] = True
+            self._fold(places, measure=measure)
+            empty = places.index[~self._window.filled[places.index]]
+            if empty.size:
+                self.kernels.fill_zero([self.targets[p] for p in empty])
+                self.kernels.zero_sums(self.sums, empty.tolist())
+                self._window.filled[empty] = True
+                self._window.measured[empty] = ~self._exposed[empty]
 
-    def _fold(self, positions: Sequence[int], *, measure: bool) -> None:
-        window = self._window
-        due = [p for p in positions if window.pending[p]]
-        folds = [window.fold(p) for p in due]
-        self.kernels.accumulate(self.targets, folds, self.sums if measure else None)
-        window.folded(due)
-        if measure:
-            window.measured.update(set(due) - self._exposed)
+    def _fold(self, places: Places, *, measure: bool) -> None:
+        measure = measure or self.kernels.measures_in_passing
+        for batch in self._window.batches(places):
+            self.kernels.accumulate_batch(self.targets, batch, self.sums if measure else None)
+            if measure:
+                folded = batch.places.index[batch.present]
+                self._window.measured[folded] = ~self._exposed[folded]
+        self._window.folded(places)
+
+
+@final
+class PerBlockGradientAccumulator(GradientAccumulator):
+    """The accumulator on the CPU, or on the device whose kernels it is given.
+
+    Args:
+        layout: Where each component lies.
+        kernels: The device's kernels; NumPy on the CPU by default.
+        hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
+
+    Raises:
+        CallerError: `hold` is no whole number >= 1.
+
+    Example:
+        >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
+        >>> accumulator.add_block(0, [np.array([1, 2], np.float32)])
+        >>> accumulator.add_block(0, [np.array([3, 4], np.float32)])
+        >>> accumulator.block(0).flatten()[:2]
+        array([4., 6.], dtype=float32)
+    """
+
+    def __init__(self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1) -> None:
+        super().__init__(layout, kernels or kernels_for("cpu"), hold)
 
 
 def _padding(arena: Buffer, layout: GradientLayout) -> Iterator[Buffer]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from gradengine.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
@@ -46,22 +45,22 @@ class BlockGradientSet:
             self.zero()
 
     @property
-    def components(self) -> Mapping[str, npt.NDArray[np.float32]]:
+    def components(self) -> Mapping[str, Any]:
         """Component name without the block's ("w_q") -> its gradient, a view in its shape."""
         pairs = zip(self._block.slots, self._targets, strict=True)
-        return MappingProxyType({self._short(slot): target.data.reshape(slot.shape) for slot, target in pairs})
+        return MappingProxyType({self._short(slot): self._kernels.array(target, slot.shape) for slot, target in pairs})
 
     @property
     def component_sizes(self) -> tuple[int, ...]:
         """Elements of each component, in order."""
         return tuple(slot.size for slot in self._block.slots)
 
-    def flatten(self) -> npt.NDArray[np.float32]:
+    def flatten(self) -> Any:
         """The whole block as one flat view: no copy.
 
         Between components whose sizes are no multiple of 32 it holds padding, which is zero.
         """
-        return self._memory.data
+        return self._kernels.array(self._memory, (self._memory.size,))
 
     def from_flat(self, flat: object) -> None:
         """Replace the block's gradients by those of a flat array as `flatten` gives it; padding is not taken over.
@@ -106,7 +105,7 @@ class BlockGradientSet:
         if not (math.isfinite(divisor) and abs(divisor) >= 1e-38):
             raise CallerError("cannot divide by this", got=divisor, expected="a finite number beyond +-1e-38")
         factor = np.float32(1 / divisor)
-        self._kernels.hand_back(self._targets, [factor] * len(self._targets), self._targets)
+        self._kernels.scale(self._targets, factor, self._targets)
 
     def zero(self) -> None:
         """Write zeros, padding included."""

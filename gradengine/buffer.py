@@ -1,7 +1,7 @@
 """The only door in and out: any array or pointer becomes a flat `Buffer`, checked once, copied never.
 
-What is resolved here is (pointer, size, dtype, device, owner); nothing after this file asks what an object is.
-This is the host half: NumPy arrays, DLPack producers on the CPU, and raw host pointers.
+What is resolved here is (pointer, size, dtype, device, owner); nothing after the doors asks what an object is. The door
+in this file is the host's: NumPy arrays, DLPack producers on the CPU, and raw host pointers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.dlpack import Exported, contiguous_strides, exported, exporting_device
 from gradengine.errors import BufferRefused
 
-__all__ = ["Buffer", "RawBuffer", "host_buffer"]
+__all__ = ["Buffer", "DeviceMemory", "RawBuffer", "host_buffer"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -41,7 +42,7 @@ class RawBuffer:
         pointer: Address of the first element.
         size: Elements.
         dtype: "float32", "float16" or "bfloat16".
-        device: "cpu"; a GPU's pointers are taken by an engine with device="cuda".
+        device: "cpu", or a GPU's: "cuda:0".
         owner: Whatever must stay alive while the memory is in use.
         writable: False where the memory may be read only.
 
@@ -61,41 +62,60 @@ class RawBuffer:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """A stretch of a GPU's memory: numbers only, since the host cannot look into it."""
+
+    pointer: int
+    size: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.size * self.itemsize
+
+    def __getitem__(self, elements: slice) -> DeviceMemory:
+        start, stop, _ = elements.indices(self.size)
+        return DeviceMemory(self.pointer + start * self.itemsize, max(0, stop - start), self.itemsize)
+
+
+@dataclass(frozen=True)
 class Buffer:
     """A flat, contiguous view of somebody's memory.
 
     Attributes:
-        data: The elements, one-dimensional, in the storage dtype (bf16 as uint16).
+        data: The elements, one-dimensional, in the storage dtype (bf16 as uint16); of a GPU where they lie.
         dtype: "float32", "float16" or "bfloat16".
         shape: The shape it came with.
         writable: Whether it may be a destination.
         owner: Kept alive for as long as this view is.
     """
 
-    data: Array
+    data: Any
     dtype: str
     shape: tuple[int, ...]
     writable: bool
     owner: object
+    device: str = "cpu"
 
     @functools.cached_property
     def pointer(self) -> int:
         """Address of the first element."""
-        return int(self.data.ctypes.data)
+        return int(self.data.ctypes.data) if self.device == "cpu" else int(self.data.pointer)
 
     @property
     def size(self) -> int:
         """Elements."""
-        return self.data.size
+        return int(self.data.size)
 
     @property
     def nbytes(self) -> int:
         """Bytes."""
-        return self.data.nbytes
+        return int(self.data.nbytes)
 
     def part(self, start: int, stop: int) -> Buffer:
         """The elements start..stop - 1 of the same memory, flat."""
-        return Buffer(self.data[start:stop], self.dtype, (stop - start,), self.writable, self.owner)
+        return Buffer(self.data[start:stop], self.dtype, (stop - start,), self.writable, self.owner, self.device)
 
     def overlaps(self, other: Buffer) -> bool:
         """Whether any byte belongs to both."""
@@ -185,7 +205,7 @@ def _from_numpy(array: Array, component: str) -> Buffer:
         )
     dtype = _dtype_name(array.dtype, component)
     if not array.flags.c_contiguous:
-        raise _strided(component, array.shape, tuple(s // array.itemsize for s in array.strides))
+        raise strided(component, array.shape, tuple(s // array.itemsize for s in array.strides))
     flat = array.view(np.ndarray).reshape(-1).view(STORAGE[dtype])  # a np.matrix stays 2-D if reshaped first
     return Buffer(flat, dtype, array.shape, array.flags.writeable, array)
 
@@ -195,10 +215,11 @@ def _dtype_name(dtype: np.dtype[Any], component: str) -> str:
         return _NAMES[dtype]
     if dtype.name in STORAGE and dtype.isnative:
         return str(dtype.name)
-    raise _wrong_dtype(component, f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}")
+    raise wrong_dtype(component, f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}")
 
 
-def _wrong_dtype(component: str, got: str) -> BufferRefused:
+def wrong_dtype(component: str, got: str) -> BufferRefused:
+    """The error for a dtype that is none of ours."""
     return BufferRefused(
         f"component '{component}' has a dtype that is not taken",
         got=got,
@@ -207,7 +228,8 @@ def _wrong_dtype(component: str, got: str) -> BufferRefused:
     )
 
 
-def _strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> BufferRefused:
+def strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> BufferRefused:
+    """The error for memory with gaps, or in another order; strides in elements."""
     return BufferRefused(
         f"component '{component}' is not contiguous",
         got=f"shape {tuple(shape)} with strides {tuple(strides)} (in elements)",
@@ -216,38 +238,26 @@ def _strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> Bu
     )
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a C-contiguous array of that shape.
-
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
 def _from_raw(raw: RawBuffer, component: str) -> Buffer:
-    if raw.device != "cpu":
-        raise _wrong_device(component, raw.device)
-    if str(raw.dtype) not in STORAGE:
-        raise _wrong_dtype(component, str(raw.dtype))
-    try:
-        pointer, size = operator.index(raw.pointer), operator.index(raw.size)
-    except TypeError:
-        raise _no_memory(component, repr(raw.pointer), raw.size) from None
+    refuse_other_device(raw.device, component)
+    pointer, size = raw_extent(raw, component)
     data = _memory(pointer, size, STORAGE[str(raw.dtype)], raw.owner, component)
     return Buffer(data, str(raw.dtype), (size,), raw.writable, raw.owner)
 
 
+def raw_extent(raw: RawBuffer, component: str) -> tuple[int, int]:
+    """A raw buffer's pointer and size as integers, its dtype checked; raises `BufferRefused`."""
+    if str(raw.dtype) not in STORAGE:
+        raise wrong_dtype(component, str(raw.dtype))
+    try:
+        return operator.index(raw.pointer), operator.index(raw.size)
+    except TypeError:
+        raise no_memory(component, repr(raw.pointer), raw.size) from None
+
+
 def _memory(pointer: int, size: int, storage: np.dtype[Any], owner: object, component: str) -> Array:
     """Memory at an address as an array that keeps `owner` alive."""
-    if size < 0 or pointer < 0 or (pointer == 0 and size):
-        raise _no_memory(component, hex(pointer), size)
-    if pointer % storage.itemsize:
-        raise BufferRefused(
-            f"component '{component}' is not aligned to its elements",
-            got=f"pointer {pointer:#x}",
-            expected=f"a multiple of {storage.itemsize}",
-        )
+    refuse_impossible(pointer, size, storage.itemsize, component)
     if size == 0:
         return np.empty(0, storage)
     memory = (ctypes.c_char * (size * storage.itemsize)).from_address(pointer)
@@ -256,7 +266,20 @@ def _memory(pointer: int, size: int, storage: np.dtype[Any], owner: object, comp
     return flat
 
 
-def _no_memory(component: str, pointer: str, size: object) -> BufferRefused:
+def refuse_impossible(pointer: int, size: int, itemsize: int, component: str) -> None:
+    """Raise `BufferRefused` where no elements of that size can lie."""
+    if size < 0 or pointer < 0 or (pointer == 0 and size):
+        raise no_memory(component, hex(pointer), size)
+    if pointer % itemsize:
+        raise BufferRefused(
+            f"component '{component}' is not aligned to its elements",
+            got=f"pointer {pointer:#x}",
+            expected=f"a multiple of {itemsize}",
+        )
+
+
+def no_memory(component: str, pointer: str, size: object) -> BufferRefused:
+    """The error for an address that stands for nothing."""
     return BufferRefused(
         f"component '{component}' is no memory",
         got=f"pointer {pointer}, size {size}",
@@ -264,111 +287,34 @@ def _no_memory(component: str, pointer: str, size: object) -> BufferRefused:
     )
 
 
-def _wrong_device(component: str, got: str) -> BufferRefused:
+def wrong_device(component: str, got: str, expected: str) -> BufferRefused:
+    """The error for memory on another device than the engine's."""
     return BufferRefused(
         f"component '{component}' lies on another device",
         got=got,
-        expected="cpu",
+        expected=expected,
         do="build the engine with the device where the gradients are",
     )
 
 
-# ---- DLPack: its capsule is read in place and kept as the owner, so bf16 works, which numpy.from_dlpack refuses ----
-
-_DTYPE_BY_CODE = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}
-_CODE_NAMES = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
-_HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by the CPU
-_DEVICE_NAMES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
-_READ_ONLY_FLAG = 1
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _VersionedTensor(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
-    )
-
-
-_capsule_name = ctypes.pythonapi.PyCapsule_GetName
-_capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, (ctypes.py_object,)
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-
-
 def _from_dlpack(source: Any, component: str) -> Buffer:
-    capsule = _capsule_of(source, component)
-    tensor, writable = _tensor_in(capsule, component)
-    _refuse_other_device(tensor.device_type, tensor.device_id, component)
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
-    if not _is_contiguous(shape, strides):
-        raise _strided(component, shape, strides)
-    dtype = _DTYPE_BY_CODE.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
-    if dtype is None:
-        lanes = "" if tensor.lanes == 1 else f" in vectors of {tensor.lanes}"
-        raise _wrong_dtype(component, f"{_CODE_NAMES.get(tensor.code, f'code {tensor.code} ')}{tensor.bits}{lanes}")
-    # The capsule is never renamed to "used_dltensor": its own destructor frees the producer's reference with us.
-    owner = (capsule, source)
-    pointer = tensor.data + tensor.byte_offset if tensor.data else 0
-    return Buffer(_memory(pointer, math.prod(shape), STORAGE[dtype], owner, component), dtype, shape, writable, owner)
+    refuse_other_device(exporting_device(source, component), component)
+    tensor = exported(source, component)
+    refuse_other_device(tensor.device, component)
+    refuse_as_it_lies(tensor, component)
+    data = _memory(tensor.pointer, math.prod(tensor.shape), STORAGE[tensor.dtype], tensor.owner, component)
+    return Buffer(data, tensor.dtype, tensor.shape, tensor.writable, tensor.owner)
 
 
-def _capsule_of(source: Any, component: str) -> object:
-    try:
-        device_type, device_id = source.__dlpack_device__()
-        _refuse_other_device(device_type, device_id, component)
-        try:
-            return source.__dlpack__(max_version=(1, 0))
-        except TypeError:  # a producer older than DLPack 1.0 does not know the argument
-            return source.__dlpack__()
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as refusal:
-        raise BufferRefused(
-            f"component '{component}' cannot be exported by its framework ({refusal})", got=type(source).__name__
-        ) from None
+def refuse_other_device(device: str, component: str, expected: Sequence[str] = ("cpu",)) -> None:
+    """Raise `BufferRefused` unless the memory lies on one of the devices expected."""
+    if device not in expected:
+        raise wrong_device(component, device, expected[0])
 
 
-def _refuse_other_device(device_type: int, device_id: int, component: str) -> None:
-    if int(device_type) not in _HOST_DEVICES:
-        raise _wrong_device(component, f"{_DEVICE_NAMES.get(int(device_type), int(device_type))}:{device_id}")
-
-
-def _tensor_in(capsule: object, component: str) -> tuple[_DLTensor, bool]:
-    name = _capsule_name(capsule)
-    if name == b"dltensor":  # before 1.0 there was no read-only flag: writable is what every consumer assumed
-        return _DLTensor.from_address(_capsule_pointer(capsule, name)), True
-    if name == b"dltensor_versioned":
-        versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, name))
-        if versioned.major == 1:
-            return versioned.tensor, not versioned.flags & _READ_ONLY_FLAG
-        raise BufferRefused(
-            f"component '{component}' speaks another DLPack",
-            got=f"version {versioned.major}",
-            expected="version 0 or 1",
-        )
-    raise BufferRefused(f"component '{component}' exports no DLPack tensor", got=name, expected="a fresh capsule")
-
-
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    if 0 in shape:
-        return True
-    wanted = contiguous_strides(shape)
-    return all(n == 1 or s == w for n, s, w in zip(shape, strides, wanted, strict=True))
+def refuse_as_it_lies(tensor: Exported, component: str) -> None:
+    """Raise `BufferRefused` where an exported tensor is strided or of another dtype than ours."""
+    if not tensor.is_contiguous:
+        raise strided(component, tensor.shape, tensor.strides)
+    if tensor.dtype not in STORAGE:
+        raise wrong_dtype(component, tensor.dtype)

@@ -1,17 +1,19 @@
 """Fused clipping: norm -> scale -> apply, in place, on state that is allocated once.
 
-By default one global norm over everything; a plan may give blocks, components or named groups norms of their own.
+By default one global norm over everything; a plan may give blocks, components or named groups norms of their own. On a
+GPU norm and scale stay in its memory and nothing waits: three launches, which a CUDA graph may record.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from gradengine.buffer import Buffer, overlapping
+from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
-from gradengine.kernels import ClipPlan, Decision, Kernels, SquaredSums, kernels_for
+from gradengine.kernels import ClipPlan, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 
 __all__ = [
@@ -35,11 +37,15 @@ class FusedClipState:
 
     Args:
         sizes: Elements of each buffer.
-        device: Where the buffers lie; "cpu" in this version.
+        device: Where the buffers lie: "cpu", "cuda", "cuda:1", or kernels.
 
     Attributes:
-        norm: The last global norm, before clipping; NaN until there is one.
-        scale: The last clip scale.
+        norm: The last global norm, before clipping; NaN until there is one. On a GPU a 0-d array there, which the next
+            clip writes anew; reading it (`float(state.norm)`) waits for the device.
+        scale: The last clip scale; on a GPU likewise.
+
+    Raises:
+        DeviceUnavailable: The device cannot be used here.
 
     Example:
         >>> state = FusedClipState([2])
@@ -49,11 +55,11 @@ class FusedClipState:
         (5.0, 0.2, array([0.6, 0.8], dtype=float32))
     """
 
-    def __init__(self, sizes: Sequence[int], device: str = "cpu") -> None:
-        self.kernels: Kernels = kernels_for(device)
-        self.sums = SquaredSums(sizes)
-        self.norm = math.nan
-        self.scale = 1.0
+    def __init__(self, sizes: Sequence[int], device: str | Kernels = "cpu") -> None:
+        self.kernels = kernels_for(device)
+        self.sums = self.kernels.squared_sums(sizes)
+        self.norm: Any = math.nan
+        self.scale: Any = 1.0
 
 
 def clip_gradients_fused(
@@ -67,28 +73,27 @@ def clip_gradients_fused(
         buffers: As many as `state` was made for, of those sizes; fp32, fp16 or bf16, writable, contiguous.
         max_norm: The bound, >= 0.
         state: From `FusedClipState`.
-        stream: A GPU's stream; without meaning on the CPU.
+        stream: A GPU's stream (CuPy's, torch's, or a handle); the current CuPy stream by default.
 
     Raises:
         LayoutMismatch: Another number of buffers or another size.
         BufferRefused: A buffer cannot be written as it lies, or two overlap.
         CallerError: `max_norm` is negative or NaN, or a stream is given on the CPU.
     """
-    if stream is not None:
-        raise CallerError("the CPU has no streams", got=repr(stream), expected="stream=None")
     names = [f"buffers[{i}]" for i in range(len(buffers))]
-    _clip(_writable(buffers, names, state), max_norm, state)
+    with state.kernels.on(stream):
+        _clip(_writable(buffers, names, state), max_norm, state)
 
 
-def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_norm: float) -> float:
+def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_norm: float) -> Any:
     """Clip arrays in place by their global norm, and return what the norm was.
 
     Args:
-        arrays: A sequence, or a mapping by name; fp32, fp16 or bf16 on the CPU, writable, contiguous.
+        arrays: A sequence, or a mapping by name; fp32, fp16 or bf16, all on one device, writable, contiguous.
         max_norm: The bound, >= 0.
 
     Returns:
-        The global norm before clipping, accumulated beyond fp32 whatever the arrays' dtype.
+        The global norm before clipping, accumulated beyond fp32 whatever the arrays' dtype; on a GPU a 0-d array there.
 
     Raises:
         BufferRefused: An array cannot be written as it lies, or two overlap.
@@ -100,23 +105,25 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
         (10.0, array([0., 1.], dtype=float32))
     """
     named = arrays if isinstance(arrays, Mapping) else {f"arrays[{i}]": array for i, array in enumerate(arrays)}
-    kernels = kernels_for("cpu")
+    kernels = kernels_for(device_of(next(iter(named.values()), None)))
     views = [kernels.writable_view(array, name) for name, array in named.items()]
-    state = FusedClipState([view.size for view in views])
+    state = FusedClipState([view.size for view in views], kernels)
     _refuse_overlap(views, list(named))
     _clip(views, max_norm, state)
     return state.norm
 
 
-def init_lora_fused_clip(workspace: object) -> FusedClipState:
+def init_lora_fused_clip(workspace: object, device: str | Kernels | None = None) -> FusedClipState:
     """Clip state for the six gradients of a LoRA block.
 
     Args:
         workspace: A mapping or an object with `lora_a_q lora_b_q lora_a_v lora_b_v input_norm post_attn_norm`; one
             that is empty, None or absent is skipped.
+        device: Where they lie; by default where the first one says that it lies.
 
     Raises:
         LayoutMismatch: None of the six is there.
+        DeviceUnavailable: The device cannot be used here.
 
     Example:
         >>> workspace = {"lora_a_q": np.ones(4, np.float32), "lora_b_q": np.ones(0, np.float32)}
@@ -125,8 +132,10 @@ def init_lora_fused_clip(workspace: object) -> FusedClipState:
         >>> state.norm, float(workspace["lora_a_q"][0])
         (2.0, 0.5)
     """
-    kernels = kernels_for("cpu")
-    return FusedClipState([kernels.view(array, name).size for name, array in _lora_buffers(workspace).items()])
+    given = [array for name in LORA_COMPONENTS if (array := _component(workspace, name)) is not None]
+    kernels = kernels_for(device or device_of(next(iter(given), None)))
+    present = _lora_buffers(workspace, kernels)
+    return FusedClipState([kernels.view(array, name).size for name, array in present.items()], kernels)
 
 
 def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedClipState) -> None:
@@ -137,7 +146,7 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedCl
         BufferRefused: A buffer cannot be written as it lies, or two overlap.
         CallerError: `max_norm` is negative or NaN.
     """
-    named = _lora_buffers(workspace)
+    named = _lora_buffers(workspace, state.kernels)
     _clip(_writable(list(named.values()), list(named), state), max_norm, state)
 
 
@@ -160,12 +169,13 @@ def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -
         >>> from gradengine.layout import GradientLayout
         >>> slots = GradientLayout.of({"layers.0.w": (1,), "layers.1.w": (1,), "head": (1,)}).slots
         >>> clip_plan(slots, 1.0, "block")
-        (ClipPlan(groups=(0, 1, 2), max_norms=(1.0, 1.0, 1.0)), ('block 0', 'block 1', 'rest'))
+        (ClipPlan(groups=(0, 1, 2), max_norms=(1.0, 1.0, 1.0), blocks=(0, 1, None)), ('block 0', 'block 1', 'rest'))
     """
     labels = [_group_of(slot, groups) for slot in slots]
-    names = tuple(dict.fromkeys(labels))
+    names = {name: number for number, name in enumerate(dict.fromkeys(labels))}
     bounds = tuple(_bound(max_norm, name) for name in names)
-    return ClipPlan(tuple(names.index(label) for label in labels), bounds), names
+    blocks = tuple(slot.block for slot in slots)
+    return ClipPlan(tuple(names[label] for label in labels), bounds, blocks), tuple(names)
 
 
 def _group_of(slot: Slot, groups: Groups) -> str:
@@ -213,18 +223,12 @@ def checked_max_norm(max_norm: float | None) -> float:
 
 
 def _clip(views: Sequence[Buffer], max_norm: float, state: FusedClipState) -> None:
+    kernels, sums = state.kernels, state.sums
     plan = ClipPlan((0,) * len(views), (checked_max_norm(max_norm),))
-    decision = measure_and_decide(state.kernels, views, state.sums, plan)
-    state.kernels.hand_back(views, [decision.factors[0]] * len(views), views)
-    state.norm, state.scale = decision.norm, decision.scales[0]
-
-
-def measure_and_decide(
-    kernels: Kernels, views: Sequence[Buffer], sums: SquaredSums, plan: ClipPlan, divisor: float = 1.0
-) -> Decision:
-    """Norms, scales and factors of buffers that are complete: one read of each."""
-    kernels.measure(views, sums, [(p, *chunk) for p in range(len(views)) for chunk in sums.chunks(p)])
-    return kernels.decide(kernels.totals(sums), plan, divisor)
+    kernels.measure(views, sums, sums.all_chunks(range(len(views))))
+    decision = kernels.finalise(None, sums, plan, 1.0, zero_if_bad=False)
+    kernels.hand_back(views, decision, plan.groups, views)
+    state.norm, state.scale = decision.norm, decision.scale
 
 
 def _writable(buffers: Sequence[object], names: Sequence[str], state: FusedClipState) -> list[Buffer]:
@@ -253,13 +257,16 @@ def _refuse_overlap(views: Sequence[Buffer], names: Sequence[str]) -> None:
         )
 
 
-def _lora_buffers(workspace: object) -> dict[str, object]:
-    kernels = kernels_for("cpu")
+def _lora_buffers(workspace: object, kernels: Kernels) -> dict[str, object]:
     present = {}
     for name in LORA_COMPONENTS:
-        array = workspace.get(name) if isinstance(workspace, Mapping) else getattr(workspace, name, None)
+        array = _component(workspace, name)
         if array is not None and kernels.view(array, name).size:
             present[name] = array
     if not present:
         raise LayoutMismatch("the workspace has none of the LoRA gradients", expected=", ".join(LORA_COMPONENTS))
     return present
+
+
+def _component(workspace: object, name: str) -> object:
+    return workspace.get(name) if isinstance(workspace, Mapping) else getattr(workspace, name, None)

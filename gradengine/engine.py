@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, final
 
-import numpy as np
-
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.agreement import Tally, agree
-from gradengine.buffer import Buffer, overlapping
+from gradengine.agreement import Tally
+from gradengine.buffer import Buffer
+from gradengine.capture import CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
-from gradengine.errors import BufferRefused, CallerError, ExchangeError, NonFiniteGradient, WindowError
-from gradengine.exchange.interface import Exchange, Progress
-from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
-from gradengine.kernels import Decision, kernels_for
-from gradengine.layout import GradientLayout, Span
+from gradengine.destinations import destinations_of, handed_back
+from gradengine.errors import CallerError, NonFiniteGradient, WindowError
+from gradengine.exchange.interface import Exchange
+from gradengine.gradients import Gradients
+from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for
+from gradengine.late import LateVerdicts
+from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
+from gradengine.sharing import Sharing
 
 __all__ = ["GradientEngine"]
 
@@ -30,9 +34,13 @@ class GradientEngine:
     Every call checks what it was given before it changes anything. A step that failed can be run again: `step()` once
     more, after `reconnect` where the exchange is lost; or the window is dropped by `discard()`.
 
+    On a GPU nothing waits for the device: work is queued on the current CuPy stream, norm, scale and verdict are arrays
+    there, and a gradient that is not finite is handed back as zeros and raised late, by the `add` or `step` that first
+    sees its verdict (`result.check()` raises it at once, and waits). With an exchange a step waits for its sums.
+
     Args:
         layout: Where each component lies.
-        device: "cpu" in this version.
+        device: "cpu", "cuda" (the first GPU), "cuda:1", or kernels.
         max_norm: Bound of the global norm, or one by group name; None clips nothing.
         exchange: The sum over workers; None for one worker.
         on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" it on unclipped.
@@ -45,6 +53,7 @@ class GradientEngine:
 
     Raises:
         CallerError: An argument is out of range.
+        DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has not the memory.
         HandshakeRefused, PeerLost: The workers do not come together.
 
     Example:
@@ -59,7 +68,7 @@ class GradientEngine:
     def __init__(
         self,
         layout: GradientLayout,
-        device: str = "cpu",
+        device: str | Kernels = "cpu",
         max_norm: MaxNorm = 1.0,
         exchange: Exchange | None = None,
         on_non_finite: Literal["raise", "skip", "pass"] = "raise",
@@ -77,30 +86,40 @@ class GradientEngine:
         if not (isinstance(loss_scale, (int, float)) and 2.0**-64 <= loss_scale <= 2.0**64):
             raise CallerError("loss_scale is out of range", got=loss_scale, expected="2**-64..2**64")
         self.layout, self.micro_batches, self.loss_scale = layout, micro_batches, loss_scale
-        self._on_non_finite, self._average = on_non_finite, average
+        self._on_non_finite = on_non_finite
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold)
         self._kernels = self.accumulator.kernels
-        self._progress = Progress()
-        self._started: set[int | str] = set()
-        self._landed: dict[int | str, int] = {}
-        self._failed = self._summed = False
-        self._agreed: Tally | None = None
-        self._settings = {
+        settings = {
             "max_norm": repr(self._plan.max_norms),
             "groups": hashlib.sha256(repr(self._plan.groups).encode()).hexdigest()[:12],
             "average": average,
             "on_non_finite": on_non_finite,
             "loss_scale": repr(float(loss_scale)),
         }
-        self.exchange: Exchange | None = None
+        self._sharing = Sharing(self.accumulator, per_worker=average == "per_worker", settings=settings)
+        self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
+        self._captured: CapturedWindow | None = None
         if exchange is not None:
             self.reconnect(exchange)
 
     @property
     def current_step(self) -> int:
         """The number of the step whose window is open, counted from 0."""
-        return self._progress.step
+        return self._sharing.progress.step
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The exchange that is joined, if there is one."""
+        return self._sharing.exchange
+
+    @property
+    def latest_verdict(self) -> Verdict | None:
+        """A GPU's newest word on a finished step: norm, scale, whether it was skipped. Late, and never a wait.
+
+        None before the first one has come, and on the CPU, where each step's result says it at once.
+        """
+        return self._late.latest()
 
     @property
     def rank(self) -> int:
@@ -128,8 +147,10 @@ class GradientEngine:
         self._refuse_add()
         last = self.accumulator.accumulated_count + 1 == self.micro_batches
         self.accumulator.add(gradients, weight, measure=last and self.world_size == 1)
+        if self._captured is not None:
+            self._captured.keep(self.layout.slots, gradients, weight=weight)
         if last and self.accumulator.is_even:
-            self._start(self.layout.spans)
+            self._sharing.start(self.layout.spans)
 
     def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, last: bool = False) -> None:
         """Add one block's part of a micro-batch, as backward finishes it.
@@ -145,8 +166,11 @@ class GradientEngine:
         """
         self._refuse_add(index)
         self.accumulator.add_block(index, gradients, weight, measure=last and self.world_size == 1)
+        if self._captured is not None:
+            block = self.layout.blocks[index]
+            self._captured.keep(block.slots, gradients, f"{block.name}.")
         if last:
-            self._start((self.layout.blocks[index],))
+            self._sharing.start((self.layout.blocks[index],))
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, last: bool = False) -> None:
         """Add one component outside the blocks, by name or id, as `add_block` does a block.
@@ -156,16 +180,20 @@ class GradientEngine:
         """
         self._refuse_add(name)
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
+        slot = self.accumulator.non_block_slot(name)
+        if self._captured is not None:
+            self._captured.keep((slot,), [gradient])
         if last:
-            slot = self.accumulator.non_block_slot(name)
-            self._start(span for span in self.layout.spans if span.key == slot.name)
+            self._sharing.start(span for span in self.layout.spans if span.key == slot.name)
 
-    def step(self, out: Gradients | None = None) -> StepResult:
+    def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.
 
         Args:
             out: Destinations, mapping or sequence as for `add`, written in their dtype; None for a component that is
                 not wanted. By default the gradients are handed back in the arena.
+            deferred: Leave the sum as it is, for an optimizer that multiplies by `result.factor` itself and looks at
+                `result.skipped`: one pass less.
 
         Returns:
             The result; a later `add` overwrites its gradients.
@@ -173,23 +201,53 @@ class GradientEngine:
         Raises:
             WindowError: There is no micro-batch, or some component lacks part of the window.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
-            NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept.
+            NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU that of an earlier
+                step, whose gradients were handed back as zeros.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
         """
-        destinations = self._destinations(out)
-        tally = self._agreed = self._agree()
-        decision = self._kernels.decide(tally.totals, self._plan, self.loss_scale * self._divisor(tally))
+        if deferred and out is not None:
+            raise CallerError("a deferred step hands nothing back", got="out=", expected="out=None")
+        self._refuse_or_raise_late()
+        accumulator = self.accumulator
+        destinations = destinations_of(self.layout.slots, self._kernels, accumulator.arena, out)
+        tally = self._sharing.agree()
+        decision = self._decide(tally)
         non_finite = self._find_non_finite(decision)
         if non_finite is not None and self._on_non_finite == "raise":
-            self._failed = True
+            self._sharing.failed = True
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        skipped = non_finite is not None and self._on_non_finite == "skip"
-        with self.accumulator.changing():
-            self._hand_back(decision, destinations, skipped)
-        result = self._result(tally, decision, skipped, non_finite, self._handed_back(out))
-        self._next_window()
+        if not deferred:
+            with self.accumulator.changing():
+                self._hand_back(decision, destinations)
+        result = self._result(tally, decision, non_finite, handed_back(self.layout.slots, accumulator.views(), out))
+        if self._captured is not None:
+            self._captured.closed(result, self.layout.slots, out, deferred=deferred)
+        else:
+            if decision.bad is None:
+                self._late.send()
+            self._sharing.progress.next_step()
+        self._clear_window()
         return result
+
+    def capture(self) -> AbstractContextManager[CapturedWindow]:
+        """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
+
+        Inside the `with`, `add` and `step` are called as ever; nothing runs yet. The gradients' memory and the weights
+        are those of the graph: `replay()` checks the addresses, `repoint()` records it anew with others.
+
+        Raises:
+            CallerError: On the CPU, or with an exchange: there a step waits for other workers.
+            WindowError: A window is open, or being captured, or none was closed inside.
+
+        Example:
+            >>> engine = GradientEngine(GradientLayout.of([(2,)]))
+            >>> engine.capture()
+            Traceback (most recent call last):
+            gradengine.errors.CallerError: only a GPU's steps can be captured: got device 'cpu', expected ...
+        """
+        self._refuse_graph()
+        return self._capturing()
 
     def discard(self) -> None:
         """Drop the window, also one whose step failed.
@@ -197,13 +255,8 @@ class GradientEngine:
         With an exchange, call it on every rank. Where parts of the window are on their way already, the exchange cannot
         take them back and is closed: go on with `reconnect`.
         """
-        if self._agreed is not None:
-            self._next_window()
-            return
-        if self._started and self.exchange is not None:
-            self.exchange.close()
-        self._progress.restart()
-        self._clear_window()
+        self._sharing.discard()
+        self.accumulator.zero_all()
 
     def reconnect(self, exchange: Exchange) -> None:
         """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
@@ -214,20 +267,44 @@ class GradientEngine:
         Raises:
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps.
         """
-        exchange.bind(self.layout, self.accumulator.arena.data, self._progress, self._take_landed)
-        self.exchange, self._summed = exchange, False
-        for span in [span for span in self.layout.spans if span.key in self._started]:
-            exchange.start(span)
+        self._sharing.connect(exchange)
 
     # ---- the way in ----
 
+    def _refuse_or_raise_late(self) -> None:
+        """What may come before any add or step: a capture that has its window, or the error of an earlier step."""
+        if self._captured is not None:
+            self._captured.refuse_more()
+        else:
+            self._raise_late()
+
+    def _raise_late(self) -> None:
+        found = self._late.untold()
+        if found is not None and self._on_non_finite == "raise":
+            raise found
+
+    def _refuse_graph(self) -> None:
+        """A graph is a whole step of one worker's: nothing of one may be under way where it begins."""
+        if not self._late.exist:
+            raise CallerError(
+                "only a GPU's steps can be captured", got=f"device '{self._kernels.device}'", expected="a CUDA device"
+            )
+        if not self._sharing.is_alone:
+            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+        if self._captured is not None:
+            raise WindowError("a window is being captured", do="leave its `with` first")
+        count = self.accumulator.accumulated_count
+        if count:
+            raise WindowError("a window is open", got=f"{count} micro-batches", do="step() or discard() it first")
+
     def _refuse_add(self, key: int | str | None = None) -> None:
-        if self._failed:
+        self._refuse_or_raise_late()
+        if self._sharing.failed:
             raise WindowError(
                 f"step {self.current_step} failed, and its window is kept",
                 do="run step() again (after reconnect() where the exchange was lost), or discard() it",
             )
-        if self._started and (key is None or key in self._started):
+        if self._sharing.started and (key is None or key in self._sharing.started):
             raise WindowError(
                 "the window is complete and on its way to the other workers"
                 if key is None
@@ -242,97 +319,23 @@ class GradientEngine:
                 expected=f"step() after {self.micro_batches} micro-batches",
             )
 
-    def _start(self, spans: Iterable[Span]) -> None:
-        """The spans hold all that this worker contributes: they may leave."""
-        if self.exchange is None or self.world_size == 1:
-            return
-        for span in spans:
-            if span.key not in self._started:
-                self.accumulator.settle_span(span)
-                with self.accumulator.changing():
-                    self._to_mean_of_worker(span)
-                self._started.add(span.key)
-                self.exchange.start(span)
+    # ---- the decision ----
 
-    def _to_mean_of_worker(self, span: Span) -> None:
-        if self._average == "per_worker" and self.accumulator.total_weight != 1:
-            targets = self.accumulator.targets_of(span)
-            factor = np.float32(1 / self.accumulator.total_weight)
-            self._kernels.hand_back(targets, [factor] * len(targets), targets)
-
-    def _divisor(self, tally: Tally) -> float:
-        """What makes the sum the average: with one worker its own mean is the mean over all."""
-        return self.world_size if self._average == "per_worker" and self.world_size > 1 else tally.weight
-
-    # ---- the exchange ----
-
-    def _agree(self) -> Tally:
-        """Local sums become sums over all workers, and all workers know the same facts about them."""
-        if self._agreed is not None and self.world_size > 1:
-            return self._agreed  # the step was run to its verdict before; there is nothing left to exchange
-        self.accumulator.close(measure=self.world_size == 1)
-        if self.exchange is None or self.world_size == 1:
-            self.accumulator.measure_rest()
-            return self._tally()
-        try:
-            self._start(self.layout.spans)
-            if not self._summed:
-                self._progress.bad = list(self.exchange.wait())
-                self._summed = True
-            self._measure_landed()
-            return agree(self.exchange, self._tally())
-        except ExchangeError:
-            self._failed = True
-            raise
-
-    def _tally(self) -> Tally:
+    def _decide(self, tally: Tally) -> Decision:
+        divisor = self.loss_scale * self._sharing.divisor(tally)
+        zero_if_bad = self._on_non_finite != "pass"
+        if not self._sharing.is_alone:  # all workers decide alike, from the sums that they agreed on
+            return decide(tally.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         accumulator = self.accumulator
-        totals = self._kernels.totals(accumulator.sums)
-        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, self._settings)
-
-    def _take_landed(self, span: Span, upto: int) -> None:
-        """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""
-        first = self._landed.get(span.key, span.start)
-        self._landed[span.key] = upto
-        self._measure(span, first, upto)
-
-    def _measure_landed(self) -> None:
-        for span in self.layout.spans:
-            self._take_landed(span, span.stop)
-
-    def _measure(self, span: Span, first: int, upto: int) -> None:
-        sums = self.accumulator.sums
-        chunks = [
-            chunk
-            for position, slot in self.accumulator.slots_of(span)
-            if slot.offset < upto and first < slot.stop
-            for chunk in sums.completed(position, first - slot.offset, upto - slot.offset)
-        ]
-        self._kernels.measure(self.accumulator.targets, sums, chunks)
-
-    # ---- the way out ----
-
-    def _destinations(self, out: Gradients | None) -> dict[int, Buffer]:
-        """Where each target is handed back to, by position: the arena itself, or the caller's memory."""
-        targets = self.accumulator.targets
-        if out is None:
-            return dict(enumerate(targets))
-        slots = self.layout.slots
-        found = {}
-        for position, (slot, array) in enumerate(zip(slots, in_slot_order(slots, out, "out"), strict=True)):
-            if array is not None:
-                found[position] = self._kernels.writable_view(array, slot.name)
-                refuse_other_shape(found[position], slot)
-        pair = overlapping([*found.values(), self.accumulator.arena])
-        if pair is not None:
-            names = [*(slots[position].name for position in found), "the engine's arena"]
-            raise BufferRefused(f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory")
-        return found
+        return self._kernels.finalise(
+            accumulator.targets, accumulator.sums, self._plan, divisor, zero_if_bad=zero_if_bad
+        )
 
     def _find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
+        """What is not finite, where the host knows it now."""
         if not decision.bad:
             return None
-        for bad in self._progress.bad:
+        for bad in self._sharing.bad:
             for slot in self.layout.slots:
                 if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
                     index = bad.index - slot.offset
@@ -342,52 +345,73 @@ class GradientEngine:
         index, value = self._kernels.first_non_finite(target) or (0, math.nan)
         return NonFiniteGradient(slot.name, index, value, step=self.current_step)
 
-    def _hand_back(self, decision: Decision, destinations: dict[int, Buffer], skipped: bool) -> None:
-        targets = self.accumulator.targets
-        if skipped:
-            self._kernels.fill_zero([*targets, *destinations.values()])
-            return
-        sources = [targets[position] for position in destinations]
-        factors = [decision.factors[self._plan.groups[position]] for position in destinations]
-        self._kernels.hand_back(sources, factors, list(destinations.values()))
+    # ---- the way out ----
 
-    def _handed_back(self, out: Gradients | None) -> Mapping[str, Any]:
-        if out is None:
-            return self.accumulator.views()
-        slots = self.layout.slots
-        arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
-        return {slot.name: array for slot, array in arrays if array is not None}
+    def _hand_back(self, decision: Decision, destinations: dict[int, Buffer] | None) -> None:
+        targets = self.accumulator.targets
+        if destinations is None:
+            self._kernels.hand_back(targets, decision, self._plan.groups, targets)
+        else:
+            sources = [targets[position] for position in destinations]
+            groups = [self._plan.groups[position] for position in destinations]
+            self._kernels.hand_back(sources, decision, groups, list(destinations.values()))
 
     def _result(
         self,
         tally: Tally,
         decision: Decision,
-        skipped: bool,
         non_finite: NonFiniteGradient | None,
         gradients: Mapping[str, Any],
     ) -> StepResult:
+        is_known = decision.bad is not None
         return StepResult(
             gradients=gradients,
             norm=decision.norm,
-            scale=min(decision.scales),
+            scale=decision.scale,
+            factor=decision.factor,
             weight=tally.weight,
             micro_batches=tally.micro_batches,
-            skipped=skipped,
+            skipped=decision.skipped,
             group_norms=dict(zip(self._group_names, decision.group_norms, strict=True)),
             group_scales=dict(zip(self._group_names, decision.scales, strict=True)),
-            non_finite=non_finite,
+            block_norms=decision.block_norms,
+            component_norms=decision.component_norms,
             step=self.current_step,
+            find_non_finite=lambda step: non_finite if is_known else self._late.of_step(step, decision),
         )
-
-    def _next_window(self) -> None:
-        self._progress.next_step()
-        self._clear_window()
 
     def _clear_window(self) -> None:
         self.accumulator.zero_all()
-        self._started, self._landed = set(), {}
-        self._failed = self._summed = False
-        self._agreed = None
+        self._sharing.clear()
+
+    @contextmanager
+    def _capturing(self) -> Iterator[CapturedWindow]:
+        captured = self._captured = CapturedWindow(self._kernels, self._launched, self._record_again)
+        try:
+            with captured.recording():
+                yield captured
+        finally:
+            self._captured = None
+            self._clear_window()  # nothing of it has run, whatever it was interrupted by
+
+    def _record_again(
+        self, micro_batches: Sequence[Gradients], weights: Sequence[float], out: Gradients | None, deferred: bool
+    ) -> CapturedWindow:
+        with self.capture() as captured:
+            for gradients, weight in zip(micro_batches, weights, strict=True):
+                self.add(gradients, weight)
+            self.step(out, deferred=deferred)
+        return captured
+
+    def _launched(self, launch: Callable[[], None], recorded: StepResult) -> StepResult:
+        """Run a captured window once more, as a step of its own number."""
+        self._refuse_graph()
+        self._raise_late()
+        launch()
+        self._late.send()
+        step = self.current_step
+        self._sharing.progress.next_step()
+        return dataclasses.replace(recorded, step=step)
 
 
 def _refuse_unknown(name: str, value: str, known: tuple[str, ...]) -> None:

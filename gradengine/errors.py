@@ -12,11 +12,13 @@ __all__ = [
     "BufferRefused",
     "CallerError",
     "DeadlineExceeded",
+    "DeviceUnavailable",
     "ExchangeError",
     "GradientError",
     "HandshakeRefused",
     "LayoutMismatch",
     "NonFiniteGradient",
+    "OutOfDeviceMemory",
     "PeerLost",
     "ProtocolError",
     "WindowError",
@@ -52,7 +54,7 @@ class GradientError(Exception):
 
 
 class CallerError(GradientError):
-    """The call was wrong; nothing has changed. The base of the three kinds below."""
+    """The call was wrong; nothing has changed. The base of the kinds below."""
 
 
 class BufferRefused(CallerError):
@@ -67,6 +69,14 @@ class WindowError(CallerError):
     """The call does not fit the state of the window: no micro-batch yet, a bad weight, a step that failed before."""
 
 
+class DeviceUnavailable(CallerError):
+    """The device asked for cannot be used here; the error names what is missing and how to get it."""
+
+
+class OutOfDeviceMemory(CallerError):
+    """The device has not the memory that is needed; nothing was taken."""
+
+
 class NonFiniteGradient(GradientError):
     """A gradient holds NaN or Inf.
 
@@ -76,20 +86,28 @@ class NonFiniteGradient(GradientError):
         value: The value found there (of the local contribution where it is still known, else of the sum).
         rank: The worker that contributed it; None where the sum itself overflowed or there is one worker.
         step: The step it happened in.
+        is_late: Whether that step is over: a GPU's verdict, read without waiting for it.
     """
 
-    def __init__(self, component: str, index: int, value: float, *, step: int, rank: int | None = None) -> None:
-        self.component, self.index, self.value, self.step, self.rank = component, index, value, step, rank
+    def __init__(
+        self, component: str, index: int, value: float, *, step: int, rank: int | None = None, is_late: bool = False
+    ) -> None:
+        self.component, self.index, self.value = component, index, value
+        self.step, self.rank, self.is_late = step, rank, is_late
         source = "" if rank is None else f" of rank {rank}"
         super().__init__(
             f"step {step}: gradient '{component}'{source} is not finite at index {index}",
             got=value,
             expected="a finite number",
-            do="the window is kept (of several workers, as their sum): discard() it, or use on_non_finite='skip'",
+            do="zeros were handed back in that step; go on, or use on_non_finite='skip' to be told by the result alone"
+            if is_late
+            else "the window is kept (of several workers, as their sum): discard() it, or use on_non_finite='skip'",
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        rebuild = functools.partial(type(self), step=self.step, rank=self.rank)  # pickle knows no keyword arguments
+        rebuild = functools.partial(
+            type(self), step=self.step, rank=self.rank, is_late=self.is_late
+        )  # pickle knows no keyword arguments
         return rebuild, (self.component, self.index, self.value), self.__dict__
 
 

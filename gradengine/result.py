@@ -1,8 +1,12 @@
-"""What a step hands back, and what was found on the way."""
+"""What a step hands back, and what was found on the way.
+
+On a GPU the numbers are 0-d arrays there: reading one (`float(result.norm)`) is the only wait for the device, and the
+next step writes them anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +24,48 @@ class StepResult:
             the destinations of `out`, those given.
         norm: Global norm of the averaged gradient, before clipping.
         scale: Clip scale; with several groups the smallest of theirs.
+        factor: What the sum was multiplied by, in fp32: average, loss unscale and clip in one. After a deferred step
+            what it is still to be multiplied by; with several groups the first one's.
         weight: Weight of all micro-batches of all workers.
         micro_batches: Micro-batches of all workers.
-        skipped: True where the gradient was not finite and the step is to be skipped; the gradients are zero then.
+        skipped: True where the gradient was not finite and the step is to be skipped; the gradients are zero then. On a
+            GPU 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
         group_norms: Each clip group's norm.
         group_scales: Each clip group's scale.
-        non_finite: What was found, where the step was skipped or passed on with NaN or Inf in it.
+        block_norms: Each block's norm.
+        component_norms: Each component's norm, in layout order.
         step: The step's number, counted from 0.
+        find_non_finite: What finds `non_finite` of a step by its number.
     """
 
     gradients: Mapping[str, Any]
-    norm: float
-    scale: float
+    norm: Any
+    scale: Any
+    factor: Any
     weight: float
     micro_batches: int
-    skipped: bool
-    group_norms: Mapping[str, float]
-    group_scales: Mapping[str, float]
-    non_finite: NonFiniteGradient | None
+    skipped: Any
+    group_norms: Mapping[str, Any]
+    group_scales: Mapping[str, Any]
+    block_norms: Sequence[Any]
+    component_norms: Sequence[Any]
     step: int
+    find_non_finite: Callable[[int], NonFiniteGradient | None]
+
+    @property
+    def non_finite(self) -> NonFiniteGradient | None:
+        """What was found where the gradient was not finite, and None where it was.
+
+        On a GPU a wait for the device, which knows it until a later step is not finite.
+        """
+        return self.find_non_finite(self.step)
+
+    def check(self) -> None:
+        """Raise the error of a gradient that was not finite, now rather than late; on a GPU a wait for the device.
+
+        Raises:
+            NonFiniteGradient: The gradient held NaN or Inf.
+        """
+        found = self.non_finite
+        if found is not None:
+            raise found

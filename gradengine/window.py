@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from gradengine.buffer import Buffer
 from gradengine.errors import WindowError
-from gradengine.kernels import Fold
+from gradengine.kernels import Batch, Contribution, Places
 
 __all__ = ["Window", "checked_weight", "ordered_sum"]
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(eq=False)
+class _Held:
+    """A contribution that is kept by reference; `waits` says for which of its slots."""
+
+    contribution: Contribution
+    weight: np.float32
+    waits: Flags
 
 
 class Window:
@@ -21,23 +32,21 @@ class Window:
         weights: The fp32 weight of each micro-batch begun, in order.
         counts: Micro-batches each slot has got.
         filled: Whether a slot's memory holds something of this window; where not, the next fold overwrites.
-        pending: What each slot holds by reference, not yet folded.
+        waiting: How many contributions each slot holds by reference, not yet folded.
         measured: Slots whose squared sums are those of their memory.
-        held: How often each address lies in `pending`.
     """
 
     def __init__(self, size: int) -> None:
         self.weights: list[np.float32] = []
-        self.counts = [0] * size
-        self.filled = [False] * size
-        self.pending: list[list[tuple[Buffer, np.float32]]] = [[] for _ in range(size)]
-        self.measured: set[int] = set()
-        self.held: Counter[int] = Counter()
+        self.counts: npt.NDArray[np.intp] = np.zeros(size, np.intp)
+        self.filled: Flags = np.zeros(size, np.bool_)
+        self.waiting: npt.NDArray[np.intp] = np.zeros(size, np.intp)
+        self.measured: Flags = np.zeros(size, np.bool_)
+        self._held: list[_Held] = []
 
-    def refuse_other_weight(self, positions: Sequence[int], weight: np.float32, where: str) -> None:
+    def refuse_other_weight(self, places: Places, weight: np.float32, where: str) -> None:
         """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
-        for p in positions:
-            micro_batch = self.counts[p]
+        for micro_batch in np.unique(self.counts[places.index]).tolist():
             if micro_batch < len(self.weights) and self.weights[micro_batch] != weight:
                 raise WindowError(
                     f"{where} of micro-batch {micro_batch} has another weight than its other parts",
@@ -45,34 +54,70 @@ class Window:
                     expected=float(self.weights[micro_batch]),
                 )
 
-    def take(self, positions: Sequence[int], views: Sequence[Buffer | None], weight: np.float32) -> None:
-        """Count a contribution to each of these slots and hold it; None counts and holds nothing."""
-        if any(self.counts[p] == len(self.weights) for p in positions):
+    def held_already(self, contribution: Contribution) -> int | None:
+        """The first of its slots whose address some slot holds already, or None."""
+        here = contribution.addresses
+        there = [held.contribution.addresses[held.waits] for held in self._held]
+        if not there:
+            return None
+        again = np.isin(here, np.concatenate(there)) & (here != 0)
+        return contribution.places.positions[int(again.argmax())] if again.any() else None
+
+    def take(self, contribution: Contribution, weight: np.float32) -> None:
+        """Count a contribution to each of its slots and hold it; one without a gradient counts and holds nothing."""
+        index = contribution.places.index
+        if (self.counts[index] == len(self.weights)).any():
             self.weights.append(weight)
-        for p, view in zip(positions, views, strict=True):
-            self.counts[p] += 1
-            self.measured.discard(p)
-            if view is not None:
-                self.pending[p].append((view, weight))
-                self.held[view.pointer] += view.size > 0
+        self.counts[index] += 1
+        self.measured[index] = False
+        present = contribution.present
+        if present.any():
+            self.waiting[index] += present
+            self._held.append(_Held(contribution, weight, present.copy()))
 
-    def fold(self, position: int) -> Fold:
-        """All that this slot holds, as one pass."""
-        buffers, weights = zip(*self.pending[position], strict=True)
-        return Fold(position, not self.filled[position], buffers, weights)
+    def batches(self, places: Places) -> list[Batch]:
+        """All that these slots hold, in as few passes as can be: one, where they came together."""
+        if all(held.contribution.places is places and not self._is_broken(held) for held in self._held):
+            contributions = [held.contribution for held in self._held]
+            return [self._batch(places, contributions, [held.weight for held in self._held])] if self._held else []
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for position in places.positions:
+            numbers = tuple(n for n, held in enumerate(self._held) if self._waits(held, position))
+            alike.setdefault(numbers, []).append(position)
+        alike.pop((), None)
+        return [self._part(positions, [self._held[n] for n in numbers]) for numbers, positions in alike.items()]
 
-    def folded(self, positions: Sequence[int]) -> None:
+    def folded(self, places: Places) -> None:
         """What these slots held is in their memory now."""
-        for p in positions:
-            self.held.subtract(buffer.pointer for buffer, _ in self.pending[p] if buffer.size)
-            self.pending[p].clear()
-            self.filled[p] = True
+        self.filled[places.index] |= self.waiting[places.index] > 0
+        self.waiting[places.index] = 0
+        for held in self._held:
+            if held.contribution.places is places:
+                held.waits[:] = False
+            else:
+                held.waits &= ~np.isin(held.contribution.places.index, places.index)
+        self._held = [held for held in self._held if held.waits.any()]
 
     def become_one(self) -> None:
         """The memory holds the mean: one micro-batch of weight 1."""
         self.weights = [np.float32(1)]
-        self.counts = [1] * len(self.counts)
-        self.measured.clear()
+        self.counts[:] = 1
+        self.measured[:] = False
+
+    def _is_broken(self, held: _Held) -> bool:
+        return bool((held.waits != held.contribution.present).any())
+
+    def _waits(self, held: _Held, position: int) -> bool:
+        column = held.contribution.places.column.get(position)
+        return column is not None and bool(held.waits[column])
+
+    def _part(self, positions: Sequence[int], held: Sequence[_Held]) -> Batch:
+        places = Places(positions)
+        parts = [h.contribution.part(positions) for h in held]
+        return self._batch(places, parts, [h.weight for h in held])
+
+    def _batch(self, places: Places, parts: Sequence[Contribution], weights: Sequence[np.float32]) -> Batch:
+        return Batch(places, ~self.filled[places.index], parts, weights)
 
 
 def checked_weight(weight: float) -> np.float32:

@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 from gradengine.errors import CallerError
+from gradengine.kernels.contribution import ADDRESS, Batch, Contribution, Fold, Places
+from gradengine.kernels.cuda import CudaKernels, cuda_kernels
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide
 from gradengine.kernels.host import HostKernels
-from gradengine.kernels.interface import CHUNK, Chunk, ClipPlan, Decision, Float64, Fold, Kernels, SquaredSums
+from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums
+from gradengine.kernels.tables import chunk_for
+from gradengine.kernels.toolkit import arithmetic, device_ordinal
+from gradengine.kernels.verdict import Verdict
 
-__all__ = ["CHUNK", "Chunk", "ClipPlan", "Decision", "Float64", "Fold", "Kernels", "SquaredSums", "kernels_for"]
+__all__ = [
+    "ADDRESS",
+    "CHUNK",
+    "Batch",
+    "Chunk",
+    "ClipPlan",
+    "Contribution",
+    "CudaKernels",
+    "Decision",
+    "Float64",
+    "Fold",
+    "HostKernels",
+    "Kernels",
+    "Places",
+    "Recorded",
+    "SquaredSums",
+    "Verdict",
+    "arithmetic",
+    "chunk_for",
+    "decide",
+    "kernels_for",
+]
 
 
-def kernels_for(device: str) -> Kernels:
+def kernels_for(device: str | Kernels) -> Kernels:
     """The kernels of a device by name.
 
+    Args:
+        device: "cpu", "cuda" (the first GPU) or "cuda:1"; kernels are given back as they are.
+
     Raises:
-        CallerError: The device is not one of this version's; only "cpu" is.
+        CallerError: There is no such device.
+        DeviceUnavailable: What the device needs is missing; the error says how to get it.
 
     Example:
         >>> type(kernels_for("cpu")).__name__
         'HostKernels'
     """
+    if isinstance(device, Kernels):
+        return device
     if device == "cpu":
         return HostKernels()
-    raise CallerError("this version has no kernels for the device", got=repr(device), expected="'cpu'")
+    ordinal = device_ordinal(device)
+    if ordinal is None:
+        raise CallerError(
+            "there are no kernels for the device", got=repr(device), expected="'cpu', 'cuda' or 'cuda:<number>'"
+        )
+    return cuda_kernels(ordinal)

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar, final
 
 import numpy as np
@@ -18,17 +19,11 @@ import numpy.typing as npt
 
 from gradengine.buffer import Array, Buffer, host_buffer, writable_host_buffer
 from gradengine.errors import CallerError
-from gradengine.kernels.interface import (
-    CHUNK,
-    Chunk,
-    ClipPlan,
-    Decision,
-    Float64,
-    Fold,
-    Kernels,
-    SquaredSums,
-    chunks_of,
-)
+from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, sum_in_order
+from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums, chunks_of
+from gradengine.kernels.mirror import ArenaItself
+from gradengine.kernels.verdict import Verdict
 
 __all__ = ["HostKernels", "squared_sum"]
 
@@ -56,14 +51,23 @@ class HostKernels(Kernels):
         >>> source = kernels.view(np.array([1, 2, 2], np.float32), "w")
         >>> sums = SquaredSums([3])
         >>> kernels.accumulate([target], [Fold(0, True, (source,), (np.float32(1),))], sums)
-        >>> kernels.decide(kernels.totals(sums), ClipPlan((0,), (math.inf,)), divisor=1.0).norm
+        >>> decide(kernels.totals(sums), ClipPlan((0,), (math.inf,)), divisor=1.0).norm
         3.0
     """
+
+    device = "cpu"
+    measures_in_passing = False  # a pass over what the cache has lost costs as much as a pass of its own
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise CallerError("too few threads", got=threads, expected="at least 1")
         self.threads = threads or available_cpus()
+
+    def on(self, stream: object) -> AbstractContextManager[object]:
+        """See `Kernels.on`: the CPU has no streams."""
+        if stream is not None:
+            raise CallerError("the CPU has no streams", got=repr(stream), expected="stream=None")
+        return nullcontext()
 
     def view(self, source: object, component: str) -> Buffer:
         """See `Kernels.view`; host memory only."""
@@ -79,6 +83,27 @@ class HostKernels(Kernels):
         start = -memory.ctypes.data % 128
         data = memory[start : start + 4 * size].view(np.float32)
         return Buffer(data, "float32", (size,), True, memory)
+
+    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
+        """See `Kernels.refuse_to_exceed`: the operating system decides when pages are touched."""
+
+    def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Array:
+        """See `Kernels.array`; a NumPy view."""
+        view: Array = buffer.data.reshape(shape)
+        return view
+
+    def squared_sums(self, sizes: Sequence[int]) -> SquaredSums:
+        """See `Kernels.squared_sums`."""
+        return SquaredSums(sizes)
+
+    def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
+        """See `Kernels.contribution`."""
+        pointers = [view.pointer if view is not None and view.size else 0 for view in views]
+        return Contribution(places, views, np.array(pointers, np.uint64), views)
+
+    def accumulate_batch(self, targets: Sequence[Buffer], batch: Batch, sums: SquaredSums | None = None) -> None:
+        """See `Kernels.accumulate_batch`."""
+        self.accumulate(targets, batch.folds(), sums)
 
     def accumulate(self, targets: Sequence[Buffer], folds: Sequence[Fold], sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate`."""
@@ -107,26 +132,34 @@ class HostKernels(Kernels):
     def totals(self, sums: SquaredSums) -> Float64:
         """See `Kernels.totals`."""
         spans = zip(sums.first, sums.counts, strict=True)
-        return np.array([_in_order(sums.values[first : first + count]) for first, count in spans], np.float64)
+        return np.array([sum_in_order(sums.values[first : first + count]) for first, count in spans], np.float64)
 
-    def decide(self, totals: Float64, plan: ClipPlan, divisor: float) -> Decision:
-        """See `Kernels.decide`; fp64 throughout, the factor rounded once to fp32."""
-        groups = np.asarray(plan.groups, np.int64)
-        group_norms = [math.sqrt(_in_order(totals[groups == g])) / divisor for g in range(len(plan.max_norms))]
-        scales = [clip_scale(n, bound) for n, bound in zip(group_norms, plan.max_norms, strict=True)]
-        return Decision(
-            norm=math.sqrt(_in_order(totals)) / divisor,
-            group_norms=tuple(group_norms),
-            scales=tuple(scales),
-            factors=tuple(np.float32(scale / divisor) for scale in scales),
-            bad=tuple(int(i) for i in np.flatnonzero(~np.isfinite(totals))),
-        )
+    def finalise(
+        self, targets: Sequence[Buffer] | None, sums: SquaredSums, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
+    ) -> Decision:
+        """See `Kernels.finalise`."""
+        return decide(self.totals(sums), plan, divisor, zero_if_bad=zero_if_bad)
 
     def hand_back(
-        self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]
+        self,
+        sources: Sequence[Buffer],
+        decision: Decision,
+        groups: Sequence[int],
+        destinations: Sequence[Buffer],
     ) -> None:
         """See `Kernels.hand_back`."""
+        if decision.skipped:
+            self.fill_zero(destinations)
+        else:
+            self._scale_each(sources, [decision.factors[group] for group in groups], destinations)
 
+    def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
+        """See `Kernels.scale`."""
+        self._scale_each(sources, [factor] * len(sources), destinations)
+
+    def _scale_each(
+        self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]
+    ) -> None:
         def scale_chunk(task: tuple[int, int, int]) -> None:
             position, start, stop = task
             source, destination = sources[position], destinations[position]
@@ -137,9 +170,30 @@ class HostKernels(Kernels):
         tasks = [(p, start, stop) for p in moving for _, start, stop in chunks_of(sources[p].size)]
         self._run(scale_chunk, tasks, sum(sources[p].size for p in moving))
 
+    def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> None:
+        """See `Kernels.telemetry`: the host knows at once."""
+
+    def read_verdict(self, decision: Decision) -> Verdict:
+        """See `Kernels.read_verdict`: the host's decisions are read as they are."""
+        raise CallerError("the CPU's decision is known; there is no verdict to read")
+
+    def mirror(self, arena: Buffer) -> ArenaItself:
+        """See `Kernels.mirror`: the arena itself."""
+        return ArenaItself(arena)
+
+    def recording(self) -> AbstractContextManager[Recorded]:
+        """See `Kernels.recording`."""
+        raise CallerError("the CPU has no graphs to record", got="device 'cpu'", expected="a CUDA device")
+
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         """See `Kernels.fill_zero`."""
         self._run(lambda buffer: buffer.data.fill(0), buffers, sum(buffer.size for buffer in buffers))
+
+    def zero_sums(self, sums: SquaredSums, positions: Sequence[int]) -> None:
+        """See `Kernels.zero_sums`."""
+        for position in positions:
+            first = sums.first[position]
+            sums.values[first : first + sums.counts[position]] = 0
 
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
         """See `Kernels.first_non_finite`."""
@@ -208,15 +262,6 @@ def first_non_finite(values: npt.NDArray[np.float32]) -> tuple[int, float] | Non
         return None
     index = int(finite.argmin())
     return index, float(values[index])
-
-
-def clip_scale(norm: float, max_norm: float) -> float:
-    """min(1, max_norm / norm), no epsilon; a norm of 0 gives 1, and so does one that is not finite (nothing to aim at).
-
-    >>> clip_scale(4.0, 1.0), clip_scale(0.5, 1.0), clip_scale(0.0, 1.0), clip_scale(math.nan, 1.0)
-    (0.25, 1.0, 1.0, 1.0)
-    """
-    return max_norm / norm if max_norm < norm < math.inf else 1.0
 
 
 def available_cpus() -> int:
@@ -288,11 +333,6 @@ def _round_to_bfloat16(values: npt.NDArray[np.float32], destination: npt.NDArray
     np.copyto(destination, np.right_shift(bits, 16, out=bits), casting="unsafe")
     if nan.any():
         destination[nan] = _BF16_NAN
-
-
-def _in_order(values: Float64) -> float:
-    """Sum from first to last: NumPy's own sum and Python's each change their order or rounding between versions."""
-    return float(np.add.accumulate(values)[-1]) if values.size else 0.0
 
 
 class _Scratch(threading.local):

@@ -1,7 +1,7 @@
 """What a device can do to gradients, as one interface: K1 accumulate, K2 finalise, K3 hand back.
 
-The accumulator, the clip and the engine are written once over `Kernels`; `host.py` fulfils it in NumPy. All lists are
-parallel: position i in one is position i in every other.
+The accumulator, the clip and the engine are written once over `Kernels`; `host.py` fulfils it in NumPy, `cuda.py` in
+CUDA. All lists are parallel: position i in one is position i in every other.
 """
 
 from __future__ import annotations
@@ -9,46 +9,32 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from gradengine.buffer import Buffer
+from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
+from gradengine.kernels.decision import ClipPlan, Decision, Float64
+from gradengine.kernels.mirror import Mirror
+from gradengine.kernels.verdict import Telemetry, Verdict
 
-__all__ = ["CHUNK", "Chunk", "ClipPlan", "Decision", "Float64", "Fold", "Kernels", "SquaredSums"]
+__all__ = ["CHUNK", "Chunk", "Kernels", "Recorded", "SquaredSums"]
 
-Float64: TypeAlias = npt.NDArray[np.float64]
 Chunk: TypeAlias = tuple[int, int, int, int]  # position of a buffer, index of its partial, start, stop
 
 CHUNK = 262144  # elements, 1 MB of fp32: at half of it threads that meet at the GIL cost up to 10 % of a step
 
 
-@dataclass(frozen=True)
-class Fold:
-    """What K1 does to one target in one pass: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation.
-
-    Attributes:
-        position: Which target.
-        overwrite: True for the window's first contribution: the target is written without being read.
-        sources: The micro-batches' gradients, in the order they came.
-        weights: One fp32 weight for each; exactly 1 multiplies nothing.
-    """
-
-    position: int
-    overwrite: bool
-    sources: tuple[Buffer, ...]
-    weights: tuple[np.float32, ...]
-
-
-def chunks_of(size: int, first: int = 0) -> list[tuple[int, int, int]]:
+def chunks_of(size: int, first: int = 0, chunk: int = CHUNK) -> list[tuple[int, int, int]]:
     """(index counted from `first`, start, stop) of each chunk of `size` elements.
 
     >>> chunks_of(CHUNK + 1, 7)
     [(7, 0, 262144), (8, 262144, 262145)]
     """
-    return [(first + k, start, min(size, start + CHUNK)) for k, start in enumerate(range(0, size, CHUNK))]
+    return [(first + k, start, min(size, start + chunk)) for k, start in enumerate(range(0, size, chunk))]
 
 
 class SquaredSums:
@@ -56,6 +42,7 @@ class SquaredSums:
 
     Args:
         sizes: Elements of each target.
+        chunk: Elements of a chunk: the unit that one thread, or one thread block, sums at a time.
 
     Example:
         >>> sums = SquaredSums([CHUNK + 1, 0, 3])
@@ -63,16 +50,20 @@ class SquaredSums:
         ([(0, 0, 262144), (1, 262144, 262145)], [(2, 0, 3)])
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        counts = [-(-size // CHUNK) for size in sizes]
-        self.sizes = tuple(sizes)
-        self.first = list(itertools.accumulate(counts, initial=0))[:-1]
-        self.counts = counts
-        self.values: Float64 = np.full(sum(counts), np.nan)  # NaN until measured: an unmeasured chunk can never pass
+    def __init__(self, sizes: Sequence[int], chunk: int = CHUNK) -> None:
+        self.sizes, self.chunk = tuple(sizes), chunk
+        self.counts = [-(-size // chunk) for size in sizes]
+        self.first = list(itertools.accumulate(self.counts, initial=0))[:-1]
+        # NaN until measured: a chunk that nobody measured can never pass.
+        self.values: Any = np.full(sum(self.counts), np.nan)
 
-    def chunks(self, position: int) -> Sequence[tuple[int, int, int]]:
+    def chunks(self, position: int) -> list[tuple[int, int, int]]:
         """Of one target: (index into `values`, start, stop) of each chunk, in elements."""
-        return chunks_of(self.sizes[position], self.first[position])
+        return chunks_of(self.sizes[position], self.first[position], self.chunk)
+
+    def all_chunks(self, positions: Sequence[int]) -> list[Chunk]:
+        """Every chunk of these targets."""
+        return [(position, *chunk) for position in positions for chunk in self.chunks(position)]
 
     def completed(self, position: int, start: int, stop: int) -> list[Chunk]:
         """The chunks of one target whose last element lies in start..stop - 1 of it.
@@ -80,45 +71,38 @@ class SquaredSums:
         >>> SquaredSums([10, CHUNK + 5]).completed(1, 7, CHUNK + 5)
         [(1, 1, 0, 262144), (1, 2, 262144, 262149)]
         """
-        first = max(start, 0) // CHUNK
-        last = self.counts[position] if stop >= self.sizes[position] else max(stop, 0) // CHUNK
+        first = max(start, 0) // self.chunk
+        last = self.counts[position] if stop >= self.sizes[position] else max(stop, 0) // self.chunk
         return [(position, *chunk) for chunk in self.chunks(position)[first:last]]
 
 
-@dataclass(frozen=True)
-class ClipPlan:
-    """Which targets share a norm, and its bound.
+@dataclass
+class Recorded:
+    """Work that was recorded instead of done.
 
     Attributes:
-        groups: The group's number of each target.
-        max_norms: Each group's bound; infinity clips nothing.
+        graph: The CUDA graph, once the recording is over; `launch()` runs it on the current stream.
+        kept: Memory that the graph reads and that nobody else keeps.
     """
 
-    groups: tuple[int, ...]
-    max_norms: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What K2 found: norms of the averaged gradient and the one factor each group is multiplied by.
-
-    Attributes:
-        norm: Global norm over all targets.
-        group_norms: Each group's norm.
-        scales: Each group's clip scale, in 0..1.
-        factors: Each group's fp32 factor: clip scale / divisor.
-        bad: Positions of the targets that hold NaN or Inf.
-    """
-
-    norm: float
-    group_norms: tuple[float, ...]
-    scales: tuple[float, ...]
-    factors: tuple[np.float32, ...]
-    bad: tuple[int, ...]
+    graph: Any = None
+    kept: list[Any] = field(default_factory=list)
 
 
 class Kernels(ABC):
-    """The operations of one device. Every method is deterministic: same input, same bits, whatever the thread order."""
+    """The operations of one device. Every method is deterministic: same input, same bits, whatever the thread order.
+
+    Attributes:
+        device: "cpu", "cuda:0", ...
+        measures_in_passing: Whether K1's squared sums cost nothing, so that every fold takes them.
+    """
+
+    device: str
+    measures_in_passing: bool
+
+    @abstractmethod
+    def on(self, stream: object) -> AbstractContextManager[object]:
+        """Within it, work is queued on that stream; None is the current one. Raises `CallerError` without streams."""
 
     @abstractmethod
     def view(self, source: object, component: str) -> Buffer:
@@ -130,7 +114,27 @@ class Kernels(ABC):
 
     @abstractmethod
     def allocate(self, size: int) -> Buffer:
-        """An fp32 buffer of `size` elements, 128-byte aligned, its contents undefined."""
+        """An fp32 buffer of `size` elements, 128-byte aligned, its contents undefined; raises `OutOfDeviceMemory`."""
+
+    @abstractmethod
+    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
+        """Raise `OutOfDeviceMemory` where a GPU has not so many bytes left; before anything is taken."""
+
+    @abstractmethod
+    def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Any:
+        """One of our fp32 buffers as the device's own kind of array (NumPy, CuPy), in that shape; no copy."""
+
+    @abstractmethod
+    def squared_sums(self, sizes: Sequence[int]) -> SquaredSums:
+        """Room for the squared sums of targets of these sizes."""
+
+    @abstractmethod
+    def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
+        """Views of a micro-batch's gradients for these targets, as `accumulate_batch` takes them."""
+
+    @abstractmethod
+    def accumulate_batch(self, targets: Sequence[Buffer], batch: Batch, sums: SquaredSums | None = None) -> None:
+        """K1 for micro-batches that came together: as `accumulate` of `batch.folds()`, at less cost a component."""
 
     @abstractmethod
     def accumulate(self, targets: Sequence[Buffer], folds: Sequence[Fold], sums: SquaredSums | None = None) -> None:
@@ -138,29 +142,67 @@ class Kernels(ABC):
 
     @abstractmethod
     def measure(self, buffers: Sequence[Buffer], sums: SquaredSums, chunks: Sequence[Chunk]) -> None:
-        """Squared sums of chunks of buffers that are already complete."""
+        """Squared sums of at least these chunks of buffers that are already complete."""
 
     @abstractmethod
     def totals(self, sums: SquaredSums) -> Float64:
-        """K2, first half: each target's squared sum, chunks added in order."""
+        """Each target's squared sum, chunks added in order, on the host: on a GPU this waits for it."""
 
     @abstractmethod
-    def decide(self, totals: Float64, plan: ClipPlan, divisor: float) -> Decision:
-        """K2, second half: norms, scales, factors, and who is not finite."""
+    def finalise(
+        self, targets: Sequence[Buffer] | None, sums: SquaredSums, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
+    ) -> Decision:
+        """K2: norms, scales and factors from the squared sums, and who is not finite.
+
+        Args:
+            targets: What was measured, where it may be looked into for the first element that is not finite.
+            sums: Its squared sums.
+            plan: Which targets share a norm.
+            divisor: What makes the sum the average.
+            zero_if_bad: Zeros are to be handed back where anything is not finite.
+        """
 
     @abstractmethod
     def hand_back(
-        self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]
+        self,
+        sources: Sequence[Buffer],
+        decision: Decision,
+        groups: Sequence[int],
+        destinations: Sequence[Buffer],
     ) -> None:
-        """K3: destination = source x factor, one fp32 multiplication, then one rounding to the destination's dtype.
+        """K3: destination = source x its group's factor, or zeros where the decision says skip. See `scale`."""
+
+    @abstractmethod
+    def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
+        """Destination = source x factor, one fp32 multiplication, then one rounding to the destination's dtype.
 
         A destination that is its source and has factor 1 is not touched.
         """
+
+    @abstractmethod
+    def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> Telemetry | None:
+        """The late word of what K2 finds with these sums and this plan; None where it is known at once."""
+
+    @abstractmethod
+    def read_verdict(self, decision: Decision) -> Verdict:
+        """What K2 found, on the host; waits for the device."""
+
+    @abstractmethod
+    def mirror(self, arena: Buffer) -> Mirror:
+        """Host memory through which an arena's spans travel to other workers."""
+
+    @abstractmethod
+    def recording(self) -> AbstractContextManager[Recorded]:
+        """Within it, work is recorded and not done; raises `CallerError` on the CPU."""
 
     @abstractmethod
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         """Write zeros."""
 
     @abstractmethod
+    def zero_sums(self, sums: SquaredSums, positions: Sequence[int]) -> None:
+        """Record that these targets are zero."""
+
+    @abstractmethod
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
-        """Index and value of the first NaN or Inf, or None."""
+        """Index and value of the first NaN or Inf, or None; on a GPU this waits for it."""

@@ -1,0 +1,45 @@
+"""Where a step hands its gradients back to: the arena itself, or the caller's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradengine.buffer import Buffer, overlapping
+from gradengine.errors import BufferRefused
+from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
+from gradengine.kernels import Kernels
+from gradengine.layout import Slot
+
+__all__ = ["destinations_of", "handed_back"]
+
+
+def destinations_of(
+    slots: Sequence[Slot], kernels: Kernels, arena: Buffer, out: Gradients | None
+) -> dict[int, Buffer] | None:
+    """Where each target is handed back to, by position; None for the arena itself. Checked before anything is written.
+
+    Raises:
+        LayoutMismatch: `out` does not fit the layout.
+        BufferRefused: A destination cannot be written, or two share memory.
+    """
+    if out is None:
+        return None
+    found = {}
+    for position, (slot, array) in enumerate(zip(slots, in_slot_order(slots, out, "out"), strict=True)):
+        if array is not None:
+            found[position] = kernels.writable_view(array, slot.name)
+            refuse_other_shape(found[position], slot)
+    pair = overlapping([*found.values(), arena])
+    if pair is not None:
+        names = [*(slots[position].name for position in found), "the engine's arena"]
+        raise BufferRefused(f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory")
+    return found
+
+
+def handed_back(slots: Sequence[Slot], views: Mapping[str, Any], out: Gradients | None) -> Mapping[str, Any]:
+    """Name -> what was written: views of the arena, or the caller's own destinations."""
+    if out is None:
+        return views
+    arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
+    return {slot.name: array for slot, array in arrays if array is not None}

@@ -1,0 +1,129 @@
+"""The GPU's door: arrays and pointers on a device become flat `Buffer`s, checked once, copied never.
+
+CuPy arrays, DLPack producers (PyTorch, JAX) and objects with `__cuda_array_interface__`; nothing is asked of a
+framework but where its memory lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradengine.buffer import (
+    STORAGE,
+    Buffer,
+    DeviceMemory,
+    RawBuffer,
+    raw_extent,
+    refuse_as_it_lies,
+    refuse_impossible,
+    refuse_other_device,
+    wrong_dtype,
+)
+from gradengine.dlpack import Exported, contiguous_strides, exported, exporting_device
+from gradengine.errors import BufferRefused
+
+__all__ = ["device_buffer", "device_of"]
+
+
+def device_of(source: object) -> str:
+    """Where an array lies: "cpu", "cuda:0", ...; "cpu" for what is no array at all, which the host's door refuses.
+
+    >>> device_of(np.zeros(3))
+    'cpu'
+    """
+    if isinstance(source, RawBuffer):
+        return source.device
+    if isinstance(source, (np.ndarray, np.generic)) and not hasattr(source, "__cuda_array_interface__"):
+        return "cpu"
+    if hasattr(source, "__dlpack_device__"):
+        return exporting_device(source, "array")
+    return "cuda:0" if hasattr(source, "__cuda_array_interface__") else "cpu"
+
+
+def device_buffer(source: Any, component: str, device: str, array_type: type, stream: int) -> Buffer:
+    """A view of `source`, which must lie on `device`, contiguous, in fp32, fp16 or bf16.
+
+    Args:
+        source: An array of the device's own kind, a `RawBuffer`, a DLPack producer, or an object with
+            `__cuda_array_interface__`.
+        component: Whose gradient it is; errors name it.
+        device: "cuda:0", ....
+        array_type: The device's own kind of array, which needs no protocol: cupy.ndarray.
+        stream: The stream that will read it, as DLPack counts them; -1 asks the producer to order nothing.
+
+    Raises:
+        BufferRefused: Another device, dtype or layout in memory.
+    """
+    if isinstance(source, array_type):
+        return _from_own_array(source, component, device)
+    if isinstance(source, RawBuffer):
+        return _from_raw(source, component, device)
+    if hasattr(source, "__dlpack__"):
+        ordinal = device.removeprefix("cuda:")
+        devices = (device, f"cuda_managed:{ordinal}")
+        refuse_other_device(exporting_device(source, component), component, devices)
+        tensor = exported(source, component, stream)
+        refuse_other_device(tensor.device, component, devices)
+        return _from_exported(tensor, component, device)
+    if hasattr(source, "__cuda_array_interface__"):
+        return _from_exported(_read_interface(source, component, device), component, device)
+    raise BufferRefused(
+        f"component '{component}' is no array on a GPU",
+        got=type(source).__name__,
+        expected=f"an array on {device}: CuPy, DLPack (torch, JAX), __cuda_array_interface__, or a RawBuffer",
+    )
+
+
+def _from_own_array(array: Any, component: str, device: str) -> Buffer:
+    refuse_other_device(f"cuda:{array.device.id}", component, (device,))
+    dtype = _named(array.dtype, component)
+    if not array.flags.c_contiguous:
+        strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
+        refuse_as_it_lies(Exported(0, dtype, array.shape, strides, "", True, None), component)
+    memory = DeviceMemory(int(array.data.ptr), int(array.size), array.dtype.itemsize)
+    return Buffer(memory, dtype, tuple(array.shape), True, array, device)
+
+
+def _from_raw(raw: RawBuffer, component: str, device: str) -> Buffer:
+    refuse_other_device("cuda:0" if raw.device == "cuda" else raw.device, component, (device,))
+    pointer, size = raw_extent(raw, component)
+    itemsize = STORAGE[str(raw.dtype)].itemsize
+    refuse_impossible(pointer, size, itemsize, component)
+    return Buffer(DeviceMemory(pointer, size, itemsize), str(raw.dtype), (size,), raw.writable, raw.owner, device)
+
+
+def _from_exported(tensor: Exported, component: str, device: str) -> Buffer:
+    refuse_as_it_lies(tensor, component)
+    size, itemsize = math.prod(tensor.shape), STORAGE[tensor.dtype].itemsize
+    refuse_impossible(tensor.pointer, size, itemsize, component)
+    memory = DeviceMemory(tensor.pointer, size, itemsize)
+    return Buffer(memory, tensor.dtype, tensor.shape, tensor.writable, tensor.owner, device)
+
+
+def _read_interface(source: Any, component: str, device: str) -> Exported:
+    """A CUDA array interface; it says nothing of the device, which the address does."""
+    interface = source.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        raise BufferRefused(f"component '{component}' is a masked array", do="pass the array without mask")
+    pointer, read_only = interface["data"]
+    shape = tuple(interface["shape"])
+    dtype = np.dtype(interface["typestr"])
+    strides = _element_strides(interface.get("strides"), dtype.itemsize, shape)
+    return Exported(int(pointer), _named(dtype, component), shape, strides, device, not read_only, source)
+
+
+def _element_strides(strides: Sequence[int] | None, itemsize: int, shape: Sequence[int]) -> tuple[int, ...]:
+    if strides is None:
+        return contiguous_strides(shape)
+    return tuple(stride // itemsize for stride in strides)
+
+
+def _named(dtype: Any, component: str) -> str:
+    name = str(dtype.name)
+    if name not in STORAGE or not dtype.isnative:
+        raise wrong_dtype(component, name)
+    return name

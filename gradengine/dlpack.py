@@ -1,0 +1,180 @@
+"""DLPack capsules, read in place: what lies where, in which dtype and on which device, with no framework's help.
+
+The capsule is kept as the owner of its memory and never renamed to "used_dltensor": its own destructor frees the
+producer's reference with us. So bf16 works, which numpy.from_dlpack refuses, and so does a GPU's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradengine.errors import BufferRefused
+
+__all__ = ["Exported", "contiguous_strides", "exported", "exporting_device"]
+
+_HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by the CPU
+_DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
+_DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}
+_KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
+_READ_ONLY_FLAG = 1
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a producer exports.
+
+    Attributes:
+        pointer: Address of the first element; 0 where there is none.
+        dtype: The dtype's name; one that is none of ours is described.
+        shape: Its shape.
+        strides: Its strides, in elements.
+        device: "cpu", "cuda:0", ...
+        writable: False where the producer says that the memory may only be read.
+        owner: What must stay alive while the memory is in use.
+    """
+
+    pointer: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: str
+    writable: bool
+    owner: object
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after the other in C order."""
+        wanted = contiguous_strides(self.shape)
+        return 0 in self.shape or all(
+            n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True)
+        )
+
+
+def exporting_device(source: Any, component: str) -> str:
+    """Where a producer's memory lies: "cpu", "cuda:0", ....
+
+    Raises:
+        BufferRefused: It cannot say.
+    """
+    try:
+        device_type, ordinal = source.__dlpack_device__()
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as refusal:
+        raise _cannot_export(source, component, refusal) from None
+    return _device_name(int(device_type), int(ordinal))
+
+
+def exported(source: Any, component: str, stream: int | None = None) -> Exported:
+    """What `source.__dlpack__()` exports.
+
+    Args:
+        source: An object with `__dlpack__` and `__dlpack_device__`.
+        component: Whose gradient it is; errors name it.
+        stream: The consumer's stream on a GPU, as DLPack counts them; None on the CPU.
+
+    Raises:
+        BufferRefused: The producer refuses, or what it hands out is no DLPack of a version we know.
+
+    Example:
+        >>> exported(np.zeros((2, 3), np.float16), "w").shape
+        (2, 3)
+    """
+    capsule = _capsule_of(source, component, {} if stream is None else {"stream": stream})
+    tensor, writable = _tensor_in(capsule, component)
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
+    return Exported(
+        pointer=tensor.data + tensor.byte_offset if tensor.data else 0,
+        dtype=_dtype_of(tensor),
+        shape=shape,
+        strides=strides,
+        device=_device_name(tensor.device_type, tensor.device_id),
+        writable=writable,
+        owner=(capsule, source),
+    )
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a C-contiguous array of that shape.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _VersionedTensor(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+_capsule_name = ctypes.pythonapi.PyCapsule_GetName
+_capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, (ctypes.py_object,)
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+
+def _capsule_of(source: Any, component: str, options: dict[str, int]) -> object:
+    try:
+        try:
+            return source.__dlpack__(max_version=(1, 0), **options)
+        except TypeError:  # a producer older than DLPack 1.0 does not know the argument
+            return source.__dlpack__(**options)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as refusal:
+        raise _cannot_export(source, component, refusal) from None
+
+
+def _cannot_export(source: object, component: str, refusal: Exception) -> BufferRefused:
+    return BufferRefused(
+        f"component '{component}' cannot be exported by its framework ({refusal})", got=type(source).__name__
+    )
+
+
+def _tensor_in(capsule: object, component: str) -> tuple[_DLTensor, bool]:
+    name = _capsule_name(capsule)
+    if name == b"dltensor":  # before 1.0 there was no read-only flag: writable is what every consumer assumed
+        return _DLTensor.from_address(_capsule_pointer(capsule, name)), True
+    if name == b"dltensor_versioned":
+        versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, name))
+        if versioned.major == 1:
+            return versioned.tensor, not versioned.flags & _READ_ONLY_FLAG
+        raise BufferRefused(
+            f"component '{component}' speaks another DLPack",
+            got=f"version {versioned.major}",
+            expected="version 0 or 1",
+        )
+    raise BufferRefused(f"component '{component}' exports no DLPack tensor", got=name, expected="a fresh capsule")
+
+
+def _device_name(device_type: int, ordinal: int) -> str:
+    return "cpu" if device_type in _HOST_DEVICES else f"{_DEVICES.get(device_type, device_type)}:{ordinal}"
+
+
+def _dtype_of(tensor: _DLTensor) -> str:
+    name = _DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    lanes = "" if tensor.lanes == 1 else f" in vectors of {tensor.lanes}"
+    return name or f"{_KINDS.get(tensor.code, f'code {tensor.code} ')}{tensor.bits}{lanes}"

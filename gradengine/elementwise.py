@@ -1,0 +1,192 @@
+"""Single-buffer operations on raw arrays and pointers: add, scale, fill, cast. On a GPU one ElementwiseKernel each.
+
+For what lies outside any layout: one tensor at a time, in fp32, fp16 or bf16. Arithmetic is in fp32, each operation
+rounded once, with the same bits on either device; the fused kernels do the same for a whole gradient set in one launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from gradengine.buffer import STORAGE, Buffer
+from gradengine.device_buffer import device_of
+from gradengine.errors import BufferRefused, LayoutMismatch
+from gradengine.kernels import CudaKernels, Fold, Kernels, arithmetic, kernels_for
+
+__all__ = ["add", "cast", "fill", "scale"]
+
+# What an element is read and written as; the short dtypes travel as their bits.
+_READ = {
+    "float32": "{0}",
+    "float16": "gradengine::widened({0}, gradengine::FLOAT16)",
+    "bfloat16": "gradengine::widened({0}, gradengine::BFLOAT16)",
+}
+_WRITE = {
+    "float32": "{0} = {1}",
+    "float16": "{0} = gradengine::rounded({1}, gradengine::FLOAT16)",
+    "bfloat16": "{0} = gradengine::rounded({1}, gradengine::BFLOAT16)",
+}
+
+
+def add(
+    target: object,
+    source: object,
+    weight: float = 1.0,
+    *,
+    device: str | Kernels | None = None,
+    stream: object | None = None,
+) -> None:
+    """Add in place, target += weight * source: the product rounded to fp32, then the sum.
+
+    Args:
+        target: fp32, writable; an array or a `RawBuffer`.
+        source: As many elements, fp32, fp16 or bf16.
+        weight: Used as fp32; exactly 1 multiplies nothing.
+        device: Where they lie; by default where `target` says that it lies.
+        stream: A GPU's stream; the current CuPy stream by default.
+
+    Raises:
+        BufferRefused: A buffer cannot be taken as it lies, or the two overlap without being the same.
+        LayoutMismatch: Another number of elements.
+
+    Example:
+        >>> total = np.array([1, 2], np.float32)
+        >>> add(total, np.array([10, 20], np.float16), 0.5)
+        >>> total
+        array([ 6., 12.], dtype=float32)
+    """
+    kernels = kernels_for(device or device_of(target))
+    with kernels.on(stream):
+        to, of = _pair(kernels, target, source)
+        if to.dtype != "float32":
+            raise BufferRefused("'target' accumulates and must be fp32", got=to.dtype, expected="float32")
+        if isinstance(kernels, CudaKernels):
+            sum_of = "gradengine::add(target, weight == 1.0f ? {0} : gradengine::multiply(weight, {0}))"
+            value = sum_of.format(_READ[of.dtype].format("source"))
+            _run(kernels, "add", value, (of, np.float32(weight)), to, "float32 weight")
+        else:
+            kernels.accumulate([to], [Fold(0, False, (of,), (np.float32(weight),))])
+
+
+def scale(buffer: object, factor: float, *, device: str | Kernels | None = None, stream: object | None = None) -> None:
+    """Multiply in place, buffer *= factor: rounded to fp32, then to the buffer's dtype; exactly 1 writes nothing.
+
+    Args:
+        buffer: fp32, fp16 or bf16, writable; an array or a `RawBuffer`.
+        factor: Used as fp32.
+        device: Where it lies; by default where it says that it lies.
+        stream: A GPU's stream; the current CuPy stream by default.
+
+    Raises:
+        BufferRefused: The buffer cannot be written as it lies.
+
+    Example:
+        >>> gradient = np.array([1, 2], np.float16)
+        >>> scale(gradient, 0.5)
+        >>> gradient
+        array([0.5, 1. ], dtype=float16)
+    """
+    kernels = kernels_for(device or device_of(buffer))
+    with kernels.on(stream):
+        to = kernels.writable_view(buffer, "buffer")
+        if not isinstance(kernels, CudaKernels):
+            kernels.scale([to], np.float32(factor), [to])
+        elif np.float32(factor) != 1:
+            value = f"gradengine::multiply({_READ[to.dtype].format('target')}, factor)"
+            _run(kernels, "scale", value, (np.float32(factor),), to, "float32 factor")
+
+
+def fill(buffer: object, value: float, *, device: str | Kernels | None = None, stream: object | None = None) -> None:
+    """Every element becomes `value`, rounded to fp32 and then to the buffer's dtype.
+
+    Args:
+        buffer: fp32, fp16 or bf16, writable; an array or a `RawBuffer`.
+        value: What is written.
+        device: Where it lies; by default where it says that it lies.
+        stream: A GPU's stream; the current CuPy stream by default.
+
+    Raises:
+        BufferRefused: The buffer cannot be written as it lies.
+
+    Example:
+        >>> gradient = np.empty(2, np.float32)
+        >>> fill(gradient, 3.0)
+        >>> gradient
+        array([3., 3.], dtype=float32)
+    """
+    kernels = kernels_for(device or device_of(buffer))
+    with kernels.on(stream):
+        to = kernels.writable_view(buffer, "buffer")
+        if isinstance(kernels, CudaKernels):
+            _run(kernels, "fill", "value", (np.float32(value),), to, "float32 value")
+        else:
+            constant = kernels.view(np.full(1, value, np.float32), "value")
+            rounded = np.empty(1, STORAGE[to.dtype])
+            one = Buffer(rounded, to.dtype, (1,), True, rounded)
+            kernels.scale([constant], np.float32(1), [one])
+            to.data.fill(rounded[0])
+
+
+def cast(
+    source: object, destination: object, *, device: str | Kernels | None = None, stream: object | None = None
+) -> None:
+    """Copy, destination = source in the destination's dtype: widened exactly, or rounded to nearest, ties to even.
+
+    Args:
+        source: fp32, fp16 or bf16; an array or a `RawBuffer`.
+        destination: As many elements, writable.
+        device: Where they lie; by default where `destination` says that it lies.
+        stream: A GPU's stream; the current CuPy stream by default.
+
+    Raises:
+        BufferRefused: A buffer cannot be taken as it lies, or the two overlap without being the same.
+        LayoutMismatch: Another number of elements.
+
+    Example:
+        >>> short = np.empty(2, np.float16)
+        >>> cast(np.array([1, 2049], np.float32), short)
+        >>> short
+        array([1.000e+00, 2.048e+03], dtype=float16)
+    """
+    kernels = kernels_for(device or device_of(destination))
+    with kernels.on(stream):
+        to, of = _pair(kernels, destination, source)
+        if isinstance(kernels, CudaKernels):
+            _run(kernels, "cast", _READ[of.dtype].format("source"), (of,), to, "")
+        else:
+            kernels.scale([of], np.float32(1), [to])
+
+
+def _pair(kernels: Kernels, destination: object, source: object) -> tuple[Buffer, Buffer]:
+    to, of = kernels.writable_view(destination, "destination"), kernels.view(source, "source")
+    if to.size != of.size:
+        raise LayoutMismatch("source and destination differ in size", got=of.size, expected=to.size)
+    if to.overlaps(of) and not (to.pointer == of.pointer and to.dtype == of.dtype):
+        raise BufferRefused("source and destination overlap in memory", do="pass a copy")
+    return to, of
+
+
+def _run(kernels: CudaKernels, name: str, value: str, inputs: tuple[Any, ...], target: Buffer, scalars: str) -> None:
+    """target[i] = value, with `source` (where the first input is a buffer) and the scalars by name."""
+    if not target.size:
+        return
+    arrays = [kernels.storage_array(given) if isinstance(given, Buffer) else given for given in inputs]
+    of = next((_storage_name(given) for given in inputs if isinstance(given, Buffer)), "")
+    operation = _WRITE[target.dtype].format("target", value)
+    kernel = _kernel(kernels.xp, name, of, _storage_name(target), scalars, operation)
+    kernel(*arrays, kernels.storage_array(target))
+
+
+@functools.cache
+def _kernel(xp: Any, name: str, source: str, target: str, scalars: str, operation: str) -> Any:
+    inputs = ", ".join(filter(None, [source and f"{source} source", scalars]))
+    return xp.ElementwiseKernel(
+        inputs, f"{target} target", operation, f"gradengine_{name}", preamble=arithmetic(), no_return=True
+    )
+
+
+def _storage_name(buffer: Buffer) -> str:
+    return str(STORAGE[buffer.dtype].name) if buffer.dtype == "float32" else "uint16"

@@ -1,0 +1,109 @@
+"""Accumulation on a GPU: the accumulator with its memory reported beforehand, and copies back to a workspace."""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+
+from gradengine.accumulate import GradientAccumulator
+from gradengine.buffer import overlapping
+from gradengine.errors import BufferRefused, CallerError
+from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
+from gradengine.kernels import HostKernels, Kernels, chunk_for, kernels_for
+from gradengine.layout import GradientLayout, Slot
+
+__all__ = ["GpuGradientAccumulator"]
+
+_BYTES_A_CHUNK = 12 + 3 * 8  # a squared sum and a count; rows of the tables of K1, K2 and K3
+_BYTES_A_COMPONENT = 3 * 24 + 7 * 8  # entries of the three tables; norms, members and counts
+
+
+@final
+class GpuGradientAccumulator(GradientAccumulator):
+    """Gradients of a whole model, accumulated in fp32 on a GPU; every call queues its work and returns.
+
+    Args:
+        layout: Where each component lies.
+        device: "cuda" (the first GPU), "cuda:1", or kernels.
+        hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
+
+    Raises:
+        CallerError: `hold` is no whole number >= 1.
+        DeviceUnavailable: CuPy, the driver, the device or NVRTC is missing; the error says which.
+        OutOfDeviceMemory: The accumulator does not fit; the error says what is needed and what is free, and nothing
+            was taken.
+
+    Example:
+        >>> layout = GradientLayout.transformer(24, 1024, 256, 4096, 32768, embedding=False)
+        >>> GpuGradientAccumulator.memory_needed(layout)
+        1594503652
+    """
+
+    def __init__(self, layout: GradientLayout, device: str | Kernels = "cuda", *, hold: int = 1) -> None:
+        kernels = kernels_for(device)
+        if isinstance(kernels, HostKernels):
+            raise CallerError("this accumulator is a GPU's", got="device 'cpu'", do="use PerBlockGradientAccumulator")
+        kernels.refuse_to_exceed(self.memory_needed(layout), f"the accumulator of {layout!r}")
+        super().__init__(layout, kernels, hold)
+
+    @staticmethod
+    def memory_needed(layout: GradientLayout) -> int:
+        """Bytes of device memory that an accumulator of this layout takes: its arena, and less than 1 % for tables."""
+        sizes = [slot.size for slot in layout.slots]
+        chunk = chunk_for(sum(sizes))
+        chunks = sum(-(-size // chunk) for size in sizes)
+        return layout.nbytes + _BYTES_A_CHUNK * chunks + _BYTES_A_COMPONENT * len(sizes)
+
+    def accumulate_block(self, index: int, gradients: Gradients, weight: float = 1.0) -> None:
+        """Queue one block's part of a micro-batch: `add_block` under the name that says what it does on a GPU.
+
+        Raises:
+            LayoutMismatch, BufferRefused, WindowError: As `add_block`.
+        """
+        self.add_block(index, gradients, weight)
+
+    def accumulate_non_block(self, name: str | int, gradient: object, weight: float = 1.0) -> None:
+        """Queue one component that lies in no block, by name or by id: `add_non_block`.
+
+        Raises:
+            LayoutMismatch, BufferRefused, WindowError: As `add_non_block`.
+        """
+        self.add_non_block(name, gradient, weight)
+
+    def copy_block_to(self, index: int, workspace: Gradients) -> None:
+        """Queue a copy of a block as it stands into buffers on the device, in their dtype; zeros where nothing came.
+
+        Args:
+            index: The block.
+            workspace: A sequence in the block's order, or a mapping by component name; None for one not wanted.
+
+        Raises:
+            LayoutMismatch: No such block, or a component is missing, unknown or misshapen.
+            BufferRefused: A buffer cannot be written as it lies, or two share memory.
+        """
+        block = self.layout.block(index)
+        self._copy(block.slots, workspace, f"the workspace of block {index}", f"{block.name}.")
+
+    def copy_non_block_to(self, name: str | int, destination: object) -> None:
+        """Queue a copy of one component outside the blocks as it stands into a buffer on the device, in its dtype.
+
+        Raises:
+            LayoutMismatch: No such component outside the blocks, or another shape.
+            BufferRefused: The buffer cannot be written as it lies.
+        """
+        slot = self.non_block_slot(name)
+        self._copy((slot,), [destination], f"component '{slot.name}'")
+
+    def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:
+        pairs = zip(slots, in_slot_order(slots, workspace, where, prefix), strict=True)
+        wanted = [(slot, array) for slot, array in pairs if array is not None]
+        destinations = [self.kernels.writable_view(array, slot.name) for slot, array in wanted]
+        for (slot, _), destination in zip(wanted, destinations, strict=True):
+            refuse_other_shape(destination, slot)
+        pair = overlapping([*destinations, self.arena])
+        if pair is not None:
+            names = [*(slot.name for slot, _ in wanted), "the accumulator's arena"]
+            raise BufferRefused(f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory")
+        self.settle([slot for slot, _ in wanted])
+        self.kernels.scale([self.target_of(slot) for slot, _ in wanted], np.float32(1), destinations)

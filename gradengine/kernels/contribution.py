@@ -1,0 +1,112 @@
+"""A micro-batch's gradients for some components, as they lie: what K1 takes, one micro-batch or several held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.buffer import Buffer
+
+__all__ = ["ADDRESS", "Batch", "Contribution", "Fold", "Places"]
+
+ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What K1 does to one target in one pass: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation.
+
+    Attributes:
+        position: Which target.
+        overwrite: True for the window's first contribution: the target is written without being read.
+        sources: The micro-batches' gradients, in the order they came.
+        weights: One fp32 weight for each; exactly 1 multiplies nothing.
+    """
+
+    position: int
+    overwrite: bool
+    sources: tuple[Buffer, ...]
+    weights: tuple[np.float32, ...]
+
+
+class Places:
+    """Some of the targets, in order; compared by identity, so that what is known of them need not be looked up.
+
+    Args:
+        positions: Which targets.
+    """
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = tuple(positions)
+        self.index: npt.NDArray[np.intp] = np.array(self.positions, np.intp)
+
+    @cached_property
+    def column(self) -> dict[int, int]:
+        """Where each target stands among these."""
+        return {position: i for i, position in enumerate(self.positions)}
+
+
+@dataclass(frozen=True, eq=False)
+class Contribution:
+    """One micro-batch's gradients for some targets.
+
+    Attributes:
+        places: Which targets.
+        held: What must stay alive until they are folded; None where the micro-batch gave no gradient.
+        addresses: Where each lies, with its dtype, as the device's kernels read it; 0 where there is nothing.
+        views: The gradients as the host's kernels read them; nothing on a GPU, which needs the addresses alone.
+    """
+
+    places: Places
+    held: Sequence[Any]
+    addresses: npt.NDArray[np.uint64]
+    views: Sequence[Buffer | None] = ()
+
+    @cached_property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Which targets get a gradient."""
+        return np.array([given is not None for given in self.held], np.bool_)
+
+    def part(self, positions: Sequence[int]) -> Contribution:
+        """The same for fewer targets."""
+        columns = [self.places.column[position] for position in positions]
+        views = [self.views[c] for c in columns] if self.views else ()
+        return Contribution(Places(positions), [self.held[c] for c in columns], self.addresses[columns], views)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What K1 does in one pass: the micro-batches held for some targets, in the order they came.
+
+    Attributes:
+        places: Which targets.
+        overwrite: Of each, whether this is the window's first contribution.
+        contributions: The micro-batches, all for these targets.
+        weights: One fp32 weight for each.
+    """
+
+    places: Places
+    overwrite: npt.NDArray[np.bool_]
+    contributions: Sequence[Contribution]
+    weights: Sequence[np.float32]
+
+    @cached_property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Which targets get a gradient from any of the micro-batches."""
+        found: npt.NDArray[np.bool_] = np.logical_or.reduce([c.present for c in self.contributions])
+        return found
+
+    def folds(self) -> list[Fold]:
+        """The same target by target, without those that get nothing."""
+        return [self._fold(i) for i in range(len(self.places.positions)) if self.present[i]]
+
+    def _fold(self, i: int) -> Fold:
+        given = [(c.views[i], w) for c, w in zip(self.contributions, self.weights, strict=True)]
+        terms = [(view, weight) for view, weight in given if view is not None]
+        sources, weights = zip(*terms, strict=True)
+        return Fold(self.places.positions[i], bool(self.overwrite[i]), sources, weights)

@@ -1,0 +1,378 @@
+"""The kernels on a GPU, through CuPy: each method checks, lays out its grid and launches. Nothing here waits.
+
+Grids are one thread block for each chunk of each component (`Table.rows`), so that the work of a launch is spread
+evenly whatever the tensors' sizes are: 12,190 blocks for the 350M layout, 6 to 84 for a LoRA block.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.buffer import Buffer, RawBuffer
+from gradengine.device_buffer import device_buffer
+from gradengine.errors import BufferRefused
+from gradengine.kernels.addresses import CAPACITIES, Addresses
+from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, sum_in_order
+from gradengine.kernels.device import CudaDevice
+from gradengine.kernels.interface import Chunk, Kernels, Recorded, SquaredSums
+from gradengine.kernels.mirror import PinnedMirror
+from gradengine.kernels.tables import (
+    OVERWRITE,
+    DeviceSums,
+    Entry,
+    Table,
+    Tables,
+    chunk_for,
+    tagged,
+)
+from gradengine.kernels.toolkit import compiled, load_cupy
+from gradengine.kernels.verdict import DecisionMemory, DeviceDecision, Telemetry, Verdict
+
+__all__ = ["CudaKernels", "cuda_kernels"]
+
+_NULL = np.uint64(0)  # a pointer to nothing, as wide as one
+_THREADS = 256  # as the .cu files say; 512 for finalise
+_FINALISE_THREADS = 512
+_SIZES = (*CAPACITIES, "table")
+_FUNCTIONS = {
+    "accumulate": [f"accumulate_{sources}_{size}" for sources in (1, 4) for size in _SIZES],
+    "measure": [f"measure_{size}" for size in _SIZES],
+    "finalise": ["finalise"],
+    "hand_back": [f"hand_back_{size}" for size in _SIZES],
+}
+_DECISIONS = 8  # plans of one set of sums that are remembered: a bound that changes at each step needs no more
+_SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at a time
+
+
+@final
+class CudaKernels(Kernels):
+    """CuPy on one device.
+
+    Work is queued on the current CuPy stream of the calling thread; see `on`. The first one on a machine compiles the
+    kernels (about a second); afterwards they come from CuPy's cache.
+
+    Args:
+        xp: CuPy, or what has its surface.
+        ordinal: Which device.
+
+    Raises:
+        DeviceUnavailable: NVRTC or its headers are missing.
+    """
+
+    measures_in_passing = True  # the sums are made while the memory is the bottleneck
+
+    def __init__(self, xp: Any, ordinal: int = 0) -> None:
+        self.xp, self.ordinal, self.device = xp, ordinal, f"cuda:{ordinal}"
+        self._place = CudaDevice(xp, ordinal)
+        with self._place.active():
+            modules = {name: compiled(xp, name) for name in _FUNCTIONS}
+        functions = [(name, modules[file]) for file, names in _FUNCTIONS.items() for name in names]
+        self._functions = {name: module.get_function(name) for name, module in functions}
+        self._tables = Tables(self._place.upload)
+        self._addresses = Addresses(self._place)
+
+    def on(self, stream: object) -> AbstractContextManager[object]:
+        """See `Kernels.on`; a CuPy stream, an object with `__cuda_stream__` or `cuda_stream` (torch), or a handle."""
+        return self._place.on(stream)
+
+    def view(self, source: object, component: str) -> Buffer:
+        """See `Kernels.view`; memory of this device only."""
+        buffer = device_buffer(source, component, self.device, self.xp.ndarray, self._place.stream_for_producers())
+        if isinstance(source, RawBuffer):
+            self._place.refuse_foreign(buffer, component)
+        return buffer
+
+    def writable_view(self, destination: object, component: str) -> Buffer:
+        """See `Kernels.writable_view`; memory of this device only."""
+        buffer = self.view(destination, component)
+        if not buffer.writable:
+            raise BufferRefused(
+                f"destination '{component}' is read-only",
+                got=type(destination).__name__,
+                expected="writable memory",
+                do="pass out= an array that may be written, or take result.gradients instead",
+            )
+        return buffer
+
+    def allocate(self, size: int) -> Buffer:
+        """See `Kernels.allocate`; from CuPy's pool."""
+        return self._place.allocate(size)
+
+    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
+        """See `Kernels.refuse_to_exceed`; what CuPy's pool holds unused counts as free."""
+        self._place.refuse_to_exceed(nbytes, what)
+
+    def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Any:
+        """See `Kernels.array`; a CuPy array."""
+        return self._place.array(buffer, shape, np.float32)
+
+    def storage_array(self, buffer: Buffer) -> Any:
+        """Any buffer as a flat CuPy array of its bits: fp32 as it is, the short dtypes as uint16; no copy."""
+        return self._place.array(buffer, (buffer.size,), np.float32 if buffer.dtype == "float32" else np.uint16)
+
+    def squared_sums(self, sizes: Sequence[int]) -> DeviceSums:
+        """See `Kernels.squared_sums`."""
+        return DeviceSums(sizes, self._place.upload)
+
+    def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
+        """See `Kernels.contribution`."""
+        addresses = [tagged(view) if view is not None and view.size else 0 for view in views]
+        return Contribution(places, views, np.array(addresses, np.uint64))
+
+    def accumulate_batch(self, targets: Sequence[Buffer], batch: Batch, sums: SquaredSums | None = None) -> None:
+        """See `Kernels.accumulate_batch`; one launch for four micro-batches, whatever their dtypes are."""
+        columns = 1 if len(batch.contributions) == 1 else _SOURCES
+        table = self._table_of(targets, batch.places, sums)
+        is_empty = batch.overwrite.copy()
+        for first in range(0, len(batch.contributions), _SOURCES):
+            addresses = np.zeros((columns, table.entries), np.uint64)
+            for row, contribution in zip(addresses, batch.contributions[first:], strict=False):
+                row[:] = contribution.addresses
+            gets_none = ~addresses.any(axis=0)
+            addresses[0] |= is_empty * np.uint64(OVERWRITE)
+            is_empty &= gets_none  # a target's first gradient need not be among the first four
+            weights = list(batch.weights[first : first + _SOURCES])
+            weights += [np.float32(1)] * (columns - len(weights))
+            self._accumulate(table, addresses, weights, sums)
+
+    def accumulate(self, targets: Sequence[Buffer], folds: Sequence[Fold], sums: SquaredSums | None = None) -> None:
+        """See `Kernels.accumulate`; one launch for four micro-batches, whatever their dtypes are."""
+        for batch in _as_batches([fold for fold in folds if targets[fold.position].size]):
+            self.accumulate_batch(targets, batch, sums)
+
+    def measure(self, buffers: Sequence[Buffer], sums: SquaredSums, chunks: Sequence[Chunk]) -> None:
+        """See `Kernels.measure`; one launch, whole buffers."""
+        positions = sorted({position for position, *_ in chunks})
+        table = self._tables.of([Entry(0, sums.sizes[p], sums.first[p]) for p in positions], sums.chunk)
+        where = np.array([tagged(buffers[p]) for p in positions], np.uint64)
+        size, addresses = self._addresses.arguments(where)
+        self._launch(f"measure_{size}", table, (np.int64(table.chunk), *_partials(sums), *addresses))
+
+    def totals(self, sums: SquaredSums) -> Float64:
+        """See `Kernels.totals`; waits for the device."""
+        values = sums.values.get()
+        spans = zip(sums.first, sums.counts, strict=True)
+        return np.array([sum_in_order(values[first : first + count]) for first, count in spans], np.float64)
+
+    def finalise(
+        self, targets: Sequence[Buffer] | None, sums: SquaredSums, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
+    ) -> DeviceDecision:
+        """See `Kernels.finalise`; one launch of one thread block. The decision's arrays are written by each call."""
+        decision = self.decision(sums, plan)
+        memory = decision.memory
+        if memory.of_all is None or memory.of_all[0] is not targets:
+            memory.of_all = targets, self._table_of_all(targets, sums)
+        table = memory.of_all[1]
+        arguments = (
+            table.targets,
+            np.uint32(table.entries),
+            np.int64(table.chunk),
+            *_partials(sums),
+            memory.segment_start,
+            memory.segment_member,
+            np.uint32(memory.segments),
+            np.uint32(memory.groups),
+            memory.max_norms,
+            np.float64(divisor),
+            np.uint32(zero_if_bad),
+            memory.totals,
+            memory.counts,
+            memory.component_norms,
+            memory.norms,
+            memory.scales,
+            memory.factors,
+            memory.record,
+        )
+        self._run("finalise", 1, _FINALISE_THREADS, arguments)
+        return decision
+
+    def decision(self, sums: SquaredSums, plan: ClipPlan) -> DeviceDecision:
+        """Where K2 writes for these sums and this plan; made at the first call."""
+        assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
+        if plan not in sums.decisions:
+            while len(sums.decisions) >= _DECISIONS:
+                sums.decisions.pop(next(iter(sums.decisions)))
+            sums.decisions[plan] = DecisionMemory(self._place.upload, plan, len(sums.sizes)).decision()
+        decision: DeviceDecision = sums.decisions[plan]
+        return decision
+
+    def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> Telemetry:
+        """See `Kernels.telemetry`."""
+        return Telemetry(self.xp, self.decision(sums, plan).memory.record)
+
+    def read_verdict(self, decision: Decision) -> Verdict:
+        """See `Kernels.read_verdict`; waits for the device."""
+        assert isinstance(decision, DeviceDecision)  # noqa: S101  (made by finalise above)
+        return decision.memory.read()
+
+    def mirror(self, arena: Buffer) -> PinnedMirror:
+        """See `Kernels.mirror`; in pinned memory."""
+        return PinnedMirror(self.xp, arena)
+
+    def recording(self) -> AbstractContextManager[Recorded]:
+        """See `Kernels.recording`; on a stream of its own, ordered behind the current one."""
+        return self._place.recording()
+
+    def hand_back(
+        self,
+        sources: Sequence[Buffer],
+        decision: Decision,
+        groups: Sequence[int],
+        destinations: Sequence[Buffer],
+    ) -> None:
+        """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
+        if isinstance(decision, DeviceDecision):
+            memory = decision.memory
+            table, where = self._remembered_hand_back_of(sources, destinations, groups, memory)
+            self._hand_back(table, where, (memory.factors, memory.field("skipped"), np.float32(1)))
+        elif decision.skipped:
+            self.fill_zero(destinations)
+        else:
+            factors = [decision.factors[group] for group in groups]
+            for factor in dict.fromkeys(factors):
+                chosen = [i for i, mine in enumerate(factors) if mine == factor]
+                self.scale([sources[i] for i in chosen], factor, [destinations[i] for i in chosen])
+
+    def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
+        """See `Kernels.scale`; one launch."""
+        pairs = [(s, d) for s, d in zip(sources, destinations, strict=True) if factor != 1 or s.pointer != d.pointer]
+        moving, there = [source for source, _ in pairs], [destination for _, destination in pairs]
+        self._hand_back(*self._hand_back_of(moving, there, [0] * len(pairs)), (_NULL, _NULL, np.float32(factor)))
+
+    def fill_zero(self, buffers: Sequence[Buffer]) -> None:
+        """See `Kernels.fill_zero`; all bits 0 are the zero of each dtype."""
+        for buffer in buffers:
+            self._place.clear(buffer.pointer, buffer.nbytes)
+
+    def zero_sums(self, sums: SquaredSums, positions: Sequence[int]) -> None:
+        """See `Kernels.zero_sums`."""
+        for position in positions:
+            for memory in _partials(sums):
+                itemsize = memory.dtype.itemsize
+                start = int(memory.data.ptr) + sums.first[position] * itemsize
+                self._place.clear(start, sums.counts[position] * itemsize)
+
+    def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
+        """See `Kernels.first_non_finite`; waits for the device."""
+        sums = self.squared_sums([buffer.size])
+        self.measure([buffer], sums, sums.all_chunks([0]))
+        plan = ClipPlan((0,), (np.inf,))
+        verdict = self.finalise([buffer], sums, plan, 1.0, zero_if_bad=False).memory.read()
+        return (verdict.bad_index, verdict.bad_value) if verdict.is_bad else None
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph instead of working."""
+        return self._place.is_capturing()
+
+    # ---- launches ----
+
+    def _accumulate(
+        self,
+        table: Table,
+        addresses: npt.NDArray[np.uint64],
+        weights: Sequence[np.float32],
+        sums: SquaredSums | None,
+    ) -> None:
+        size, sources = self._addresses.arguments(addresses.reshape(-1), weights)
+        partials = (_NULL, _NULL) if sums is None else _partials(sums)
+        arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials, *sources)
+        self._launch(f"accumulate_{len(weights)}_{size}", table, arguments)
+
+    def _table_of(self, targets: Sequence[Buffer], places: Places, sums: SquaredSums | None) -> Table:
+        """K1's table for these targets."""
+        if not isinstance(sums, DeviceSums):
+            return self._make_table(targets, places, None)
+        if places not in sums.tables:
+            sums.tables[places] = self._make_table(targets, places, sums)
+        return sums.tables[places]
+
+    def _make_table(self, targets: Sequence[Buffer], places: Places, sums: DeviceSums | None) -> Table:
+        first = sums.first if sums else [0] * len(targets)
+        entries = [Entry(targets[p].pointer, targets[p].size, first[p]) for p in places.positions]
+        return self._tables.of(entries, sums.chunk if sums else chunk_for(sum(e.size for e in entries)))
+
+    def _table_of_all(self, targets: Sequence[Buffer] | None, sums: SquaredSums) -> Table:
+        addresses = [0] * len(sums.sizes) if targets is None else [tagged(target) for target in targets]
+        entries = [Entry(a, s, f) for a, s, f in zip(addresses, sums.sizes, sums.first, strict=True)]
+        return self._tables.of(entries, sums.chunk)
+
+    def _hand_back_of(
+        self, sources: Sequence[Buffer], destinations: Sequence[Buffer], groups: Sequence[int]
+    ) -> tuple[Table, npt.NDArray[np.uint64]]:
+        """What K3 works on, and the destinations' addresses."""
+        wanted = [i for i, source in enumerate(sources) if source.size]
+        entries = [_handed_back(sources[i], destinations[i], groups[i]) for i in wanted]
+        table = self._tables.of(entries, chunk_for(sum(entry.size for entry in entries)))
+        return table, np.array([tagged(destinations[i]) for i in wanted], np.uint64)
+
+    def _remembered_hand_back_of(
+        self, sources: Sequence[Buffer], destinations: Sequence[Buffer], groups: Sequence[int], memory: DecisionMemory
+    ) -> tuple[Table, npt.NDArray[np.uint64]]:
+        """The same, made once for an accumulator that scales its own targets: these are one tuple at each step."""
+        if not (sources is destinations and isinstance(sources, tuple)):
+            return self._hand_back_of(sources, destinations, groups)
+        if memory.in_place is None or memory.in_place[0] is not sources:
+            memory.in_place = sources, self._hand_back_of(sources, destinations, groups)
+        remembered: tuple[Table, npt.NDArray[np.uint64]] = memory.in_place[1]
+        return remembered
+
+    def _hand_back(self, table: Table, where: npt.NDArray[np.uint64], factors: tuple[Any, ...]) -> None:
+        size, addresses = self._addresses.arguments(where)
+        self._launch(f"hand_back_{size}", table, (np.int64(table.chunk), *factors, *addresses))
+
+    def _launch(self, function: str, table: Table, arguments: tuple[Any, ...]) -> None:
+        if table.blocks:  # CuPy makes a grid of one block out of an empty one
+            self._run(function, table.blocks, _THREADS, (table.rows, table.targets, *arguments))
+
+    def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        self._place.keep(arguments)
+        with self._place.active():
+            self._functions[function]((blocks,), (threads,), arguments)
+
+
+@functools.cache
+def cuda_kernels(ordinal: int) -> CudaKernels:
+    """The kernels of one device, compiled once.
+
+    Raises:
+        DeviceUnavailable: CuPy, the driver, the device or NVRTC is missing; the error says which.
+    """
+    return CudaKernels(load_cupy(ordinal), ordinal)
+
+
+def _as_batches(folds: Sequence[Fold]) -> list[Batch]:
+    """Folds that one launch can take: with the same weights, or with one weight for all that only some lack."""
+    groups: dict[tuple[np.float32, ...], list[Fold]] = {}
+    one_weight = len({weight for fold in folds for weight in fold.weights}) <= 1
+    for fold in folds:
+        groups.setdefault(() if one_weight else fold.weights, []).append(fold)
+    return [_as_batch(group) for group in groups.values()]
+
+
+def _as_batch(folds: Sequence[Fold]) -> Batch:
+    places = Places([fold.position for fold in folds])
+    longest = max((fold.weights for fold in folds), key=len)
+    columns = itertools.zip_longest(*(fold.sources for fold in folds))
+    contributions = [
+        Contribution(places, column, np.array([0 if s is None else tagged(s) for s in column], np.uint64))
+        for column in columns
+    ]
+    return Batch(places, np.array([fold.overwrite for fold in folds]), contributions, longest)
+
+
+def _handed_back(source: Buffer, destination: Buffer, group: int) -> Entry:
+    in_place = source.pointer == destination.pointer and source.dtype == destination.dtype
+    return Entry(0 if in_place else tagged(source), source.size, 0, group)
+
+
+def _partials(sums: SquaredSums) -> tuple[Any, Any]:
+    assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
+    return sums.values, sums.non_finite

@@ -1,0 +1,133 @@
+"""From squared sums to a decision: norms, clip scales, factors, and whether to skip. The definition, in fp64.
+
+A GPU takes the same decision in its own memory, where the host does not know it yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ClipPlan", "Decision", "Float64", "clip_scale", "decide", "sum_in_order"]
+
+Float64: TypeAlias = npt.NDArray[np.float64]
+Scalar: TypeAlias = Any  # a float; on a GPU a 0-d array there
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """Which targets share a norm, and its bound.
+
+    Attributes:
+        groups: The group's number of each target.
+        max_norms: Each group's bound; infinity clips nothing.
+        blocks: The block of each target, or None; nothing where there are none.
+    """
+
+    groups: tuple[int, ...]
+    max_norms: tuple[float, ...]
+    blocks: tuple[int | None, ...] = ()
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The targets of each group."""
+        return _collected(self.groups, len(self.max_norms))
+
+    @cached_property
+    def block_members(self) -> list[list[int]]:
+        """The targets of each block."""
+        return _collected(self.blocks, 1 + max((block for block in self.blocks if block is not None), default=-1))
+
+
+def _collected(labels: Sequence[int | None], count: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(count)]
+    for target, label in enumerate(labels):
+        if label is not None:
+            found[label].append(target)
+    return found
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What K2 found: norms of the averaged gradient and the one factor each group is multiplied by.
+
+    Attributes:
+        norm: Global norm over all targets.
+        group_norms: Each group's norm.
+        block_norms: Each block's.
+        component_norms: Each target's.
+        scales: Each group's clip scale, in 0..1.
+        factors: Each group's fp32 factor: clip scale / divisor.
+        skipped: Whether zeros are handed back.
+        bad: Positions of the targets that hold NaN or Inf; None where only the device knows.
+    """
+
+    norm: Scalar
+    group_norms: Sequence[Scalar]
+    block_norms: Sequence[Scalar]
+    component_norms: Sequence[Scalar]
+    scales: Sequence[Scalar]
+    factors: Sequence[Scalar]
+    skipped: Scalar
+    bad: tuple[int, ...] | None
+
+    @property
+    def scale(self) -> Scalar:
+        """The clip scale; of several groups the smallest."""
+        return min(self.scales)
+
+    @property
+    def factor(self) -> Scalar:
+        """The first group's factor: the only one there is without groups."""
+        return self.factors[0]
+
+
+def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool = False) -> Decision:
+    """The decision, from each target's squared sum; fp64 throughout, the factor rounded once to fp32.
+
+    Example:
+        >>> decision = decide(np.array([9.0, 16.0]), ClipPlan((0, 0), (1.0,)), divisor=1.0)
+        >>> decision.norm, decision.scales
+        (5.0, (0.2,))
+    """
+
+    def norm_of(members: Sequence[int]) -> float:
+        return math.sqrt(sum_in_order(totals[list(members)])) / divisor
+
+    group_norms = [norm_of(members) for members in plan.members]
+    scales = [clip_scale(norm, bound) for norm, bound in zip(group_norms, plan.max_norms, strict=True)]
+    bad = tuple(int(i) for i in np.flatnonzero(~np.isfinite(totals)))
+    return Decision(
+        norm=norm_of(range(len(totals))),
+        group_norms=tuple(group_norms),
+        block_norms=tuple(norm_of(members) for members in plan.block_members),
+        component_norms=tuple((np.sqrt(totals) / divisor).tolist()),
+        scales=tuple(scales),
+        factors=tuple(np.float32(scale / divisor) for scale in scales),
+        skipped=bool(bad) and zero_if_bad,
+        bad=bad,
+    )
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / norm), no epsilon; a norm of 0 gives 1, and so does one that is not finite (nothing to aim at).
+
+    >>> clip_scale(4.0, 1.0), clip_scale(0.5, 1.0), clip_scale(0.0, 1.0), clip_scale(math.nan, 1.0)
+    (0.25, 1.0, 1.0, 1.0)
+    """
+    return max_norm / norm if max_norm < norm < math.inf else 1.0
+
+
+def sum_in_order(values: Float64) -> float:
+    """Sum from first to last: NumPy's own sum and Python's each change their order or rounding between versions.
+
+    >>> sum_in_order(np.array([1e16, 1.0, 1.0])) == 1e16
+    True
+    """
+    return float(np.add.accumulate(values)[-1]) if values.size else 0.0

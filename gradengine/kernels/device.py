@@ -1,0 +1,195 @@
+"""One GPU through CuPy: its memory, its streams, and what may be asked of its driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.buffer import Buffer, DeviceMemory
+from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
+from gradengine.kernels.interface import Recorded
+from gradengine.kernels.toolkit import refuse_to_exceed
+
+__all__ = ["CudaDevice"]
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+_UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
+
+
+@final
+class CudaDevice:
+    """A device, its current stream being CuPy's of the calling thread.
+
+    Args:
+        xp: CuPy, or what has its surface.
+        ordinal: Which device.
+    """
+
+    def __init__(self, xp: Any, ordinal: int) -> None:
+        self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
+        with xp.cuda.Device(ordinal):
+            self._uploads = xp.cuda.Stream(non_blocking=True)
+        self._recorded: Recorded | None = None  # what is being recorded
+        self._kept: list[Any] = []
+
+    def on(self, stream: object) -> AbstractContextManager[object]:
+        """Within it, work is queued on a stream: CuPy's, one with `__cuda_stream__` or `cuda_stream`, or a handle."""
+        if stream is None:
+            return nullcontext()
+        if isinstance(stream, self.xp.cuda.Stream):
+            return stream  # type: ignore[no-any-return]
+        return self.xp.cuda.Stream.from_external(_ForeignStream(stream))  # type: ignore[no-any-return]
+
+    def active(self) -> AbstractContextManager[object]:
+        """Within it, this is the current device: where a caller works on another one, launches would go there."""
+        if self.xp.cuda.runtime.getDevice() == self.ordinal:
+            return _NOTHING
+        return self.xp.cuda.Device(self.ordinal)  # type: ignore[no-any-return]
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph instead of working."""
+        return bool(self.current_stream().is_capturing())
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorded]:
+        """Within it, work is recorded; on a stream of its own, ordered behind the current one."""
+        with self.active():
+            stream = self.xp.cuda.Stream(non_blocking=True)
+            stream.wait_event(self.current_stream().record())
+        self._recorded = recorded = Recorded()
+        with self.active(), stream:
+            stream.begin_capture()
+            try:
+                yield recorded
+            except BaseException:
+                with suppress(Exception):  # it may say that the capture is void; why it is, the caller is told
+                    stream.end_capture()
+                raise
+            finally:
+                self._recorded = None
+            recorded.graph = stream.end_capture()
+
+    def keep(self, *memory: Any) -> None:
+        """What a graph that is being recorded reads stays alive with it."""
+        if self._recorded is not None:
+            self._recorded.kept += memory
+        elif self.is_capturing():  # somebody else's graph: how long it lives is not known here
+            self._kept += memory
+
+    def allocate(self, size: int) -> Buffer:
+        """An fp32 buffer from CuPy's pool; raises `OutOfDeviceMemory`."""
+        self.refuse_to_exceed(4 * size, f"an fp32 buffer of {size} elements")
+        try:
+            with self.active():
+                memory = self.xp.empty(size, np.float32)
+        except self.xp.cuda.memory.OutOfMemoryError as fault:
+            raise OutOfDeviceMemory(str(fault), expected=f"{4 * size} bytes") from None
+        return Buffer(DeviceMemory(int(memory.data.ptr), size, 4), "float32", (size,), True, memory, self.name)
+
+    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
+        """Raise `OutOfDeviceMemory` where so many bytes do not fit."""
+        with self.active():
+            refuse_to_exceed(self.xp, nbytes, what)
+
+    def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """A buffer as a CuPy array of that shape and dtype; no copy, and its owner stays alive with it."""
+        memory = self.xp.cuda.UnownedMemory(buffer.pointer, buffer.nbytes, buffer.owner, self.ordinal)
+        return self.xp.ndarray(shape, dtype, self.xp.cuda.MemoryPointer(memory, 0))
+
+    def current_stream(self) -> Any:
+        """The calling thread's current stream on this device."""
+        return self.xp.cuda.get_current_stream(self.ordinal)
+
+    def event(self) -> Any:
+        """An event without a clock."""
+        with self.active():
+            return self.xp.cuda.Event(disable_timing=True)
+
+    def pinned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Pinned host memory as a NumPy array."""
+        memory = self.xp.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count)
+
+    def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
+        """Queue a copy from pinned memory, which must stay as it is until it is done."""
+        runtime, stream = self.xp.cuda.runtime, self.current_stream()
+        runtime.memcpyAsync(there.data.ptr, here.ctypes.data, here.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+
+    def sent_in_graph(self, values: npt.NDArray[Any]) -> Any:
+        """Values on the device, whereto each replay of the graph that is recorded copies them; the graph keeps both."""
+        here = self.pinned(values.size, values.dtype)
+        here[:] = values
+        there = self.upload(np.zeros_like(values))
+        self.copy_to(there, here)
+        self.keep(here, there)
+        return there
+
+    def clear(self, pointer: int, nbytes: int) -> None:
+        """Queue zeros."""
+        if nbytes:
+            with self.active():
+                self.xp.cuda.runtime.memsetAsync(pointer, 0, nbytes, self.current_stream().ptr)
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        """A copy on the device, on a stream of its own: allowed while a graph is recorded, and no part of that.
+
+        The memory is the current stream's, so that once dropped it is given out again behind the work that still uses
+        it; what it holds now may be such work's, which is waited for.
+        """
+        with self.active():
+            current = self._uploads if self.is_capturing() else self.current_stream()
+            with current:
+                memory = self.xp.empty(array.shape, array.dtype)
+            self._uploads.wait_event(current.record())
+            with self._uploads:
+                memory.set(array)
+            self._uploads.synchronize()
+        return memory
+
+    def stream_for_producers(self) -> int:
+        """The current stream as DLPack counts them: 1 is the default one; -1, in a capture, asks for no ordering."""
+        stream = self.current_stream()
+        if stream.is_capturing():
+            return -1
+        return int(stream.ptr) or 1
+
+    def refuse_foreign(self, buffer: Buffer, component: str) -> None:
+        """Ask the driver about a raw pointer: its first and its last byte must lie on this device."""
+        for address in (buffer.pointer, buffer.pointer + buffer.nbytes - 1) if buffer.size else ():
+            found = self.xp.cuda.runtime.pointerGetAttributes(address)
+            if found.type in {_UNREGISTERED_MEMORY, _PINNED_MEMORY} or found.device != self.ordinal:
+                kind = "host memory, or memory that was freed" if found.type < 2 else f"memory of cuda:{found.device}"
+                raise BufferRefused(
+                    f"component '{component}' does not lie on {self.name} as a whole",
+                    got=f"{kind} at {address:#x}",
+                    expected=f"{buffer.nbytes} bytes from {buffer.pointer:#x} on",
+                )
+
+
+class _ForeignStream:
+    """Another library's stream, in the way that CuPy takes one; kept alive by it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._handle = _stream_handle(stream)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _stream_handle(stream: Any) -> int:
+    for attribute in ("__cuda_stream__", "cuda_stream"):
+        value = getattr(stream, attribute, None)
+        if value is not None:
+            return int(value()[1]) if callable(value) else int(value)
+    if isinstance(stream, int):
+        return stream
+    raise CallerError(
+        "this is no CUDA stream",
+        got=type(stream).__name__,
+        expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle",
+    )

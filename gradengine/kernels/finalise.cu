@@ -1,0 +1,144 @@
+// K2, finalise: from each chunk's squared sum to norms, scales, factors and the verdict, without the host.
+//
+// One thread block: all sums are taken in an order that depends on the layout alone, so they are the same from run to
+// run. A warp takes a component, then a segment (everything, a clip group, a block).
+
+#include "common.cuh"
+
+enum { FINALISE_THREADS = 512 };
+#define NONE (~0ull)
+
+struct Verdict {         // as kernels/verdict.py reads it
+  double norm;           // global, of the averaged gradient, before clipping
+  u64 steps;             // counted by the device: which step this verdict is of, from 1 on
+  u64 bad_step;          // the last of them that was not finite, or 0; what follows stays until there is another
+  u64 bad_steps;         // how many there were
+  i64 bad_component;     // the first component that is not finite
+  i64 bad_index;         // its first such element, or -1 where the launch may not look into the memory
+  u64 non_finite;        // elements of the whole set that are not finite
+  float bad_value;
+  float scale;           // clip scale, the smallest of all groups
+  float factor;          // what the sum is multiplied by (in the first group)
+  float inverse;         // 1 / factor, for optimizers that divide
+  float skipped;         // 1 where zeros are handed back because the gradient is not finite
+  float reserved;
+};
+
+struct Segments {  // members of segment s: member[start[s]] .. member[start[s + 1] - 1]; segment 0 is everything
+  const u32* start;
+  const u32* member;
+  u32 count;
+  u32 groups;  // segments 1..groups are the clip groups
+};
+
+__device__ __forceinline__ u64 block_minimum(u64 value) {
+  __shared__ u64 least[FINALISE_THREADS / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __syncthreads();  // a call before this one may still be read
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const u64 other = __shfl_xor_sync(0xffffffffu, value, distance);
+    value = other < value ? other : value;
+  }
+  if (lane == 0) least[warp] = value;
+  __syncthreads();
+  for (int w = 0; w < FINALISE_THREADS / 32; ++w) value = least[w] < value ? least[w] : value;
+  return value;
+}
+
+// Each component's chunks, added by a warp; the first component that is not finite.
+__device__ __forceinline__ u64 sum_components(const Target* targets, u32 components, i64 chunk, const double* squares,
+                                              const u32* non_finite, double divisor, double* totals, u64* counts,
+                                              double* component_norms) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  u64 bad = NONE;
+  for (u32 c = warp; c < components; c += FINALISE_THREADS / 32) {
+    const u32 first = targets[c].first, chunks = (u32)((targets[c].size + chunk - 1) / chunk);
+    double total = 0.0;
+    u64 count = 0;
+    for (u32 k = lane; k < chunks; k += 32) total += squares[first + k], count += non_finite[first + k];
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(0xffffffffu, total, distance);
+      count += __shfl_xor_sync(0xffffffffu, count, distance);
+    }
+    if (lane == 0) totals[c] = total, counts[c] = count, component_norms[c] = sqrt(total) / divisor;
+    if (!isfinite(total) && bad == NONE) bad = c;
+  }
+  return block_minimum(bad);
+}
+
+// min(1, max_norm / norm), no epsilon; 1 where the norm is 0 or not finite: there is nothing to aim at.
+__device__ __forceinline__ double clip_scale(double norm, double max_norm) {
+  return max_norm < norm && isfinite(norm) ? max_norm / norm : 1.0;
+}
+
+__device__ __forceinline__ void norm_segments(const Segments& segments, const double* totals, const double* max_norms,
+                                              double divisor, double* norms, double* scales, float* factors) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (u32 s = warp; s < segments.count; s += FINALISE_THREADS / 32) {
+    double total = 0.0;
+    for (u32 m = segments.start[s] + lane; m < segments.start[s + 1]; m += 32) total += totals[segments.member[m]];
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xffffffffu, total, distance);
+    if (lane != 0) continue;
+    norms[s] = sqrt(total) / divisor;
+    if (s < 1 || s > segments.groups) continue;
+    const double scale = clip_scale(norms[s], max_norms[s - 1]);
+    scales[s - 1] = scale;
+    factors[s - 1] = narrow(scale / divisor);
+  }
+}
+
+// The first element of a component that is not finite: its first chunk with one, then that chunk.
+__device__ __forceinline__ u64 find_non_finite(const Target& component, i64 chunk, const u32* non_finite) {
+  const u32 chunks = (u32)((component.size + chunk - 1) / chunk);
+  u64 bad = NONE;
+  for (u32 k = threadIdx.x; k < chunks && bad == NONE; k += FINALISE_THREADS)
+    if (non_finite[component.first + k]) bad = k;
+  bad = block_minimum(bad);
+  if (bad == NONE || (component.address & ADDRESS) == 0) return NONE;
+  const Stretch memory(component.address, component.size);
+  const i64 start = (i64)bad * chunk;
+  const i64 stop = min(start + chunk, component.size);
+  u64 index = NONE;
+  for (i64 i = start + threadIdx.x; i < stop && index == NONE; i += FINALISE_THREADS)
+    if (is_non_finite(__float_as_uint(load_one(memory, i)))) index = (u64)i;
+  return block_minimum(index);
+}
+
+__device__ __forceinline__ void blame(const Target* targets, u32 components, u64 bad, u64 index, const u64* counts,
+                                      Verdict* verdict) {
+  u64 count = 0;
+  for (u32 c = 0; c < components; ++c) count += counts[c];
+  verdict->bad_step = verdict->steps;
+  verdict->bad_steps += 1;
+  verdict->bad_component = (i64)bad;
+  verdict->bad_index = index == NONE ? -1 : (i64)index;
+  verdict->non_finite = count;
+  verdict->bad_value = index == NONE ? 0.0f : load_one(Stretch(targets[bad].address, targets[bad].size), (i64)index);
+}
+
+extern "C" __global__ void __launch_bounds__(FINALISE_THREADS)
+    finalise(const Target* targets, u32 components, i64 chunk, const double* squares, const u32* non_finite,
+             const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
+             const double* max_norms, double divisor, u32 zero_if_bad, double* totals, u64* counts,
+             double* component_norms, double* norms, double* scales, float* factors, Verdict* verdict) {
+  const Segments segments = {segment_start, segment_member, segment_count, groups};
+  const u64 bad = sum_components(targets, components, chunk, squares, non_finite, divisor, totals, counts,
+                                 component_norms);
+  norm_segments(segments, totals, max_norms, divisor, norms, scales, factors);
+  u64 index = NONE;
+  if (bad != NONE) index = find_non_finite(targets[bad], chunk, non_finite);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  double scale = 1.0;
+  for (u32 g = 0; g < groups; ++g) scale = scales[g] < scale ? scales[g] : scale;
+  verdict->norm = norms[0];
+  verdict->steps += 1;
+  verdict->scale = narrow(scale);
+  verdict->factor = factors[0];
+  verdict->inverse = narrow(divisor / scales[0]);
+  verdict->skipped = bad != NONE && zero_if_bad ? 1.0f : 0.0f;
+  if (bad != NONE) blame(targets, components, bad, index, counts, verdict);
+}

@@ -1,0 +1,45 @@
+// Squared sums and non-finite counts of buffers as they lie: for clipping without accumulation, and for what was
+// written to by somebody else. One read of each buffer.
+
+#include "common.cuh"
+
+enum { MEASURE_THREADS = 256 };
+
+__device__ __forceinline__ void measure(const Row* rows, const Target* targets, i64 chunk, double* squares,
+                                        u32* non_finite, const u64* address) {
+  const Row row = rows[blockIdx.x];
+  const Target component = targets[row.entry];
+  const Stretch buffer(address[row.entry], component.size);
+  const Share share(component.size, row.chunk, chunk, 0);
+  Partial part = {0.0, 0};
+  for (i64 at = share.first + UNIT * threadIdx.x; at < share.last; at += UNIT * MEASURE_THREADS)
+    part.squares += sum_of_squares(widened(load(buffer, at), buffer.dtype), part.non_finite);
+  const i64 edge = share.edge(threadIdx.x);
+  if (edge < share.stop) part.squares += square(load_one(buffer, edge), part.non_finite);
+  part = block_sum<MEASURE_THREADS>(part);
+  if (threadIdx.x == 0) {
+    squares[component.first + row.chunk] = part.squares;
+    non_finite[component.first + row.chunk] = part.non_finite;
+  }
+}
+
+template <int CAPACITY>
+struct Addresses {
+  u64 address[CAPACITY];
+};
+
+#define MEASURE(NAME, CAPACITY)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(MEASURE_THREADS)                                                   \
+      NAME(const Row* rows, const Target* targets, i64 chunk, double* squares, u32* non_finite,                   \
+           const __grid_constant__ Addresses<CAPACITY> buffers) {                                                 \
+    measure(rows, targets, chunk, squares, non_finite, buffers.address);                                          \
+  }
+
+MEASURE(measure_small, 480)
+MEASURE(measure_large, 4000)
+
+extern "C" __global__ void __launch_bounds__(MEASURE_THREADS)
+    measure_table(const Row* rows, const Target* targets, i64 chunk, double* squares, u32* non_finite,
+                  const u64* address) {
+  measure(rows, targets, chunk, squares, non_finite, address);
+}

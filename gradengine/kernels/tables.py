@@ -1,0 +1,134 @@
+"""What the kernels are told: tables that lie on the device, built once; addresses travel with each launch.
+
+A launch works on *entries*, one for each component. The device holds a row for each thread block (which entry, which
+chunk of it) and a row for each entry; both are made once for each set of components and kept. Addresses of gradients
+change, so they travel by value: there is no copy to order, and nothing that a captured graph could lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.buffer import Buffer
+from gradengine.kernels.contribution import Places
+from gradengine.kernels.interface import SquaredSums
+
+__all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "chunk_for", "tagged"]
+
+_TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
+_ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
+_DTYPE_TAGS = {"float32": 0, "float16": 1 << 56, "bfloat16": 2 << 56}
+OVERWRITE = 1 << 58
+
+_TABLES = 256  # remembered: an accumulator needs one for each block; destinations that move make new ones
+_LARGEST_CHUNK = 32768  # elements: 256 threads x 16 units of 8, and the tail of the last wave of blocks stays short
+_SMALLEST_CHUNK = 2048  # one unit for each of 256 threads
+_WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 blocks each
+
+
+def chunk_for(size: int) -> int:
+    """Elements of a chunk for `size` elements in all: a power of two that depends on the size alone.
+
+    >>> chunk_for(400_000_000), chunk_for(10_000_000), chunk_for(10)
+    (32768, 8192, 2048)
+    """
+    chunk = _LARGEST_CHUNK
+    while chunk > _SMALLEST_CHUNK and size < chunk * _WANTED_CHUNKS:
+        chunk //= 2
+    return chunk
+
+
+def tagged(buffer: Buffer) -> int:
+    """The buffer's address with its dtype in the upper byte, as common.cuh reads it."""
+    return buffer.pointer | _DTYPE_TAGS[buffer.dtype]
+
+
+class DeviceSums(SquaredSums):
+    """The partials on the device: a squared sum and a count of non-finite elements for each chunk.
+
+    Attributes:
+        non_finite: How many elements of each chunk are not finite.
+        decisions: What K2 writes to, by clip plan.
+        tables: Those of K1, by the targets that they are for.
+    """
+
+    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any]) -> None:
+        super().__init__(sizes, chunk_for(sum(sizes)))
+        self.values = upload(self.values)
+        self.non_finite = upload(np.zeros(len(self.values), np.uint32))
+        self.decisions: dict[Any, Any] = {}
+        self.tables: WeakKeyDictionary[Places, Table] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One component of a launch.
+
+    Attributes:
+        address: Where it lies, tagged; 0 where each launch says so.
+        size: Elements.
+        first: Index of its first chunk's partial.
+        group: Which factor it is multiplied by.
+    """
+
+    address: int
+    size: int
+    first: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries and rows on the device.
+
+    Attributes:
+        entries: How many components.
+        blocks: How many rows: one thread block each.
+        chunk: Elements of a chunk.
+        rows: (entry, chunk) of each thread block.
+        targets: What each entry is.
+    """
+
+    entries: int
+    blocks: int
+    chunk: int
+    rows: Any
+    targets: Any
+
+
+class Tables:
+    """The tables made so far, by what is in them.
+
+    Args:
+        upload: Copies a NumPy array to the device, and returns when it is there.
+    """
+
+    def __init__(self, upload: Callable[[npt.NDArray[Any]], Any]) -> None:
+        self._upload = upload
+        self._made: dict[tuple[int, tuple[Entry, ...]], Table] = {}
+
+    def of(self, entries: Sequence[Entry], chunk: int) -> Table:
+        """The table of these entries, made at the first call."""
+        key = (chunk, tuple(entries))
+        if key not in self._made:
+            while len(self._made) >= _TABLES:
+                self._made.pop(next(iter(self._made)))
+            self._made[key] = self._make(entries, chunk)
+        return self._made[key]
+
+    def _make(self, entries: Sequence[Entry], chunk: int) -> Table:
+        targets = np.array([(e.address, e.size, e.first, e.group) for e in entries], _TARGET)
+        chunks = [-(-e.size // chunk) for e in entries]
+        rows = np.empty(sum(chunks), _ROW)
+        rows["entry"] = np.repeat(np.arange(len(entries)), chunks)
+        rows["chunk"] = np.concatenate([np.arange(count) for count in chunks]) if chunks else 0
+        return Table(len(entries), len(rows), chunk, self._bytes(rows), self._bytes(targets))
+
+    def _bytes(self, array: npt.NDArray[Any]) -> Any:
+        return self._upload(array.view(np.uint8)) if array.size else None

@@ -1,0 +1,125 @@
+"""What a GPU needs: CuPy, a driver, a device, NVRTC and its headers. Found here, or named with the way to get it."""
+
+from __future__ import annotations
+
+import importlib
+from importlib import resources
+from types import ModuleType
+from typing import Any
+
+from gradengine.errors import DeviceUnavailable, OutOfDeviceMemory
+
+__all__ = ["arithmetic", "compiled", "device_ordinal", "load_cupy", "refuse_to_exceed", "source"]
+
+_FOLDER = resources.files("gradengine.kernels")
+_INSTALL = "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]', as nvidia-smi's CUDA version says"
+_OLDEST_CUPY = 14  # bf16, Stream.from_external and C++17 come with it
+_OLDEST_CAPABILITY = 70  # arguments taken by reference (__grid_constant__)
+
+
+def device_ordinal(device: object) -> int | None:
+    """The number of a CUDA device by name, or None where the name is no such device's.
+
+    >>> device_ordinal("cuda"), device_ordinal("cuda:1"), device_ordinal("cpu")
+    (0, 1, None)
+    """
+    if not isinstance(device, str):
+        return None
+    name, colon, ordinal = device.partition(":")
+    if name != "cuda" or (colon and not ordinal.isdecimal()):
+        return None
+    return int(ordinal or 0)
+
+
+def load_cupy(ordinal: int) -> ModuleType:
+    """CuPy, on a machine where that device can be used.
+
+    Raises:
+        DeviceUnavailable: Something is missing; the error says what, and how to get it.
+    """
+    try:
+        cupy = importlib.import_module("cupy")  # by name: the core imports no framework, and CuPy only when asked for
+    except ImportError as fault:
+        raise DeviceUnavailable(f"device 'cuda:{ordinal}' needs CuPy ({fault})", do=_INSTALL) from None
+    version = str(cupy.__version__)
+    if int(version.partition(".")[0]) < _OLDEST_CUPY:
+        raise DeviceUnavailable("CuPy is too old", got=version, expected=f">= {_OLDEST_CUPY}", do=_INSTALL)
+    _refuse_missing_device(cupy, ordinal)
+    return cupy
+
+
+def _refuse_missing_device(cupy: Any, ordinal: int) -> None:
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as fault:  # noqa: BLE001  (CuPy's error class can be named only where its libraries load)
+        raise DeviceUnavailable(
+            f"CuPy finds no GPU ({fault})",
+            do="see that nvidia-smi works here: a driver for CUDA >= 12 is needed; or use device='cpu'",
+        ) from None
+    if ordinal >= count:
+        raise DeviceUnavailable(
+            f"there is no device 'cuda:{ordinal}'",
+            got=f"{count} devices",
+            do="count from 0, and see CUDA_VISIBLE_DEVICES",
+        )
+    capability = int(cupy.cuda.Device(ordinal).compute_capability)
+    if capability < _OLDEST_CAPABILITY:
+        raise DeviceUnavailable(
+            f"device 'cuda:{ordinal}' is too old",
+            got=f"compute capability {capability / 10}",
+            expected=f"{_OLDEST_CAPABILITY / 10} or more",
+        )
+
+
+def source(name: str) -> str:
+    """The CUDA source of a kernel, with our headers in place of their include lines.
+
+    The text is whole because CuPy's cache of compiled kernels is keyed by it, and would not see a change in a header.
+    """
+    text = (_FOLDER / f"{name}.cu").read_text()
+    for header in ("common.cuh", "arithmetic.cuh"):
+        text = text.replace(f'#include "{header}"', (_FOLDER / header).read_text())
+    return text
+
+
+def arithmetic() -> str:
+    """The arithmetic of the kernels in a namespace of its own, for code that others generate around it."""
+    return f"namespace gradengine {{\n{(_FOLDER / 'arithmetic.cuh').read_text()}\n}}"
+
+
+def compiled(xp: Any, name: str) -> Any:
+    """The module of one .cu file, compiled for the current device (from CuPy's cache after the first time).
+
+    Raises:
+        DeviceUnavailable: NVRTC or its headers are missing.
+    """
+    module = xp.RawModule(code=source(name), options=("--std=c++17",))
+    try:
+        module.compile()
+    except (RuntimeError, ImportError, OSError) as fault:
+        if _is_compile_error(fault):
+            raise
+        raise DeviceUnavailable(
+            f"the kernels cannot be compiled ({fault})",
+            expected="NVRTC and CUDA's headers",
+            do="pip install 'cuda-toolkit[nvrtc,cudart]==12.*' (or 13.*, as the driver's CUDA version says)",
+        ) from None
+    return module
+
+
+def _is_compile_error(fault: Exception) -> bool:
+    return type(fault).__name__ == "CompileException"
+
+
+def refuse_to_exceed(xp: Any, nbytes: int, what: str) -> None:
+    """Raise `OutOfDeviceMemory` where `nbytes` do not fit, before anything is taken."""
+    free, total = xp.cuda.runtime.memGetInfo()
+    pool = xp.get_default_memory_pool()
+    reusable = pool.total_bytes() - pool.used_bytes()
+    if nbytes > free + reusable:
+        raise OutOfDeviceMemory(
+            f"{what} does not fit on the device",
+            got=f"{free + reusable} bytes free of {total}",
+            expected=f"{nbytes} bytes",
+            do="free memory there, or split the layout over more devices",
+        )

@@ -1,0 +1,170 @@
+"""A worker's side of the exchange: which spans have left, whose sums have landed, and what all workers agreed on.
+
+The exchange works in host memory. On the CPU that is the arena itself; a GPU's arena has a mirror in pinned memory,
+from which a span leaves when it is complete, and whose sums go back as a whole when they have landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.agreement import Tally, agree
+from gradengine.errors import ExchangeError
+from gradengine.exchange.interface import Exchange, NonFiniteValue, Progress
+from gradengine.kernels.mirror import Mirror
+from gradengine.layout import GradientLayout, Span
+
+__all__ = ["Sharing"]
+
+
+@final
+class Sharing:
+    """The sum over workers of one accumulator's windows.
+
+    Args:
+        accumulator: Whose spans travel.
+        per_worker: Whether each worker's sum is divided by its own weight before it leaves.
+        settings: What all workers must have set alike.
+    """
+
+    def __init__(
+        self, accumulator: PerBlockGradientAccumulator, *, per_worker: bool, settings: Mapping[str, str]
+    ) -> None:
+        self._accumulator, self._per_worker, self._settings = accumulator, per_worker, settings
+        self._layout: GradientLayout = accumulator.layout
+        self._kernels = accumulator.kernels
+        self.progress = Progress()
+        self.exchange: Exchange | None = None
+        self.started: set[int | str] = set()
+        self.failed = False
+        self.agreed: Tally | None = None
+        self._landed: dict[int | str, int] = {}
+        self._is_summed = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to exchange with."""
+        return self.exchange is None or self.exchange.world_size == 1
+
+    @cached_property
+    def _mirror(self) -> Mirror:
+        """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have landed."""
+        return self._kernels.mirror(self._accumulator.arena)
+
+    @property
+    def bad(self) -> list[NonFiniteValue]:
+        """What the exchange found not finite in the contributions."""
+        return self.progress.bad
+
+    def connect(self, exchange: Exchange) -> None:
+        """Join a group, and let leave again what had left through another exchange."""
+        exchange.bind(self._layout, self._mirror.data, self.progress, self._take_landed)
+        self.exchange, self._is_summed = exchange, False
+        for span in [span for span in self._layout.spans if span.key in self.started]:
+            exchange.start(span)
+
+    def start(self, spans: Iterable[Span]) -> None:
+        """The spans hold all that this worker contributes: they may leave."""
+        if self.exchange is None or self.is_alone:
+            return
+        for span in spans:
+            if span.key not in self.started:
+                self._accumulator.settle_span(span)
+                with self._accumulator.changing():
+                    self._to_mean_of_worker(span)
+                self._mirror.fetch(span.start, span.stop)
+                self.started.add(span.key)
+                self.exchange.start(span)
+
+    def agree(self) -> Tally:
+        """Local sums become sums over all workers, and all workers know the same facts about them.
+
+        Raises:
+            WindowError: The window is not complete.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
+        """
+        if self.agreed is not None and not self.is_alone:
+            return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
+        self._accumulator.close(measure=self.is_alone)
+        if self.exchange is None or self.is_alone:
+            self._accumulator.measure_rest()
+            self.agreed = self._tally(np.empty(0))
+        else:
+            self.agreed = self._agree(self.exchange)
+        return self.agreed
+
+    def divisor(self, tally: Tally) -> float:
+        """What makes the sum the average: with one worker its own mean is the mean over all."""
+        if self._per_worker and self.exchange is not None and not self.is_alone:
+            return self.exchange.world_size
+        return tally.weight
+
+    def discard(self) -> None:
+        """Forget the window. What is under way already the exchange cannot take back: it is closed."""
+        if self.agreed is not None:
+            self.progress.next_step()
+        else:
+            if self.started and self.exchange is not None:
+                self.exchange.close()
+            self.progress.restart()
+        self.clear()
+
+    def clear(self) -> None:
+        """The next window begins."""
+        self.started, self._landed = set(), {}
+        self.failed = self._is_summed = False
+        self.agreed = None
+
+    # ---- inside ----
+
+    def _agree(self, exchange: Exchange) -> Tally:
+        try:
+            self.start(self._layout.spans)
+            if not self._is_summed:
+                self.progress.bad = list(exchange.wait())
+                self._is_summed = True
+            self._measure_landed()
+            return agree(exchange, self._tally(self._kernels.totals(self._accumulator.sums)))
+        except ExchangeError:
+            self.failed = True
+            raise
+
+    def _tally(self, totals: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tally:
+        accumulator = self._accumulator
+        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, self._settings)
+
+    def _to_mean_of_worker(self, span: Span) -> None:
+        if self._per_worker and self._accumulator.total_weight != 1:
+            targets = self._accumulator.targets_of(span)
+            self._kernels.scale(targets, np.float32(1 / self._accumulator.total_weight), targets)
+
+    def _take_landed(self, span: Span, upto: int) -> None:
+        """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""
+        if self._mirror.is_arena:
+            first = self._landed.get(span.key, span.start)
+            self._landed[span.key] = upto
+            self._measure(span, first, upto)
+
+    def _measure_landed(self) -> None:
+        if self._mirror.is_arena:
+            for span in self._layout.spans:
+                self._take_landed(span, span.stop)
+        else:
+            self._mirror.put_back()
+            self._accumulator.forget_measured()
+            self._accumulator.measure_rest()
+
+    def _measure(self, span: Span, first: int, upto: int) -> None:
+        sums = self._accumulator.sums
+        chunks = [
+            chunk
+            for position, slot in self._accumulator.slots_of(span)
+            if slot.offset < upto and first < slot.stop
+            for chunk in sums.completed(position, first - slot.offset, upto - slot.offset)
+        ]
+        self._kernels.measure(self._accumulator.targets, sums, chunks)
