@@ -1,48 +1,49 @@
-"""Fixtures of all tests: the backends, each behind the same few lines."""
+"""Fixtures of all tests."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator
 
-import numpy as np
+import cuda_emulator
 import pytest
+from backends import BACKENDS, DEVICE_BACKENDS, ORDERS, Backend, available, runnable
 from hypothesis import settings
 from transports import package_threads
 
-from gradengine.buffer import Buffer
 from gradengine.kernels import Kernels
-from gradengine.kernels.host import HostKernels
 
 settings.register_profile("gradengine", deadline=None, print_blob=True)  # shared machines stall; a stall is no bug
 settings.load_profile("gradengine")
 
 
-@dataclass(frozen=True)
-class Backend:
-    """Kernels, and how a NumPy array gets to their device and back."""
-
-    kernels: Kernels
-    put: Callable[[np.ndarray], object]
-    get: Callable[[Buffer], np.ndarray]
-
-    def buffer(self, array: np.ndarray) -> Buffer:
-        """A writable buffer on the device with the array's values; the array itself stays as it is."""
-        return self.kernels.writable_view(self.put(array.copy()), "buffer")
-
-
-BACKENDS = {
-    f"host-{threads}": Backend(HostKernels(threads), lambda array: array, lambda buffer: buffer.data.copy())
-    for threads in (1, 3)
-}
-
-
-@pytest.fixture(scope="session", params=list(BACKENDS))
+@pytest.fixture(scope="session", params=runnable(BACKENDS))
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return BACKENDS[request.param]
+    return available(request.param)
+
+
+@pytest.fixture(scope="session", params=runnable(DEVICE_BACKENDS) or DEVICE_BACKENDS[:1])
+def device(request: pytest.FixtureRequest) -> Backend:
+    """The backends where the host must wait to know anything."""
+    return available(request.param)
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Backend:
+    return available("emulated")
 
 
 @pytest.fixture(scope="session")
 def kernels(backend: Backend) -> Kernels:
     return backend.kernels
+
+
+@pytest.fixture(autouse=True)
+def _order_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test has its own order of emulated threads and blocks, the same in each run; its faults are its own."""
+    order = ORDERS[zlib.crc32(request.node.nodeid.encode()) % len(ORDERS)]
+    with cuda_emulator.options(**order):
+        yield
+        if {"backend", "device", "emulated"} & set(request.fixturenames):
+            cuda_emulator.cuda.runtime.deviceSynchronize()
 
 
 @pytest.fixture(autouse=True)

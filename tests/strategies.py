@@ -4,14 +4,15 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from gradengine.kernels import CHUNK
 from gradengine.layout import GradientLayout
 
-ROW = 512  # elements whose squares are summed in fp32
+ROW = 512  # elements whose squares the host sums in fp32
+UNIT = 8  # elements that a GPU's thread takes at a time; an edge of a tensor is up to 7 longer
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-SMALL_SIZES = (0, 1, 2, 7, 31, 32, 33, 127, ROW - 1, ROW, ROW + 1, 3 * ROW + 5)
-CHUNK_SIZES = (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + ROW + 1)
-SIZES = SMALL_SIZES + CHUNK_SIZES
+SMALL_SIZES = (0, 1, 2, 7, 8, 9, 15, 16, 17, 22, 23, 24, 25, 31, 32, 33, 127, ROW - 1, ROW, ROW + 1, 3 * ROW + 5)
+# In chunks of a backend and elements more: every size at which a kernel begins to do something else.
+CHUNK_LIMITS = ((1, -9), (1, -1), (1, 0), (1, 1), (1, 7), (1, 8), (1, 15), (1, 16), (2, -1), (2, ROW + 1))
+LIMITS = (*((0, size) for size in SMALL_SIZES), *CHUNK_LIMITS)
 
 dtypes = st.sampled_from(list(DTYPES))
 weights = st.one_of(st.just(1.0), st.floats(2.0**-20, 2.0**20, width=32))
@@ -53,6 +54,13 @@ def assert_same_bits(got, expected):
     np.testing.assert_array_equal(storage_bits(got), storage_bits(expected))
 
 
+def assert_same_values(got, expected):
+    """Equal bits, but any NaN equals any other: a GPU's arithmetic knows only one, a CPU's keeps some of its bits."""
+    got, nan = storage_bits(got).view(expected.dtype), np.isnan(expected.reshape(-1).astype(np.float32))
+    assert np.isnan(got[nan].astype(np.float32)).all()
+    assert_same_bits(got[~nan], expected.reshape(-1)[~nan])
+
+
 def folded(target, sources, weights, overwrite):
     """The contract of accumulation as it is written: each operation rounded once to fp32."""
     total = None if overwrite else target
@@ -62,6 +70,12 @@ def folded(target, sources, weights, overwrite):
             value = np.float32(weight) * value
         total = value if total is None else total + value
     return total
+
+
+def scaled(values, factor, dtype):
+    """The contract of handing back: one fp32 multiplication, then one rounding to the destination's dtype."""
+    with np.errstate(all="ignore"):
+        return (values.astype(np.float32) * np.float32(factor)).astype(DTYPES[dtype])
 
 
 def exact_norm(arrays):

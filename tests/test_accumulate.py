@@ -1,6 +1,7 @@
 """The accumulator: windows of micro-batches, bit for bit, and a state that a failing call does not touch."""
 
-import copy
+import dataclasses
+import functools
 import math
 import tracemalloc
 from types import SimpleNamespace
@@ -9,14 +10,24 @@ import ml_dtypes
 import numpy as np
 import pytest
 import strategies as draw
+from backends import DEVICE_BACKENDS, available, host_backend, runnable
+from devices import all_on_host, nothing_is_launched, on_host, put_all, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.block import BlockGradientSet
-from gradengine.buffer import RawBuffer
+from gradengine.buffer import Buffer, RawBuffer
 from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, WindowError
+from gradengine.kernels import CHUNK
 from gradengine.kernels.host import HostKernels
 from gradengine.layout import BLOCK_COMPONENTS, GradientLayout
 
@@ -25,6 +36,7 @@ ODD = GradientLayout.of(
     {"layers.0.w": (3, 5), "layers.0.b": (5,), "layers.1.w": (33,), "layers.1.empty": (0,), "head": (7, 1), "t": ()}
 )
 NAN, INF = math.nan, math.inf
+HOST, HOST_WITH_THREADS = host_backend(1), host_backend(3)
 
 
 class PoisonedKernels:
@@ -38,32 +50,46 @@ class PoisonedKernels:
 
     def allocate(self, size):
         buffer = self._kernels.allocate(size)
-        buffer.data.fill(NAN)
+        if buffer.device == "cpu":
+            buffer.data.fill(NAN)
+        else:
+            cuda = self._kernels.xp.cuda
+            cuda.runtime.memsetAsync(buffer.pointer, 0xFF, buffer.nbytes, cuda.get_current_stream().ptr)
         return buffer
 
 
-def new(layout=ODD, hold=1, threads=1):
-    return PerBlockGradientAccumulator(layout, PoisonedKernels(HostKernels(threads)), hold=hold)
+def new(layout=ODD, hold=1, backend=HOST):
+    return PerBlockGradientAccumulator(layout, PoisonedKernels(backend.kernels), hold=hold)
 
 
-def state(accumulator):
+def state(accumulator, backend=HOST):
     """All there is to the state, bit for bit; reading it changes nothing."""
-    window = accumulator._window
-    return (
-        accumulator.arena.data.tobytes(),
-        accumulator.sums.values.tobytes(),
-        copy.copy(window.weights),
-        window.counts.copy(),
-        window.filled.copy(),
-        [[(buffer.pointer, weight) for buffer, weight in held] for held in window.pending],
-        set(window.measured),
-        +window.held,
-    )
+    sums = (on_host(accumulator.sums.values).tobytes(), on_host(getattr(accumulator.sums, "non_finite", ())).tobytes())
+    return backend.get(accumulator.arena).tobytes(), sums, frozen(accumulator._window), accumulator._is_changing
+
+
+def frozen(value):
+    """What may be compared later: objects taken apart, arrays by their bytes, memory by its address."""
+    if isinstance(value, Buffer):
+        return value.pointer, value.size, value.dtype
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, (list, tuple)):
+        return [frozen(item) for item in value]
+    if isinstance(value, (set, int, float, str, np.generic, type(None))):
+        return repr(value)
+    if isinstance(value, dict):
+        return [(repr(key), frozen(item)) for key, item in value.items()]
+    if type(value).__module__.startswith("gradengine"):
+        names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else vars(value)
+        kept = [name for name in names if not isinstance(getattr(type(value), name, None), functools.cached_property)]
+        return [(name, frozen(getattr(value, name))) for name in kept]
+    return id(value)
 
 
 def closed(accumulator):
     accumulator.close()
-    return {name: view.copy() for name, view in accumulator.views().items()}
+    return all_on_host(accumulator.views())
 
 
 def expected_window(layout, micro_batches, weights):
@@ -77,53 +103,85 @@ def assert_window(got, expected):
         draw.assert_same_bits(got[name], expected[name])
 
 
-def assert_padding_is_zero(accumulator):
+def assert_padding_is_zero(accumulator, backend=HOST):
     covered = np.zeros(accumulator.layout.arena_size, bool)
     for slot in accumulator.layout.slots:
         covered[slot.offset : slot.stop] = True
-    assert (draw.storage_bits(accumulator.arena.data)[~covered] == 0).all()
+    assert (draw.storage_bits(backend.get(accumulator.arena))[~covered] == 0).all()
 
 
 class TestAdd:
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     @pytest.mark.parametrize("weights", [[1], [1, 1, 1], [0.3, 1, 7.5], [3]])
     @pytest.mark.parametrize("layout", [SMALL, ODD], ids=["transformer", "odd"])
-    def test_a_window_is_the_contracts_sum(self, layout, dtype, weights):
+    def test_a_window_is_the_contracts_sum(self, backend, layout, dtype, weights):
         batches = [draw.random_gradients(seed, layout.slots, dtype) for seed in range(len(weights))]
-        accumulator = new(layout)
+        accumulator = new(layout, backend=backend)
         for gradients, weight in zip(batches, weights, strict=True):
-            accumulator.add(gradients, weight)
+            accumulator.add(put_all(backend, gradients), weight)
         assert accumulator.accumulated_count == len(weights)
         assert accumulator.total_weight == pytest.approx(sum(weights), rel=1e-6)
         assert_window(closed(accumulator), expected_window(layout, batches, weights))
-        assert_padding_is_zero(accumulator)
+        assert_padding_is_zero(accumulator, backend)
 
-    def test_every_window_overwrites(self):
-        accumulator = new()
+    def test_every_window_overwrites(self, backend):
+        accumulator = new(backend=backend)
         for seed in range(3):
             batch = draw.random_gradients(seed, ODD.slots)
-            accumulator.add(batch)
+            accumulator.add(put_all(backend, batch))
             assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
             accumulator.zero_all()
             assert accumulator.accumulated_count == 0
 
-    def test_the_first_micro_batch_keeps_signed_zeros(self):
-        accumulator = new(GradientLayout.of([(2,)]))
+    def test_the_same_arrays_may_come_with_other_values(self, backend):
+        """As a training loop brings them: the same objects in each micro-batch and window."""
+        accumulator = new(backend=backend)
+        arrays = put_all(backend, draw.random_gradients(0, ODD.slots))
+        for window in range(3):
+            batches = [draw.random_gradients(10 * window + seed, ODD.slots) for seed in range(2)]
+            for batch in batches:
+                for array, values in zip(arrays, batch, strict=True):
+                    array[...] = backend.put(values)
+                accumulator.add(arrays)
+            assert_window(closed(accumulator), expected_window(ODD, batches, [1, 1]))
+            accumulator.zero_all()
+
+    def test_fresh_arrays_in_each_micro_batch(self, backend):
+        """As backward() brings them after `.grad = None`: new objects, at addresses that were others' before."""
+        accumulator = new(backend=backend)
+        for window in range(4):
+            batches = [draw.random_gradients(10 * window + seed, ODD.slots) for seed in range(3)]
+            for batch in batches:
+                accumulator.add(put_all(backend, batch))
+            assert_window(closed(accumulator), expected_window(ODD, batches, [1] * 3))
+            accumulator.zero_all()
+
+    def test_the_same_memory_in_another_dtype(self, backend):
+        """What was known of an address holds for the array that had it, not for the next one there."""
+        accumulator, layout = new(GradientLayout.of([(6,)]), backend=backend), GradientLayout.of([(6,)])
+        for dtype in ("float32", "float16", "bfloat16", "float32"):
+            batch = draw.random_gradients(0, layout.slots, dtype)
+            accumulator.add(put_all(backend, batch))
+            assert_window(closed(accumulator), expected_window(layout, [batch], [1]))
+            accumulator.zero_all()
+
+    def test_the_first_micro_batch_keeps_signed_zeros(self, backend):
+        accumulator = new(GradientLayout.of([(2,)]), backend=backend)
         assert accumulator.has_non_finite() is False  # a look before the window is none of its additions
-        accumulator.add([np.array([-0.0, 0.0], np.float32)])
+        accumulator.add([backend.put(np.array([-0.0, 0.0], np.float32))])
         draw.assert_same_bits(closed(accumulator)["0"], np.array([-0.0, 0.0], np.float32))
 
-    def test_in_bfloat16_256_and_1_make_257(self):
-        accumulator = new(GradientLayout.of([(3,)]))
+    def test_in_bfloat16_256_and_1_make_257(self, backend):
+        accumulator = new(GradientLayout.of([(3,)]), backend=backend)
         for value in (256, 1):
-            accumulator.add([np.full(3, value, ml_dtypes.bfloat16)])
+            accumulator.add([backend.put(np.full(3, value, ml_dtypes.bfloat16))])
         assert closed(accumulator)["0"].tolist() == [257] * 3
         assert np.full(3, 256, ml_dtypes.bfloat16)[0] + ml_dtypes.bfloat16(1) == 256  # what bf16 itself would say
 
-    def test_in_float16_sums_pass_its_largest_number(self):
-        accumulator = new(GradientLayout.of([(3,)]))
+    def test_in_float16_sums_pass_its_largest_number(self, backend):
+        accumulator = new(GradientLayout.of([(3,)]), backend=backend)
         for _ in range(4):
-            accumulator.add([np.full(3, 60000, np.float16)])
+            accumulator.add([backend.put(np.full(3, 60000, np.float16))])
         assert closed(accumulator)["0"].tolist() == [240000] * 3
 
     def test_gradients_are_only_read(self):
@@ -135,21 +193,23 @@ class TestAdd:
         accumulator.add(batch, 2.0)
         assert_window(closed(accumulator), expected_window(ODD, [batch, batch], [2, 2]))
 
-    def test_flat_gradients_raw_buffers_and_mappings(self):
+    def test_flat_gradients_raw_buffers_and_mappings(self, backend):
         batch = draw.random_gradients(0, ODD.slots)
-        flat = [g.reshape(-1) for g in batch]
-        raw = [RawBuffer(g.ctypes.data, g.size, "float32", owner=g) for g in flat]
-        named = {slot.name: g for slot, g in reversed(list(zip(ODD.slots, batch, strict=True)))}
-        for gradients in (flat, raw, named, tuple(batch)):
-            accumulator = new()
+        arrays = put_all(backend, batch)
+        flat = [array.reshape(-1) for array in arrays]
+        pointers = [raw(backend.kernels.view(array, "gradient")) for array in flat]
+        named = {slot.name: array for slot, array in reversed(list(zip(ODD.slots, arrays, strict=True)))}
+        for gradients in (flat, pointers, named, tuple(arrays)):
+            accumulator = new(backend=backend)
             accumulator.add(gradients)
             assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
 
-    def test_none_is_no_gradient(self):
+    @pytest.mark.parametrize("hold", [1, 3])
+    def test_none_is_no_gradient(self, backend, hold):
         first, second = (draw.random_gradients(seed, ODD.slots) for seed in range(2))
-        accumulator = new()
-        accumulator.add([None, first[1], *[None] * 4], 2.0)
-        accumulator.add([second[0], None, *[None] * 4], 3.0)
+        accumulator = new(hold=hold, backend=backend)
+        accumulator.add(put_all(backend, [None, first[1], *[None] * 4]), 2.0)
+        accumulator.add(put_all(backend, [second[0], None, *[None] * 4]), 3.0)
         got = closed(accumulator)
         draw.assert_same_bits(got["layers.0.w"], np.float32(3) * second[0])
         draw.assert_same_bits(got["layers.0.b"], np.float32(2) * first[1])
@@ -157,26 +217,36 @@ class TestAdd:
             assert (draw.storage_bits(got[name]) == 0).all()
         assert accumulator.accumulated_count == 2
 
-    def test_tied_components_may_share_a_gradient(self):
+    def test_a_micro_batch_of_none_alone_counts(self, backend):
+        accumulator, batch = new(backend=backend), draw.random_gradients(0, ODD.slots)
+        accumulator.add(put_all(backend, batch), 2.0)
+        accumulator.add([None] * len(batch), 3.0)
+        assert (accumulator.accumulated_count, accumulator.total_weight) == (2, 5.0)
+        assert_window(closed(accumulator), expected_window(ODD, [batch], [2]))
+
+    def test_tied_components_may_share_a_gradient(self, backend):
         layout = GradientLayout.of({"head": (4,), "embedding": (4,)})
-        shared = draw.random_array(0, 4)
+        values = draw.random_array(0, 4)
+        shared = backend.put(values)
         for hold in (1, 3):
-            accumulator = new(layout, hold)
+            accumulator = new(layout, hold, backend)
             accumulator.add([shared, shared])
-            assert_window(closed(accumulator), {"head": shared, "embedding": shared})
+            assert_window(closed(accumulator), {"head": values, "embedding": values})
 
     @pytest.mark.parametrize("hold", [1, 5])
-    def test_squared_sums_are_taken_where_asked(self, hold):
-        batches = [draw.random_gradients(seed, SMALL.slots, "bfloat16") for seed in range(3)]
-        measured, rest = new(SMALL, hold), new(SMALL)
+    def test_squared_sums_are_taken_where_asked(self, backend, hold):
+        batches = [put_all(backend, draw.random_gradients(seed, SMALL.slots, "bfloat16")) for seed in range(3)]
+        measured, rest = new(SMALL, hold, backend), new(SMALL, 1, backend)
         for i, batch in enumerate(batches):
             measured.add(batch, measure=i == 2)
             rest.add(batch)
-        rest.close()
+        for accumulator in (measured, rest):
+            accumulator.close()
+        with nothing_is_launched(backend):
+            measured.measure_rest()
         rest.measure_rest()
-        assert measured._window.measured == set(range(len(SMALL.slots)))
-        draw.assert_same_bits(measured.sums.values, rest.sums.values)
-        draw.assert_same_bits(measured.arena.data, rest.arena.data)
+        draw.assert_same_bits(on_host(measured.sums.values), on_host(rest.sums.values))
+        draw.assert_same_bits(backend.get(measured.arena), backend.get(rest.arena))
 
 
 class TestHold:
@@ -186,66 +256,68 @@ class TestHold:
         parts=st.lists(st.tuples(draw.dtypes, draw.weights, st.booleans()), min_size=1, max_size=7),
         seed=draw.seeds,
     )
-    def test_changes_no_bit(self, hold, parts, seed):
+    def test_changes_no_bit_on_any_device(self, backend, hold, parts, seed):
         """Any number of micro-batches, of any dtypes and weights, with components missing here and there."""
-        plain, holding = new(ODD, 1), new(ODD, hold, threads=3)
+        plain, holding = new(ODD, 1), new(ODD, hold, HOST_WITH_THREADS if backend.is_host else backend)
         for i, (dtype, weight, gap) in enumerate(parts):
             batch = draw.random_gradients(seed + i, ODD.slots, dtype)
             if gap:
                 batch[i % len(batch)] = None
-            for accumulator in (plain, holding):
-                accumulator.add(batch, weight)
+            plain.add(batch, weight)
+            holding.add(put_all(backend, batch), weight)
         for accumulator in (plain, holding):
             accumulator.close()
-        draw.assert_same_bits(holding.arena.data, plain.arena.data)
+        draw.assert_same_bits(backend.get(holding.arena), plain.arena.data)
         assert holding.total_weight == plain.total_weight
 
-    def test_is_by_reference_until_the_fold(self):
-        accumulator, batch = new(hold=2), draw.random_gradients(0, ODD.slots)
+    def test_is_by_reference_until_the_fold(self, backend):
+        accumulator, batch = new(hold=2, backend=backend), put_all(backend, draw.random_gradients(0, ODD.slots))
         accumulator.add(batch)
-        batch[0][:] = 5
+        batch[0][...] = 5
         assert (closed(accumulator)["layers.0.w"] == 5).all()
 
-    def test_memory_stays_alive_until_the_fold(self):
-        accumulator = new(GradientLayout.of([(100_000,)]), hold=3)
+    def test_memory_stays_alive_until_the_fold(self, backend):
+        accumulator = new(GradientLayout.of([(100_000,)]), hold=3, backend=backend)
         for value in (1, 2):
-            accumulator.add([np.full(100_000, value, np.float32)])
-        others = [np.full(100_000, 9, np.float32) for _ in range(4)]
+            accumulator.add([backend.put(np.full(100_000, value, np.float32))])
+        others = [backend.put(np.full(100_000, 9, np.float32)) for _ in range(4)]
         assert (closed(accumulator)["0"] == 3).all()
         assert len(others) == 4
 
-    def test_the_same_address_twice_is_refused_by_name(self):
-        accumulator, batch = new(hold=3), draw.random_gradients(0, ODD.slots)
+    def test_the_same_address_twice_is_refused_by_name(self, backend):
+        accumulator, batch = new(hold=3, backend=backend), put_all(backend, draw.random_gradients(0, ODD.slots))
         accumulator.add(batch)
-        before = state(accumulator)
-        again = [*draw.random_gradients(1, ODD.slots)[:2], batch[2], *draw.random_gradients(2, ODD.slots)[3:]]
+        before = state(accumulator, backend)
+        first, last = (put_all(backend, draw.random_gradients(seed, ODD.slots)) for seed in (1, 2))
         message = (
             r"'layers.1.w' is held already at the same address: got address 0x\w+ twice in one fold of hold=3.*None"
         )
-        with pytest.raises(BufferRefused, match=message):
-            accumulator.add(again)
-        assert state(accumulator) == before
+        with nothing_is_launched(backend), pytest.raises(BufferRefused, match=message):
+            accumulator.add([*first[:2], batch[2], *last[3:]])
+        assert state(accumulator, backend) == before
 
-    def test_the_same_address_may_come_again_after_its_fold(self):
-        accumulator, batch = new(hold=2), draw.random_gradients(0, ODD.slots)
-        other = draw.random_gradients(1, ODD.slots)
-        for gradients in (batch, other, batch, other):
+    def test_the_same_address_may_come_again_after_its_fold(self, backend):
+        accumulator = new(hold=2, backend=backend)
+        batches = [draw.random_gradients(seed, ODD.slots) for seed in range(2)]
+        arrays = [put_all(backend, batch) for batch in batches]
+        for gradients in arrays * 2:
             accumulator.add(gradients)
-        assert_window(closed(accumulator), expected_window(ODD, [batch, other] * 2, [1] * 4))
+        assert_window(closed(accumulator), expected_window(ODD, batches * 2, [1] * 4))
 
-    def test_a_shared_address_stays_refused_until_all_who_hold_it_are_folded(self):
-        accumulator = new(GradientLayout.of({"layers.0.w": (2,), "head": (2,)}), hold=3)
-        shared = np.ones(2, np.float32)
+    def test_a_shared_address_stays_refused_until_all_who_hold_it_are_folded(self, backend):
+        accumulator = new(GradientLayout.of({"layers.0.w": (2,), "head": (2,)}), hold=3, backend=backend)
+        shared = backend.put(np.ones(2, np.float32))
         accumulator.add([shared, shared])
         accumulator.block(0)  # folds the block, not the head
         with pytest.raises(BufferRefused, match="'head' is held already at the same address"):
             accumulator.add_non_block("head", shared)
 
-    def test_dropping_the_window_drops_what_is_held(self):
-        accumulator, batch = new(hold=3), draw.random_gradients(0, ODD.slots)
-        accumulator.add(batch)
+    def test_dropping_the_window_drops_what_is_held(self, backend):
+        accumulator, batch = new(hold=3, backend=backend), draw.random_gradients(0, ODD.slots)
+        arrays = put_all(backend, batch)
+        accumulator.add(arrays)
         accumulator.zero_all()
-        accumulator.add(batch)
+        accumulator.add(arrays)
         assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
 
     @pytest.mark.parametrize("hold", [0, -1, 1.5, NAN, "2", None])
@@ -256,11 +328,11 @@ class TestHold:
 
 class TestByBlock:
     @pytest.mark.parametrize("hold", [1, 2])
-    def test_parts_in_backward_order_make_the_whole(self, hold):
+    def test_parts_in_backward_order_make_the_whole(self, backend, hold):
         batches, weights = [draw.random_gradients(seed, SMALL.slots) for seed in range(3)], [1, 2, 0.5]
-        accumulator = new(SMALL, hold)
+        accumulator = new(SMALL, hold, backend)
         for batch, weight in zip(batches, weights, strict=True):
-            named = {slot.name: g for slot, g in zip(SMALL.slots, batch, strict=True)}
+            named = put_all(backend, {slot.name: g for slot, g in zip(SMALL.slots, batch, strict=True)})
             accumulator.add_non_block("lm_head", named["lm_head"], weight)
             accumulator.add_non_block(1, named["final_norm"], weight)
             for index in (1, 0):
@@ -271,10 +343,27 @@ class TestByBlock:
         assert accumulator.total_weight == 3.5
         assert_window(closed(accumulator), expected_window(SMALL, batches, weights))
 
-    def test_by_full_names(self):
-        batch, accumulator = draw.random_gradients(0, ODD.blocks[0].slots), new()
-        accumulator.add_block(0, {slot.name: g for slot, g in zip(ODD.blocks[0].slots, batch, strict=True)})
-        draw.assert_same_bits(accumulator.block(0).components["w"], batch[0])
+    @pytest.mark.parametrize("hold", [2, 3, 9])
+    def test_parts_and_wholes_may_take_turns(self, backend, hold):
+        """Some micro-batches whole, others by parts, each held in a set of its own."""
+        batches = [draw.random_gradients(seed, SMALL.slots) for seed in range(5)]
+        accumulator = new(SMALL, hold, backend)
+        for i, batch in enumerate(batches):
+            named = put_all(backend, {slot.name: g for slot, g in zip(SMALL.slots, batch, strict=True)})
+            if i % 2:
+                accumulator.add(named)
+                continue
+            for block in reversed(SMALL.blocks):
+                accumulator.add_block(block.index, [named[slot.name] for slot in block.slots])
+            for name in ("lm_head", "final_norm", "embedding"):
+                accumulator.add_non_block(name, named[name])
+        assert_window(closed(accumulator), expected_window(SMALL, batches, [1] * 5))
+
+    def test_by_full_names(self, backend):
+        batch, accumulator = draw.random_gradients(0, ODD.blocks[0].slots), new(backend=backend)
+        named = {slot.name: g for slot, g in zip(ODD.blocks[0].slots, batch, strict=True)}
+        accumulator.add_block(0, put_all(backend, named))
+        draw.assert_same_bits(on_host(accumulator.block(0).components["w"]), batch[0])
 
     def test_a_micro_batch_has_one_weight(self):
         accumulator = new(SMALL)
@@ -287,17 +376,16 @@ class TestByBlock:
         accumulator.add_block(1, draw.random_gradients(2, SMALL.blocks[1].slots), 3.0)  # the next micro-batch begins
         assert accumulator.accumulated_count == 2
 
-    def test_a_window_with_a_part_missing_is_not_closed(self):
-        accumulator = new(SMALL, hold=2)
-        for index in (0, 1):
-            accumulator.add_block(index, draw.random_gradients(index, SMALL.blocks[index].slots), 0.5)
-        accumulator.add_block(1, draw.random_gradients(2, SMALL.blocks[1].slots), 0.5)
-        before = state(accumulator)
+    def test_a_window_with_a_part_missing_is_not_closed(self, backend):
+        accumulator = new(SMALL, hold=2, backend=backend)
+        for seed, index in enumerate((0, 1, 1)):
+            accumulator.add_block(index, put_all(backend, draw.random_gradients(seed, SMALL.blocks[index].slots)), 0.5)
+        before = state(accumulator, backend)
         message = r"component 'blocks.0.w_q' \(and 11 more\) lacks part of the window: got 1 micro-batches, expected 2"
         for call in (accumulator.close, accumulator.average):  # also where the weights happen to make 1
             with pytest.raises(WindowError, match=message):
                 call()
-            assert state(accumulator) == before
+            assert state(accumulator, backend) == before
 
     def test_a_window_without_a_micro_batch_is_not_closed(self):
         with pytest.raises(WindowError, match="step without a micro-batch: got 0 micro-batches, expected at least 1"):
@@ -340,71 +428,74 @@ class TestByBlock:
         assert accumulator.accumulated_count == 1  # one that is still being added counts
 
 
-def bad_gradients(slots):
+def bad_gradients(slots, backend=HOST):
     """Each way to pass wrong gradients for slots, with what its error names."""
-    good = draw.random_gradients(99, slots)
+    good = put_all(backend, draw.random_gradients(99, slots))
     last, size = slots[-1].name, slots[-1].size
-    strided = np.ones((*slots[-1].shape, 2), np.float32)[..., 0]
+
+    def ending_in(array):
+        return [*good[:-1], backend.put(array)]
+
     yield good[:-1], f"got {len(good) - 1}, expected {len(good)}"
     yield [*good, good[0]], f"got {len(good) + 1}, expected {len(good)}"
-    yield (
-        [*good[:-1], np.ones(size + 1, np.float32)],
-        f"'{last}' has another shape: got .*{size + 1} elements, expected",
-    )
-    yield [*good[:-1], good[-1].astype(np.float64)], f"'{last}' has a dtype that is not taken: got float64, expected"
-    yield [*good[:-1], good[-1].tolist()], f"'{last}' is no array: got (list|float), expected"
+    yield ending_in(np.ones(size + 1, np.float32)), f"'{last}' has another shape: got .*{size + 1} elements, expected"
+    yield ending_in(np.ones(slots[-1].shape)), f"'{last}' has a dtype that is not taken: got float64, expected"
+    yield [*good[:-1], on_host(good[-1]).tolist()], f"'{last}' is no array.*: got (list|float), expected"
     yield dict.fromkeys((slot.name for slot in slots[1:]), good[0]), f"lack component '.*{slots[0].name[-1]}'"
     yield "abc", "neither a mapping nor a sequence"
     if size > 1:
+        strided = backend.put(np.ones((*slots[-1].shape, 2), np.float32))[..., 0]
         yield [*good[:-1], strided], f"'{last}' is not contiguous: got .*, expected strides"
     if size:
-        yield [*good[:-1], RawBuffer(64, size, "float32", "cuda:0")], f"'{last}' lies on another device: got cuda:0"
+        elsewhere = "cuda:0" if backend.is_host else "cpu"
+        message = f"'{last}' lies on another device: got {elsewhere}"
+        yield [*good[:-1], RawBuffer(64, size, "float32", elsewhere)], message
 
 
 class TestAtomicity:
     @pytest.mark.parametrize("hold", [1, 3])
     @pytest.mark.parametrize("measure", [True, False])
-    def test_bad_gradients_change_nothing(self, hold, measure):
-        accumulator = new(SMALL, hold)
+    def test_bad_gradients_change_nothing(self, backend, hold, measure):
+        accumulator = new(SMALL, hold, backend)
         for seed in range(2):
-            accumulator.add(draw.random_gradients(seed, SMALL.slots), 2.0)
-        before = state(accumulator)
+            accumulator.add(put_all(backend, draw.random_gradients(seed, SMALL.slots)), 2.0)
+        before = state(accumulator, backend)
         for call, slots in (
             (accumulator.add, SMALL.slots),
             (lambda g, **options: accumulator.add_block(1, g, **options), SMALL.blocks[1].slots),
         ):
-            for gradients, message in bad_gradients(slots):
-                with pytest.raises((LayoutMismatch, BufferRefused), match=message):
+            for gradients, message in bad_gradients(slots, backend):
+                with nothing_is_launched(backend), pytest.raises((LayoutMismatch, BufferRefused), match=message):
                     call(gradients, measure=measure)
-                assert state(accumulator) == before
+                assert state(accumulator, backend) == before
 
     @pytest.mark.parametrize("weight", [0, -1, NAN, INF, 1e-60, "x", None])
-    def test_bad_weights_change_nothing(self, weight):
-        accumulator = new(SMALL)
-        accumulator.add(draw.random_gradients(0, SMALL.slots))
-        before, good = state(accumulator), draw.random_gradients(1, SMALL.slots)
+    def test_bad_weights_change_nothing(self, backend, weight):
+        accumulator = new(SMALL, backend=backend)
+        accumulator.add(put_all(backend, draw.random_gradients(0, SMALL.slots)))
+        before, good = state(accumulator, backend), put_all(backend, draw.random_gradients(1, SMALL.slots))
         for call in (
             lambda: accumulator.add(good, weight),
             lambda: accumulator.add_block(0, good[:9], weight),
             lambda: accumulator.add_non_block(0, good[-3], weight),
         ):
-            with pytest.raises(WindowError, match=r"weight is out of range: got .*, expected a finite number"):
+            with nothing_is_launched(backend), pytest.raises(WindowError, match=r"weight is out of range: got .*, exp"):
                 call()
-            assert state(accumulator) == before
+            assert state(accumulator, backend) == before
 
     @pytest.mark.parametrize("shift", [0, -1, 1])
-    def test_its_own_arena_is_refused(self, shift):
-        accumulator = new(SMALL)
-        accumulator.add(draw.random_gradients(0, SMALL.slots))
-        before, slot = state(accumulator), SMALL.slots[0]
-        own = RawBuffer(accumulator.arena.pointer + 4 * shift, slot.size, "float32")
+    def test_its_own_arena_is_refused(self, backend, shift):
+        accumulator = new(SMALL, backend=backend)
+        accumulator.add(put_all(backend, draw.random_gradients(0, SMALL.slots)))
+        before, slot = state(accumulator, backend), SMALL.slots[1]
+        own = raw(accumulator.targets[1].part(0, slot.size), pointer=accumulator.targets[1].pointer + 4 * shift)
         for source in (own, *([accumulator.views()[slot.name]] if shift == 0 else [])):
-            gradients = [source, *draw.random_gradients(1, SMALL.slots)[1:]]
-            with pytest.raises(
-                BufferRefused, match=r"'blocks.0.w_q' lies in this accumulator's own arena: got address 0x"
-            ):
+            gradients = put_all(backend, draw.random_gradients(1, SMALL.slots))
+            gradients[1] = source
+            message = r"'blocks.0.w_k' lies in this accumulator's own arena: got address 0x"
+            with nothing_is_launched(backend), pytest.raises(BufferRefused, match=message):
                 accumulator.add(gradients)
-            assert state(accumulator) == before
+            assert state(accumulator, backend) == before
 
     def test_an_empty_view_of_its_own_arena_is_nothing(self):
         accumulator = new(GradientLayout.of({"empty": (0,), "w": (2,)}))
@@ -415,9 +506,11 @@ class TestAtomicity:
 class AnyCalls(RuleBasedStateMachine):
     """Good and bad calls in any order against the contract in plain NumPy."""
 
+    backend = HOST
+
     @initialize(hold=st.integers(1, 3))
     def begin(self, hold):
-        self.accumulator = new(ODD, hold)
+        self.accumulator = new(ODD, hold, self.backend)
         self.forget()
         self.seed = 0
 
@@ -446,6 +539,12 @@ class AnyCalls(RuleBasedStateMachine):
         batch = draw.random_gradients(self.seed, slots, dtype)
         return [None if gap and i % 2 else gradient for i, gradient in enumerate(batch)]
 
+    def state(self):
+        return state(self.accumulator, self.backend)
+
+    def put(self, gradients):
+        return put_all(self.backend, gradients)
+
     def call(self, fits, call, *arguments):
         if fits:
             call(*arguments)
@@ -453,45 +552,46 @@ class AnyCalls(RuleBasedStateMachine):
             self.refused(call, *arguments)
 
     def refused(self, call, *arguments):
-        before = state(self.accumulator)
-        with pytest.raises(GradientError):
+        before = self.state()
+        with nothing_is_launched(self.backend), pytest.raises(GradientError):
             call(*arguments)
-        assert state(self.accumulator) == before
+        assert self.state() == before
 
     @rule(dtype=draw.dtypes, weight=st.sampled_from([1.0, 0.3]), gap=st.booleans())
     def add(self, dtype, weight, gap):
         batch = self.gradients(ODD.slots, dtype, gap)
-        self.call(self.take(ODD.slots, batch, weight), self.accumulator.add, batch, weight)
+        self.call(self.take(ODD.slots, batch, weight), self.accumulator.add, self.put(batch), weight)
 
     @rule(index=st.integers(0, 1), dtype=draw.dtypes, weight=st.sampled_from([1.0, 0.3]))
     def add_block(self, index, dtype, weight):
         slots = ODD.blocks[index].slots
         batch = self.gradients(slots, dtype, False)
-        self.call(self.take(slots, batch, weight), self.accumulator.add_block, index, batch, weight)
+        self.call(self.take(slots, batch, weight), self.accumulator.add_block, index, self.put(batch), weight)
 
     @rule(name=st.sampled_from(["head", "t"]), weight=st.sampled_from([1.0, 0.3]))
     def add_non_block(self, name, weight):
         slot = ODD.slot(name)
         (gradient,) = self.gradients([slot], "float32", False)
-        self.call(self.take([slot], [gradient], weight), self.accumulator.add_non_block, name, gradient, weight)
+        (array,) = self.put([gradient])
+        self.call(self.take([slot], [gradient], weight), self.accumulator.add_non_block, name, array, weight)
 
     @rule(case=st.sampled_from(range(9)), measure=st.booleans())
     def add_what_is_wrong(self, case, measure):
-        bad = list(bad_gradients(ODD.slots))
+        bad = list(bad_gradients(ODD.slots, self.backend))
         self.refused(self.accumulator.add, bad[case % len(bad)][0])
-        bad = list(bad_gradients(ODD.blocks[0].slots))
+        bad = list(bad_gradients(ODD.blocks[0].slots, self.backend))
         self.refused(self.accumulator.add_block, 0, bad[case % len(bad)][0])
 
     @rule(weight=draw.bad_weights)
     def add_with_a_bad_weight(self, weight):
-        self.refused(self.accumulator.add, draw.random_gradients(0, ODD.slots), weight)
+        self.refused(self.accumulator.add, self.put(draw.random_gradients(0, ODD.slots)), weight)
 
     @rule()
     def average(self):
         if self.weights in ([], [1]):
-            before = state(self.accumulator)
+            before = self.state()
             self.accumulator.average()
-            assert state(self.accumulator) == before
+            assert self.state() == before
         elif set(self.counts.values()) == {len(self.weights)}:
             self.accumulator.average()
             factor = np.float32(1 / sum(map(float, self.weights)))
@@ -513,7 +613,7 @@ class AnyCalls(RuleBasedStateMachine):
         for slot, got in zip(ODD.blocks[index].slots, components.values(), strict=True):
             if self.values[slot.name] is None:
                 self.values[slot.name] = np.zeros(slot.size, np.float32)
-            draw.assert_same_bits(got, self.values[slot.name])
+            draw.assert_same_bits(on_host(got), self.values[slot.name])
 
     @rule()
     def look_for_what_is_not_finite(self):
@@ -528,7 +628,7 @@ class AnyCalls(RuleBasedStateMachine):
         for slot, square in zip(ODD.slots, squares, strict=True):
             if self.values[slot.name] is None:
                 self.values[slot.name] = np.zeros(slot.size, np.float32)
-            draw.assert_same_bits(self.accumulator.views()[slot.name], self.values[slot.name])
+            draw.assert_same_bits(on_host(self.accumulator.views()[slot.name]), self.values[slot.name])
             exact = np.sum(np.square(self.values[slot.name].astype(np.float64)))
             assert square == pytest.approx(exact, rel=1e-6)
 
@@ -536,66 +636,72 @@ class AnyCalls(RuleBasedStateMachine):
     def counts_agree(self):
         if hasattr(self, "accumulator"):
             assert self.accumulator.accumulated_count == len(self.weights)
-            assert_padding_is_zero(self.accumulator)
+            assert_padding_is_zero(self.accumulator, self.backend)
 
 
 AnyCalls.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 TestAnyCalls = AnyCalls.TestCase
 
 
+@pytest.mark.parametrize("name", runnable(DEVICE_BACKENDS))
+def test_any_calls_on_a_device(name):
+    on_device = type("AnyCallsOnADevice", (AnyCalls,), {"backend": available(name)})
+    run_state_machine_as_test(on_device, settings=settings(max_examples=12, stateful_step_count=15, deadline=None))
+
+
 class TestAverage:
-    def test_is_one_multiplication_by_the_rounded_reciprocal(self):
+    def test_is_one_multiplication_by_the_rounded_reciprocal(self, backend):
         batches, weights = [draw.random_gradients(seed, ODD.slots) for seed in range(3)], [1, 2.5, 0.1]
-        accumulator = new(hold=2)
+        accumulator = new(hold=2, backend=backend)
         for batch, weight in zip(batches, weights, strict=True):
-            accumulator.add(batch, weight)
+            accumulator.add(put_all(backend, batch), weight)
         factor = np.float32(1 / sum(float(np.float32(weight)) for weight in weights))
         accumulator.average()
         expected = {name: value * factor for name, value in expected_window(ODD, batches, weights).items()}
         assert_window(closed(accumulator), expected)
         assert (accumulator.accumulated_count, accumulator.total_weight) == (1, 1.0)
-        assert_padding_is_zero(accumulator)
+        assert_padding_is_zero(accumulator, backend)
 
     @pytest.mark.parametrize("count", [0, 1])
     @pytest.mark.parametrize("hold", [1, 2])
-    def test_of_at_most_one_changes_nothing(self, count, hold):
-        accumulator = new(hold=hold)
+    def test_of_at_most_one_changes_nothing(self, backend, count, hold):
+        accumulator = new(hold=hold, backend=backend)
         for seed in range(count):
-            accumulator.add(draw.random_gradients(seed, ODD.slots))
-        before = state(accumulator)
+            accumulator.add(put_all(backend, draw.random_gradients(seed, ODD.slots)))
+        before = state(accumulator, backend)
         accumulator.average()
-        assert state(accumulator) == before
+        assert state(accumulator, backend) == before
 
-    def test_twice_is_once(self):
-        accumulator = new()
+    def test_twice_is_once(self, backend):
+        accumulator = new(backend=backend)
         for seed in range(3):
-            accumulator.add(draw.random_gradients(seed, ODD.slots))
+            accumulator.add(put_all(backend, draw.random_gradients(seed, ODD.slots)))
         accumulator.average()
-        before = state(accumulator)
+        before = state(accumulator, backend)
         accumulator.average()
-        assert state(accumulator) == before
+        assert state(accumulator, backend) == before
 
-    def test_of_weights_that_make_one_counts_as_one(self):
-        accumulator = new()
+    def test_of_weights_that_make_one_counts_as_one(self, backend):
+        accumulator = new(backend=backend)
         batches = [draw.random_gradients(seed, ODD.slots) for seed in range(2)]
         for batch, weight in zip(batches, (0.25, 0.75), strict=True):
-            accumulator.add(batch, weight)
+            accumulator.add(put_all(backend, batch), weight)
         accumulator.average()
         assert accumulator.accumulated_count == 1
         assert_window(closed(accumulator), expected_window(ODD, batches, [0.25, 0.75]))
 
-    def test_a_single_weighted_micro_batch_is_its_own_mean(self):
-        accumulator, batch = new(), draw.random_gradients(0, ODD.slots)
-        accumulator.add(batch, 4.0)
+    def test_a_single_weighted_micro_batch_is_its_own_mean(self, backend):
+        accumulator, batch = new(backend=backend), draw.random_gradients(0, ODD.slots)
+        accumulator.add(put_all(backend, batch), 4.0)
         accumulator.average()
         assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
 
-    def test_more_may_be_added_to_a_mean(self):
-        accumulator, ones = new(GradientLayout.of([(2,)])), np.ones(2, np.float32)
+    def test_more_may_be_added_to_a_mean(self, backend):
+        accumulator = new(GradientLayout.of([(2,)]), backend=backend)
         for value in (1, 3):
-            accumulator.add([value * ones])
+            accumulator.add([backend.put(np.full(2, value, np.float32))])
         accumulator.average()
-        accumulator.add([4 * ones])
+        accumulator.add([backend.put(np.full(2, 4, np.float32))])
         assert closed(accumulator)["0"].tolist() == [6, 6]
         assert accumulator.accumulated_count == 2
 
@@ -603,34 +709,34 @@ class TestAverage:
 class TestNonFinite:
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     @pytest.mark.parametrize("hold", [1, 2])
-    def test_is_found_in_any_component(self, bad, hold):
+    def test_is_found_in_any_component(self, backend, bad, hold):
         for i, slot in enumerate(ODD.slots):
             if not slot.size:
                 continue
-            accumulator, batch = new(hold=hold), draw.random_gradients(0, ODD.slots)
+            accumulator, batch = new(hold=hold, backend=backend), draw.random_gradients(0, ODD.slots)
             batch[i].reshape(-1)[-1] = bad
-            accumulator.add(batch)
+            accumulator.add(put_all(backend, batch))
             assert accumulator.has_non_finite() is True
             accumulator.zero_all()
             assert accumulator.has_non_finite() is False
 
-    def test_in_a_part_of_a_window(self):
-        accumulator = new(SMALL)
-        accumulator.add_non_block("final_norm", np.ones(8, np.float32))
+    def test_in_a_part_of_a_window(self, backend):
+        accumulator = new(SMALL, backend=backend)
+        accumulator.add_non_block("final_norm", backend.put(np.ones(8, np.float32)))
         assert accumulator.has_non_finite() is False  # what did not come is fresh memory, and not looked at
-        accumulator.add_non_block("lm_head", np.full((16, 8), NAN, np.float32))
+        accumulator.add_non_block("lm_head", backend.put(np.full((16, 8), NAN, np.float32)))
         assert accumulator.has_non_finite() is True
 
-    def test_an_overflow_of_the_sum_is_found(self):
-        accumulator = new(GradientLayout.of([(2,)]))
+    def test_an_overflow_of_the_sum_is_found(self, backend):
+        accumulator = new(GradientLayout.of([(2,)]), backend=backend)
         for _ in range(2):
             assert accumulator.has_non_finite() is False
-            accumulator.add([np.full(2, 3e38, np.float32)])
+            accumulator.add([backend.put(np.full(2, 3e38, np.float32))])
         assert accumulator.has_non_finite() is True
 
-    def test_what_is_written_through_a_view_is_seen(self):
-        accumulator = new()
-        accumulator.add(draw.random_gradients(0, ODD.slots), measure=True)
+    def test_what_is_written_through_a_view_is_seen(self, backend):
+        accumulator = new(backend=backend)
+        accumulator.add(put_all(backend, draw.random_gradients(0, ODD.slots)), measure=True)
         block = accumulator.block(1)
         assert accumulator.has_non_finite() is False
         block.components["w"][3] = NAN
@@ -640,154 +746,155 @@ class TestNonFinite:
 class TestBlock:
     BLOCK = SMALL.blocks[1]
 
-    def filled(self):
-        block = BlockGradientSet(self.BLOCK)
+    def filled(self, backend=HOST):
+        block = BlockGradientSet(self.BLOCK, backend.kernels)
         gradients = draw.random_gradients(5, self.BLOCK.slots)
-        block.accumulate(gradients)
+        block.accumulate(put_all(backend, gradients))
         return block, gradients
 
-    def test_components_in_order_and_shape(self):
-        block, gradients = self.filled()
+    def test_components_in_order_and_shape(self, backend):
+        block, gradients = self.filled(backend)
         assert tuple(block.components) == BLOCK_COMPONENTS
         assert block.component_sizes == (64, 32, 32, 64, 96, 96, 96, 8, 8)
         for slot, gradient, got in zip(self.BLOCK.slots, gradients, block.components.values(), strict=True):
             assert got.shape == slot.shape
-            draw.assert_same_bits(got, gradient)
+            draw.assert_same_bits(on_host(got), gradient)
 
-    def test_begins_at_zero(self):
-        with_garbage = BlockGradientSet(self.BLOCK, PoisonedKernels(HostKernels(1)))
-        assert (draw.storage_bits(with_garbage.flatten()) == 0).all()
+    def test_begins_at_zero(self, backend):
+        with_garbage = BlockGradientSet(self.BLOCK, PoisonedKernels(backend.kernels))
+        assert (draw.storage_bits(on_host(with_garbage.flatten())) == 0).all()
 
-    def test_flat_and_components_are_the_same_memory(self):
-        block, _ = self.filled()
+    def test_flat_and_components_are_the_same_memory(self, backend):
+        block, _ = self.filled(backend)
         flat = block.flatten()
-        flat[:] = np.arange(flat.size)
+        flat[...] = backend.put(np.arange(flat.size, dtype=np.float32))
         for slot in self.BLOCK.slots:
             start = slot.offset - self.BLOCK.start
-            assert block.components[slot.name.split(".")[-1]].reshape(-1)[0] == start
-        assert np.shares_memory(block.flatten(), flat)
+            assert on_host(block.components[slot.name.split(".")[-1]]).reshape(-1)[0] == start
+        views = [backend.kernels.view(array, "flat") for array in (flat, block.flatten())]
+        assert views[0].pointer == views[1].pointer
 
     def test_the_components_cannot_be_replaced(self):
         block, _ = self.filled()
         with pytest.raises(TypeError):
             block.components["w_q"] = np.zeros((8, 8), np.float32)
 
-    def test_a_block_of_an_accumulator_is_its_memory(self):
-        accumulator = new(SMALL, hold=2)
-        accumulator.add(draw.random_gradients(0, SMALL.slots))
+    def test_a_block_of_an_accumulator_is_its_memory(self, backend):
+        accumulator = new(SMALL, hold=2, backend=backend)
+        accumulator.add(put_all(backend, draw.random_gradients(0, SMALL.slots)))
         block = accumulator.block(1)
-        assert np.shares_memory(block.flatten(), accumulator.arena.data)
+        view = backend.kernels.view(block.flatten(), "flat")
+        assert view.pointer == accumulator.arena.pointer + 4 * self.BLOCK.start
         block.scale(2)
-        block.components["gate"][:] = 3
+        block.components["gate"][...] = 3
         assert (closed(accumulator)["blocks.1.gate"] == 3).all()
 
-    def test_a_block_handed_out_is_measured_again(self):
-        accumulator = new(SMALL)
-        accumulator.add(draw.random_gradients(0, SMALL.slots), measure=True)
-        accumulator.block(1).components["gate"][:] = 3
+    def test_a_block_handed_out_is_measured_again(self, backend):
+        accumulator = new(SMALL, backend=backend)
+        accumulator.add(put_all(backend, draw.random_gradients(0, SMALL.slots)), measure=True)
+        accumulator.block(1).components["gate"][...] = 3
         accumulator.measure_rest()
         position = [slot.name for slot in SMALL.slots].index("blocks.1.gate")
         assert accumulator.kernels.totals(accumulator.sums)[position] == 9 * 8 * 12
 
-    def test_a_block_before_its_first_micro_batch_is_zero_and_takes_what_is_written(self):
-        accumulator = new(SMALL)
-        assert (draw.storage_bits(accumulator.block(0).flatten()) == 0).all()
-        accumulator.block(0).components["up"][:] = 2
+    def test_a_block_before_its_first_micro_batch_is_zero_and_takes_what_is_written(self, backend):
+        accumulator = new(SMALL, backend=backend)
+        assert (draw.storage_bits(on_host(accumulator.block(0).flatten())) == 0).all()
+        accumulator.block(0).components["up"][...] = 2
         batch = draw.random_gradients(0, SMALL.slots)
-        accumulator.add(batch)
+        accumulator.add(put_all(backend, batch))
         draw.assert_same_bits(closed(accumulator)["blocks.0.up"], np.float32(2) + batch[5])
 
-    def test_from_flat_of_flatten_is_the_same_block(self):
-        block, _ = self.filled()
-        copied = BlockGradientSet(self.BLOCK)
+    def test_from_flat_of_flatten_is_the_same_block(self, backend):
+        block, _ = self.filled(backend)
+        wanted = on_host(block.flatten())
+        copied = BlockGradientSet(self.BLOCK, backend.kernels)
         copied.from_flat(block.flatten().copy())
-        draw.assert_same_bits(copied.flatten(), block.flatten())
+        draw.assert_same_bits(on_host(copied.flatten()), wanted)
         block.from_flat(block.flatten())  # from itself to itself
-        draw.assert_same_bits(copied.flatten(), block.flatten())
+        draw.assert_same_bits(on_host(block.flatten()), wanted)
 
     @pytest.mark.parametrize("dtype", draw.DTYPES)
-    def test_from_flat_takes_any_dtype_and_leaves_padding_zero(self, dtype):
-        block = BlockGradientSet(self.BLOCK)
-        flat = np.full(block.flatten().size, 2.5, draw.DTYPES[dtype])
-        block.from_flat(flat)
-        assert all((component == 2.5).all() for component in block.components.values())
-        assert np.count_nonzero(block.flatten()) == sum(block.component_sizes)
+    def test_from_flat_takes_any_dtype_and_leaves_padding_zero(self, backend, dtype):
+        block = BlockGradientSet(self.BLOCK, backend.kernels)
+        block.from_flat(backend.put(np.full(block.flatten().size, 2.5, draw.DTYPES[dtype])))
+        assert all((component == 2.5).all() for component in all_on_host(block.components).values())
+        assert np.count_nonzero(on_host(block.flatten())) == sum(block.component_sizes)
 
     @pytest.mark.parametrize("change", [-1, 1])
-    def test_from_flat_of_another_length(self, change):
-        block, _ = self.filled()
-        before, size = block.flatten().tobytes(), block.flatten().size
+    def test_from_flat_of_another_length(self, backend, change):
+        block, _ = self.filled(backend)
+        before, size = on_host(block.flatten()).tobytes(), block.flatten().size
         message = f"flat gradient of block 1 has another length: got {size + change} elements, expected {size} elements"
-        with pytest.raises(LayoutMismatch, match=message):
-            block.from_flat(np.ones(size + change, np.float32))
-        assert block.flatten().tobytes() == before
+        flat = backend.put(np.ones(size + change, np.float32))
+        with nothing_is_launched(backend), pytest.raises(LayoutMismatch, match=message):
+            block.from_flat(flat)
+        assert on_host(block.flatten()).tobytes() == before
 
-    def test_accumulate_adds(self):
-        block, gradients = self.filled()
+    def test_accumulate_adds(self, backend):
+        block, gradients = self.filled(backend)
         more = draw.random_gradients(6, self.BLOCK.slots, "bfloat16")
-        block.accumulate(dict(zip(BLOCK_COMPONENTS, more, strict=True)))
+        block.accumulate(put_all(backend, dict(zip(BLOCK_COMPONENTS, more, strict=True))))
         for got, a, b in zip(block.components.values(), gradients, more, strict=True):
-            draw.assert_same_bits(got, a + b.astype(np.float32))
+            draw.assert_same_bits(on_host(got), a + b.astype(np.float32))
 
-    def test_accumulate_of_none_adds_nothing(self):
-        block, gradients = self.filled()
-        block.accumulate([None] * 8 + [np.ones(8, np.float32)])
-        got = list(block.components.values())
+    def test_accumulate_of_none_adds_nothing(self, backend):
+        block, gradients = self.filled(backend)
+        block.accumulate([None] * 8 + [backend.put(np.ones(8, np.float32))])
+        got = list(all_on_host(block.components).values())
         draw.assert_same_bits(got[0], gradients[0])
         draw.assert_same_bits(got[8], gradients[8] + np.float32(1))
 
-    def test_accumulate_of_itself_doubles(self):
-        block, gradients = self.filled()
+    def test_accumulate_of_itself_doubles(self, backend):
+        block, gradients = self.filled(backend)
         block.accumulate(block.components)
-        draw.assert_same_bits(block.components["down"], 2 * gradients[6])
+        draw.assert_same_bits(on_host(block.components["down"]), 2 * gradients[6])
 
-    def test_memory_of_its_own_elsewhere_is_refused(self):
-        block, _ = self.filled()
-        before = block.flatten().tobytes()
+    def test_memory_of_its_own_elsewhere_is_refused(self, backend):
+        block, _ = self.filled(backend)
+        before = on_host(block.flatten()).tobytes()
         swapped = {**block.components, "gate": block.components["up"], "up": block.components["gate"]}
-        with pytest.raises(
-            BufferRefused, match=r"'blocks.1.gate' lies elsewhere in this block's own memory: got address"
-        ):
+        message = r"'blocks.1.gate' lies elsewhere in this block's own memory: got address"
+        with nothing_is_launched(backend), pytest.raises(BufferRefused, match=message):
             block.accumulate(swapped)
-        assert block.flatten().tobytes() == before
+        assert on_host(block.flatten()).tobytes() == before
 
-    def test_wrong_gradients_name_component_got_and_expected_and_change_nothing(self):
-        block, _ = self.filled()
-        before = block.flatten().tobytes()
-        for gradients, message in bad_gradients(self.BLOCK.slots):
-            with pytest.raises((LayoutMismatch, BufferRefused), match=message):
+    def test_wrong_gradients_name_component_got_and_expected_and_change_nothing(self, backend):
+        block, _ = self.filled(backend)
+        before = on_host(block.flatten()).tobytes()
+        for gradients, message in bad_gradients(self.BLOCK.slots, backend):
+            with nothing_is_launched(backend), pytest.raises((LayoutMismatch, BufferRefused), match=message):
                 block.accumulate(gradients)
-            assert block.flatten().tobytes() == before
+            assert on_host(block.flatten()).tobytes() == before
 
     @pytest.mark.parametrize("divisor", [1, 3, -2.0, 0.1, 1e30, np.float32(7)])
-    def test_scale_is_one_multiplication(self, divisor):
-        block, gradients = self.filled()
+    def test_scale_is_one_multiplication(self, backend, divisor):
+        block, gradients = self.filled(backend)
         block.scale(divisor)
         for got, gradient in zip(block.components.values(), gradients, strict=True):
-            draw.assert_same_bits(got, gradient * np.float32(1 / float(divisor)))
-        assert np.count_nonzero(block.flatten()) <= sum(block.component_sizes)
+            draw.assert_same_bits(on_host(got), gradient * np.float32(1 / float(divisor)))
+        assert np.count_nonzero(on_host(block.flatten())) <= sum(block.component_sizes)
 
     @pytest.mark.parametrize("divisor", [0, 0.0, -0.0, NAN, INF, -INF, 1e-40, 5e-324])
-    def test_divisors_that_make_no_number_are_refused(self, divisor):
-        block, _ = self.filled()
-        before = block.flatten().tobytes()
-        with pytest.raises(CallerError, match=r"cannot divide by this: got .*, expected a finite number"):
+    def test_divisors_that_make_no_number_are_refused(self, backend, divisor):
+        block, _ = self.filled(backend)
+        message = r"cannot divide by this: got .*, expected a finite number"
+        with nothing_is_launched(backend), pytest.raises(CallerError, match=message):
             block.scale(divisor)
-        assert block.flatten().tobytes() == before
 
-    def test_zero(self):
-        block, _ = self.filled()
+    def test_zero(self, backend):
+        block, _ = self.filled(backend)
         block.zero()
-        assert (draw.storage_bits(block.flatten()) == 0).all()
+        assert (draw.storage_bits(on_host(block.flatten())) == 0).all()
 
     @pytest.mark.parametrize("bad", [NAN, INF])
-    def test_has_non_finite(self, bad):
-        block, _ = self.filled()
-        for component in block.components.values():
+    def test_has_non_finite(self, backend, bad):
+        block, gradients = self.filled(backend)
+        for component, values in zip(block.components.values(), gradients, strict=True):
             assert block.has_non_finite() is False
-            kept, component[-1] = component[-1].copy(), bad
+            component[..., -1] = bad
             assert block.has_non_finite() is True
-            component[-1] = kept
+            component[...] = backend.put(values)
 
     def test_lora_blocks(self):
         layout = GradientLayout.lora(2, 8, 4, 2)
@@ -817,13 +924,14 @@ class TestMemory:
             accumulator.close()
             accumulator.zero_all()
 
-        for _ in range(3):  # each thread takes its scratch once
+        for _ in range(3):
             step()
         tracemalloc.start()
         step()
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 0.05 * accumulator.arena.nbytes
+        scratch = 2 * 4 * CHUNK  # a thread takes its own at its first chunk, which may be in any of the steps
+        assert peak < 0.05 * accumulator.arena.nbytes + scratch
 
     def test_the_arena_is_the_only_memory(self):
         tracemalloc.start()

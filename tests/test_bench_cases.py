@@ -125,6 +125,11 @@ def test_relative_errors():
     assert relative_error([], expected.__getitem__) == 0
     assert relative_error([np.ones(2, np.float32)], expected.__getitem__) == 1  # nothing to be relative to
     assert math.isnan(relative_error([near[0], np.array([np.nan, 1], np.float32)], expected.__getitem__))
+    long = np.ones(3 << 16, np.float32)  # compared in pieces
+    long[-1] = 3
+    assert relative_error([long], lambda _: np.ones(3 << 16)) == 2
+    with pytest.raises(ResultsDiffer, match="another size: got 1, expected 2"):
+        relative_error([np.ones(1, np.float32)], expected.__getitem__)
 
 
 def test_workloads():

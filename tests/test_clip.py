@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import strategies as draw
+from devices import all_on_host, named_cuda, nothing_is_launched, on_host, put_all, raw
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,15 +32,31 @@ def random_arrays(seed, dtype="float32", magnitude=1.0):
     return [draw.random_array([seed, i], shape, dtype, magnitude) for i, shape in enumerate(SHAPES)]
 
 
-def fused(arrays, max_norm):
+def fused(arrays, max_norm, kernels="cpu"):
     """The norm by the fused call on state of its own."""
-    state = FusedClipState([np.size(array) for array in arrays])
+    state = FusedClipState([np.size(array) for array in arrays], kernels)
     clip_gradients_fused(arrays, max_norm, state)
     return state.norm
 
 
+@pytest.fixture(params=["by global norm", "fused"])
+def clip(request, backend):
+    """What clips arrays in place and says the norm: by either call, on any device."""
+
+    def clipped(arrays, max_norm):
+        there = put_all(backend, arrays)
+        with named_cuda(backend):
+            by_norm = request.param == "by global norm"
+            norm = clip_by_global_norm(there, max_norm) if by_norm else fused(there, max_norm, backend.kernels)
+        for array, clipped in zip(arrays, there, strict=True):
+            array[...] = on_host(clipped)
+        return float(norm)
+
+    return clipped
+
+
 @pytest.fixture(params=[clip_by_global_norm, fused])
-def clip(request):
+def clip_on_host(request):
     return request.param
 
 
@@ -182,24 +199,24 @@ class TestRefusals:
             (lambda a: [np.broadcast_to(np.float32(3), (1,))], r"destination '.*\[0\]' is read-only"),
         ],
     )
-    def test_arrays(self, clip, arrays, message):
+    def test_arrays(self, clip_on_host, arrays, message):
         array = np.full(6, 3, np.float32)
         passed = arrays(array)
         with pytest.raises(BufferRefused, match=message):
-            clip(passed, 1.0)
+            clip_on_host(passed, 1.0)
         assert array.tolist() == [3] * 6
 
     @pytest.mark.parametrize("bound", [-1.0, -1e-300, NAN, -INF])
-    def test_bounds(self, clip, bound):
+    def test_bounds(self, clip_on_host, bound):
         array = np.full(6, 3, np.float32)
         with pytest.raises(CallerError, match=r"max_norm is out of range: got .*, expected a number >= 0"):
-            clip([array], bound)
+            clip_on_host([array], bound)
         assert array.tolist() == [3] * 6
 
     @pytest.mark.parametrize("bound", ["x", [1.0], {}, 1j])
-    def test_bounds_that_are_no_numbers(self, clip, bound):
+    def test_bounds_that_are_no_numbers(self, clip_on_host, bound):
         with pytest.raises(CallerError, match=r"max_norm is out of range: got .*, expected a number >= 0"):
-            clip([np.ones(2, np.float32)], bound)
+            clip_on_host([np.ones(2, np.float32)], bound)
 
     def test_another_number_of_buffers(self):
         with pytest.raises(LayoutMismatch, match=r"another number of buffers .*: got 1, expected 2"):
@@ -251,6 +268,165 @@ class TestState:
     def test_run_to_run_the_bits_are_equal(self):
         norms = {fused([draw.random_array(0, 5 * CHUNK + 3)], 1.0) for _ in range(5)}
         assert len(norms) == 1
+
+
+class TestOnADevice:
+    """Norm and scale stay there, nothing waits, and what cannot be written is refused before any launch."""
+
+    def gradients(self, device, dtype="float32"):
+        arrays = random_arrays(1, dtype)
+        return arrays, put_all(device, arrays)
+
+    def state(self, device):
+        return FusedClipState([math.prod(shape) for shape in SHAPES], device.kernels)
+
+    def test_norm_and_scale_are_arrays_there(self, device):
+        arrays, there = self.gradients(device)
+        state = self.state(device)
+        assert math.isnan(state.norm)
+        clip_gradients_fused(there, 2.0, state)
+        assert isinstance(state.norm, device.kernels.xp.ndarray)
+        assert (state.norm.shape, state.scale.shape) == ((), ())
+        assert float(state.norm) == pytest.approx(draw.exact_norm(arrays), rel=1e-6)
+        assert float(state.scale) == pytest.approx(2 / draw.exact_norm(arrays), rel=1e-6)
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_the_bits_are_those_of_the_factor_on_the_host(self, device, dtype):
+        arrays, there = self.gradients(device, dtype)
+        state = self.state(device)
+        clip_gradients_fused(there, 0.5, state)
+        factor = np.float32(0.5 / float(state.norm))
+        for array, got in zip(arrays, there, strict=True):
+            draw.assert_same_bits(on_host(got), draw.scaled(array, factor, dtype))
+
+    def test_three_launches_and_nothing_else(self, emulated):
+        _, there = self.gradients(emulated)
+        state = self.state(emulated)
+        clip_gradients_fused(there, 0.5, state)
+        with emulated.kernels.xp.recorded() as record:
+            clip_gradients_fused(there, 0.5, state)
+        assert record.operations == ["measure_small", "finalise", "hand_back_small"]
+        assert (record.waits, record.allocations) == ([], [])
+
+    def test_state_is_used_again(self, device):
+        state = FusedClipState([3, 2], device.kernels)
+        for scale in (4.0, NAN, 2.0, 0.5):
+            arrays = [np.full(3, scale, np.float32), np.full(2, -scale, np.float32)]
+            there = put_all(device, arrays)
+            clip_gradients_fused(there, 3.0, state)
+            if math.isnan(scale):
+                assert math.isnan(float(state.norm))
+                assert np.isnan(on_host(there[0])).all()
+            else:
+                assert float(state.norm) == pytest.approx(scale * math.sqrt(5), rel=1e-6)
+                wanted = scale * min(1.0, 3.0 / (scale * math.sqrt(5)))
+                np.testing.assert_allclose(on_host(there[0]), wanted, rtol=1e-6)
+
+    def streams(self, xp):
+        stream = xp.cuda.Stream(non_blocking=True)
+        yield stream, stream
+        yield stream, stream.ptr
+        yield stream, SimpleNamespace(cuda_stream=stream.ptr)  # as torch's streams say it
+        yield stream, SimpleNamespace(__cuda_stream__=lambda: (0, stream.ptr))
+
+    def test_a_stream_of_ones_own(self, device):
+        xp = device.kernels.xp
+        for stream, given_as in self.streams(xp):
+            arrays, there = self.gradients(device)
+            xp.cuda.runtime.deviceSynchronize()
+            state = self.state(device)
+            clip_gradients_fused(there, 0.5, state, stream=given_as)
+            assert xp.cuda.get_current_stream().ptr == 0
+            stream.synchronize()
+            with stream:
+                after = [array.get() for array in there]
+            assert draw.exact_norm(after) == pytest.approx(0.5, rel=1e-6)
+            assert len(arrays) == len(after)
+
+    def test_work_goes_to_that_stream_and_no_other(self, emulated):
+        xp = emulated.kernels.xp
+        stream, state, (_, there) = xp.cuda.Stream(non_blocking=True), self.state(emulated), self.gradients(emulated)
+        xp.cuda.runtime.deviceSynchronize()
+        clip_gradients_fused(there, 0.5, state, stream=stream)
+        assert xp.cuda.get_current_stream().done
+        assert not stream.done
+        stream.synchronize()  # the state must outlive it, as all memory that is used on another stream than its own
+
+    @pytest.mark.parametrize("stream", ["fast", 1.5, object()])
+    def test_what_is_no_stream(self, device, stream):
+        state, (_, there) = self.state(device), self.gradients(device)
+        with nothing_is_launched(device), pytest.raises(CallerError, match="this is no CUDA stream: got"):
+            clip_gradients_fused(there, 0.5, state, stream=stream)
+
+    def test_a_graph_may_record_it(self, device):
+        xp = device.kernels.xp
+        arrays, there = self.gradients(device)
+        state = self.state(device)
+        clip_gradients_fused(there, 0.5, state)
+        xp.cuda.runtime.deviceSynchronize()
+        stream = xp.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            clip_gradients_fused(there, 0.5, state)
+            graph = stream.end_capture()
+        for scale in (1, 10):
+            for array, values in zip(there, arrays, strict=True):
+                array[...] = device.put(np.float32(scale) * values)
+            graph.launch()
+            assert float(state.norm) == pytest.approx(scale * draw.exact_norm(arrays), rel=1e-6)
+            assert draw.exact_norm([on_host(array) for array in there]) == pytest.approx(0.5, rel=1e-6)
+
+    def refused(self, device):
+        """Gradients that cannot be clipped, with what the error says."""
+        _, good = self.gradients(device)
+        first, last = good[0], good[-1]
+        pointer = device.kernels.view(last, "last")
+        yield [*good[:-1], on_host(last)], r"'buffers\[5\]' lies on another device: got cpu, expected cuda:0"
+        yield [*good[:-1], first[:3].reshape(-1)[:12]], r"'buffers\[0\]' and 'buffers\[5\]' overlap in memory"
+        yield [*good[:-1], device.put(np.ones(12))], r"'buffers\[5\]' has a dtype that is not taken: got float64"
+        yield [*good[:-1], device.put(np.ones((12, 2), np.float32))[:, 0]], r"'buffers\[5\]' is not contiguous"
+        yield [*good[:-1], raw(pointer, writable=False)], r"'buffers\[5\]' is read-only"
+        yield [*good[:-1], raw(pointer, device="cuda:1")], r"'buffers\[5\]' lies on another device: got cuda:1"
+        yield good[:-1], "another number of buffers .*: got 5, expected 6"
+        yield [*good[:-1], last[:2]], r"buffers\[5\] has another size .*: got 8, expected 12"
+
+    def test_what_cannot_be_written_is_refused_before_any_launch(self, device):
+        state = self.state(device)
+        for gradients, message in self.refused(device):
+            with nothing_is_launched(device), pytest.raises((BufferRefused, LayoutMismatch), match=message):
+                clip_gradients_fused(gradients, 0.5, state)
+
+    @pytest.mark.parametrize("bound", [-1.0, NAN, "x"])
+    def test_bad_bounds_launch_nothing(self, device, bound):
+        _, there = self.gradients(device)
+        state = self.state(device)
+        with nothing_is_launched(device), pytest.raises(CallerError, match="max_norm is out of range"):
+            clip_gradients_fused(there, bound, state)
+
+    def test_a_pointer_is_as_good_as_an_array(self, device):
+        arrays, there = self.gradients(device)
+        pointers = [raw(device.kernels.view(array, "gradient")) for array in there]
+        state = self.state(device)
+        clip_gradients_fused(pointers, 0.5, state)
+        assert draw.exact_norm([on_host(array) for array in there]) == pytest.approx(0.5, rel=1e-6)
+        assert float(state.norm) == pytest.approx(draw.exact_norm(arrays), rel=1e-6)
+
+    def test_a_lora_block_is_clipped_where_it_lies(self, device):
+        arrays = dict(
+            zip(LORA_COMPONENTS, draw.random_gradients(7, GradientLayout.lora(1, 16, 4, 2).slots), strict=True)
+        )
+        workspace = SimpleNamespace(**put_all(device, arrays))
+        workspace.lora_b_v = None
+        with named_cuda(device):
+            state = init_lora_fused_clip(workspace)
+        assert state.kernels is device.kernels
+        clip_lora_gradients_fused(workspace, 0.5, state)
+        present = {name: array for name, array in arrays.items() if name != "lora_b_v"}
+        assert float(state.norm) == pytest.approx(draw.exact_norm(present.values()), rel=1e-6)
+        got = all_on_host({name: getattr(workspace, name) for name in present})
+        factor = np.float32(0.5 / float(state.norm))
+        for name, array in present.items():
+            draw.assert_same_bits(got[name], array * factor)
 
 
 class TestLora:
@@ -332,7 +508,9 @@ class TestPlan:
         ],
     )
     def test_who_shares_a_norm(self, groups, numbers, names):
-        assert clip_plan(self.SLOTS, 2.0, groups) == (ClipPlan(numbers, (2.0,) * len(names)), names)
+        plan, found = clip_plan(self.SLOTS, 2.0, groups)
+        assert plan == ClipPlan(numbers, (2.0,) * len(names), blocks=(None, 0, 0, 1, None))
+        assert found == names
 
     def test_a_bound_for_each_group(self):
         bounds = {"ends": 0.5, "a": None, "b": 3}

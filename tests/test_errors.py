@@ -36,7 +36,9 @@ def test_who_must_mend_it_shows_in_the_kind():
     assert {kind.__name__ for kind in KINDS if issubclass(kind, CallerError)} == {
         "CallerError",
         "BufferRefused",
+        "DeviceUnavailable",
         "LayoutMismatch",
+        "OutOfDeviceMemory",
         "WindowError",
     }
     assert {kind.__name__ for kind in KINDS if issubclass(kind, ExchangeError)} == {

@@ -303,7 +303,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 
         engine = GradientEngine(SMALL, exchange=join(), micro_batches=micro_batches)
         if rank == 1:
-            land, landed = engine._take_landed, []
+            land, landed = engine._sharing._take_landed, []
 
             def take(span, upto):
                 land(span, upto)
@@ -333,7 +333,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 def test_engines_discard_where_the_coordinator_lost_its_sums():
     with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
         engines = on_all(lambda exchange: GradientEngine(SMALL, exchange=exchange), exchanges)
-        land, landed = engines[1]._take_landed, []
+        land, landed = engines[1]._sharing._take_landed, []
 
         def take(span, upto):
             land(span, upto)

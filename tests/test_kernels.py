@@ -7,68 +7,191 @@ import subprocess
 import sys
 import threading
 
+import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
+from backends import BACKENDS, ORDERS, available, host_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError
-from gradengine.kernels import CHUNK, ClipPlan, Fold, SquaredSums, kernels_for
-from gradengine.kernels.host import HostKernels, clip_scale, squared_sum
+from gradengine.kernels import CHUNK, Batch, ClipPlan, Decision, Fold, Places, SquaredSums, decide, kernels_for, tables
+from gradengine.kernels.decision import clip_scale
+from gradengine.kernels.host import HostKernels, squared_sum
 
 ALL_16_BITS = np.arange(2**16, dtype=np.uint16)
 NAN, INF = math.nan, math.inf
+OFFSETS = range(8)  # in elements: every way to lie beside a 16-byte boundary
 
 
-def accumulated(backend, target, sources, weights, overwrite, sums=None):
+def size_of(backend, limit):
+    """A size of `strategies.LIMITS` in elements of that backend."""
+    chunks, more = limit
+    return chunks * backend.chunk + more
+
+
+def fold_of(position, overwrite, views, weights):
+    return Fold(position, overwrite, tuple(views), tuple(np.float32(weight) for weight in weights))
+
+
+def batch_of(backend, positions, views, weights, overwrite):
+    """Micro-batches as they are held: a row of views for each, None where it gave nothing."""
+    places = Places(positions)
+    contributions = [backend.kernels.contribution(places, row) for row in views]
+    return Batch(places, np.array(overwrite), contributions, [np.float32(weight) for weight in weights])
+
+
+def accumulated(backend, target, sources, weights, overwrite, sums=None, offset=0):
     """K1 on one target, which keeps its values; the target afterwards."""
     buffer = backend.buffer(target)
-    views = tuple(backend.kernels.view(backend.put(source), "w") for source in sources)
-    fold = Fold(0, overwrite, views, tuple(np.float32(weight) for weight in weights))
-    backend.kernels.accumulate([buffer], [fold], sums)
+    views = [backend.buffer_at(source, offset) for source in sources]
+    backend.kernels.accumulate([buffer], [fold_of(0, overwrite, views, weights)], sums)
     return backend.get(buffer)
 
 
 def measured(backend, *arrays):
     """The squared sum of each array, by a pass of its own."""
-    buffers, sums = [backend.buffer(a) for a in arrays], SquaredSums([a.size for a in arrays])
-    chunks = [(p, *chunk) for p in range(len(arrays)) for chunk in sums.chunks(p)]
-    backend.kernels.measure(buffers, sums, chunks)
-    return backend.kernels.totals(sums)
+    return backend.kernels.totals(sums_of(backend, [backend.buffer(array) for array in arrays]))
 
 
-def handed_back(backend, source, factor, dtype):
-    """K3 from one array to another of that dtype."""
-    destination = backend.buffer(np.full(source.size, 7, draw.DTYPES[dtype]))
-    backend.kernels.hand_back([backend.buffer(source)], [np.float32(factor)], [destination])
-    return backend.get(destination).view(draw.DTYPES[dtype])
+def sums_of(backend, buffers):
+    sums = backend.kernels.squared_sums([buffer.size for buffer in buffers])
+    backend.kernels.measure(buffers, sums, sums.all_chunks(range(len(buffers))))
+    return sums
+
+
+def scaled(backend, source, factor, dtype, offsets=(0, 0)):
+    """K3 from one array to another of that dtype, each at an offset; also what lies on both sides of it is kept."""
+    sevens = [np.full(size, 7, draw.DTYPES[dtype]) for size in (5, source.size, 5)]
+    whole, (_, destination, _) = backend.buffers_in_one(sevens, offsets[1])
+    backend.kernels.scale([backend.buffer_at(source, offsets[0])], np.float32(factor), [destination])
+    got, first = backend.get(whole).view(draw.DTYPES[dtype]), offsets[1] + 5
+    assert (got[offsets[1] : first] == 7).all()
+    assert (got[first + source.size :] == 7).all()
+    return got[first : first + source.size]
+
+
+def numbers(values):
+    """Norms, scales or factors on the host, wherever they lie."""
+    return [float(value) for value in values]
+
+
+@st.composite
+def micro_batches(choose):
+    """Weights of up to nine micro-batches, and for each component what it got of which: (size, overwrite, sources).
+
+    A source is (micro-batch, dtype, offset); a component may lack any of the micro-batches, but not all.
+    """
+    count = choose(st.integers(1, 9))
+    weights = choose(st.one_of(st.just([1.0] * count), st.lists(draw.weights, min_size=count, max_size=count)))
+    source = st.tuples(draw.dtypes, st.sampled_from(OFFSETS))
+    components = []
+    for _ in range(choose(st.integers(1, 5))):
+        present = choose(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
+        sources = [(i, *choose(source)) for i in range(count) if present[i]]
+        components.append((choose(st.sampled_from(draw.SMALL_SIZES)), choose(st.booleans()), sources))
+    return weights, components
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_follows_runs_on(name):
+    """A backend that cannot be here is skipped once, by this name and reason."""
+    assert available(name).get(available(name).kernels.allocate(3)).size == 3
 
 
 class TestAccumulate:
     @pytest.mark.parametrize("dtype", draw.DTYPES)
-    @pytest.mark.parametrize("size", draw.SIZES)
-    def test_every_size(self, backend, dtype, size):
+    @pytest.mark.parametrize("limit", draw.LIMITS)
+    def test_every_size(self, backend, dtype, limit):
+        size = size_of(backend, limit)
         target, source = draw.random_array(1, size), draw.random_array(2, size, dtype)
         for weight, overwrite in itertools.product((1, 0.3), (True, False)):
             got = accumulated(backend, target, [source], [weight], overwrite)
             draw.assert_same_bits(got, draw.folded(target, [source], [weight], overwrite))
 
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    @pytest.mark.parametrize("limit", [(0, 7), (0, 15), (0, 16), (0, 24), (0, 33), (1, 9)])
+    def test_sources_at_every_offset(self, backend, dtype, limit):
+        """Neither the values nor their squared sum depend on where a gradient lies."""
+        size = size_of(backend, limit)
+        target, source = draw.random_array(1, size), draw.random_array(2, size, dtype)
+        totals = []
+        for offset in OFFSETS:
+            sums = backend.kernels.squared_sums([size])
+            got = accumulated(backend, target, [source, source], [1, 0.3], False, sums, offset)
+            draw.assert_same_bits(got, draw.folded(target, [source, source], [1, 0.3], False))
+            totals.append(backend.kernels.totals(sums)[0])
+        assert set(totals) == set(measured(backend, got))
+
     @given(
         size=st.sampled_from(draw.SMALL_SIZES),
-        sources=st.lists(st.tuples(draw.dtypes, draw.weights), min_size=1, max_size=4),
+        sources=st.lists(st.tuples(draw.dtypes, draw.weights), min_size=1, max_size=9),
         overwrite=st.booleans(),
         seed=draw.seeds,
     )
-    def test_folds_of_up_to_four(self, backend, size, sources, overwrite, seed):
+    def test_folds_of_up_to_nine(self, backend, size, sources, overwrite, seed):
         target = draw.random_array(seed, size)
         arrays = [draw.random_array([seed, i], size, dtype) for i, (dtype, _) in enumerate(sources)]
         weights = [weight for _, weight in sources]
-        got = accumulated(backend, target, arrays, weights, overwrite)
+        got = accumulated(backend, target, arrays, weights, overwrite, offset=seed % 8)
         draw.assert_same_bits(got, draw.folded(target, arrays, weights, overwrite))
 
+    @given(call=micro_batches(), seed=draw.seeds)
+    def test_components_that_lack_some_micro_batches(self, backend, call, seed):
+        """In one call: any dtypes, offsets and holes, folds that overwrite beside folds that add, empty components."""
+        weights, components = call
+        targets = [draw.random_array([seed, p], size) for p, (size, _, _) in enumerate(components)]
+        folds, expected = [], []
+        views = [[None] * len(components) for _ in weights]  # by micro-batch
+        for p, (size, overwrite, sources) in enumerate(components):
+            arrays = [draw.random_array([seed, p, i], size, dtype) for i, dtype, _ in sources]
+            for (i, _, offset), array in zip(sources, arrays, strict=True):
+                views[i][p] = backend.buffer_at(array, offset)
+            mine = [weights[i] for i, _, _ in sources]
+            folds.append(fold_of(p, overwrite, [views[i][p] for i, _, _ in sources], mine))
+            expected.append(draw.folded(targets[p], arrays, mine, overwrite))
+        batch = batch_of(backend, range(len(components)), views, weights, [overwrite for _, overwrite, _ in components])
+        for work, told in ((backend.kernels.accumulate, folds), (backend.kernels.accumulate_batch, batch)):
+            buffers = [backend.buffer(target) for target in targets]
+            sums = backend.kernels.squared_sums([target.size for target in targets])
+            work(buffers, told, sums)
+            for buffer, values in zip(buffers, expected, strict=True):
+                draw.assert_same_bits(backend.get(buffer), values)
+            draw.assert_same_bits(backend.kernels.totals(sums), measured(backend, *expected))
+
+    @pytest.mark.parametrize("weights", [[1, 1, 1], [0.3, 2, 1], [1] * 6])
+    def test_a_batch_of_some_targets(self, backend, weights):
+        """Targets that are not among its places, or get nothing from any micro-batch, stay as they are, unmeasured."""
+        sizes, positions = (33, 5, 0, backend.chunk + 9, 40), [3, 1, 4]
+        targets = [draw.random_array([0, p], size) for p, size in enumerate(sizes)]
+        arrays = [[draw.random_array([i, p], sizes[p], "bfloat16") for p in positions] for i in range(len(weights))]
+        views = [[backend.buffer(row[0]), None, None] for row in arrays]
+        views[1][1] = backend.buffer(arrays[1][1])
+        buffers, sums = [backend.buffer(target) for target in targets], backend.kernels.squared_sums(sizes)
+        backend.kernels.zero_sums(sums, [2])
+        batch = batch_of(backend, positions, views, weights, [True, False, True])
+        assert batch.present.tolist() == [True, True, False]
+        backend.kernels.accumulate_batch(buffers, batch, sums)
+        expected = list(targets)
+        expected[3] = draw.folded(None, [row[0] for row in arrays], weights, True)
+        expected[1] = draw.folded(targets[1], [arrays[1][1]], [weights[1]], False)
+        for buffer, values in zip(buffers, expected, strict=True):
+            draw.assert_same_bits(backend.get(buffer), values)
+        assert np.isnan(backend.kernels.totals(sums)).tolist() == [True, False, False, False, True]
+
+    @pytest.mark.parametrize("first", range(9))
+    def test_whichever_micro_batch_gives_a_targets_first_gradient_overwrites_it(self, backend, first):
+        """A GPU folds four at a time: the target's first gradient need not be of the first four."""
+        ones = backend.buffer(np.ones(40, np.float32))
+        views = [[ones, ones if i >= first else None] for i in range(9)]
+        buffers = [backend.buffer(np.full(40, NAN, np.float32)) for _ in range(2)]
+        backend.kernels.accumulate_batch(buffers, batch_of(backend, [0, 1], views, [2] * 9, [True, True]))
+        assert (backend.get(buffers[0]) == 18).all()
+        assert (backend.get(buffers[1]) == 2 * (9 - first)).all()
+
     def test_a_long_fold_across_chunks(self, backend):
-        target, weights = draw.random_array(0, 2 * CHUNK + 77), [1, 0.7, 3, 1, 2**-12]
+        target, weights = draw.random_array(0, 2 * backend.chunk + 77), [1, 0.7, 3, 1, 2**-12]
         sources = [draw.random_array(i, target.size, d) for i, d in enumerate((*draw.DTYPES, "bfloat16", "float16"))]
         got = accumulated(backend, target, sources, weights, False)
         draw.assert_same_bits(got, draw.folded(target, sources, weights, False))
@@ -89,40 +212,60 @@ class TestAccumulate:
         value = np.where(exponent == 0, np.ldexp(fraction, -24), np.ldexp(1024.0 + fraction, exponent - 25)) * sign
         value[(exponent == 31) & (fraction == 0)] = INF
         value[(exponent == 31) & (fraction == 0) & (sign < 0)] = -INF
-        nan = (exponent == 31) & (fraction != 0)
+        value[(exponent == 31) & (fraction != 0)] = NAN
         got = accumulated(backend, np.zeros(2**16, np.float32), [ALL_16_BITS.view(np.float16)], [1], True)
-        assert np.isnan(got[nan]).all()
-        draw.assert_same_bits(got[~nan], value[~nan].astype(np.float32))
+        draw.assert_same_values(got, value.astype(np.float32))
 
     def test_subnormals_and_signed_zeros_are_kept(self, backend):
-        tiny = np.array([1e-45, -1e-45, 1e-40, -0.0, 0.0, 1.1754944e-38], np.float32)
+        tiny = np.tile(np.array([1e-45, -1e-45, 1e-40, -0.0, 0.0, 1.1754944e-38], np.float32), 9)
         draw.assert_same_bits(accumulated(backend, np.ones_like(tiny), [tiny], [1], True), tiny)
         draw.assert_same_bits(accumulated(backend, tiny, [tiny], [1], False), tiny + tiny)
         halved = accumulated(backend, np.ones_like(tiny), [tiny], [0.5], True)
         draw.assert_same_bits(halved, tiny * np.float32(0.5))
 
     def test_overwriting_does_not_read(self, backend):
-        source = draw.random_array(0, CHUNK + 3)
+        source = draw.random_array(0, backend.chunk + 3)
         draw.assert_same_bits(accumulated(backend, np.full_like(source, NAN), [source], [1], True), source)
 
     def test_overflow_and_nan_arrive_without_a_warning(self, backend):
-        target = np.array([3e38, 1, -INF], np.float32)
-        source = np.array([3e38, NAN, INF], np.float32)
+        target = np.tile(np.array([3e38, 1, -INF], np.float32), 9)
+        source = np.tile(np.array([3e38, NAN, INF], np.float32), 9)
         got = accumulated(backend, target, [source], [1], False)
-        assert got[0] == INF
-        assert np.isnan(got[1:]).all()
+        draw.assert_same_values(got, np.tile(np.array([INF, NAN, NAN], np.float32), 9))
 
     def test_many_targets_and_only_those_folded(self, backend):
-        sizes = [0, 3, CHUNK + 1, 33, 0]
+        sizes = [0, 3, backend.chunk + 1, 33, 0]
         targets = [draw.random_array([0, i], size) for i, size in enumerate(sizes)]
         sources = [draw.random_array([1, i], size, "bfloat16") for i, size in enumerate(sizes)]
-        buffers = [backend.buffer(target) for target in targets]
+        buffers, sums = [backend.buffer(target) for target in targets], backend.kernels.squared_sums(sizes)
         views = [backend.kernels.view(backend.put(source), "w") for source in sources]
         chosen = (4, 2, 0, 1)
-        backend.kernels.accumulate(buffers, [Fold(p, False, (views[p],), (np.float32(2),)) for p in chosen])
+        backend.kernels.accumulate(buffers, [fold_of(p, False, [views[p]], [2]) for p in chosen], sums)
         for p, (buffer, target, source) in enumerate(zip(buffers, targets, sources, strict=True)):
             expected = draw.folded(target, [source], [2], False) if p in chosen else target
             draw.assert_same_bits(backend.get(buffer), expected)
+        assert np.isnan(backend.kernels.totals(sums)).tolist() == [False, False, False, True, False]
+
+    def test_neighbours_in_an_arena_are_left_alone(self, backend):
+        arena = backend.buffer(np.full(256, 7, np.float32))
+        targets = [arena.part(start, start + size) for start, size in ((32, 25), (64, 7), (96, 32))]
+        views = [backend.kernels.view(backend.put(np.ones(target.size, np.float16)), "w") for target in targets]
+        backend.kernels.accumulate(targets, [fold_of(p, True, [view], [1]) for p, view in enumerate(views)])
+        expected = np.full(256, 7, np.float32)
+        expected[32:57] = expected[64:71] = expected[96:128] = 1
+        draw.assert_same_bits(backend.get(arena), expected)
+
+    @pytest.mark.parametrize(("components", "sources"), [(481, 1), (121, 4), (1001, 2), (4001, 1)])
+    def test_more_tensors_than_a_launch_has_arguments_for(self, backend, components, sources):
+        arrays = [draw.random_array(i, 4 * components, "bfloat16") for i in range(sources)]
+        arena, views = backend.buffer(np.zeros(4 * components, np.float32)), [backend.buffer(a) for a in arrays]
+        parts = [(4 * p, 4 * p + p % 4) for p in range(components)]
+        targets = [arena.part(*part) for part in parts]
+        folds = [fold_of(p, True, [v.part(*parts[p]) for v in views], [1] * sources) for p in range(components)]
+        backend.kernels.accumulate(targets, folds)
+        expected = draw.folded(None, arrays, [1] * sources, True)
+        expected[[i for p, (_, stop) in enumerate(parts) for i in range(stop, 4 * p + 4)]] = 0
+        draw.assert_same_bits(backend.get(arena), expected)
 
     def test_memory_that_is_not_aligned_to_its_elements(self):
         """NumPy gives such arrays out (a record's field, a file's middle); raw pointers of that kind are refused."""
@@ -132,10 +275,31 @@ class TestAccumulate:
         odd[:] = values
         kernels, sums = HostKernels(1), SquaredSums([values.size])
         target, view = kernels.allocate(values.size), kernels.view(odd, "w")
-        kernels.accumulate([target], [Fold(0, True, (view,), (np.float32(1),))], sums)
+        kernels.accumulate([target], [fold_of(0, True, [view], [1])], sums)
         draw.assert_same_bits(target.data, values)
-        kernels.hand_back([target], [np.float32(0.5)], [view])
+        kernels.scale([target], np.float32(0.5), [view])
         draw.assert_same_bits(odd.copy(), values * np.float32(0.5))
+
+
+class TestLongChunks:
+    """A GPU's chunks grow with the set, up to 16 units for each thread; here for sets of any size."""
+
+    @pytest.fixture(autouse=True)
+    def _few_chunks(self, monkeypatch):
+        monkeypatch.setattr(tables, "_WANTED_CHUNKS", 2)
+
+    @pytest.mark.parametrize("chunk", [4096, 16384, 32768])
+    @pytest.mark.parametrize("more", [0, 8, 1023])
+    def test_a_thread_takes_several_units(self, device, chunk, more):
+        values = draw.random_array(chunk, 2 * chunk + more, "bfloat16")
+        target, sums = device.buffer(np.zeros(values.size, np.float32)), device.kernels.squared_sums([values.size])
+        assert sums.chunk == chunk
+        device.kernels.accumulate([target], [fold_of(0, True, [device.buffer_at(values, 3)], [3])], sums)
+        expected = draw.folded(None, [values], [3], True)
+        draw.assert_same_bits(device.get(target), expected)
+        draw.assert_same_bits(device.kernels.totals(sums), measured(device, expected))
+        assert device.kernels.totals(sums)[0] == pytest.approx(draw.exact_norm([expected]) ** 2, rel=1e-6)
+        draw.assert_same_bits(scaled(device, values, 3, "float32", (1, 3)), expected)
 
 
 def signals(size):
@@ -160,29 +324,41 @@ def signals(size):
 
 
 class TestSquaredSums:
-    @pytest.mark.parametrize("size", draw.SIZES)
-    def test_within_one_millionth(self, backend, size):
-        for kind, values in signals(size).items():
-            exact = float(np.sum(np.square(values.astype(np.longdouble))))
-            sums = SquaredSums([size])
-            accumulated(backend, np.zeros(size, np.float32), [values], [1], True, sums)
-            for total in (backend.kernels.totals(sums)[0], measured(backend, values)[0]):
-                assert total == pytest.approx(exact, rel=1e-6, abs=0), kind
+    @pytest.mark.parametrize("limit", draw.LIMITS)
+    def test_within_one_millionth(self, backend, limit):
+        size = size_of(backend, limit)
+        kinds = signals(size)
+        exact = [float(np.sum(np.square(values.astype(np.longdouble)))) for values in kinds.values()]
+        sums = backend.kernels.squared_sums([size] * len(kinds))
+        targets = [backend.buffer(np.zeros(size, np.float32)) for _ in kinds]
+        views = [backend.kernels.view(backend.put(values), kind) for kind, values in kinds.items()]
+        backend.kernels.accumulate(targets, [fold_of(p, True, [v], [1]) for p, v in enumerate(views)], sums)
+        in_passing = backend.kernels.totals(sums)
+        assert dict(zip(kinds, in_passing, strict=True)) == pytest.approx(
+            dict(zip(kinds, exact, strict=True)), rel=1e-6, abs=0
+        )
+        draw.assert_same_bits(in_passing, measured(backend, *kinds.values()))
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     @pytest.mark.parametrize("magnitude", [1e-7, 1.0, 3e4])
     def test_of_short_floats(self, backend, dtype, magnitude):
-        values = draw.random_array(0, CHUNK + 513, dtype, magnitude).clip(-60000, 60000)
+        values = draw.random_array(0, backend.chunk + 513, dtype, magnitude).clip(-60000, 60000)
         exact = draw.exact_norm([values.astype(np.float32)]) ** 2
-        assert measured(backend, values)[0] == pytest.approx(exact, rel=1e-6, abs=0)
+        totals = {
+            float(backend.kernels.totals(sums_of(backend, [backend.buffer_at(values, offset)]))[0])
+            for offset in OFFSETS
+        }
+        assert len(totals) == 1
+        assert totals.pop() == pytest.approx(exact, rel=1e-6, abs=0)
 
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     def test_one_bad_element_anywhere_shows(self, backend, bad, dtype):
-        size = 2 * CHUNK + draw.ROW + 3
+        chunk = backend.chunk
+        size = 2 * chunk + draw.ROW + 3
         clean = np.zeros(size, draw.DTYPES[dtype])
         arrays = []
-        for index in (0, 1, draw.ROW - 1, draw.ROW, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + draw.ROW, size - 1):
+        for index in (0, 1, draw.ROW - 1, draw.ROW, chunk - 1, chunk, chunk + 1, 2 * chunk + draw.ROW, size - 1):
             arrays.append(clean.copy())
             arrays[-1][index] = bad
         totals = measured(backend, *arrays, clean)
@@ -198,18 +374,38 @@ class TestSquaredSums:
             values[index] = 1
 
     def test_measured_in_the_fold_is_measured_apart(self, backend):
-        target, source = draw.random_array(0, CHUNK + 700), draw.random_array(1, CHUNK + 700, "bfloat16")
-        sums = SquaredSums([target.size])
+        size = backend.chunk + 700
+        target, source = draw.random_array(0, size), draw.random_array(1, size, "bfloat16")
+        sums = backend.kernels.squared_sums([size])
         folded = accumulated(backend, target, [source], [0.7], False, sums)
         draw.assert_same_bits(backend.kernels.totals(sums), measured(backend, folded))
 
-    def test_only_the_chunks_asked_for(self, backend):
-        sums = SquaredSums([2 * CHUNK + 1, 5])
+    def test_only_the_targets_asked_for(self, backend):
+        sums = backend.kernels.squared_sums([2 * backend.chunk + 1, 5, 0])
         buffers = [backend.buffer(np.ones(size, np.float32)) for size in sums.sizes]
-        backend.kernels.measure(buffers, sums, [(0, *sums.chunks(0)[2])])
+        backend.kernels.measure(buffers, sums, sums.all_chunks([1, 2]))
+        totals = backend.kernels.totals(sums)
+        assert np.isnan(totals[0])  # unmeasured is not finite
+        assert totals[1:].tolist() == [5, 0]
+
+    def test_the_host_measures_only_the_chunks_asked_for(self):
+        kernels, sums = HostKernels(1), SquaredSums([2 * CHUNK + 1, 5])
+        buffers = [kernels.view(np.ones(size, np.float32), "w") for size in sums.sizes]
+        kernels.measure(buffers, sums, [(0, *sums.chunks(0)[2])])
         assert sums.values[2] == 1
-        assert np.isnan(np.delete(sums.values, 2)).all()  # unmeasured is not finite
-        assert np.isnan(backend.kernels.totals(sums)).all()
+        assert np.isnan(np.delete(sums.values, 2)).all()
+        assert np.isnan(kernels.totals(sums)).all()
+
+    def test_zeroed_without_being_measured(self, backend):
+        sums = backend.kernels.squared_sums([5, 2 * backend.chunk + 1, 0, 3])
+        buffers = [backend.buffer(np.full(size, 1 if size == 5 else NAN, np.float32)) for size in sums.sizes]
+        backend.kernels.measure(buffers, sums, sums.all_chunks([0, 3]))
+        backend.kernels.zero_sums(sums, [1, 2])
+        totals = backend.kernels.totals(sums)
+        assert totals[:3].tolist() == [5, 0, 0]
+        assert np.isnan(totals[3])
+        backend.kernels.zero_sums(sums, [3])
+        assert backend.kernels.totals(sums).tolist() == [5, 0, 0, 0]
 
     @given(st.lists(st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]), max_size=5))
     def test_chunks_partition_each_target(self, sizes):
@@ -233,73 +429,207 @@ class TestSquaredSums:
         assert [chunk for piece in pieces for chunk in piece] == [(1, *chunk) for chunk in sums.chunks(1)]
 
     def test_of_no_targets(self, backend):
-        assert backend.kernels.totals(SquaredSums([])).tolist() == []
-        assert backend.kernels.totals(SquaredSums([0, 0])).tolist() == [0, 0]
+        assert backend.kernels.totals(backend.kernels.squared_sums([])).tolist() == []
+        assert backend.kernels.totals(backend.kernels.squared_sums([0, 0])).tolist() == [0, 0]
 
 
-class TestDecide:
-    def test_one_group(self, backend):
-        decision = backend.kernels.decide(np.array([9.0, 16.0]), ClipPlan((0, 0), (1.0,)), divisor=2.0)
-        assert decision.norm == 2.5
-        assert decision.group_norms == (2.5,)
-        assert decision.scales == (0.4,)
-        assert decision.factors == (np.float32(0.2),)
-        assert decision.bad == ()
+def finalised(backend, arrays, plan, divisor=1.0, *, zero_if_bad=False, look=True):
+    """K2 on arrays as they are."""
+    buffers = [backend.buffer(array) for array in arrays]
+    sums = sums_of(backend, buffers)
+    decision = backend.kernels.finalise(buffers if look else None, sums, plan, divisor, zero_if_bad=zero_if_bad)
+    backend.kernels.totals(sums)  # waits: the sums are dropped here
+    return decision
 
-    def test_each_group_has_its_own(self, backend):
-        plan = ClipPlan((0, 1, 0, 2), (1.0, 100.0, INF))
-        decision = backend.kernels.decide(np.array([9.0, 4.0, 16.0, 1e30]), plan, divisor=1.0)
-        assert decision.group_norms == (5.0, 2.0, 1e15)
-        assert decision.scales == (0.2, 1.0, 1.0)
-        assert decision.norm == pytest.approx(1e15, rel=1e-15)
-        assert decision.factors == (np.float32(0.2), 1, 1)
 
-    def test_the_factor_is_rounded_once(self, backend):
-        norm, bound, divisor = 3.0, 0.7, 7.0
-        decision = backend.kernels.decide(np.array([(norm * divisor) ** 2]), ClipPlan((0,), (bound,)), divisor)
-        assert decision.factors[0].dtype == np.float32
-        assert decision.factors[0] == np.float32(bound / norm / divisor)
+def one_group(arrays, max_norm=INF):
+    return ClipPlan((0,) * len(arrays), (max_norm,))
 
-    @pytest.mark.parametrize("bad", [NAN, INF])
-    def test_the_bad_are_named_and_nothing_is_clipped_by_them(self, backend, bad):
-        decision = backend.kernels.decide(np.array([1.0, bad, 4.0, bad]), ClipPlan((0, 1, 0, 1), (1.0, 1.0)), 1.0)
-        assert decision.bad == (1, 3)
-        assert not math.isfinite(decision.norm)
-        assert decision.scales == (1 / math.sqrt(5), 1.0)
 
-    def test_no_overflow_below_the_largest_number(self, backend):
-        decision = backend.kernels.decide(np.full(1000, (3e38) ** 2 * 1e6), ClipPlan((0,) * 1000, (1.0,)), 1.0)
-        assert decision.bad == ()
-        assert decision.norm == pytest.approx(3e38 * math.sqrt(1e9))
+class TestFinalise:
+    """Norms, scales and factors; they may lie on the device, where numbers are read one by one."""
 
-    def test_nothing_has_norm_zero(self, backend):
-        decision = backend.kernels.decide(np.array([]), ClipPlan((), (1.0,)), 1.0)
-        assert (decision.norm, decision.scales) == (0.0, (1.0,))
+    GROUPS, BLOCKS = (0, 1, 0, 2, 1, 0), (None, 0, 0, 1, None, 1)
+    PLAN = ClipPlan(GROUPS, (1.0, 1e6, INF), BLOCKS)
 
-    @pytest.mark.parametrize(
-        ("norm", "bound", "scale"),
-        [
-            (0.0, 1.0, 1.0),
-            (0.0, 0.0, 1.0),
-            (5.0, 0.0, 0.0),
-            (5.0, INF, 1.0),
-            (5.0, 5.0, 1.0),
-            (math.nextafter(5.0, 6.0), 5.0, 5.0 / math.nextafter(5.0, 6.0)),
-            (1e-300, 1e-301, 0.1),
-            (NAN, 1.0, 1.0),
-            (INF, 1.0, 1.0),
-            (NAN, 0.0, 1.0),
-        ],
+    @staticmethod
+    def arrays(backend, magnitude=1.0):
+        sizes = (5, backend.chunk + 3, 0, 40 * 2048 + 1, 1, 129)
+        return [draw.random_array([3, i], size, magnitude=magnitude) for i, size in enumerate(sizes)]
+
+    @pytest.mark.parametrize("magnitude", [1.0, 1e30, 1e-30, 1e-40])
+    def test_norms_are_within_one_millionth(self, backend, magnitude):
+        arrays = self.arrays(backend, magnitude)
+        decision = finalised(backend, arrays, self.PLAN, 3.0)
+
+        def exact(labels, label):
+            return draw.exact_norm([array for array, mine in zip(arrays, labels, strict=True) if mine == label]) / 3
+
+        assert float(decision.norm) == pytest.approx(draw.exact_norm(arrays) / 3, rel=1e-6, abs=0)
+        for found, labels, count in ((decision.group_norms, self.GROUPS, 3), (decision.block_norms, self.BLOCKS, 2)):
+            expected = [exact(labels, label) for label in range(count)]
+            assert numbers(found) == pytest.approx(expected, rel=1e-6, abs=0)
+        expected = [draw.exact_norm([array]) / 3 for array in arrays]
+        assert numbers(decision.component_norms) == pytest.approx(expected, rel=1e-6, abs=0)
+
+    @pytest.mark.parametrize("divisor", [1.0, 7.0, 2.0**-20])
+    def test_scales_and_factors_follow_from_the_norms(self, backend, divisor):
+        """The factor is taken in fp64 and rounded once."""
+        decision = finalised(backend, self.arrays(backend), self.PLAN, divisor)
+        norms, scales = numbers(decision.group_norms), numbers(decision.scales)
+        assert scales == [clip_scale(norm, bound) for norm, bound in zip(norms, self.PLAN.max_norms, strict=True)]
+        assert numbers(decision.factors) == [float(np.float32(scale / divisor)) for scale in scales]
+        assert float(decision.scale) == pytest.approx(min(scales), rel=1e-7)
+        assert float(decision.factor) == numbers(decision.factors)[0]
+        assert not float(decision.skipped)
+
+    def test_as_it_is_decided_on_the_host(self, backend):
+        arrays = self.arrays(backend)
+        decision = finalised(backend, arrays, self.PLAN, 3.0)
+        expected = decide(measured(backend, *arrays), self.PLAN, 3.0)
+        for name in ("group_norms", "block_norms", "component_norms", "scales", "factors"):
+            assert numbers(getattr(decision, name)) == pytest.approx(numbers(getattr(expected, name)), rel=1e-13)
+        assert float(decision.norm) == pytest.approx(expected.norm, rel=1e-14)
+
+    def test_many_components_in_few_groups(self, backend):
+        """More components than warps, and groups of more than a warp's 32 lanes."""
+        arrays = [np.full(1 + i % 3, i, np.float32) for i in range(205)]
+        plan = ClipPlan(tuple(i % 3 == 0 for i in range(205)), (50.0, 1e9), (None, *range(204)))
+        decision = finalised(backend, arrays, plan)
+        squares = [array.size * float(array[0]) ** 2 for array in arrays]
+        assert float(decision.norm) == pytest.approx(math.sqrt(sum(squares)), rel=1e-14)
+        groups = [math.sqrt(sum(s for s, mine in zip(squares, plan.groups, strict=True) if mine == g)) for g in (0, 1)]
+        assert numbers(decision.group_norms) == pytest.approx(groups, rel=1e-14)
+        assert numbers(decision.component_norms) == pytest.approx([math.sqrt(s) for s in squares], rel=1e-14)
+        assert numbers(decision.block_norms) == pytest.approx([math.sqrt(s) for s in squares[1:]], rel=1e-14)
+        assert numbers(decision.scales) == pytest.approx([50 / groups[0], 1], rel=1e-14)
+
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+    def test_one_bad_group_clips_no_other(self, backend, bad):
+        arrays = [np.full(4, 2, np.float32), np.array([1, bad], np.float32), np.full(1, 3, np.float32)]
+        plan = ClipPlan((0, 1, 1), (1.0, 1.0), (0, 1, None))
+        for zero_if_bad in (False, True):
+            decision = finalised(backend, arrays, plan, zero_if_bad=zero_if_bad)
+            assert not math.isfinite(float(decision.norm))
+            assert float(decision.group_norms[0]) == 4
+            assert not math.isfinite(float(decision.group_norms[1]))
+            assert numbers(decision.scales) == [0.25, 1]
+            assert bool(float(decision.skipped)) is zero_if_bad
+
+    def test_what_nobody_measured_can_never_pass(self, backend):
+        sums = backend.kernels.squared_sums([3, 3])
+        backend.kernels.measure([backend.buffer(np.ones(3, np.float32))] * 2, sums, sums.all_chunks([0]))
+        decision = backend.kernels.finalise(None, sums, ClipPlan((0, 0), (1.0,)), 1.0, zero_if_bad=True)
+        assert math.isnan(float(decision.norm))
+        assert float(decision.skipped)
+        assert float(decision.component_norms[0]) == pytest.approx(math.sqrt(3))
+
+    @pytest.mark.parametrize("arrays", [[], [np.empty(0, np.float32)] * 2, [np.zeros(9, np.float32)]])
+    def test_nothing_has_norm_zero(self, backend, arrays):
+        decision = finalised(backend, arrays, one_group(arrays, 1.0), 4.0, zero_if_bad=True)
+        assert [float(decision.norm), float(decision.scale), float(decision.factor)] == [0, 1, 0.25]
+        assert not float(decision.skipped)
+
+    @pytest.mark.parametrize("max_norm", [0.0, 5.0, math.nextafter(5.0, 0), INF])
+    def test_bounds_at_their_limits(self, backend, max_norm):
+        decision = finalised(backend, [np.array([3, 4], np.float32)], ClipPlan((0,), (max_norm,)))
+        assert numbers(decision.scales) == [min(1.0, max_norm / 5)]
+
+    def test_its_arrays_are_those_of_the_last_call(self, backend):
+        """The same sums and plan: on a device the decision is written anew where it lay."""
+        sums, plan = backend.kernels.squared_sums([1]), ClipPlan((0,), (1.0,))
+        targets = [backend.kernels.allocate(1)]
+        for value in (4, 2, 8):
+            fold = fold_of(0, True, [backend.buffer(np.full(1, value, np.float32))], [1])
+            backend.kernels.accumulate(targets, [fold], sums)
+            decision = backend.kernels.finalise(targets, sums, plan, 1.0, zero_if_bad=False)
+            assert (float(decision.norm), float(decision.factor)) == (value, 1 / value)
+
+
+class TestVerdict:
+    """What a device finds out for itself, and remembers."""
+
+    @staticmethod
+    def verdict(device, arrays, **options):
+        return device.kernels.read_verdict(finalised(device, arrays, one_group(arrays, 1.0), **options))
+
+    @given(
+        sizes=st.lists(st.sampled_from([0, 1, 9, 33, 2049, 5000]), min_size=1, max_size=4),
+        places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4999)), max_size=5),
+        bad=st.sampled_from([NAN, INF, -INF]),
     )
-    def test_scale(self, norm, bound, scale):
-        assert clip_scale(norm, bound) == scale
+    def test_the_first_bad_component_and_element_and_how_many(self, device, sizes, places, bad):
+        arrays = [np.ones(size, np.float32) for size in sizes]
+        for p, index in places:
+            if p < len(arrays) and arrays[p].size:
+                arrays[p][index % arrays[p].size] = bad
+        found = self.verdict(device, arrays, zero_if_bad=True)
+        wrong = [np.flatnonzero(~np.isfinite(array)) for array in arrays]
+        assert found.is_bad == found.skipped == any(w.size for w in wrong)
+        if found.is_bad:
+            first = next(p for p, w in enumerate(wrong) if w.size)
+            assert (found.bad_component, found.bad_index) == (first, wrong[first][0])
+            assert found.bad_value == bad or math.isnan(found.bad_value) == math.isnan(bad)
+        assert found.non_finite == sum(w.size for w in wrong)
 
-    @given(st.floats(0, 1e300), st.floats(1e-290, 1e300))
-    def test_a_scale_is_at_most_one_and_reaches_the_bound(self, norm, bound):
-        scale = clip_scale(norm, bound)
-        assert 0 <= scale <= 1
-        assert norm * scale <= bound * (1 + 1e-15) or norm * scale == norm == 0
-        assert (scale == 1) or norm > bound
+    def test_among_more_chunks_than_the_block_has_threads(self, device):
+        """Each thread looks at several chunks' counts; the last chunk is the one."""
+        values = np.ones(600 * device.chunk, np.float32)
+        values[599 * device.chunk + 1000 :] = INF
+        found = self.verdict(device, [np.ones(3, np.float32), values])
+        assert (found.bad_component, found.bad_index, found.bad_value) == (1, 599 * device.chunk + 1000, INF)
+        assert found.non_finite == device.chunk - 1000
+
+    def test_in_the_last_of_many_components(self, device):
+        arrays = [np.ones(1, np.float32) for _ in range(100)]
+        arrays[71][0] = arrays[99][0] = NAN
+        found = self.verdict(device, arrays)
+        assert (found.bad_component, found.bad_index, found.non_finite) == (71, 0, 2)
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_in_memory_of_any_dtype(self, device, dtype):
+        values = np.ones(100, draw.DTYPES[dtype])
+        values[77:] = -INF
+        found = self.verdict(device, [values])
+        assert (found.bad_index, found.bad_value, found.non_finite) == (77, -INF, 23)
+
+    def test_numbers_of_one_step(self, device):
+        found = self.verdict(device, [np.full(4, 6, np.float32)], divisor=3.0)
+        assert (found.step, found.norm, found.scale, found.skipped) == (1, 4.0, 0.25, False)
+        assert found.factor == np.float32(0.25 / 3)
+        assert (found.bad_steps, found.bad_step, found.non_finite, found.is_bad) == (0, 0, 0, False)
+
+    def test_where_it_may_not_look(self, device):
+        found = self.verdict(device, [np.ones(2, np.float32), np.full(3, NAN, np.float32)], look=False)
+        assert (found.bad_component, found.bad_index, found.bad_value, found.non_finite) == (1, -1, 0.0, 3)
+
+    def test_the_last_blame_stays_until_there_is_another(self, device):
+        kernels, plan = device.kernels, ClipPlan((0, 0), (1.0,))
+        targets, sums = [kernels.allocate(3), kernels.allocate(3)], kernels.squared_sums([3, 3])
+        steps = ([1, 1], [1, NAN], [1, 1], [INF, NAN], [1, 1])
+        blamed = [(0, 0, 0), (1, 2, 3), (1, 2, 3), (2, 4, 6), (2, 4, 6)]
+        for step, (values, blame) in enumerate(zip(steps, blamed, strict=True), 1):
+            views = [device.buffer(np.full(3, value, np.float32)) for value in values]
+            kernels.accumulate(targets, [fold_of(p, True, [view], [1]) for p, view in enumerate(views)], sums)
+            found = kernels.read_verdict(kernels.finalise(targets, sums, plan, 1.0, zero_if_bad=True))
+            assert found.step == step
+            assert (found.bad_steps, found.bad_step, found.non_finite) == blame
+            assert found.skipped == found.is_bad == (step in {2, 4})
+        assert (found.bad_component, found.bad_index, found.bad_value) == (0, 0, INF)
+
+    def test_nobody_measured_it(self, device):
+        sums = device.kernels.squared_sums([3])
+        decision = device.kernels.finalise(None, sums, ClipPlan((0,), (1.0,)), 1.0, zero_if_bad=False)
+        found = device.kernels.read_verdict(decision)
+        assert found.is_bad
+        assert not found.skipped
+        assert (found.bad_component, found.bad_index, found.non_finite) == (0, -1, 0)
+
+    def test_the_host_has_none_to_read(self):
+        kernels = HostKernels(1)
+        decision = kernels.finalise(None, kernels.squared_sums([]), ClipPlan((), (1.0,)), 1.0, zero_if_bad=True)
+        with pytest.raises(CallerError, match="no verdict to read"):
+            kernels.read_verdict(decision)
 
 
 def interesting_floats():
@@ -308,77 +638,203 @@ def interesting_floats():
     return ((ALL_16_BITS.astype(np.uint32) << 16)[:, None] + low).reshape(-1).view(np.float32)
 
 
-class TestHandBack:
+def float16_floats():
+    """fp32 on and beside every fp16 number and every tie between two, and beyond both ends."""
+    numbers = ALL_16_BITS[:0x7C01].view(np.float16).astype(np.float32)
+    ties = (numbers[1:-1] + numbers[:-2]) / 2
+    places = np.concatenate([numbers[:-1], ties, np.array([65519.996, 65520, 1e30, 1e-8, 2.0**-25, 3e-8], np.float32)])
+    beside = [places, np.nextafter(places, np.float32(INF)), np.nextafter(places, np.float32(-INF))]
+    return np.concatenate([sign * values for values in beside for sign in (np.float32(1), np.float32(-1))])
+
+
+class TestScale:
     @pytest.mark.parametrize("source", draw.DTYPES)
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     def test_one_multiplication_and_one_rounding(self, backend, source, dtype):
-        for size, factor in itertools.product((0, 1, 513, CHUNK + 1), (1, 0.3, 2.0**-20)):
+        limits = ((0, 0), (0, 1), (0, 513), (1, -1), (1, 1), (1, 23))
+        for limit, factor in itertools.product(limits, (1, 0.3, 2.0**-20)):
+            size = size_of(backend, limit)
             values = draw.random_array(size, size, source)
-            got = handed_back(backend, values, factor, dtype)
-            draw.assert_same_bits(got, (values.astype(np.float32) * np.float32(factor)).astype(draw.DTYPES[dtype]))
+            draw.assert_same_bits(scaled(backend, values, factor, dtype), draw.scaled(values, factor, dtype))
+
+    @pytest.mark.parametrize("source", draw.DTYPES)
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_from_every_offset_to_every_offset(self, backend, source, dtype):
+        for there, here in itertools.product(OFFSETS, OFFSETS):
+            size = (1, 15, 22, 23, 30, 37, 70, backend.chunk + 5)[(3 * there + here) % 8]
+            values = draw.random_array(size, size, source)
+            got = scaled(backend, values, 0.3, dtype, (there, here))
+            draw.assert_same_bits(got, draw.scaled(values, 0.3, dtype))
+
+    @pytest.mark.parametrize("limit", draw.LIMITS)
+    def test_every_size(self, backend, limit):
+        values = draw.random_array(1, size_of(backend, limit))
+        for offset in (0, 1, 7):
+            got = scaled(backend, values, 0.3, "bfloat16", (2, offset))
+            draw.assert_same_bits(got, draw.scaled(values, 0.3, "bfloat16"))
 
     @pytest.mark.parametrize("factor", [1, 0.75])
     def test_bfloat16_rounds_to_nearest_even(self, backend, factor):
-        with np.errstate(all="ignore"):
-            values = interesting_floats()
-            expected = (values * np.float32(factor)).astype(draw.DTYPES["bfloat16"])
-        got, nan = handed_back(backend, values, factor, "bfloat16"), np.isnan(values)
-        draw.assert_same_bits(got[~nan], expected[~nan])
-        assert np.isnan(got[nan].astype(np.float32)).all()
+        values = interesting_floats()
+        got = scaled(backend, values, factor, "bfloat16")
+        draw.assert_same_values(got, draw.scaled(values, factor, "bfloat16"))
 
-    def test_float16_rounds_to_nearest_even_and_overflows_to_infinity(self, backend):
+    @pytest.mark.parametrize("factor", [1, 0.5])
+    def test_float16_rounds_to_nearest_even_and_overflows_to_infinity(self, backend, factor):
+        values = float16_floats()
+        draw.assert_same_bits(scaled(backend, values, factor, "float16"), draw.scaled(values, factor, "float16"))
+
+    def test_float16_by_known_values(self, backend):
         values = np.array([65504, 65519.996, 65520, -65520, 1e30, 2049, 2051, 6e-8, 2.9e-8, 3e-8, -0.0], np.float32)
         expected = [65504, 65504, INF, -INF, INF, 2048, 2052, 6e-8, 0, 6e-8, -0.0]
-        got = handed_back(backend, values, 1, "float16")
-        draw.assert_same_bits(got, np.array(expected, np.float16))
+        draw.assert_same_bits(scaled(backend, values, 1, "float16"), np.array(expected, np.float16))
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_subnormals_are_kept(self, backend, dtype):
+        """What comes in, the product and what goes out may each be subnormal; none is flushed to zero."""
+        values = np.tile(np.array([1e-45, -3e-40, 1.2e-38, 2.4e-38, 3e-5, 6e-8, -0.0], np.float32), 5)
+        for factor in (1, 0.5, 0.3, 1e-3, 1e-40):
+            got = scaled(backend, values, factor, dtype)
+            draw.assert_same_bits(got, draw.scaled(values, factor, dtype))
 
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     @pytest.mark.parametrize("factor", [1, 0.5, 0])
     def test_nan_stays_nan(self, backend, dtype, factor):
         quiet_and_signalling = np.array([0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0xFF800001], np.uint32).view(np.float32)
-        assert np.isnan(handed_back(backend, quiet_and_signalling, factor, dtype).astype(np.float32)).all()
+        got = scaled(backend, np.tile(quiet_and_signalling, 9), factor, dtype)
+        assert np.isnan(got.astype(np.float32)).all()
 
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     def test_factor_one_in_place_writes_nothing(self, backend, dtype):
         """A signalling NaN does not survive a multiplication, so its bits show whether there was one."""
-        bits = {"float32": 0x7F800001, "float16": 0x7C01, "bfloat16": 0xFF81}[dtype]
-        values = np.full(CHUNK + 5, bits, f"u{draw.DTYPES[dtype].itemsize}").view(draw.DTYPES[dtype])
+        values = signalling(dtype, backend.chunk + 5)
         buffer = backend.buffer(values)
-        backend.kernels.hand_back([buffer], [np.float32(1)], [buffer])
+        backend.kernels.scale([buffer], np.float32(1), [buffer])
         draw.assert_same_bits(backend.get(buffer), values)
-        backend.kernels.hand_back([buffer], [np.float32(0.5)], [buffer])
-        assert (draw.storage_bits(backend.get(buffer)) != bits).all()
+        backend.kernels.scale([buffer], np.float32(0.5), [buffer])
+        assert (draw.storage_bits(backend.get(buffer)) != draw.storage_bits(values)).all()
 
-    def test_factor_one_in_place_may_be_read_only(self, kernels):
-        array = np.ones(5, np.float32)
+    def test_factor_one_in_place_may_be_read_only(self):
+        kernels, array = HostKernels(1), np.ones(5, np.float32)
         array.flags.writeable = False
         buffer = kernels.view(array, "w")
-        kernels.hand_back([buffer], [np.float32(1)], [buffer])
+        kernels.scale([buffer], np.float32(1), [buffer])
 
     @pytest.mark.parametrize("dtype", draw.DTYPES)
-    def test_in_place(self, backend, dtype):
-        values = draw.random_array(0, CHUNK + 77, dtype)
-        buffer = backend.buffer(values)
-        backend.kernels.hand_back([buffer], [np.float32(0.3)], [buffer])
-        expected = (values.astype(np.float32) * np.float32(0.3)).astype(values.dtype)
-        draw.assert_same_bits(backend.get(buffer), expected)
+    @pytest.mark.parametrize("offset", OFFSETS)
+    def test_in_place_with_neighbours(self, backend, dtype, offset):
+        """Tensors that touch, as in a framework's flat buffer: each thread block keeps to its own."""
+        sizes = (1, 30, backend.chunk + 77, 15, 2, 23, 64)
+        arrays = [draw.random_array(i, size, dtype) for i, size in enumerate(sizes)]
+        whole, parts = backend.buffers_in_one(arrays, offset)
+        chosen = [0, 1, 2, 4, 6]
+        backend.kernels.scale([parts[i] for i in chosen], np.float32(0.3), [parts[i] for i in chosen])
+        arrays = [draw.scaled(array, 0.3, dtype) if i in chosen else array for i, array in enumerate(arrays)]
+        draw.assert_same_bits(backend.get(whole)[offset:], np.concatenate(arrays))
 
-    def test_each_buffer_has_its_own_factor(self, backend):
-        values = [draw.random_array(i, size) for i, size in enumerate((5, 0, CHUNK + 2, 3))]
-        buffers, factors = [backend.buffer(v) for v in values], [np.float32(f) for f in (2, 3, 1, 0.5)]
-        backend.kernels.hand_back(buffers, factors, buffers)
-        for buffer, value, factor in zip(buffers, values, factors, strict=True):
-            draw.assert_same_bits(backend.get(buffer), value * factor)
+    def test_more_tensors_than_a_launch_has_arguments_for(self, backend):
+        source, destination = draw.random_array(0, 4 * 4001), np.full(4 * 4001, 7, np.float16)
+        whole, there = backend.buffer(destination), backend.buffer(source)
+        parts = [(4 * p, 4 * p + p % 4) for p in range(4001)]
+        backend.kernels.scale([there.part(*p) for p in parts], np.float32(0.3), [whole.part(*p) for p in parts])
+        expected = draw.scaled(source, 0.3, "float16")
+        expected[[i for p, (_, stop) in enumerate(parts) for i in range(stop, 4 * p + 4)]] = 7
+        draw.assert_same_bits(backend.get(whole), expected)
+
+
+def signalling(dtype, size):
+    bits = {"float32": 0x7F800001, "float16": 0x7C01, "bfloat16": 0xFF81}[dtype]
+    return np.full(size, bits, f"u{draw.DTYPES[dtype].itemsize}").view(draw.DTYPES[dtype])
+
+
+class TestHandBack:
+    GROUPS = (0, 1, 0, 2, 1)
+    PLAN = ClipPlan(GROUPS, (1.0, 1e9, 0.5))
+
+    @staticmethod
+    def arrays(backend):
+        sizes = (5, 0, backend.chunk + 2, 33, 70)
+        return [draw.random_array([5, i], size) for i, size in enumerate(sizes)]
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_each_group_has_its_own_factor(self, backend, dtype):
+        arrays = self.arrays(backend)
+        buffers = [backend.buffer(array) for array in arrays]
+        sums = sums_of(backend, buffers)
+        decision = backend.kernels.finalise(buffers, sums, self.PLAN, 3.0, zero_if_bad=True)
+        factors = numbers(decision.factors)
+        assert len(set(factors)) == 3
+        there = [backend.buffer_at(np.full(array.size, 7, draw.DTYPES[dtype]), 3) for array in arrays]
+        backend.kernels.hand_back(buffers, decision, self.GROUPS, there)
+        for buffer, array, group in zip(there, arrays, self.GROUPS, strict=True):
+            draw.assert_same_bits(backend.get(buffer), draw.scaled(array, factors[group], dtype))
+        backend.kernels.hand_back(buffers, decision, self.GROUPS, buffers)
+        for buffer, array, group in zip(buffers, arrays, self.GROUPS, strict=True):
+            draw.assert_same_bits(backend.get(buffer), draw.scaled(array, factors[group], "float32"))
+
+    def test_only_those_asked_for(self, backend):
+        arrays = self.arrays(backend)
+        buffers = [backend.buffer(array) for array in arrays]
+        sums = sums_of(backend, buffers)
+        decision = backend.kernels.finalise(buffers, sums, self.PLAN, 3.0, zero_if_bad=True)
+        backend.kernels.hand_back([buffers[3], buffers[0]], decision, [2, 0], [buffers[3], buffers[0]])
+        factors = numbers(decision.factors)
+        expected = [factors[0], 1, 1, factors[2], 1]
+        for buffer, array, factor in zip(buffers, arrays, expected, strict=True):
+            draw.assert_same_bits(backend.get(buffer), draw.scaled(array, factor, "float32"))
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_a_skipped_step_hands_back_zeros(self, backend, dtype):
+        """Also where the factor is 1 and the destination is the source: NaN times anything is NaN."""
+        arrays = [np.ones(33, draw.DTYPES[dtype]), np.full(backend.chunk + 5, NAN, draw.DTYPES[dtype])]
+        buffers = [backend.buffer_at(array, 3) for array in arrays]
+        sums = sums_of(backend, buffers)
+        there = [backend.buffer_at(np.full(array.size, NAN, np.float16), 5) for array in arrays]
+        decision = backend.kernels.finalise(buffers, sums, ClipPlan((0, 0), (INF,)), 1.0, zero_if_bad=True)
+        backend.kernels.hand_back(buffers, decision, [0, 0], there)
+        backend.kernels.hand_back(buffers, decision, [0, 0], buffers)
+        for buffer in (*there, *buffers):
+            assert (draw.storage_bits(backend.get(buffer)) == 0).all()
+
+    def test_a_bad_step_that_is_not_skipped_hands_on_what_came(self, backend):
+        arrays = [np.array([1, NAN, -INF], np.float32), np.full(40, 8, np.float32)]
+        buffers = [backend.buffer(array) for array in arrays]
+        plan, sums = ClipPlan((0, 0), (1.0,)), sums_of(backend, buffers)
+        decision = backend.kernels.finalise(buffers, sums, plan, 4.0, zero_if_bad=False)
+        backend.kernels.hand_back(buffers, decision, plan.groups, buffers)
+        for buffer, array in zip(buffers, arrays, strict=True):
+            draw.assert_same_values(backend.get(buffer), draw.scaled(array, 0.25, "float32"))
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_factor_one_in_place_writes_nothing(self, backend, dtype):
+        values = signalling(dtype, backend.chunk + 5)
+        buffer = backend.buffer_at(values, 1)
+        sums = sums_of(backend, [buffer])
+        decision = backend.kernels.finalise(None, sums, ClipPlan((0,), (1.0,)), 1.0, zero_if_bad=False)
+        backend.kernels.hand_back([buffer], decision, [0], [buffer])
+        draw.assert_same_bits(backend.get(buffer), values)
+
+    def test_a_decision_that_the_host_took(self, backend):
+        arrays = self.arrays(backend)
+        buffers = [backend.buffer(array) for array in arrays]
+        decision = decide(measured(backend, *arrays), self.PLAN, 3.0)
+        backend.kernels.hand_back(buffers, decision, self.GROUPS, buffers)
+        for buffer, array, group in zip(buffers, arrays, self.GROUPS, strict=True):
+            draw.assert_same_bits(backend.get(buffer), draw.scaled(array, decision.factors[group], "float32"))
+        skipping = Decision(NAN, (), (), (), (), (), skipped=True, bad=(0,))
+        backend.kernels.hand_back(buffers, skipping, self.GROUPS, buffers)
+        assert all((draw.storage_bits(backend.get(buffer)) == 0).all() for buffer in buffers)
 
 
 class TestFirstNonFinite:
     @pytest.mark.parametrize("dtype", draw.DTYPES)
-    @pytest.mark.parametrize("index", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4])
-    def test_index_and_value(self, backend, dtype, index):
-        values = np.ones(2 * CHUNK + 5, draw.DTYPES[dtype])
+    @pytest.mark.parametrize("limit", [(0, 0), (0, 1), (1, -1), (1, 0), (1, 1), (2, 4)])
+    def test_index_and_value(self, backend, dtype, limit):
+        index = size_of(backend, limit)
+        values = np.ones(2 * backend.chunk + 5, draw.DTYPES[dtype])
         values[index:] = NAN
         values[index] = -INF
-        assert backend.kernels.first_non_finite(backend.buffer(values)) == (index, -INF)
+        assert backend.kernels.first_non_finite(backend.buffer_at(values, 1)) == (index, -INF)
 
     @pytest.mark.parametrize("values", [[], [1.0], [3e38, -3e38], [1e-45]])
     def test_none(self, backend, values):
@@ -396,49 +852,277 @@ class TestMemory:
         buffers = [kernels.allocate(size) for _ in range(5)]
         for buffer in buffers:
             assert (buffer.size, buffer.nbytes, buffer.shape) == (size, 4 * size, (size,))
-            assert (buffer.dtype, buffer.writable) == ("float32", True)
+            assert (buffer.dtype, buffer.writable, buffer.device) == ("float32", True, kernels.device)
             assert size == 0 or buffer.pointer % 128 == 0
 
     def test_zero_is_written_everywhere_and_nowhere_else(self, backend):
-        buffers = [backend.buffer(np.full(size, NAN, np.float32)) for size in (0, 3, CHUNK + 1, 5)]
-        backend.kernels.fill_zero(buffers[:3])
-        assert all((draw.storage_bits(backend.get(buffer)) == 0).all() for buffer in buffers[:3])
+        sizes = (0, 3, backend.chunk + 1, 5)
+        arrays = [np.full(size, NAN, np.float32) for size in sizes]
+        buffers = [backend.buffer(array) for array in arrays]
+        _, (odd, beside) = backend.buffers_in_one([np.full(size, NAN, np.float16) for size in (7, 9)], 3)
+        backend.kernels.fill_zero([*buffers[:3], odd])
+        assert all((draw.storage_bits(backend.get(buffer)) == 0).all() for buffer in (*buffers[:3], odd))
         assert np.isnan(backend.get(buffers[3])).all()
+        assert np.isnan(backend.get(beside).view(np.float16)).all()
+
+    @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 6, 1)])
+    def test_a_buffer_as_an_array(self, backend, shape):
+        buffer = backend.buffer(np.arange(6, dtype=np.float32))
+        array = backend.kernels.array(buffer, shape)
+        assert array.shape == shape
+        assert backend.kernels.view(array, "w").pointer == buffer.pointer
 
     def test_nothing_to_do(self, kernels):
+        sums = kernels.squared_sums([])
+        decision = kernels.finalise([], sums, ClipPlan((), (1.0,)), 1.0, zero_if_bad=False)
+        empty = kernels.allocate(0)
         kernels.fill_zero([])
-        kernels.accumulate([], [])
-        kernels.hand_back([], [], [])
-        kernels.measure([], SquaredSums([]), [])
+        kernels.fill_zero([empty])
+        kernels.accumulate([], [], sums)
+        kernels.accumulate([empty], [fold_of(0, True, [empty], [1])])
+        kernels.hand_back([], decision, [], [])
+        kernels.scale([], np.float32(2), [])
+        kernels.scale([empty], np.float32(2), [empty])
+        kernels.measure([], sums, [])
+        kernels.zero_sums(sums, [])
 
 
-def everything(kernels):
+def everything(backend):
     """The bits of a fold, its squared sums and its hand back, over several chunks and dtypes."""
-    sizes = [3 * CHUNK + 5, 700, 0, CHUNK]
-    targets, sums = [kernels.allocate(size) for size in sizes], SquaredSums(sizes)
+    kernels, chunk = backend.kernels, backend.chunk
+    sizes = [3 * chunk + 5, 700, 0, chunk]
+    targets, sums = [kernels.allocate(size) for size in sizes], kernels.squared_sums(sizes)
     folds = []
     for p, size in enumerate(sizes):
-        views = tuple(kernels.view(draw.random_array([p, i], size, d), "w") for i, d in enumerate(draw.DTYPES))
-        folds.append(Fold(p, True, views, (np.float32(1), np.float32(0.3), np.float32(5))))
+        views = [backend.buffer_at(draw.random_array([p, i], size, d), p + i) for i, d in enumerate(draw.DTYPES)]
+        folds.append(fold_of(p, True, views, [1, 0.3, 5]))
     kernels.accumulate(targets, folds, sums)
-    decision = kernels.decide(kernels.totals(sums), ClipPlan((0,) * 4, (1.0,)), 6.3)
-    kernels.hand_back(targets, [decision.factors[0]] * 4, targets)
-    return sums.values.tobytes() + b"".join(target.data.tobytes() for target in targets)
+    totals = kernels.totals(sums)
+    plan = ClipPlan((0, 0, 1, 1), (1.0, 0.3), (0, 0, None, 1))
+    decision = kernels.finalise(targets, sums, plan, 6.3, zero_if_bad=True)
+    kernels.hand_back(targets, decision, plan.groups, targets)
+    norms = (decision.norm, *decision.group_norms, *decision.block_norms, *decision.component_norms)
+    bits = [totals.tobytes(), np.array(numbers((*norms, *decision.factors))).tobytes()]
+    return b"".join([*bits, *(backend.get(target).tobytes() for target in targets)])
+
+
+class TestRunToRun:
+    def test_the_same_bits(self, backend):
+        assert len({everything(backend) for _ in range(3)}) == 1
+
+    @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(map(str, order.values())))
+    def test_in_every_order_of_threads_and_blocks(self, emulated, order):
+        with cuda_emulator.options(order="forward"):
+            expected = everything(emulated)
+        with cuda_emulator.options(**order):
+            assert everything(emulated) == expected
+        with cuda_emulator.options(order="forward", block_order=order["order"], seed=7):
+            assert everything(emulated) == expected
+
+
+class TestQueue:
+    """What the device is asked for: few launches, no copies, no allocations, and nobody waits."""
+
+    SIZES = (5, 3000, 0, 700)
+
+    def step(self, kernels, targets, views, sums):
+        """A window of four micro-batches, and one measured by a pass of its own."""
+        kernels.accumulate(targets, [fold_of(p, True, view, [1, 2, 3, 4]) for p, view in enumerate(views)], sums)
+        kernels.measure(targets, sums, sums.all_chunks(range(len(targets))))
+        plan = ClipPlan((0,) * len(targets), (1.0,))
+        decision = kernels.finalise(targets, sums, plan, 3.0, zero_if_bad=True)
+        kernels.hand_back(targets, decision, plan.groups, [view[0] for view in views])
+        kernels.hand_back(targets, decision, plan.groups, targets)
+
+    def test_one_launch_for_each_and_nothing_else_after_the_first(self, emulated):
+        kernels = emulated.kernels
+        targets, sums = [kernels.allocate(size) for size in self.SIZES], kernels.squared_sums(self.SIZES)
+        arrays = [[draw.random_array(i, size, "bfloat16") for i in range(4)] for size in self.SIZES]
+        views = [[emulated.buffer(array) for array in row] for row in arrays]
+        self.step(kernels, targets, views, sums)
+        with cuda_emulator.recorded() as record:
+            for _ in range(3):
+                self.step(kernels, targets, views, sums)
+        launches = ["accumulate_4_small", "measure_small", "finalise", "hand_back_small", "hand_back_small"]
+        assert record.operations == record.launches == 3 * launches
+        assert record.allocations == record.pinned_allocations == record.waits == []
+
+    def test_other_gradients_every_time_cost_no_copy(self, emulated):
+        """Addresses travel with the launch: buffers that a framework puts elsewhere each time need no new table."""
+        kernels, target, sums = emulated.kernels, emulated.kernels.allocate(3000), emulated.kernels.squared_sums([3000])
+        views = [emulated.buffer(np.ones(3000, np.float32)) for _ in range(4)]
+        for view in views:
+            with cuda_emulator.recorded() as record:
+                kernels.accumulate([target], [fold_of(0, False, [view], [1])], sums)
+                kernels.measure([view], sums, sums.all_chunks([0]))
+                kernels.scale([target], np.float32(0.5), [view])
+                kernels.scale([view], np.float32(0.5), [view])
+            assert len(record.launches) == 4
+        assert record.operations == record.launches
+        assert record.allocations == []
+
+    @pytest.mark.parametrize(
+        ("components", "sources", "expected"),
+        [
+            (480, 1, ["accumulate_1_small"]),
+            (481, 1, ["accumulate_1_large"]),
+            (4000, 1, ["accumulate_1_large"]),
+            (4001, 1, ["accumulate_1_table"]),
+            (120, 4, ["accumulate_4_small"]),
+            (121, 2, ["accumulate_4_large"]),
+            (1000, 4, ["accumulate_4_large"]),
+            (1001, 2, ["accumulate_4_table"]),
+            (1001, 5, ["accumulate_4_table"] * 2),
+            (3, 5, ["accumulate_4_small"] * 2),
+            (3, 9, ["accumulate_4_small"] * 3),
+        ],
+    )
+    def test_launches_of_k1(self, emulated, components, sources, expected):
+        """One launch for four micro-batches: 480 addresses in 4 KB of arguments, 4000 in 32 KB, more by a copy."""
+        arena, view = emulated.buffer(np.zeros(4 * components, np.float32)), emulated.buffer(np.ones(1, np.float32))
+        targets = [arena.part(4 * p, 4 * p + 1) for p in range(components)]
+        folds = [fold_of(p, True, [view] * sources, [1] * sources) for p in range(components)]
+        with cuda_emulator.recorded() as record:
+            emulated.kernels.accumulate(targets, folds)
+        assert record.launches == expected
+        assert (emulated.get(arena)[::4] == sources).all()
+
+    def test_micro_batches_of_equal_weight_may_be_lacking_in_one_launch(self, emulated):
+        targets, view = [emulated.kernels.allocate(3) for _ in range(4)], emulated.buffer(np.ones(3, np.float32))
+        folds = [fold_of(p, True, [view] * count, [2] * count) for p, count in enumerate((4, 1, 3, 2))]
+        with cuda_emulator.recorded() as record:
+            emulated.kernels.accumulate(targets, folds)
+        assert record.launches == ["accumulate_4_small"]
+        assert [emulated.get(target)[2] for target in targets] == [8, 2, 6, 4]
+
+    @pytest.mark.parametrize(("count", "expected"), [(480, "small"), (481, "large"), (4001, "table")])
+    def test_launches_of_measure_and_hand_back(self, emulated, count, expected):
+        whole = emulated.buffer(np.ones(4 * count, np.float16))
+        buffers = [whole.part(4 * p, 4 * p + 1) for p in range(count)]
+        sums = emulated.kernels.squared_sums([1] * count)
+        with cuda_emulator.recorded() as record:
+            emulated.kernels.measure(buffers, sums, sums.all_chunks(range(count)))
+            emulated.kernels.scale(buffers, np.float32(2), buffers)
+        assert record.launches == [f"measure_{expected}", f"hand_back_{expected}"]
+        assert emulated.kernels.totals(sums).tolist() == [1] * count
+        assert (emulated.get(whole)[::4] == emulated.get(whole)[0]).all()
+
+    def test_nothing_is_launched_for_nothing(self, emulated):
+        kernels = emulated.kernels
+        sums, empty = kernels.squared_sums([0]), kernels.allocate(0)
+        decision = kernels.finalise([empty], sums, ClipPlan((0,), (1.0,)), 1.0, zero_if_bad=False)
+        one = emulated.buffer(np.ones(1, np.float32))
+        with cuda_emulator.recorded() as record:
+            kernels.accumulate([], [])
+            kernels.accumulate([empty], [fold_of(0, True, [empty], [1])], sums)
+            kernels.measure([empty], sums, sums.all_chunks([0]))
+            kernels.hand_back([], decision, [], [])
+            kernels.hand_back([empty], decision, [0], [empty])
+            kernels.scale([empty], np.float32(2), [empty])
+            kernels.scale([one], np.float32(1), [one])
+            kernels.fill_zero([empty])
+            kernels.zero_sums(sums, [0])
+        assert record.operations == []
+
+    def test_what_is_dropped_is_given_out_again_behind_the_work_that_needs_it(self, emulated):
+        """The host runs ahead: sums and decisions of earlier calls are gone before the device has used them."""
+        plan = ClipPlan((0,), (1.0,))
+        buffers = [emulated.buffer(np.full(4, value, np.float32)) for value in range(5)]
+        sums = (sums_of(emulated, [buffer]) for buffer in buffers)
+        norms = [emulated.kernels.finalise(None, s, plan, 1.0, zero_if_bad=False).norm for s in sums]
+        assert numbers(norms) == [0, 2, 4, 6, 8]
+
+    def test_zeros_are_one_fill_each(self, emulated):
+        buffers, sums = [emulated.kernels.allocate(5) for _ in range(3)], emulated.kernels.squared_sums([5, 5])
+        with cuda_emulator.recorded() as record:
+            emulated.kernels.fill_zero(buffers)
+            emulated.kernels.zero_sums(sums, [1])
+        assert record.operations == ["fill"] * 5
+
+
+class TestStreams:
+    def test_work_goes_to_the_stream_that_is_asked_for(self, device):
+        xp, kernels = device.kernels.xp, device.kernels
+        stream = xp.cuda.Stream(non_blocking=True)
+        for asked in (stream, WithProtocol(stream), TorchLike(stream), stream.ptr):
+            with kernels.on(asked):
+                assert xp.cuda.get_current_stream().ptr == stream.ptr
+        before = xp.cuda.get_current_stream().ptr
+        with kernels.on(None):
+            assert xp.cuda.get_current_stream().ptr == before
+
+    def test_what_is_no_stream(self, device):
+        with pytest.raises(CallerError, match="no CUDA stream"):
+            device.kernels.on("stream")
+        with pytest.raises(CallerError, match="the CPU has no streams"):
+            HostKernels(1).on(object())
+
+    def test_recorded_work_is_done_when_its_graph_is_launched(self, device):
+        kernels, target = device.kernels, device.buffer(np.zeros(3000, np.float32))
+        view, sums = device.buffer(np.ones(3000, np.float32)), device.kernels.squared_sums([3000])
+        fold, plan = fold_of(0, False, [view], [1]), ClipPlan((0,), (1.0,))
+
+        def step():
+            kernels.accumulate([target], [fold], sums)
+            decision = kernels.finalise([target], sums, plan, 1.0, zero_if_bad=True)
+            kernels.hand_back([target], decision, [0], [view])
+            return decision
+
+        decision = step()
+        with kernels.recording() as recorded:
+            assert kernels.is_capturing()
+            step()
+        assert not kernels.is_capturing()
+        assert kernels.read_verdict(decision).step == 1
+        recorded.graph.launch()
+        recorded.graph.launch()
+        assert kernels.read_verdict(decision).step == 3
+        total = np.ones(3000, np.float32)
+        for _ in range(2):
+            total = total + draw.scaled(total, 1 / np.sqrt(np.sum(total.astype(float) ** 2)), "float32")
+        np.testing.assert_allclose(device.get(target), total, rtol=1e-6)
+
+    def test_a_table_first_needed_while_recording_is_there_for_the_graph(self, emulated):
+        """It is copied on a stream of its own, which no capture sees."""
+        kernels, target = emulated.kernels, emulated.buffer(np.zeros(77, np.float32))
+        view = emulated.buffer(np.ones(77, np.float32))
+        with kernels.recording() as recorded:
+            kernels.accumulate([target], [fold_of(0, False, [view], [3])])
+        assert recorded.graph.operations == ["accumulate_1_small"]
+        recorded.graph.launch()
+        assert (emulated.get(target) == 3).all()
+
+    def test_the_host_records_nothing(self):
+        with pytest.raises(CallerError, match="no graphs to record"):
+            HostKernels(1).recording()
+
+
+class WithProtocol:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __cuda_stream__(self):
+        return 0, self.stream.ptr
+
+
+class TorchLike:
+    def __init__(self, stream):
+        self.cuda_stream = stream.ptr
 
 
 class TestThreads:
     def test_their_number_changes_no_bit(self):
-        expected = everything(HostKernels(1))
+        expected = everything(host_backend(1))
         for threads in (2, 3, 3, 8):
-            assert everything(HostKernels(threads)) == expected
+            assert everything(host_backend(threads)) == expected
 
     def test_callers_in_several_threads_do_not_disturb_each_other(self):
-        kernels, outcomes, gate = HostKernels(3), [None] * 4, threading.Barrier(4)
-        expected = everything(HostKernels(1))
+        backend, outcomes, gate = host_backend(3), [None] * 4, threading.Barrier(4)
+        expected = everything(host_backend(1))
 
         def work(i):
             gate.wait(20)
-            outcomes[i] = all(everything(kernels) == expected for _ in range(3))
+            outcomes[i] = all(everything(backend) == expected for _ in range(3))
 
         workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
         for worker in workers:
@@ -473,7 +1157,7 @@ child = os.fork()
 if child == 0:
     signal.alarm(20)  # a child that waits for threads it does not have ends here
     buffers = [kernels.view(np.ones(CHUNK, np.float32), "w") for _ in range(6)]
-    kernels.hand_back(buffers, [np.float32(2)] * 6, targets)
+    kernels.scale(buffers, np.float32(2), targets)
     os._exit(0 if all((target.data == 2).all() for target in targets) else 1)
 kernels.fill_zero(targets)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

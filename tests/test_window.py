@@ -10,81 +10,150 @@ from hypothesis import strategies as st
 
 from gradengine.buffer import host_buffer
 from gradengine.errors import WindowError
+from gradengine.kernels import Places, kernels_for
 from gradengine.window import Window, checked_weight, ordered_sum
 
 ONE, TWO = np.float32(1), np.float32(2)
+
+
+def given_to(places, *views):
+    return kernels_for("cpu").contribution(places, views)
 
 
 def view(size=1):
     return host_buffer(np.zeros(size, np.float32), "w")
 
 
-def test_counts_and_weights():
-    window = Window(3)
-    window.take([0], [view()], TWO)
-    window.take([1, 2], [view(), None], TWO)  # the rest of the same micro-batch
-    assert (window.counts, window.weights) == ([1, 1, 1], [2])
-    window.take([2, 0], [view(), view()], ONE)
-    assert (window.counts, window.weights) == ([2, 1, 2], [2, 1])
-    assert [len(held) for held in window.pending] == [2, 1, 1]
+def views(count):
+    return [view() for _ in range(count)]
 
 
-def test_a_fold_has_all_that_is_held_in_order_and_overwrites_once():
-    window, views = Window(1), [view(), view(), view()]
-    window.take([0], views[:1], TWO)
-    window.take([0], views[1:2], ONE)
-    fold = window.fold(0)
-    assert (fold.position, fold.overwrite, fold.weights) == (0, True, (2, 1))
-    assert all(a is b for a, b in zip(fold.sources, views, strict=False))
-    window.folded([0])
-    assert window.pending == [[]]
-    window.take([0], views[2:], ONE)
-    assert window.fold(0).overwrite is False
+def took(window, places, weight=ONE, holes=()):
+    contribution = given_to(places, *[None if p in holes else view() for p in places.positions])
+    window.take(contribution, weight)
+    return contribution
 
 
-def test_measured_until_the_next_contribution():
-    window = Window(2)
-    window.take([0, 1], [view(), view()], ONE)
-    window.folded([0, 1])
-    window.measured.update([0, 1])
-    assert window.measured == {0, 1}
-    window.take([1], [None], ONE)
-    assert window.measured == {0}
+def folds(window, places):
+    return {fold.position: fold for batch in window.batches(places) for fold in batch.folds()}
 
 
-def test_an_address_is_held_until_its_last_fold():
-    window, shared = Window(3), view()
-    window.take([0, 1], [shared, shared], ONE)
-    window.folded([0])
-    assert window.held[shared.pointer]  # slot 1 still waits for it
-    window.folded([1])
-    assert not window.held[shared.pointer]
+class TestCounting:
+    def test_counts_and_weights(self):
+        window, first, rest = Window(3), Places([0]), Places([1, 2])
+        took(window, first, TWO)
+        took(window, rest, TWO, holes=[2])  # the rest of the same micro-batch
+        assert (window.counts.tolist(), window.weights) == ([1, 1, 1], [2])
+        took(window, Places([2, 0]), ONE)
+        assert (window.counts.tolist(), window.weights) == ([2, 1, 2], [2, 1])
+        assert window.waiting.tolist() == [2, 1, 1]
+
+    def test_measured_until_the_next_contribution(self):
+        window, both = Window(2), Places([0, 1])
+        took(window, both)
+        window.folded(both)
+        window.measured[:] = True
+        took(window, Places([1]), holes=[1])
+        assert window.measured.tolist() == [True, False]
+
+    def test_another_weight_within_a_micro_batch_is_refused(self):
+        window, zero, one = Window(2), Places([0]), Places([1])
+        took(window, zero, TWO)
+        window.refuse_other_weight(one, TWO, "block 1")
+        window.refuse_other_weight(zero, ONE, "block 0")  # begins the next one
+        with pytest.raises(WindowError, match=r"block 1 of micro-batch 0 has another weight .* got 1.0, expected 2.0"):
+            window.refuse_other_weight(Places([0, 1]), ONE, "block 1")
+
+    def test_the_mean_counts_as_one_micro_batch(self):
+        window, both = Window(2), Places([0, 1])
+        for _ in range(3):
+            took(window, both, TWO)
+        window.folded(both)
+        window.measured[:] = True
+        window.become_one()
+        assert (window.counts.tolist(), window.weights) == ([1, 1], [1])
+        assert not window.measured.any()
+        assert window.filled.all()
 
 
-def test_nothing_is_held_of_an_empty_view():
-    window, empty = Window(1), view(0)
-    window.take([0], [empty], ONE)
-    assert not window.held[empty.pointer]
+class TestFolding:
+    def test_a_fold_has_all_that_is_held_in_order_and_overwrites_once(self):
+        window, places = Window(1), Places([0])
+        first, second = took(window, places, TWO), took(window, places, ONE)
+        (batch,) = window.batches(places)
+        assert (batch.overwrite.tolist(), list(batch.weights)) == ([True], [TWO, ONE])
+        assert list(batch.contributions) == [first, second]
+        window.folded(places)
+        assert window.batches(places) == []
+        took(window, places)
+        assert folds(window, places)[0].overwrite is False
+
+    def test_what_came_together_is_one_batch(self):
+        window, whole = Window(4), Places(range(4))
+        for _ in range(3):
+            took(window, whole, holes=[2])
+        (batch,) = window.batches(whole)
+        assert batch.places is whole
+        assert [fold.position for fold in batch.folds()] == [0, 1, 3]
+        window.folded(whole)
+        assert window.filled.tolist() == [True, True, False, True]
+
+    def test_parts_that_came_apart_are_folded_as_they_came(self):
+        window, whole, left, right = Window(3), Places(range(3)), Places([0, 1]), Places([2])
+        a, b, c = took(window, whole, TWO), took(window, left, ONE), took(window, right, ONE)
+        found = folds(window, whole)
+        assert found[0].sources == (a.views[0], b.views[0])
+        assert found[2].sources == (a.views[2], c.views[0])
+        assert all(fold.weights == (TWO, ONE) for fold in found.values())
+        assert len(window.batches(whole)) == 2
+
+    def test_a_part_may_be_folded_before_the_rest(self):
+        window, whole, left = Window(3), Places(range(3)), Places([0, 1])
+        a, b = took(window, whole), took(window, whole)
+        assert sorted(folds(window, left)) == [0, 1]
+        window.folded(left)
+        assert window.waiting.tolist() == [0, 0, 2]
+        found = folds(window, whole)
+        assert list(found) == [2]
+        assert found[2].sources == (a.views[2], b.views[2])
+        window.folded(whole)
+        assert window.batches(whole) == []
+
+    @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7), st.booleans()), max_size=12))
+    def test_any_order_of_parts_and_folds_gives_each_slot_its_own_in_order(self, calls):
+        """Against a list for each slot: what a fold hands over is what came, once, in the order it came."""
+        parts = [Places([0]), Places([1, 2]), Places([3]), Places(range(4))]
+        window, waiting = Window(4), [[] for _ in range(4)]
+        for number, holes, is_fold in calls:
+            places = parts[number]
+            if is_fold:
+                handed = {p: list(fold.sources) for p, fold in folds(window, places).items()}
+                assert handed == {p: waiting[p] for p in places.positions if waiting[p]}
+                window.folded(places)
+                for p in places.positions:
+                    waiting[p] = []
+            else:
+                contribution = took(window, places, holes=[p for p in range(4) if holes >> p & 1 == 0])
+                for p, given_view in zip(places.positions, contribution.views, strict=True):
+                    waiting[p] += [] if given_view is None else [given_view]
+            assert window.waiting.tolist() == [len(held) for held in waiting]
 
 
-def test_another_weight_within_a_micro_batch_is_refused():
-    window = Window(2)
-    window.take([0], [view()], TWO)
-    window.refuse_other_weight([1], TWO, "block 1")
-    window.refuse_other_weight([0], ONE, "block 0")  # begins the next one
-    with pytest.raises(WindowError, match=r"block 1 of micro-batch 0 has another weight .* got 1.0, expected 2.0"):
-        window.refuse_other_weight([0, 1], ONE, "block 1")
+class TestAddresses:
+    def test_one_is_held_until_its_last_fold(self):
+        window, both, shared = Window(3), Places([0, 1]), view()
+        window.take(given_to(both, shared, shared), ONE)
+        again = given_to(Places([2]), shared)
+        window.folded(Places([0]))
+        assert window.held_already(again) == 2  # slot 1 still waits for it
+        window.folded(Places([1]))
+        assert window.held_already(again) is None
 
-
-def test_the_mean_counts_as_one_micro_batch():
-    window = Window(2)
-    for _ in range(3):
-        window.take([0, 1], [view(), view()], TWO)
-    window.folded([0, 1])
-    window.measured.update([0, 1])
-    window.become_one()
-    assert (window.counts, window.weights, window.measured) == ([1, 1], [1], set())
-    assert window.filled == [True, True]
+    def test_nothing_is_held_of_an_empty_view(self):
+        window, places = Window(1), Places([0])
+        empty = given_to(places, view(0))
+        window.take(empty, ONE)
+        assert window.held_already(empty) is None
 
 
 class TestWeight:

@@ -1,0 +1,139 @@
+"""The backends: kernels, each with the few lines that bring NumPy arrays to their device and back."""
+
+import functools
+import importlib
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import cuda_emulator
+import numpy as np
+import pytest
+
+from gradengine.buffer import STORAGE, Buffer
+from gradengine.kernels import CHUNK, CudaKernels, Kernels
+from gradengine.kernels.host import HostKernels
+from gradengine.kernels.tables import chunk_for
+from gradengine.kernels.toolkit import load_cupy
+
+REQUIRE_GPU = "GRADENGINE_REQUIRE_GPU"  # set to 1 where there is a GPU: a test that finds none fails there
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Kernels, and how a NumPy array gets to their device and back.
+
+    Attributes:
+        kernels: The kernels.
+        put: An array's copy on the device, as the device's own kind of array.
+        get: A buffer's elements on the host, as they are stored; waits for the device.
+        chunk: Elements that one thread, or one thread block, works on: sizes have their limits about it.
+    """
+
+    kernels: Kernels
+    put: Callable[[np.ndarray], object]
+    get: Callable[[Buffer], np.ndarray]
+    chunk: int
+
+    @property
+    def is_host(self) -> bool:
+        """Whether there is no device to wait for."""
+        return self.kernels.device == "cpu"
+
+    def buffer(self, array: np.ndarray) -> Buffer:
+        """A writable buffer on the device with the array's values; the array itself stays as it is."""
+        return self.kernels.writable_view(self.put(array.copy()), "buffer")
+
+    def buffers_in_one(self, arrays: list[np.ndarray], offset: int = 0) -> tuple[Buffer, list[Buffer]]:
+        """Arrays of one dtype one after the other in one piece of memory, from `offset` on; the whole, and each.
+
+        What comes before them is NaN, what comes after the last is no memory at all.
+        """
+        before = np.full(offset, np.nan, np.float32).astype(arrays[0].dtype)
+        whole = self.buffer(np.concatenate([before, *arrays]))
+        ends = np.cumsum([offset, *(array.size for array in arrays)]).tolist()
+        return whole, [whole.part(start, stop) for start, stop in itertools.pairwise(ends)]
+
+    def buffer_at(self, array: np.ndarray, offset: int) -> Buffer:
+        """A writable buffer that begins `offset` elements behind an aligned address."""
+        return self.buffers_in_one([array], offset)[1][0]
+
+
+def host_backend(threads: int) -> Backend:
+    return Backend(HostKernels(threads), lambda array: array, lambda buffer: buffer.data.copy(), CHUNK)
+
+
+def device_backend(kernels: CudaKernels) -> Backend:
+    """The backend of CuPy, or of what has its surface."""
+    xp = kernels.xp
+
+    def get(buffer: Buffer) -> np.ndarray:
+        elements = np.empty(buffer.size, STORAGE[buffer.dtype])
+        if buffer.size:
+            runtime = xp.cuda.runtime
+            runtime.deviceSynchronize()
+            runtime.memcpy(elements.ctypes.data, buffer.pointer, buffer.nbytes, runtime.memcpyDeviceToHost)
+        return elements
+
+    return Backend(kernels, xp.asarray, get, chunk_for(0))
+
+
+def emulated_backend() -> Backend:
+    """The CUDA kernels on the CPU: each access checked, nothing done before somebody waits for it."""
+    return device_backend(CudaKernels(cuda_emulator))
+
+
+def cupy_backend() -> Backend:
+    return device_backend(CudaKernels(load_cupy(0)))
+
+
+# Made when a test first asks for one: the kernels are compiled then.
+BACKENDS = {
+    "host-1": functools.cache(lambda: host_backend(1)),
+    "host-3": functools.cache(lambda: host_backend(3)),
+    "emulated": functools.cache(emulated_backend),
+    "cupy": functools.cache(cupy_backend),
+}
+DEVICE_BACKENDS = ("emulated", "cupy")
+
+
+@functools.cache
+def missing(name: str) -> str | None:
+    """What a backend needs and this machine lacks, or None."""
+    if name == "emulated":
+        return None if cuda_emulator.compiler() else "g++ is not installed"
+    if name == "cupy":
+        return _missing_gpu()
+    return None
+
+
+def _missing_gpu() -> str | None:
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        return "CuPy is not installed"
+    return None if cupy.cuda.is_available() else "no GPU"
+
+
+def runnable(names: Iterable[str]) -> list[str]:
+    """The backends that tests run on here: one that is missing is named by one skipped test, not by each of them."""
+    return [name for name in names if missing(name) is None or _is_required(name)]
+
+
+def available(name: str) -> Backend:
+    """A backend; what is missing skips the test, or fails it where there must be a GPU."""
+    reason = missing(name)
+    if reason and _is_required(name):
+        pytest.fail(f"{reason}, and {REQUIRE_GPU}=1")
+    if reason:
+        pytest.skip(reason)
+    return BACKENDS[name]()
+
+
+def _is_required(name: str) -> bool:
+    return name == "cupy" and os.environ.get(REQUIRE_GPU) == "1"
+
+
+# Of emulated threads and blocks.
+ORDERS = [{"order": "forward"}, {"order": "reverse"}, *({"order": "random", "seed": seed} for seed in (1, 2))]

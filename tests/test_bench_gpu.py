@@ -1,0 +1,639 @@
+"""The GPU's benchmarks, every case at a tiny size: the emulator stands for CuPy, and torch works on the CPU."""
+
+import ctypes
+import functools
+import importlib.util
+import itertools
+import json
+import re
+import signal
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import cuda_emulator
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gradengine.bench.case import Absent, Case
+from gradengine.bench.command import bench
+from gradengine.bench.gpu.command import Benchmarks, run
+from gradengine.bench.gpu.device import Gpu, Missing, Stopwatch, gpu_of
+from gradengine.bench.gpu.launches import Counts, counts_of, profiled
+from gradengine.bench.gpu.report import Entry, built
+from gradengine.bench.gpu.torch_peers import limited
+from gradengine.bench.gpu.workload import DeviceWorkload, model_layout
+from gradengine.errors import CallerError, DeviceUnavailable
+from gradengine.kernels import CudaKernels
+
+pytestmark = pytest.mark.skipif(cuda_emulator.compiler() is None, reason="g++ is not installed")
+ROOT = Path(__file__).parent.parent
+TORCH = importlib.util.find_spec("torch") is not None
+torch = pytest.importorskip("torch") if TORCH else None
+
+BLOCK = 8 * 8 + 2 * 8 * 2 + 8 * 8 + 3 * 8 * 32 + 2 * 8  # elements of a block of hidden size 8
+SET = 4 * (BLOCK + 256 * 8 + 8)  # with LM head and final norm, in fp32
+COPY_BYTES = 2 * 4 * 4096
+
+
+class Lent:
+    """An array of which only DLPack is to be seen."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **arguments):
+        return self._array.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def on_host(array):
+    """The emulator's memory, which is the host's, as NumPy has it."""
+    memory = (ctypes.c_char * array.nbytes).from_address(array.data.ptr)
+    return np.frombuffer(memory, array.dtype).reshape(array.shape)
+
+
+def as_tensor(array):
+    """The same for torch."""
+    seen = on_host(array)
+    return (
+        torch.from_numpy(seen)
+        if seen.dtype == np.float32
+        else torch.from_numpy(seen.view(np.int16)).view(torch.bfloat16)
+    )
+
+
+@functools.cache
+def kernels():
+    return CudaKernels(cuda_emulator)
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    """Work is done at once, because torch and NumPy look into the same memory; nothing is checked but the results."""
+    with cuda_emulator.options(check=False, asynchronous=False):
+        yield
+
+
+def device(**changes):
+    facts = {
+        "xp": cuda_emulator,
+        "kernels": kernels(),
+        "torch": torch,
+        "torch_device": "cpu",
+        "tensor": as_tensor,
+        "lent": Lent,
+        "by_hand": on_host,
+        "elapsed_ms": lambda start, stop: 0.25,
+        "recorded": lambda work: work,
+        "compiled": functools.partial(torch.compile, backend="eager", fullgraph=True, dynamic=False) if TORCH else None,
+        "scratch": 4096,
+        "copied": 4096,
+    }
+    return Gpu(**{**facts, **changes})
+
+
+def ticking(step=0.001):
+    ticks = itertools.count()
+    return lambda: step * next(ticks)
+
+
+def count_by_emulator(work):
+    with cuda_emulator.recorded() as record:
+        work()
+    kernels = len(record.launches)
+    return Counts(kernels, len(record.copies), record.fills, kernels + record.graphs, len(record.waits))
+
+
+def benchmarks(**changes):
+    facts = {"blocks": 1, "hidden": 8, "k": 2, "rounds": 2, "lora_hidden": 12, "clock": ticking()}
+    given = changes.pop("device", None) or device()
+    return Benchmarks(given, **{**facts, "count": count_by_emulator, **changes})
+
+
+def ran(names, tmp_path=None, **changes):
+    """The reports as they are kept, and what failed."""
+    path = tmp_path / "run.json"
+    console = Console(width=200, file=StringIO(), record=True)
+    failed = run(benchmarks(**changes), names, path, console)
+    return (
+        {report["benchmark"]: report for report in json.loads(path.read_text())["reports"]},
+        failed,
+        console.export_text(),
+    )
+
+
+def rows_of(report):
+    return {row["variant"]: row for row in report["rows"]}
+
+
+EVERYTHING = ["accumulate", "norm", "hand-back", "hand-back-bf16", "step", "compiled", "lora", "host", "launches"]
+
+
+@pytest.mark.skipif(not TORCH, reason="torch is not installed")
+@pytest.mark.parametrize("odd", [False, True], ids=["aligned", "odd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_case_computes_the_same_and_is_timed(dtype, odd, tmp_path):
+    names = [name for name in EVERYTHING if dtype == "float32" or name not in {"hand-back", "hand-back-bf16", "host"}]
+    reports, failed, shown = ran(names, tmp_path, dtype=dtype, odd=odd)
+    assert not failed, shown
+    assert list(reports) == names
+    for report in reports.values():
+        assert report["absent"] == [], report["absent"]
+        assert report["machine"]["gpu"] == "CUDA emulator"
+        assert report["parameters"]["odd"] is odd
+
+
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory):
+    with cuda_emulator.options(check=False, asynchronous=False):
+        return ran([name for name in EVERYTHING if TORCH or name != "compiled"], tmp_path_factory.mktemp("fp32"))
+
+
+def counted(report):
+    return {variant: row["bytes"] for variant, row in rows_of(report).items() if variant not in {"copy", "triad"}}
+
+
+def test_bytes_of_parts(fp32):
+    reports = fp32[0]
+    assert set(counted(reports["accumulate"]).values()) == {3 * SET}
+    assert set(counted(reports["norm"]).values()) == {SET}
+    assert set(counted(reports["hand-back"]).values()) == {2 * SET}
+    assert counted(reports["hand-back-bf16"])["ours"] == 1.5 * SET
+    copy, triad = (rows_of(reports["norm"])[name] for name in ("copy", "triad"))
+    assert (copy["bytes"], triad["bytes"]) == (COPY_BYTES, 1.5 * COPY_BYTES)
+
+
+def test_bytes_of_a_step(tmp_path):
+    """The table of step.py, an element: K = 4, fp32 and bf16."""
+    for dtype, expected in {"float32": (52, 28, 64), "bfloat16": (44, 20, 56)}.items():
+        rows = rows_of(ran(["step"], tmp_path, dtype=dtype, k=4, rounds=1)[0]["step"])
+        by_hand, once, four = expected[2], expected[0], expected[1]
+        assert rows["ours hold=1"]["bytes"] == rows["ours hold=1, captured"]["bytes"] == once * SET // 4
+        assert rows["ours hold=4"]["bytes"] == rows["ours hold=4, captured"]["bytes"] == four * SET // 4
+        assert rows["cupy by hand"]["bytes"] == by_hand * SET // 4
+        if TORCH:
+            assert (
+                rows["torch foreach, sum"]["bytes"]
+                == rows["torch foreach, sum, graph"]["bytes"]
+                == 16 * (by_hand * SET // 64)
+            )
+            assert rows["torch foreach, mean"]["bytes"] == (by_hand + 8) * SET // 4
+
+
+@pytest.mark.skipif(not TORCH, reason="torch is not installed")
+def test_bytes_of_a_compiled_step(tmp_path):
+    rows = rows_of(ran(["compiled"], tmp_path, k=4, rounds=1)[0]["compiled"])
+    assert rows["torch.compile, by micro-batch"]["bytes"] == 56 * SET // 4
+    assert rows["torch.compile, whole window"]["bytes"] == 32 * SET // 4
+
+
+def test_a_row_has_all_three_times_and_its_share_of_the_copy(fp32):
+    row = rows_of(fp32[0]["step"])["ours hold=1"]
+    assert (row["device_s"], row["median_s"]) == (0.00025, 0.00025)
+    assert row["wall_s"] == pytest.approx(0.001)  # one tick
+    assert row["host_s"] == pytest.approx(0.001)
+    assert row["of_copy"] == pytest.approx(row["bytes"] / COPY_BYTES)
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / 0.00025 / 1e9)
+    assert len(row["samples_s"]) == 2
+
+
+def test_what_is_about_launches_is_timed_by_the_clock(fp32):
+    assert fp32[0]["lora"]["time"] == "wall"
+    assert fp32[0]["host"]["time"] == "host"
+    row = rows_of(fp32[0]["lora"])["ours eager"]
+    assert row["median_s"] == row["wall_s"]
+    assert row["of_copy"] is None
+    assert row["ratios"]["ours replayed"] == pytest.approx(1)
+
+
+def test_launches(fp32):
+    rows = fp32[0]["launches"]["rows"]
+    assert rows["ours hold=1"] == {"kernels": 4, "copies": 1, "fills": 0, "launches": 4, "waits": 0}
+    assert rows["ours hold=2"]["kernels"] == 3
+    assert rows["ours hold=2, captured"] == {"kernels": 0, "copies": 1, "fills": 0, "launches": 1, "waits": 0}
+
+
+def test_ours_may_not_wait(tmp_path):
+    reports, failed, _ = ran(["launches"], tmp_path, count=waiting_in_turn())
+    assert "launches: ours hold=1 waits" in failed
+    assert reports["launches"]["failed"]
+
+
+def waiting_in_turn():
+    calls = itertools.count()
+
+    def count(work):
+        work()
+        return Counts(1, 0, 0, 1, 1 if next(calls) else 0)  # the first call is that of nothing
+
+    return count
+
+
+def test_without_torch_its_variants_are_absent(tmp_path):
+    reports, failed, _ = ran(["accumulate", "step", "lora", "compiled"], tmp_path, device=device(torch=None))
+    assert not failed
+    for report in reports.values():
+        assert {absent["why"] for absent in report["absent"]} == {"torch not installed, or without CUDA"}
+        assert report["rows"]
+    assert len(reports["compiled"]["absent"]) == 2
+
+
+@pytest.mark.skipif(not TORCH, reason="torch is not installed")
+def test_a_compiler_that_fails_is_absent_by_name(tmp_path, capsys):
+    def cannot(function):
+        raise RuntimeError("Triton found no compiler\nand a long tale of it")
+
+    reports, failed, _ = ran(["compiled"], tmp_path, device=device(compiled=cannot))
+    assert not failed
+    assert reports["compiled"]["absent"][1] == {
+        "variant": "torch.compile, whole window",
+        "why": "RuntimeError: Triton found no compiler",
+    }
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not TORCH, reason="torch is not installed")
+def test_a_compiler_that_does_not_end_is_absent_by_name(tmp_path):
+    def for_ever(function):
+        def call(*_):
+            while True:
+                pass
+
+        return call
+
+    case = benchmarks(device=device(compiled=for_ever), compile_limit=0.05)
+    failed = run(case, ["compiled"], tmp_path / "run.json", Console(file=StringIO()))
+    report = json.loads((tmp_path / "run.json").read_text())["reports"][0]
+    assert not failed
+    assert {absent["why"] for absent in report["absent"]} == {"TimeoutError: not done within 0.05 s"}
+
+
+def test_the_alarm_is_put_back():
+    before = signal.getsignal(signal.SIGALRM)
+    with limited(60):
+        pass
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def fake(variant, error=0.0, **facts):
+    return Entry(variant, lambda: Case("fake", variant, 8, lambda: None, error=lambda: error), **facts)
+
+
+def broken():
+    raise OSError("no such device")
+
+
+def test_one_variant_that_fails_leaves_the_others():
+    def missing():
+        raise Missing("not here")
+
+    entries = [
+        fake("good"),
+        fake("wrong", error=1.0),
+        fake("nan", error=float("nan"), ours=True),
+        Entry("broken", broken),
+        Entry("ours broken", broken, ours=True),
+        Entry("missing", missing),
+    ]
+    cases, errors, absent, failed = built(entries, 1e-3)
+    assert ([case.variant for case in cases], errors) == (["good"], [0.0])
+    assert [entry.variant for entry in absent] == ["wrong", "nan", "broken", "ours broken", "missing"]
+    assert absent[2:] == [
+        Absent("broken", "OSError: no such device"),
+        Absent("ours broken", "OSError: no such device"),
+        Absent("missing", "not here"),
+    ]
+    assert failed == ["wrong", "nan", "ours broken"]  # a peer that is missing is no failure; one that is wrong is
+
+
+def test_a_benchmark_that_fails_leaves_the_others(tmp_path):
+    reports, failed, _ = ran(["hand-back", "norm"], tmp_path, dtype="bfloat16")
+    assert list(reports) == ["norm"]
+    assert failed == [
+        "hand-back: CallerError: hand-back starts from the sum in fp32: got bfloat16, expected --dtype float32"
+    ]
+
+
+def test_an_unknown_benchmark_is_refused(tmp_path):
+    with pytest.raises(CallerError, match="no such benchmark: got none, expected accumulate"):
+        ran(["none"], tmp_path)
+
+
+def test_the_command_needs_a_gpu():
+    """It says so, and names what is missing; on a machine with one it would take minutes."""
+    missing = importlib.util.find_spec("cupy") is None
+    if not missing:
+        pytest.skip("CuPy is installed")
+    result = CliRunner().invoke(bench, ["gpu", "norm"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, DeviceUnavailable)
+
+
+def test_wrong_results_of_ours_are_not_timed(tmp_path):
+    class Wrong:
+        """Kernels that leave a factor out."""
+
+        def __getattr__(self, name):
+            return getattr(kernels(), name)
+
+        def scale(self, sources, factor, destinations):
+            kernels().scale(sources, np.float32(2 * factor), destinations)
+
+    reports, failed, shown = ran(["hand-back"], tmp_path, device=device(kernels=Wrong()))
+    assert failed == ["hand-back: ours"]
+    assert "ours" not in rows_of(reports["hand-back"])
+    assert "absent: ours: ResultsDiffer: hand-back: 'ours' computes something else" in re.sub(r"\s+", " ", shown)
+
+
+# ---- memory and time ----
+
+
+def test_what_is_asked_of_torch_on_a_gpu():
+    fake, cupy, calls = MagicMock(), MagicMock(), []
+    real = gpu_of(SimpleNamespace(xp=cupy), fake)
+    bits = np.ones(3, np.uint16)
+    assert real.tensor(bits) is fake.as_tensor.return_value.view.return_value
+    assert fake.as_tensor.call_args.args[0].dtype == np.int16
+    assert fake.as_tensor.call_args.kwargs == {"device": "cuda"}
+    fake.as_tensor.return_value.view.assert_called_with(fake.bfloat16)
+    assert real.tensor(np.ones(3, np.float32)) is fake.as_tensor.return_value
+    replay = real.recorded(lambda: calls.append(1))
+    assert len(calls) == 3  # two to warm up, one that is recorded
+    replay()
+    fake.cuda.CUDAGraph.return_value.replay.assert_called_once_with()
+    assert len(calls) == 3
+    real.compiled(len)
+    fake.compile.assert_called_once_with(len, fullgraph=True, dynamic=False)
+    assert real.elapsed_ms is cupy.cuda.get_elapsed_time
+
+
+def test_odd_buffers_lie_at_odd_elements():
+    arrays = device().placed([np.ones(5, np.uint16)] * 5, odd=True)
+    assert [array.data.ptr // 2 % 64 for array in arrays] == [1, 3, 5, 7, 1]
+    assert [array.data.ptr // 2 % 64 for array in device().placed([np.ones(70, np.uint16)] * 2)] == [0, 0]
+
+
+def test_the_350m_model():
+    aligned, odd = model_layout(24, 1024), model_layout(24, 1024, odd=True)
+    assert (len(aligned.slots), len(odd.slots), aligned.nbytes) == (218, 218, 1594036224)
+    assert all(slot.size % 8 for slot in odd.slots)
+    assert [slot.name for slot in aligned.slots] == [slot.name for slot in odd.slots]
+
+
+def test_micro_batches_differ_and_are_summed_in_fp64():
+    workload = DeviceWorkload.drawn(device(), model_layout(1, 8), 3, "bfloat16", odd=False)
+    first, second, _ = ([array.get() for array in batch] for batch in workload.batches)
+    assert not np.array_equal(first[0], second[0])
+    flat = np.concatenate([total / 3 for total in workload.totals])
+    assert workload.norm == pytest.approx(np.linalg.norm(flat))
+    assert len(workload.first(2).batches) == workload.first(2).host.count == 2
+    assert workload.first(2).batches[0] is workload.batches[0]
+
+
+def test_the_stopwatch_prepares_reads_scratch_and_waits():
+    done = []
+    case = Case("fake", "a", 0, lambda: done.append("run"), lambda: 0.0, prepare=lambda: done.append("prepare"))
+    stopwatch = Stopwatch(device(elapsed_ms=lambda start, stop: 7.0), ticking(1))
+    with cuda_emulator.recorded() as record:
+        sample = stopwatch(case)
+    assert done == ["prepare", "run"] * 2
+    assert sample == (0.007, 1, 1)
+    assert record.launches == ["measure_small"] * 2
+    assert record.waits == ["event", "device", "device"]
+
+
+@pytest.mark.skipif(not TORCH, reason="torch is not installed")
+@pytest.mark.filterwarnings("ignore")  # of a torch without CUDA
+def test_torch_s_profiler_is_understood():
+    count = profiled(device())
+    work = torch.ones(3)
+    assert count(lambda: work.add_(1)) == Counts(0, 0, 0, 0, 0)
+
+
+def test_events_are_counted_by_their_names():
+    host, gpu = "DeviceType.CPU", "DeviceType.CUDA"
+    events = [
+        (host, "aten::add_"),
+        (host, "cudaLaunchKernel"),
+        (host, "cuLaunchKernelEx"),
+        (host, "cudaGraphLaunch"),
+        (host, "cudaDeviceSynchronize"),
+        (host, "cudaEventQuery"),
+        (gpu, "accumulate_1_small"),
+        (gpu, "Memcpy DtoH (Device -> Pinned)"),
+        (gpu, "Memset (Device)"),
+    ]
+    assert counts_of(events) == Counts(kernels=1, copies=1, fills=1, launches=3, waits=1)
+    assert Counts(3, 1, 0, 3, 2).less(Counts(1, 0, 0, 1, 5)) == Counts(2, 1, 0, 2, 0)
+
+
+# ---- bench/gpu_once.py, bench/gpu_check.py, bench/draw.py ----
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu_check, draw, gpu_once = script("gpu_check"), script("draw"), script("gpu_once")
+
+
+def test_every_kernel_once():
+    with cuda_emulator.options(check=True, asynchronous=True), cuda_emulator.recorded() as record:
+        gpu_once.everything(kernels())
+    assert {name.rpartition("_")[0] for name in record.launches} >= {
+        "accumulate_1",
+        "accumulate_4",
+        "measure",
+        "hand_back",
+    }
+    assert {name for name in record.launches if name.endswith("_large")} >= {"measure_large", "hand_back_large"}
+
+
+MACHINE = {
+    "machine": {"gpu": "NVIDIA Fake 1", "driver": "1", "runtime_cuda": "13.0"},
+    "versions": {"cupy": "14", "torch": "2", "commit": None},
+}
+REPORT = {
+    "benchmark": "step",
+    "parameters": {"dtype": "bfloat16", "odd": False},
+    "rows": [
+        {
+            "variant": variant,
+            "median_s": 0.002,
+            "device_s": 0.002,
+            "wall_s": 0.003,
+            "host_s": 0.0001,
+            "gb_per_s": 4000.0,
+            "of_copy": share,
+            "ratios": {"ours hold=1": ratio},
+        }
+        for variant, share, ratio in (("ours hold=1", 0.91, 1), ("torch foreach, sum", None, 2), ("copy", 1.0, 1))
+    ],
+    "absent": [{"variant": "torch.compile", "why": "no compiler"}],
+}
+
+
+def writes(path, content):
+    return ("-c", f"import pathlib; pathlib.Path({path!r}).write_text({content!r})")
+
+
+def stage(name, *words, **facts):
+    return gpu_check.Stage(name, gpu_check.python(*words), facts.pop("limit", 60), **facts)
+
+
+MACHINE_STAGE = stage("machine", *writes("{folder}/machine.json", json.dumps(MACHINE)), keeps="machine")
+BENCH = stage("bench", *writes("{folder}/bench.json", json.dumps({"reports": [REPORT]})), keeps="reports")
+
+
+def checked(tmp_path, *stages, arguments=()):
+    out = tmp_path / "out"
+    code = gpu_check.main(["--out", str(out), *arguments], [MACHINE_STAGE, *stages], tmp_path / "results")
+    kept = json.loads((tmp_path / "results/gpu-fake-1.json").read_text())
+    assert kept == json.loads((out / "gpu-fake-1.json").read_text())
+    return code, kept, {name: found["outcome"] for name, found in kept["stages"].items()}
+
+
+def test_results_are_kept_with_machine_and_stages(tmp_path, capsys):
+    code, kept, outcomes = checked(tmp_path, BENCH, arguments=["--commit", "abc"])
+    assert code == 0
+    assert kept["machine"] == MACHINE["machine"]
+    assert kept["versions"]["commit"] == "abc"
+    assert kept["reports"] == [{"stage": "bench", **REPORT}]
+    assert outcomes == {"machine": "passed", "bench": "passed"}
+    shown = capsys.readouterr().out
+    assert re.search(r"bench +step +torch foreach, sum +2\.000 +3\.000 +100 +2\.00", shown)
+    assert re.search(r"bench +step +torch.compile +absent: no compiler", shown)
+
+
+def test_a_stage_that_fails_leaves_the_others_figures(tmp_path, capsys):
+    half = "import pathlib, sys; print('failed: norm: ours'); sys.exit(3)"
+    slow = stage("slow", "-c", "import time; time.sleep(60)", limit=0.5)
+    code, kept, outcomes = checked(tmp_path, stage("half", "-c", half), slow, BENCH)
+    assert code == 1
+    assert outcomes == {"machine": "passed", "half": "failed", "slow": "timed out", "bench": "passed"}
+    assert kept["stages"]["half"]["note"] == "exit status 3: failed: norm: ours"
+    assert len(kept["reports"]) == 1
+    assert "failed: norm: ours" in (tmp_path / "out/half.log").read_text()
+
+
+def test_what_a_failing_stage_wrote_is_kept(tmp_path):
+    words = BENCH.command[2] + "; raise SystemExit(1)"
+    code, kept, _ = checked(tmp_path, stage("bench", "-c", words, keeps="reports"))
+    assert code == 1
+    assert kept["reports"] == [{"stage": "bench", **REPORT}]
+
+
+def test_a_limit_reaches_the_stage_s_own_children(tmp_path):
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(300)'])"
+    began = time.monotonic()
+    assert checked(tmp_path, stage("slow", "-c", child, limit=0.5))[2]["slow"] == "timed out"
+    assert time.monotonic() - began < 60
+
+
+def test_a_tool_that_is_not_installed_is_absent_and_no_failure(tmp_path):
+    code, kept, outcomes = checked(tmp_path, stage("memcheck", needs="no-such-sanitizer"))
+    assert (code, outcomes["memcheck"]) == (0, "absent")
+    assert kept["stages"]["memcheck"]["note"] == "no-such-sanitizer is not installed"
+
+
+def test_no_time_left_is_a_failure(tmp_path):
+    assert gpu_check.main(["--out", str(tmp_path), "--limit", "0"], [MACHINE_STAGE, BENCH], tmp_path / "results") == 1
+    kept = json.loads((tmp_path / "gpu-unknown.json").read_text())
+    assert {found["outcome"] for found in kept["stages"].values()} == {"not run"}
+    assert not (tmp_path / "results").exists()
+
+
+SKIPPED = '<testcase name="test_b[cupy]"><skipped message="no GPU"/></testcase>'
+
+
+@pytest.mark.parametrize(
+    ("cases", "note"),
+    [
+        ('<testcase name="test_a"/>', ""),
+        ('<testcase name="test_a"/>' + SKIPPED, "1 of 2 tests were skipped: test_b[cupy]: no GPU"),
+        ("", "no test was run"),
+    ],
+    ids=["run", "skipped", "none"],
+)
+def test_tests_that_were_skipped_are_a_failure(cases, note, tmp_path):
+    words = writes("{folder}/tests.xml", f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    code, kept, outcomes = checked(tmp_path, stage("tests", *words, keeps="tests"))
+    assert kept["stages"]["tests"]["note"] == note
+    assert (code, outcomes["tests"]) == ((1, "failed") if note else (0, "passed"))
+
+
+def test_stages_can_be_chosen_and_the_others_results_stay(tmp_path):
+    first = stage("first", "-c", "pass")
+    checked(tmp_path, first, BENCH)
+    code, kept, _ = checked(tmp_path, first, BENCH, arguments=["--stages", "first"])
+    assert code == 0
+    assert list(kept["stages"]) == ["machine", "first", "bench"]
+    assert len(kept["reports"]) == 1
+    with pytest.raises(SystemExit, match="no such stage: second; there are machine, first"):
+        checked(tmp_path, first, arguments=["--stages", "second"])
+
+
+def test_the_stages_are_commands_that_there_are():
+    names = [stage.name for stage in gpu_check.STAGES]
+    assert len(set(names)) == len(names)
+    assert gpu_check.STAGES[0] is gpu_check.MACHINE
+    known = set(benchmarks().names)
+    for each in gpu_check.STAGES:
+        if each.keeps == "reports":
+            words = each.command[each.command.index("gpu") + 1 : each.command.index("--json")]
+            wanted = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
+            assert set(wanted) <= known
+            shown = CliRunner().invoke(bench, ["gpu", *words, "--help"])
+            assert shown.exit_code == 0, shown.output
+    limits = sum(each.limit for each in gpu_check.STAGES if each.keeps == "reports")
+    assert limits < 660  # and all together have less than ten minutes
+    assert gpu_check.TOTAL_LIMIT < 600
+
+
+def test_names_of_results():
+    assert gpu_check.file_name("NVIDIA H200") == "gpu-h200"
+    assert gpu_check.file_name("NVIDIA GeForce RTX 4090") == "gpu-geforce-rtx-4090"
+
+
+PAGE = f"before\n{draw.BEGIN}\nold\n{draw.END}\n\nafter\n"
+
+
+def test_without_results_of_a_gpu_the_page_has_no_word_of_it(tmp_path):
+    page = draw.drawn(PAGE, tmp_path)
+    assert page.startswith("before\n")
+    assert page.endswith(f"{draw.END}\n\nafter\n")
+    assert draw.GPU_BEGIN not in page
+
+
+def test_results_of_a_gpu_follow_the_cpus_and_go_with_their_file(tmp_path, capsys):
+    checked(tmp_path, BENCH)
+    with_gpu = draw.drawn(PAGE, tmp_path / "results")
+    assert "NVIDIA Fake 1, driver 1, CUDA 13.0, CuPy 14, torch 2:" in with_gpu
+    assert "| step, bfloat16 | ours hold=1 | 2.000 | 4000 | 91% | 100 |  |" in with_gpu
+    assert "| step, bfloat16 | torch foreach, sum | 2.000 | 4000 |  | 100 | 2.00x hold=1 |" in with_gpu
+    assert "| copy |" not in with_gpu
+    assert draw.drawn(with_gpu, tmp_path / "results") == with_gpu
+    assert draw.drawn(with_gpu, tmp_path) == draw.drawn(PAGE, tmp_path)
+
+
+def test_of_odd_sizes_ours_alone_is_drawn():
+    rows = [{"variant": variant} for variant in ("ours", "torch foreach", "copy")]
+    shown = draw.rows_shown({"benchmark": "norm", "rows": rows, "parameters": {"odd": True}})
+    assert shown == [{"variant": "ours"}]
+    assert draw.rows_shown({"benchmark": "launches"}) == []

@@ -1,0 +1,588 @@
+"""Captured steps: the eager one's bits, its very launches and no more, and what is refused before any launch."""
+
+import gc
+import math
+
+import numpy as np
+import pytest
+import strategies as draw
+from devices import bits_of, churned, nothing_is_launched, on_host, put_all, raw, synchronize
+from ranks import on_ranks
+
+from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer
+from gradengine.capture import address_of
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
+
+LAYOUT = GradientLayout.transformer(2, 8, 4, 12, 16)
+SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
+NAN = math.nan
+
+
+def new_engine(device, layout=SMALL, **options):
+    return GradientEngine(layout, device.kernels, **{"max_norm": 0.5, **options})
+
+
+def values_of(seed, layout=SMALL):
+    return draw.random_gradients(seed, layout.slots)
+
+
+def arrays_of(device, seed, layout=SMALL):
+    return put_all(device, values_of(seed, layout))
+
+
+def refill(device, arrays, values):
+    """Other gradients in the same memory, as a backward pass that keeps its buffers writes them."""
+    for array, value in zip(arrays, values, strict=True):
+        array[...] = device.put(value)
+
+
+def captured_window(engine, batches, weights=None, **options):
+    """The graph of these micro-batches and their step."""
+    with engine.capture() as graph:
+        for gradients, weight in zip(batches, weights or [1.0] * len(batches), strict=True):
+            engine.add(gradients, weight)
+        engine.step(**options)
+    return graph
+
+
+def eager(device, batches, weights=None, layout=SMALL, **options):
+    """The result of a fresh engine that does the same without a graph."""
+    engine = new_engine(device, layout, **options)
+    for values, weight in zip(batches, weights or [1.0] * len(batches), strict=True):
+        engine.add(put_all(device, values), weight)
+    return engine.step()
+
+
+class TestBits:
+    @pytest.mark.parametrize(
+        ("options", "weights"),
+        [
+            ({}, [1.0]),
+            ({}, [1.0, 3.0, 0.5]),
+            ({"hold": 2}, [1.0, 1.0, 1.0]),
+            ({"hold": 9}, [2.0] * 6),
+            ({"micro_batches": 2}, [1.0, 1.0]),
+            ({"groups": "block"}, [1.0, 1.0]),
+            ({"loss_scale": 256.0, "max_norm": None}, [1.0, 2.0]),
+        ],
+    )
+    def test_a_replay_is_the_eager_step(self, device, options, weights):
+        """Also with other values in the same memory, and whatever happens to memory in between."""
+        engine = new_engine(device, LAYOUT, **options)
+        batches = [arrays_of(device, seed, LAYOUT) for seed in range(len(weights))]
+        graph = captured_window(engine, batches, weights)
+        for replay in range(3):
+            values = [values_of(10 * replay + seed, LAYOUT) for seed in range(len(weights))]
+            for arrays, value in zip(batches, values, strict=True):
+                refill(device, arrays, value)
+            churned(device)
+            result, wanted = graph.replay(), eager(device, values, weights, LAYOUT, **options)
+            assert bits_of(result) == bits_of(wanted)
+            assert float(result.norm) == float(wanted.norm)
+            assert float(result.scale) == float(wanted.scale)
+            assert (result.weight, result.micro_batches) == (sum(weights), len(weights))
+
+    def test_twice_is_the_same_step_twice(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        first = bits_of(graph.replay())
+        churned(device)
+        assert bits_of(graph.replay()) == first == bits_of(eager(device, [values_of(0)]))
+
+    def test_capturing_runs_nothing(self, device):
+        engine = new_engine(device)
+        engine.add(arrays_of(device, 0))
+        before = bits_of(engine.step())
+        captured_window(engine, [arrays_of(device, 1)])
+        synchronize(device)
+        assert {n: on_host(a).tobytes() for n, a in engine.accumulator.views().items()} == before
+        assert engine.current_step == 1
+
+    def test_eager_steps_and_replays_take_turns(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        for turn in range(2):
+            result = graph.replay()
+            assert (result.step, bits_of(result)) == (2 * turn, bits_of(eager(device, [values_of(0)])))
+            engine.add(arrays_of(device, 5))
+            result = engine.step()
+            assert (result.step, bits_of(result)) == (2 * turn + 1, bits_of(eager(device, [values_of(5)])))
+
+    def test_components_without_a_gradient_are_zero_in_each_replay(self, device):
+        engine, values = new_engine(device, max_norm=None), values_of(0)
+        graph = captured_window(engine, [[None, *put_all(device, values[1:])]])
+        for _ in range(2):
+            result = graph.replay()
+            assert not on_host(result.gradients["layers.0.w"]).any()
+            assert on_host(result.gradients["head"]).tobytes() == values[2].tobytes()
+            assert float(result.norm) == pytest.approx(draw.exact_norm(values[1:]), rel=1e-6)
+            engine.add(arrays_of(device, 1))  # leaves something else there
+            engine.step()
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_destinations_are_written_by_each_replay(self, device, dtype):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        buffers = [device.buffer_at(np.full(slot.size, 9, draw.DTYPES[dtype]), 1) for slot in SMALL.slots]
+        graph = captured_window(engine, [arrays], out=[raw(buffer) for buffer in buffers])
+        assert all((device.get(buffer).view(draw.DTYPES[dtype]) == 9).all() for buffer in buffers)
+        for seed in range(2):
+            refill(device, arrays, values_of(seed))
+            graph.replay()
+            wanted = eager(device, [values_of(seed)])
+            for buffer, array in zip(buffers, wanted.gradients.values(), strict=True):
+                got = device.get(buffer).view(draw.DTYPES[dtype])
+                draw.assert_same_bits(got, on_host(array).astype(got.dtype))
+
+    def test_a_deferred_step(self, device):
+        engine, values = new_engine(device), [values_of(seed) for seed in range(2)]
+        graph = captured_window(engine, [put_all(device, value) for value in values], deferred=True)
+        result, wanted = graph.replay(), eager(device, values)
+        factor = on_host(result.factor)
+        for array, total in zip(wanted.gradients.values(), zip(*values, strict=True), strict=True):
+            draw.assert_same_bits(on_host(array), (total[0] + total[1]) * factor)
+        for array, total in zip(result.gradients.values(), zip(*values, strict=True), strict=True):
+            draw.assert_same_bits(on_host(array), total[0] + total[1])
+
+    def test_blocks_one_by_one(self, device):
+        engine, values = new_engine(device), values_of(0)
+        w0, w1, head = put_all(device, values)
+        with engine.capture() as graph:
+            engine.add_non_block("head", head)
+            engine.add_block(1, {"w": w1})
+            engine.add_block(0, [w0])
+            engine.step()
+        assert bits_of(graph.replay()) == bits_of(eager(device, [values]))
+
+    def test_gradients_that_nobody_else_refers_to_are_kept(self, device):
+        engine, values = new_engine(device), [values_of(seed) for seed in range(2)]
+        batches = [put_all(device, value) for value in values]
+        graph = captured_window(engine, batches)
+        batches.clear()
+        gc.collect()
+        churned(device)
+        assert bits_of(graph.replay()) == bits_of(eager(device, values))
+
+    def test_the_graph_keeps_its_engine(self, device):
+        def made():
+            return captured_window(new_engine(device), [arrays_of(device, 0)])
+
+        graph = made()
+        gc.collect()
+        churned(device)
+        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
+
+    def test_on_the_current_stream(self, device):
+        xp = device.kernels.xp
+        graph = captured_window(new_engine(device), [arrays_of(device, 0)])
+        synchronize(device)
+        with xp.cuda.Stream(non_blocking=True) as stream:
+            result = graph.replay()
+            got = {name: array.get() for name, array in result.gradients.items()}
+            stream.synchronize()
+        wanted = eager(device, [values_of(0)])
+        assert {name: array.tobytes() for name, array in got.items()} == bits_of(wanted)
+
+    def test_captured_on_a_stream_of_ones_own(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        synchronize(device)
+        with device.kernels.xp.cuda.Stream(non_blocking=True) as stream:
+            graph = captured_window(engine, [arrays])
+            assert device.kernels.xp.cuda.get_current_stream() == stream
+            stream.synchronize()
+        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
+
+
+class TestLaunches:
+    @pytest.mark.parametrize(("count", "hold", "folds"), [(1, 1, 1), (4, 1, 4), (4, 4, 1), (5, 2, 3), (9, 9, 3)])
+    def test_the_graph_is_the_eager_launch_list(self, emulated, count, hold, folds):
+        """K + 2 launches without hold: each micro-batch, the verdict, the hand-back."""
+        xp, engine = emulated.kernels.xp, new_engine(emulated, LAYOUT, hold=hold)
+        batches = [arrays_of(emulated, seed, LAYOUT) for seed in range(count)]
+
+        def window():
+            for gradients in batches:
+                engine.add(gradients)
+            engine.step()
+
+        window()
+        with xp.recorded() as record:
+            window()
+        graph = captured_window(engine, batches)
+        assert graph._recorded.graph.operations == record.launches
+        assert len(record.launches) == folds + 2
+        assert [name for name in record.operations if name not in record.launches] == ["copy device to host"]
+
+    def test_nothing_is_allocated_and_nothing_waits(self, emulated):
+        xp, engine = emulated.kernels.xp, new_engine(emulated)
+        arrays = arrays_of(emulated, 0)
+        engine.add(arrays)
+        engine.step()
+        with xp.recorded() as record:
+            graph = captured_window(engine, [arrays])
+        assert (record.allocations, record.pinned_allocations, record.waits) == ([], [], [])
+        with xp.recorded() as record:
+            for _ in range(3):
+                graph.replay()
+        assert (record.allocations, record.pinned_allocations, record.waits) == ([], [], [])
+        assert record.operations == ["graph", "copy device to host"] * 3
+
+    def test_a_first_window_may_be_captured(self, emulated):
+        """What it needs on the device is brought there outside of the graph."""
+        graph = captured_window(new_engine(emulated), [arrays_of(emulated, 0)])
+        assert graph._recorded.graph.operations == ["accumulate_1_small", "finalise", "hand_back_small"]
+
+    def test_unchecked_replays_are_the_same(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        assert bits_of(graph.replay(check=False)) == bits_of(eager(device, [values_of(0)]))
+
+
+class Movable:
+    """An array of a framework whose arrays may be given other memory, as torch's `.data =` does."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def data_ptr(self):
+        return self.array.data.ptr
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.array.__cuda_array_interface__
+
+
+class TestMoved:
+    @pytest.mark.parametrize("as_mapping", [True, False])
+    def test_a_gradient_elsewhere_is_refused_by_name_before_any_launch(self, device, as_mapping):
+        engine = new_engine(device)
+        arrays = [Movable(array) for array in arrays_of(device, 0)]
+        names = [slot.name for slot in SMALL.slots]
+        graph = captured_window(engine, [dict(zip(names, arrays, strict=True)) if as_mapping else arrays])
+        first, arrays[1].array = arrays[1].array, device.put(values_of(1)[1])
+        message = r"component 'layers.1.w' lies elsewhere than when .* captured: got address 0x\w+, expected 0x\w+"
+        with nothing_is_launched(device), pytest.raises(BufferRefused, match=message):
+            graph.replay()
+        assert engine.current_step == 0
+        arrays[1].array = first
+        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
+
+    def test_of_a_block(self, device):
+        engine, (w0, w1, head) = new_engine(device), [Movable(array) for array in arrays_of(device, 0)]
+        with engine.capture() as graph:
+            engine.add_block(0, {"w": w0})
+            engine.add_block(1, [w1])
+            engine.add_non_block("head", head)
+            engine.step()
+        for name, moved in (("layers.0.w", w0), ("layers.1.w", w1), ("head", head)):
+            kept, moved.array = moved.array, device.put(on_host(moved.array))
+            with nothing_is_launched(device), pytest.raises(BufferRefused, match=f"component '{name}' lies elsewhere"):
+                graph.replay()
+            moved.array = kept
+
+    def test_a_destination_elsewhere(self, device):
+        engine, out = new_engine(device), [Movable(array) for array in arrays_of(device, 0)]
+        graph = captured_window(engine, [arrays_of(device, 0)], out=[None, None, out[2]])
+        out[2].array = device.put(values_of(1)[2])
+        with nothing_is_launched(device), pytest.raises(BufferRefused, match="component 'head' lies elsewhere"):
+            graph.replay()
+
+    def test_repoint_records_it_for_other_memory(self, device):
+        engine, weights = new_engine(device, hold=2), [1.0, 3.0]
+        batches, others = ([arrays_of(device, seed) for seed in seeds] for seeds in ((0, 1), (5, 6)))
+        graph = captured_window(engine, batches, weights)
+        before = bits_of(graph.replay())
+        graph.repoint(others)
+        assert bits_of(graph.result) == before  # nothing has run
+        for batch in batches:
+            refill(device, batch, [np.full(slot.shape, NAN, np.float32) for slot in SMALL.slots])
+        result = graph.replay()
+        assert bits_of(result) == bits_of(eager(device, [values_of(5), values_of(6)], weights))
+        assert (result.step, result.weight) == (1, 4.0)
+        graph.repoint(others[::-1])
+        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(6), values_of(5)], weights))
+
+    def test_repoint_of_destinations(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        first, second = arrays_of(device, 1), arrays_of(device, 2)
+        graph = captured_window(engine, [arrays], out=first)
+        graph.repoint([arrays], out=second)
+        graph.replay()
+        wanted = bits_of(eager(device, [values_of(0)]))
+        assert [on_host(array).tobytes() for array in second] == list(wanted.values())
+        assert [on_host(array).tobytes() for array in first] == [value.tobytes() for value in values_of(1)]
+
+    def test_repoint_keeps_it_deferred(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays], deferred=True)
+        graph.repoint([arrays])
+        got = graph.replay().gradients.values()
+        assert [on_host(array).tobytes() for array in got] == [value.tobytes() for value in values_of(0)]
+
+    @pytest.mark.parametrize(
+        ("batches", "error", "message"),
+        [
+            (lambda good: [], CallerError, "cannot be recorded anew from these: got 0 micro-batches, expected 1"),
+            (lambda good: [good, good], CallerError, "got 2 micro-batches, expected 1"),
+            (lambda good: [good[:2]], LayoutMismatch, "got 2, expected 3"),
+            (lambda good: [[*good[:2], np.ones(1, np.float32)]], BufferRefused, "'head' lies on another device"),
+        ],
+    )
+    def test_a_repoint_that_fails_leaves_the_graph(self, device, batches, error, message):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        with pytest.raises(error, match=message):
+            graph.repoint(batches(arrays_of(device, 1)))
+        assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 0)
+        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
+
+    def test_windows_by_blocks_are_not_repointed(self, device):
+        engine, (w0, w1, head) = new_engine(device), arrays_of(device, 0)
+        with engine.capture() as graph:
+            engine.add_block(0, [w0]), engine.add_block(1, [w1]), engine.add_non_block("head", head)
+            engine.step()
+        with pytest.raises(CallerError, match="expected whole ones only"):
+            graph.repoint([[w0, w1, head]])
+
+    def test_addresses_by_every_way_a_framework_has(self, device):
+        array = arrays_of(device, 0)[0]
+        pointer = array.data.ptr
+
+        class Interface:
+            __cuda_array_interface__ = array.__cuda_array_interface__
+
+        for source in (array, Movable(array), Interface(), RawBuffer(pointer, 15, "float32", "cuda:0")):
+            assert address_of(source) == pointer
+        assert address_of(object()) == 0
+
+
+class TestCounting:
+    def test_each_replay_is_a_step(self, device):
+        engine = new_engine(device)
+        graph = captured_window(engine, [arrays_of(device, 0)])
+        assert [graph.replay().step for _ in range(7)] == list(range(7))
+        assert engine.current_step == 7
+        synchronize(device)
+        graph.replay()
+        synchronize(device)
+        verdict = engine.latest_verdict
+        assert (verdict.step, verdict.bad_steps, verdict.skipped) == (8, 0, False)
+        assert verdict.norm == float(graph.result.norm)
+
+
+class TestVerdict:
+    def bad(self, device, arrays, index=4):
+        values = values_of(0)
+        values[1][index] = NAN
+        refill(device, arrays, values)
+
+    @pytest.mark.parametrize("call", ["replay", "add", "step"])
+    def test_raised_late_by_what_comes_next(self, device, call):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        graph.replay()
+        self.bad(device, arrays)
+        result = graph.replay()
+        assert float(result.skipped) == 1.0
+        assert not any(on_host(array).any() for array in result.gradients.values())
+        synchronize(device)
+        others = arrays_of(device, 1)
+        calls = {"replay": graph.replay, "add": lambda: engine.add(others), "step": engine.step}
+        with nothing_is_launched(device), pytest.raises(NonFiniteGradient) as caught:
+            calls[call]()
+        error = caught.value
+        assert (error.component, error.index, error.step, error.is_late) == ("layers.1.w", 4, 1, True)
+        assert engine.current_step == 2
+        refill(device, arrays, values_of(0))
+        result = graph.replay()
+        assert (result.step, bits_of(result)) == (2, bits_of(eager(device, [values_of(0)])))
+
+    def test_check_of_a_replay(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        graph.replay().check()
+        self.bad(device, arrays, index=2)
+        result = graph.replay()
+        with pytest.raises(NonFiniteGradient) as caught:
+            result.check()
+        assert (caught.value.step, caught.value.index) == (1, 2)
+        refill(device, arrays, values_of(0))
+        synchronize(device)
+        result = graph.replay()  # told once
+        result.check()
+        assert result.step == 2
+
+    def test_a_loop_of_replays_tells_every_last_bad_step(self, device):
+        engine, arrays, told = new_engine(device), arrays_of(device, 0), []
+        graph = captured_window(engine, [arrays])
+        step, bad = 0, {1, 2, 5, 6, 9}
+        while step < 13:
+            if step in bad:
+                self.bad(device, arrays, step % 7)
+            else:
+                refill(device, arrays, values_of(0))
+            step = max(step, self.replayed(graph, told))
+        for _ in range(3):
+            synchronize(device)
+            self.replayed(graph, told)
+        assert engine.latest_verdict.bad_steps == len(bad)
+        assert told == sorted(set(told))
+        assert told[-1] == (9, 2)
+
+    def replayed(self, graph, told):
+        """The steps that are over afterwards, or 0 where an earlier one's error came instead."""
+        try:
+            return graph.replay().step + 1
+        except NonFiniteGradient as error:
+            told.append((error.step, error.index))
+            return 0
+
+    @pytest.mark.parametrize("policy", ["skip", "pass"])
+    def test_policies_that_raise_nothing(self, device, policy):
+        engine, arrays = new_engine(device, on_non_finite=policy), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        self.bad(device, arrays)
+        for _ in range(3):
+            result = graph.replay()
+            synchronize(device)
+        assert float(result.skipped) == (policy == "skip")
+        assert np.isnan(on_host(result.gradients["layers.1.w"])[4]) == (policy == "pass")
+        assert result.non_finite.step == 2
+        assert engine.latest_verdict.bad_steps == 3
+
+
+class TestMisuse:
+    def capture(self, engine, *calls):
+        with engine.capture():
+            for call in calls:
+                call()
+
+    def assert_as_before(self, device, engine):
+        """The stream works, nothing is open, and the next step is the first."""
+        stream = device.kernels.xp.cuda.get_current_stream()
+        assert not stream.is_capturing()
+        assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 0)
+        engine.add(arrays_of(device, 3))
+        result = engine.step()
+        assert (result.step, bits_of(result)) == (0, bits_of(eager(device, [values_of(3)])))
+        result.check()
+        engine.discard()
+        graph = captured_window(engine, [arrays_of(device, 4)])
+        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(4)]))
+
+    def test_on_the_cpu(self):
+        with pytest.raises(CallerError, match="only a GPU's steps can be captured: got device 'cpu'"):
+            GradientEngine(SMALL).capture()
+
+    def test_with_a_window_open(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        engine.add(arrays)
+        with pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
+            engine.capture()
+        assert bits_of(engine.step()) == bits_of(eager(device, [values_of(0)]))
+
+    def test_replay_with_a_window_open(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        engine.add(arrays_of(device, 1))
+        with nothing_is_launched(device), pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
+            graph.replay()
+        result = engine.step()
+        assert (result.step, bits_of(result)) == (0, bits_of(eager(device, [values_of(1)])))
+        assert graph.replay().step == 1
+
+    def test_without_a_step(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        with pytest.raises(WindowError, match=r"nothing was closed inside capture\(\)"), engine.capture() as graph:
+            engine.add(arrays)
+        with nothing_is_launched(device), pytest.raises(WindowError, match="nothing was recorded"):
+            graph.replay()
+        self.assert_as_before(device, engine)
+
+    def test_with_nothing_at_all(self, device):
+        engine = new_engine(device)
+        with pytest.raises(WindowError, match="nothing was closed"), engine.capture():
+            pass
+        self.assert_as_before(device, engine)
+
+    def test_a_step_without_a_micro_batch(self, device):
+        engine = new_engine(device)
+        with pytest.raises(WindowError, match="step without a micro-batch"), engine.capture():
+            engine.step()
+        self.assert_as_before(device, engine)
+
+    @pytest.mark.parametrize("again", ["add", "add_block", "add_non_block", "step"])
+    def test_more_than_one_window(self, device, again):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        calls = {
+            "add": lambda: engine.add(arrays),
+            "add_block": lambda: engine.add_block(0, arrays[:1]),
+            "add_non_block": lambda: engine.add_non_block("head", arrays[2]),
+            "step": engine.step,
+        }
+        with pytest.raises(WindowError, match="a capture holds one window"):
+            self.capture(engine, lambda: engine.add(arrays), engine.step, calls[again])
+        self.assert_as_before(device, engine)
+
+    def test_an_error_of_ones_own_inside(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        with pytest.raises(ZeroDivisionError):
+            self.capture(engine, lambda: engine.add(arrays), engine.step, lambda: 1 / 0)
+        self.assert_as_before(device, engine)
+
+    @pytest.mark.parametrize("wait", ["a number", "the stream"])
+    def test_waiting_for_the_device_inside(self, device, wait):
+        """The driver ends the capture then; the engine and the stream are as before."""
+        engine, arrays, xp = new_engine(device), arrays_of(device, 0), device.kernels.xp
+        waits = {
+            "a number": lambda: float(engine.step().norm),
+            "the stream": lambda: xp.cuda.get_current_stream().synchronize(),
+        }
+        with pytest.raises(RuntimeError, match=r"(?i)captur"):
+            self.capture(engine, lambda: engine.add(arrays), waits[wait])
+        self.assert_as_before(device, engine)
+
+    @pytest.mark.parametrize("bad", [3.0, "abc", [1.0, 2.0, 3.0]])
+    def test_gradients_that_are_refused_inside(self, device, bad):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        with engine.capture() as graph:
+            with pytest.raises((LayoutMismatch, BufferRefused)):
+                engine.add(bad)
+            engine.add(arrays)  # and nothing of the others is in the graph
+            engine.step()
+        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
+        graph.repoint([arrays])
+
+    def test_a_window_dropped_inside_may_begin_anew(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        with pytest.raises(WindowError, match="step without a micro-batch"):
+            self.capture(engine, lambda: engine.add(arrays), engine.discard, engine.step)
+        self.assert_as_before(device, engine)
+
+    def test_a_capture_inside_another(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        with pytest.raises(WindowError, match="a window is being captured"):
+            self.capture(engine, lambda: engine.add(arrays), engine.step, engine.capture)
+        self.assert_as_before(device, engine)
+
+    def test_a_replay_inside_another_capture(self, device):
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        with pytest.raises(WindowError, match="a window is being captured"), engine.capture():
+            graph.replay()
+        self.assert_as_before(device, engine)
+
+    def test_with_an_exchange(self, emulated):
+        """Neither captured nor replayed: the other workers' sums are no part of a graph."""
+        before = new_engine(emulated)
+        graph = captured_window(before, [arrays_of(emulated, 0)])
+
+        def one(exchange):
+            engine = before if exchange.rank == 0 else new_engine(emulated)
+            engine.reconnect(exchange)
+            calls = [engine.capture, *([graph.replay] if exchange.rank == 0 else [])]
+            for call in calls:
+                with pytest.raises(CallerError, match="a step with an exchange waits for other workers"):
+                    call()
+            return engine.current_step
+
+        assert on_ranks(one, 2) == [0, 0]

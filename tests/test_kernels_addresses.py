@@ -1,0 +1,117 @@
+"""Addresses reach the kernel that they were meant for: in its arguments, or through memory in the stream's order."""
+
+import ctypes
+
+import cuda_emulator
+import numpy as np
+import pytest
+
+from gradengine.kernels import Fold
+from gradengine.kernels.addresses import _SLOTS, CAPACITIES, Addresses
+
+MANY = CAPACITIES["small"] + 1
+
+
+class TestByValue:
+    @pytest.mark.parametrize(("count", "name"), [(0, "small"), (480, "small"), (481, "large"), (4000, "large")])
+    @pytest.mark.parametrize("weights", [(), (3,), (3, 4, 5, 6)])
+    def test_as_the_struct_lies(self, count, name, weights):
+        addresses = np.arange(1, count + 1, dtype=np.uint64)
+        found, (argument,) = Addresses(None).arguments(addresses, weights)
+
+        class Struct(ctypes.Structure):
+            _fields_ = (("address", ctypes.c_uint64 * CAPACITIES[name]), ("weight", ctypes.c_float * len(weights)))
+
+        assert found == name
+        assert argument.nbytes == ctypes.sizeof(Struct)
+        read = Struct.from_buffer_copy(argument.tobytes())
+        assert read.address[:count] == addresses.tolist()
+        assert tuple(read.weight) == weights
+
+    @pytest.mark.parametrize(("name", "most"), [("small", 4096), ("large", 32764)])
+    def test_all_arguments_of_a_launch_fit(self, name, most):
+        """K1's others are six, of 8 bytes at most: rows, targets, entries, chunk, squares, counts."""
+        _, (argument,) = Addresses(None).arguments(np.zeros(CAPACITIES[name], np.uint64), (1, 1, 1, 1))
+        assert argument.nbytes + 6 * 8 <= most
+
+
+class Counting:
+    """Many targets of one element; each fold overwrites them with its own number, from memory of its own."""
+
+    def __init__(self, backend):
+        self.backend, self.kernels = backend, backend.kernels
+        self.arena = self.kernels.allocate(32 * MANY)
+        self.targets = [self.arena.part(32 * p, 32 * p + 1) for p in range(MANY)]
+        self.sources = [backend.buffer(np.full(MANY, number, np.float32)) for number in range(2 * _SLOTS + 2)]
+
+    def fold(self, number, overwrite):
+        source, weight = self.sources[number], np.float32(1)
+        folds = [Fold(p, overwrite, (source.part(p, p + 1),), (weight,)) for p in range(MANY)]
+        self.kernels.accumulate(self.targets, folds)
+
+    def values(self):
+        return set(self.backend.get(self.arena)[::32].tolist())
+
+
+class TestThroughMemory:
+    @pytest.fixture(autouse=True)
+    def _few_by_value(self, monkeypatch):
+        monkeypatch.setitem(CAPACITIES, "large", MANY - 1)
+
+    def test_each_launch_has_its_own_though_nobody_waits(self, device):
+        """More launches than there is pinned memory for: the host waits for the oldest copy, and for nothing else."""
+        counting = Counting(device)
+        for number in range(2 * _SLOTS + 2):
+            counting.fold(number, overwrite=number == 0)
+        assert counting.values() == {sum(range(2 * _SLOTS + 2))}
+
+    def test_the_host_waits_only_when_all_slots_are_under_way(self, emulated):
+        counting, stream = Counting(emulated), cuda_emulator.cuda.Stream(non_blocking=True)
+        emulated.get(counting.arena)
+        with stream:
+            counting.fold(0, overwrite=True)
+            with cuda_emulator.recorded() as record:
+                for number in range(1, _SLOTS):
+                    counting.fold(number, overwrite=False)
+            assert record.operations == ["copy host to device", "accumulate_1_table"] * (_SLOTS - 1)
+            assert record.waits == record.allocations == record.pinned_allocations == []
+            with cuda_emulator.recorded() as record:
+                counting.fold(_SLOTS, overwrite=False)
+            assert record.waits == ["event"]
+        assert counting.values() == {sum(range(_SLOTS + 1))}
+
+    def test_streams_do_not_share_them(self, device):
+        """One stream's addresses are not written over by those of another that is ahead of it."""
+        kernels, one, two = device.kernels, Counting(device), Counting(device)
+        stream = kernels.xp.cuda.Stream(non_blocking=True)
+        device.get(one.arena)
+        for number in range(4):
+            one.fold(number, overwrite=number == 0)
+            with kernels.on(stream):
+                two.fold(3 - number, overwrite=number == 0)
+        stream.synchronize()
+        assert one.values() == two.values() == {6}
+
+    def test_a_graph_keeps_its_own(self, device):
+        """What a later launch sends, and what the host frees, is nothing to a graph that was recorded before."""
+        counting, kernels = Counting(device), device.kernels
+        counting.fold(0, overwrite=True)
+        with kernels.recording() as recorded:
+            counting.fold(5, overwrite=False)
+        counting.fold(1, overwrite=False)
+        for _ in range(3):
+            recorded.graph.launch()
+        assert counting.values() == {16}
+        counting.fold(2, overwrite=True)
+        recorded.graph.launch()
+        assert counting.values() == {7}
+
+    def test_measured_and_handed_back(self, device):
+        kernels, count = device.kernels, MANY
+        whole = device.buffer(np.full(2 * count, 3, np.float16))
+        parts = [whole.part(2 * p, 2 * p + 1) for p in range(count)]
+        sums = kernels.squared_sums([1] * count)
+        kernels.measure(parts, sums, sums.all_chunks(range(count)))
+        kernels.scale(parts, np.float32(0.5), parts)
+        assert set(kernels.totals(sums).tolist()) == {9}
+        assert device.get(whole).view(np.float16).tolist() == [1.5, 3] * count

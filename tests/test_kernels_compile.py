@@ -1,0 +1,141 @@
+"""Every kernel as a GPU will get it, without one: compiled with CuPy's flags for each architecture, then read.
+
+`make compile-check` brings the compilers of CUDA 12 and 13 and the disassembler, and lets none of these tests skip.
+"""
+
+import os
+import re
+from collections import Counter
+
+import nvrtc
+import pytest
+
+from gradengine.kernels import toolkit
+
+MAY_SKIP = "COMPILE_CHECK" not in os.environ  # as `make compile-check` sets it
+REGISTERS_OF_AN_SM = 65536
+LEAST_THREADS_OF_AN_SM = 512
+ARGUMENTS_ANY_DRIVER_TAKES, ARGUMENTS_CUDA_12_1_TAKES = 4096, 32764
+
+STREAMING = [name for name in nvrtc.names() if name != "finalise"]  # these move gradients, sixteen bytes at a time
+WRITING = [name for name in STREAMING if name != "measure"]
+UNIT = int(re.search(r"UNIT = (\d+)", toolkit.source("measure"))[1])
+
+
+def need(found: object, what: str) -> None:
+    if not found:
+        (pytest.skip if MAY_SKIP else pytest.fail)(f"{what} is not installed")
+
+
+@pytest.fixture(scope="module", params=nvrtc.MAJORS, ids=lambda major: f"CUDA-{major}")
+def major(request) -> int:
+    need(nvrtc.library(request.param), "NVRTC")
+    return request.param
+
+
+@pytest.fixture(scope="module", params=nvrtc.ARCHITECTURES)
+def architecture(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def compiled(major, architecture, name) -> nvrtc.Compiled:
+    return nvrtc.compiled(major, name, architecture)
+
+
+@pytest.fixture
+def instructions(major, architecture, name) -> dict[str, Counter]:
+    need(nvrtc.disassembler(), "nvdisasm")
+    return {kernel: Counter(codes) for kernel, codes in nvrtc.instructions(major, name, architecture).items()}
+
+
+def of(codes: Counter, first: str, *others: str) -> int:
+    """How many instructions have this opcode and all these modifiers."""
+    return sum(
+        count for code, count in codes.items() if first == code.split(".")[0] and {*others} <= {*code.split(".")}
+    )
+
+
+@pytest.mark.parametrize("name", nvrtc.names())
+class TestCompiled:
+    def test_every_kernel_of_the_source_is_there_without_a_warning(self, compiled, name):
+        assert nvrtc.kernels_of(name)
+        assert sorted(compiled.kernels) == sorted(nvrtc.kernels_of(name))
+        assert "warning" not in compiled.log.lower(), compiled.log
+
+    def test_nothing_lives_in_a_stack_frame_and_registers_do_not_spill(self, compiled):
+        for kernel in compiled.kernels.values():
+            assert (kernel.stack, kernel.spill_stores, kernel.spill_loads) == (0, 0, 0), kernel
+
+    def test_registers_leave_room_for_512_threads(self, compiled):
+        for kernel in compiled.kernels.values():
+            assert kernel.registers * LEAST_THREADS_OF_AN_SM <= REGISTERS_OF_AN_SM, kernel
+
+    def test_arguments_fit_into_a_launch(self, compiled):
+        for kernel in compiled.kernels.values():
+            takes_32_kb = kernel.name.endswith("_large")
+            assert kernel.arguments <= (ARGUMENTS_CUDA_12_1_TAKES if takes_32_kb else ARGUMENTS_ANY_DRIVER_TAKES), (
+                kernel
+            )
+
+
+@pytest.mark.parametrize("name", nvrtc.names())
+class TestInstructions:
+    def test_no_address_is_generic_and_nothing_is_in_local_memory(self, instructions, name):
+        assert sorted(instructions) == sorted(nvrtc.kernels_of(name))
+        for kernel, codes in instructions.items():
+            assert not sum(of(codes, opcode) for opcode in ("LD", "ST", "LDL", "STL")), kernel
+
+    def test_nothing_is_atomic(self, instructions):
+        """The order of a sum would be another in each run."""
+        for kernel, codes in instructions.items():
+            assert not sum(of(codes, opcode) for opcode in ("ATOM", "ATOMG", "ATOMS", "RED", "REDG")), kernel
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_gradients_are_read_sixteen_bytes_at_a_time(instructions):
+    for kernel, codes in instructions.items():
+        assert of(codes, "LDG", "128"), kernel
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_gradients_are_written_sixteen_bytes_at_a_time(instructions):
+    for kernel, codes in instructions.items():
+        assert of(codes, "STG", "128"), kernel
+
+
+# Subnormals are kept though CuPy asks to flush them. What may flush are eight squares added in fp32, which are thrown
+# away where they are too small to be exact: UNIT fused multiply-adds, and a multiplication by 1 in front of their
+# sum's way to fp64.
+
+
+@pytest.mark.parametrize("name", nvrtc.names())
+def test_only_sums_of_squares_flush_subnormals(instructions, name):
+    for kernel, codes in instructions.items():
+        squares = of(codes, "FFMA", "FTZ")
+        assert bool(squares) == (name in {"accumulate", "measure"}), kernel
+        assert squares % UNIT == 0, kernel
+        assert of(codes, "FMUL", "FTZ") <= squares // UNIT, kernel
+        assert not sum(of(codes, opcode, "FTZ") for opcode in ("FADD", "F2F", "F2FP")), kernel
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_no_product_is_fused_with_a_sum_but_in_sums_of_squares(instructions):
+    """It would have other bits than the host's."""
+    for kernel, codes in instructions.items():
+        assert of(codes, "FFMA") == of(codes, "FFMA", "FTZ"), kernel
+
+
+@pytest.mark.parametrize("name", ["accumulate"])
+def test_each_micro_batch_is_multiplied_and_added_by_itself(instructions):
+    for kernel, codes in instructions.items():
+        micro_batches = int(kernel.split("_")[1])
+        assert of(codes, "FMUL") - of(codes, "FMUL", "FTZ") >= UNIT * micro_batches, kernel
+        assert of(codes, "FADD") >= UNIT * micro_batches, kernel
+
+
+@pytest.mark.parametrize("name", ["hand_back"])
+def test_handing_back_multiplies_and_nothing_else(instructions):
+    for kernel, codes in instructions.items():
+        assert of(codes, "FMUL") >= UNIT, kernel
+        assert not of(codes, "FADD") + of(codes, "FFMA"), kernel

@@ -1,0 +1,135 @@
+"""The decision as it is defined, in fp64: against known values, and what holds for any squared sums."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.kernels import ClipPlan, decide
+from gradengine.kernels.decision import clip_scale, sum_in_order
+
+NAN, INF = math.nan, math.inf
+
+squares = st.floats(0, 1e70)
+plans = st.integers(1, 3).flatmap(
+    lambda groups: st.tuples(
+        st.lists(st.tuples(st.integers(0, groups - 1), squares), max_size=9),
+        st.lists(st.one_of(st.just(INF), st.floats(1e-9, 1e9)), min_size=groups, max_size=groups),
+    )
+)
+
+
+class TestDecide:
+    def test_one_group(self):
+        decision = decide(np.array([9.0, 16.0]), ClipPlan((0, 0), (1.0,)), divisor=2.0)
+        assert decision.norm == 2.5
+        assert decision.group_norms == (2.5,)
+        assert decision.component_norms == (1.5, 2.0)
+        assert decision.block_norms == ()
+        assert decision.scales == (0.4,)
+        assert decision.factors == (np.float32(0.2),)
+        assert decision.bad == ()
+
+    def test_each_group_has_its_own(self):
+        plan = ClipPlan((0, 1, 0, 2), (1.0, 100.0, INF))
+        decision = decide(np.array([9.0, 4.0, 16.0, 1e30]), plan, divisor=1.0)
+        assert decision.group_norms == (5.0, 2.0, 1e15)
+        assert decision.scales == (0.2, 1.0, 1.0)
+        assert (decision.scale, decision.factor) == (0.2, np.float32(0.2))
+        assert decision.norm == pytest.approx(1e15, rel=1e-15)
+        assert decision.factors == (np.float32(0.2), 1, 1)
+
+    def test_the_norms_of_blocks_bind_nobody(self):
+        plan = ClipPlan((0,) * 5, (1e9,), (1, None, 0, 1, None))
+        decision = decide(np.array([9.0, 1.0, 4.0, 16.0, 1.0]), plan, divisor=1.0)
+        assert decision.block_norms == (2.0, 5.0)
+        assert decision.scales == (1.0,)
+
+    def test_the_factor_is_rounded_once(self):
+        norm, bound, divisor = 3.0, 0.7, 7.0
+        decision = decide(np.array([(norm * divisor) ** 2]), ClipPlan((0,), (bound,)), divisor)
+        assert decision.factors[0].dtype == np.float32
+        assert decision.factors[0] == np.float32(bound / norm / divisor)
+
+    @pytest.mark.parametrize("bad", [NAN, INF])
+    def test_the_bad_are_named_and_nothing_is_clipped_by_them(self, bad):
+        decision = decide(np.array([1.0, bad, 4.0, bad]), ClipPlan((0, 1, 0, 1), (1.0, 1.0)), 1.0)
+        assert decision.bad == (1, 3)
+        assert not math.isfinite(decision.norm)
+        assert decision.scales == (1 / math.sqrt(5), 1.0)
+
+    @pytest.mark.parametrize("zero_if_bad", [False, True])
+    @pytest.mark.parametrize("total", [1.0, NAN])
+    def test_zeros_only_where_they_are_asked_for_and_something_is_bad(self, zero_if_bad, total):
+        decision = decide(np.array([1.0, total]), ClipPlan((0, 0), (1.0,)), 1.0, zero_if_bad=zero_if_bad)
+        assert decision.skipped is (zero_if_bad and math.isnan(total))
+
+    def test_no_overflow_below_the_largest_number(self):
+        decision = decide(np.full(1000, (3e38) ** 2 * 1e6), ClipPlan((0,) * 1000, (1.0,)), 1.0)
+        assert decision.bad == ()
+        assert decision.norm == pytest.approx(3e38 * math.sqrt(1e9))
+
+    def test_nothing_has_norm_zero(self):
+        decision = decide(np.array([]), ClipPlan((), (1.0,)), 1.0)
+        assert (decision.norm, decision.scales) == (0.0, (1.0,))
+
+    @given(plan=plans, divisor=st.floats(1e-6, 1e6))
+    def test_of_any_sums(self, plan, divisor):
+        """Groups partition the set, no group exceeds its bound, and none is made longer."""
+        members, bounds = plan
+        totals = np.array([square for _, square in members], np.float64)
+        decision = decide(totals, ClipPlan(tuple(group for group, _ in members), tuple(bounds)), divisor)
+        assert math.fsum(norm**2 for norm in decision.group_norms) == pytest.approx(decision.norm**2, rel=1e-12)
+        assert math.fsum(norm**2 for norm in decision.component_norms) == pytest.approx(decision.norm**2, rel=1e-12)
+        for norm, scale, factor, bound in zip(
+            decision.group_norms, decision.scales, decision.factors, bounds, strict=True
+        ):
+            assert scale == clip_scale(norm, bound)
+            assert factor == np.float32(scale / divisor)
+        assert decision.scale == min(decision.scales)
+        assert decision.bad == ()
+
+
+class TestClipScale:
+    @pytest.mark.parametrize(
+        ("norm", "bound", "scale"),
+        [
+            (0.0, 1.0, 1.0),
+            (0.0, 0.0, 1.0),
+            (5.0, 0.0, 0.0),
+            (5.0, INF, 1.0),
+            (5.0, 5.0, 1.0),
+            (math.nextafter(5.0, 6.0), 5.0, 5.0 / math.nextafter(5.0, 6.0)),
+            (1e-300, 1e-301, 0.1),
+            (NAN, 1.0, 1.0),
+            (INF, 1.0, 1.0),
+            (NAN, 0.0, 1.0),
+        ],
+    )
+    def test_known_values(self, norm, bound, scale):
+        assert clip_scale(norm, bound) == scale
+
+    @given(st.floats(0, 1e300), st.floats(1e-290, 1e300))
+    def test_it_is_at_most_one_and_reaches_the_bound(self, norm, bound):
+        scale = clip_scale(norm, bound)
+        assert 0 <= scale <= 1
+        assert norm * scale <= bound * (1 + 1e-15) or norm * scale == norm == 0
+        assert (scale == 1) or norm > bound
+
+
+@given(st.lists(st.floats(0, 1e300), max_size=40))
+def test_sums_are_taken_from_first_to_last(values):
+    expected = 0.0
+    for value in values:
+        expected += value
+    assert sum_in_order(np.array(values, np.float64)) == expected
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=9))
+def test_members_of_blocks(blocks):
+    plan = ClipPlan((0,) * len(blocks), (1.0,), tuple(blocks))
+    assert plan.members == [list(range(len(blocks)))]
+    found = {target: block for block, members in enumerate(plan.block_members) for target in members}
+    assert found == {target: block for target, block in enumerate(blocks) if block is not None}

@@ -1,0 +1,109 @@
+"""Host memory that stands for an arena: what travels is what lies there."""
+
+import itertools
+
+import cuda_emulator
+import numpy as np
+import pytest
+import strategies as draw
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.kernels import Fold
+
+SIZE = 1000
+
+
+def arena_of(backend, values):
+    arena = backend.kernels.allocate(values.size)
+    write(backend, arena, values)
+    return arena
+
+
+def write(backend, arena, values):
+    fold = Fold(0, True, (backend.kernels.view(backend.put(values.copy()), "w"),), (np.float32(1),))
+    backend.kernels.accumulate([arena], [fold])
+
+
+class TestEveryMirror:
+    def test_all_of_it_there_and_back(self, backend):
+        values = draw.random_array(0, SIZE)
+        arena = arena_of(backend, values)
+        mirror = backend.kernels.mirror(arena)
+        assert (mirror.data.dtype, mirror.data.shape) == (np.float32, (SIZE,))
+        assert mirror.is_arena is backend.is_host
+        mirror.fetch(0, SIZE)
+        draw.assert_same_bits(mirror.data, values)
+        mirror.data[:] *= 2
+        mirror.put_back()
+        draw.assert_same_bits(backend.get(arena), 2 * values)
+
+    @given(cuts=st.lists(st.integers(0, SIZE), max_size=5))
+    def test_piece_by_piece(self, backend, cuts):
+        values = draw.random_array(0, SIZE)
+        mirror = backend.kernels.mirror(arena_of(backend, values))
+        limits = [0, *sorted(cuts), SIZE]
+        for start, stop in itertools.pairwise(limits):
+            mirror.fetch(start, stop)
+            draw.assert_same_bits(mirror.data[:stop], values[:stop])
+
+    def test_behind_the_work_that_makes_it(self, backend):
+        """The fold is queued and nobody has waited for it; what is put back is there for the work that follows."""
+        arena = arena_of(backend, np.zeros(SIZE, np.float32))
+        mirror = backend.kernels.mirror(arena)
+        for step in range(1, 4):
+            write(backend, arena, np.full(SIZE, step, np.float32))
+            mirror.fetch(0, SIZE)
+            assert (mirror.data == step).all()
+            mirror.data[:] = 10 * step
+            mirror.put_back()
+            mirror.data[:] = -1 if not mirror.is_arena else 10 * step  # another buffer's turn
+            backend.kernels.scale([arena], np.float32(2), [arena])
+            assert (backend.get(arena) == 20 * step).all()
+
+    def test_of_nothing(self, backend):
+        mirror = backend.kernels.mirror(backend.kernels.allocate(0))
+        mirror.fetch(0, 0)
+        mirror.put_back()
+        assert mirror.data.size == 0
+
+
+class TestOfADevice:
+    def test_only_the_stretch_asked_for_is_copied(self, device):
+        mirror = device.kernels.mirror(arena_of(device, np.ones(SIZE, np.float32)))
+        mirror.data[:] = 7
+        mirror.fetch(10, 20)
+        expected = np.full(SIZE, 7, np.float32)
+        expected[10:20] = 1
+        draw.assert_same_bits(mirror.data, expected)
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, SIZE), (3, 3), (999, 1000)])
+    def test_one_copy_and_one_wait(self, emulated, start, stop):
+        mirror = emulated.kernels.mirror(arena_of(emulated, np.ones(SIZE, np.float32)))
+        with cuda_emulator.recorded() as record:
+            mirror.fetch(start, stop)
+        assert record.operations == ["copy device to host"]
+        assert record.waits == ["stream"]
+        with cuda_emulator.recorded() as record:
+            mirror.put_back()
+        assert record.operations == ["copy host to device"]
+        assert record.waits == ["stream"]
+        assert record.allocations == record.pinned_allocations == []
+
+    def test_on_the_stream_that_is_current(self, device):
+        """Work of a stream of its own is waited for, and seen."""
+        xp, kernels = device.kernels.xp, device.kernels
+        arena = arena_of(device, np.ones(SIZE, np.float32))
+        mirror, stream = kernels.mirror(arena), xp.cuda.Stream(non_blocking=True)
+        xp.cuda.get_current_stream().synchronize()
+        with kernels.on(stream):
+            kernels.scale([arena], np.float32(3), [arena])
+            mirror.fetch(0, SIZE)
+            assert (mirror.data == 3).all()
+
+    def test_it_lives_as_long_as_its_arena_is_needed(self, device):
+        mirror = device.kernels.mirror(arena_of(device, np.ones(SIZE, np.float32)))
+        others = [device.kernels.allocate(SIZE) for _ in range(4)]
+        device.kernels.fill_zero(others)
+        mirror.fetch(0, SIZE)
+        assert (mirror.data == 1).all()

@@ -1,0 +1,363 @@
+"""Are the tests sharp? A bug is put into each kernel, one at a time, and has to be caught.
+
+Each mutation is a change to the text of the real source. Four small scenarios, one for each kernel, pass with the
+sources as they are; with any of the mutations one of them fails: by a wrong result, or because the emulator finds a
+race, an access out of bounds or a misaligned one.
+"""
+
+import re
+from collections.abc import Callable
+
+import cuda_emulator
+import numpy as np
+import pytest
+import strategies as draw
+from backends import Backend, available, device_backend
+
+from gradengine.kernels import ClipPlan, CudaKernels, Fold, tables, toolkit
+
+NAN, INF = np.nan, np.inf
+CHUNK = 4096  # of the scenarios: two units for each thread, so that the step from one to the next counts
+SIZES = (9001, 4096 + 3, 40, 23, 15, 7, 1, 0, 64)
+
+
+@pytest.fixture(autouse=True)
+def _long_chunks_and_one_order(monkeypatch):
+    """So that a mutation is caught by the scenario, not by the luck of an order."""
+    monkeypatch.setattr(tables, "_WANTED_CHUNKS", 2)
+    with cuda_emulator.options(order="forward"):
+        yield
+
+
+def values_of(seed: int, size: int, dtype: str) -> np.ndarray:
+    """Values of all magnitudes: units of large ones, of small ones, subnormals and zeros among them."""
+    values = draw.random_array(seed, size).astype(np.float64)
+    scale = np.array([1, 1e-30, 1e30, 1e-41, 0, 1e-7])[np.arange(size) // 16 % 6]
+    with np.errstate(over="ignore"):
+        return (values * (scale if dtype != "float16" else np.clip(scale, 0, 1))).astype(draw.DTYPES[dtype])
+
+
+def assert_sums(sums, arrays: list[np.ndarray]) -> None:
+    """Each chunk's squared sum and count of non-finite elements, each at its place."""
+    squares, counts = sums.values.get(), sums.non_finite.get()
+    for position, array in enumerate(arrays):
+        for index, start, stop in sums.chunks(position):
+            part = array[start:stop].astype(np.longdouble)
+            assert counts[index] == np.count_nonzero(~np.isfinite(part))
+            if counts[index]:
+                assert not np.isfinite(squares[index])
+            else:
+                assert squares[index] == pytest.approx(float(np.sum(part * part)), rel=1e-6, abs=0)
+
+
+def accumulates(backend: Backend) -> None:
+    kernels, weights = backend.kernels, (0.3, 1 + 2.0**-12, 1.0)
+    sums, folds, expected = kernels.squared_sums(SIZES), [], []
+    assert sums.chunk == CHUNK
+    targets = [values_of(p, size, "float32") for p, size in enumerate(SIZES)]
+    targets[0][5000], targets[1][:2] = NAN, (INF, -INF)
+    for p, size in enumerate(SIZES):
+        arrays = [values_of(10 * p + i, size, dtype) for i, dtype in enumerate(draw.DTYPES)]
+        arrays[1 if p == 2 else 0][:1] = NAN
+        mine = [arrays[i] for i in range(3) if (p + i) % 4]  # each lacks another micro-batch, one none
+        mine_weights = [weights[i] for i in range(3) if (p + i) % 4]
+        views = tuple(backend.buffer_at(array, 2 * p + 1) for array in mine)
+        folds.append(Fold(p, p % 3 == 0, views, tuple(np.float32(w) for w in mine_weights)))
+        with np.errstate(all="ignore"):
+            expected.append(draw.folded(targets[p], mine, mine_weights, p % 3 == 0))
+    buffers = [backend.buffer(target) for target in targets]
+    kernels.accumulate(buffers, folds, sums)
+    for buffer, values in zip(buffers, expected, strict=True):
+        draw.assert_same_values(backend.get(buffer), values)
+    assert_sums(sums, expected)
+
+
+def measures(backend: Backend) -> None:
+    kernels, kinds = backend.kernels, list(draw.DTYPES)
+    arrays = [values_of(p, size, kinds[p % 3]) for p, size in enumerate(SIZES)]
+    arrays[8][:] = 1e-30
+    arrays[0][[3, 5000, 8999]] = NAN
+    arrays[2][[0, 20]] = -INF
+    sums = kernels.squared_sums(SIZES)
+    buffers = [backend.buffer_at(array, p % 8 + 1) for p, array in enumerate(arrays)]
+    kernels.measure(buffers, sums, sums.all_chunks(range(len(SIZES))))
+    assert_sums(sums, arrays)
+
+
+def finalises(backend: Backend) -> None:
+    """Three steps: one is good, one has bad elements, one is good again."""
+    sizes = [9001, *[1 + p % 7 for p in range(70)]]
+    plan = ClipPlan((0, *[p % 2 for p in range(70)]), (3.0, 5.0), (None, *[p % 3 for p in range(70)]))
+    arrays = [draw.random_array([7, p], size) for p, size in enumerate(sizes)]
+    bad = [array.copy() for array in arrays]
+    bad[18][:] = bad[2][1:] = NAN  # 2 and 18 are of one warp
+    late = [array.copy() for array in arrays]
+    late[0][[4096 + 700, 4096 + 700 + 512, 8500]] = -INF  # of one thread, and of another chunk
+    kernels, sums = backend.kernels, backend.kernels.squared_sums(sizes)
+    targets = [kernels.allocate(size) for size in sizes]
+    for step, given in enumerate((arrays, bad, late, arrays), 1):
+        fold_into(backend, targets, given, sums)
+        decision = kernels.finalise(targets, sums, plan, 2.0, zero_if_bad=True)
+        verdict = kernels.read_verdict(decision)
+        is_bad = given is not arrays
+        assert (verdict.step, verdict.skipped, verdict.is_bad) == (step, is_bad, is_bad)
+        where = {1: (0, 0, 0), 2: (2, 1, 1 + 4), 3: (0, 4096 + 700, 3), 4: (0, 4096 + 700, 3)}[step]
+        assert (verdict.bad_component, verdict.bad_index, verdict.non_finite) == where
+        assert (verdict.bad_steps, verdict.bad_step) == {1: (0, 0), 2: (1, 2), 3: (2, 3), 4: (2, 3)}[step]
+        assert_norms(decision, verdict, given, plan)
+
+
+def fold_into(backend, targets, arrays, sums) -> None:
+    folds = [Fold(p, True, (backend.buffer(array),), (np.float32(1),)) for p, array in enumerate(arrays)]
+    backend.kernels.accumulate(targets, folds, sums)
+
+
+def assert_norms(decision, verdict, arrays, plan) -> None:
+    def exact(members) -> float:
+        with np.errstate(invalid="ignore"):
+            return draw.exact_norm([arrays[m] for m in members]) / 2
+
+    def same(found, members_of) -> None:
+        for norm, members in zip(found, members_of, strict=True):
+            expected = exact(members)
+            if np.isfinite(expected):
+                assert float(norm) == pytest.approx(expected, rel=1e-6)
+            else:
+                assert not np.isfinite(float(norm))
+
+    same([decision.norm], [range(len(arrays))])
+    same(decision.group_norms, plan.members)
+    same(decision.block_norms, plan.block_members)
+    same(decision.component_norms, [[p] for p in range(len(arrays))])
+    norms = [float(norm) for norm in decision.group_norms]
+    scales = [min(1.0, bound / n) if np.isfinite(n) else 1.0 for n, bound in zip(norms, plan.max_norms, strict=True)]
+    assert [float(scale) for scale in decision.scales] == scales
+    assert [float(factor) for factor in decision.factors] == [np.float32(scale / 2) for scale in scales]
+    assert (verdict.scale, verdict.factor) == (np.float32(min(scales)), np.float32(scales[0] / 2))
+    assert float(decision.inverse) == np.float32(2 / scales[0])
+
+
+def hands_back(backend: Backend) -> None:
+    scales_to_other_memory(backend)
+    scales_by_group(backend)
+    scales_in_place(backend)
+    skips(backend)
+
+
+def scales_to_other_memory(backend: Backend) -> None:
+    """Every offset and dtype to every other, destinations and sources among each other in one memory."""
+    for turn, dtype in enumerate(draw.DTYPES):
+        sources = [values_of(p, size, dtype) for p, size in enumerate(SIZES)]
+        whole, views = backend.buffers_in_one(sources, 1 + 2 * turn)
+        pairs = [(p, name) for p, name in enumerate(("bfloat16", "float32", "float16", "bfloat16")) if p % 2]
+        there = [backend.buffer_at(np.full(SIZES[p], 7, draw.DTYPES[name]), 3 + turn) for p, name in pairs]
+        # What lies between them is scaled in place by the same launch.
+        moving = [views[p] for p, _ in pairs] + [views[p] for p in (0, 2, 4)]
+        backend.kernels.scale(moving, np.float32(0.3), [*there, *(views[p] for p in (0, 2, 4))])
+        for (p, name), buffer in zip(pairs, there, strict=True):
+            draw.assert_same_values(backend.get(buffer), draw.scaled(sources[p], 0.3, name))
+        expected = [draw.scaled(s, 0.3, dtype) if p in {0, 2, 4} else s for p, s in enumerate(sources)]
+        draw.assert_same_values(backend.get(whole)[1 + 2 * turn :], np.concatenate(expected))
+
+
+def scales_by_group(backend: Backend) -> None:
+    arrays, plan = [np.full(40, 2, np.float32), np.full(30, 5, np.float32)], ClipPlan((1, 0), (3.0, 1.0))
+    buffers = [backend.buffer(array) for array in arrays]
+    sums = backend.kernels.squared_sums([40, 30])
+    backend.kernels.measure(buffers, sums, sums.all_chunks([0, 1]))
+    decision = backend.kernels.finalise(None, sums, plan, 1.0, zero_if_bad=True)
+    backend.kernels.hand_back(buffers, decision, plan.groups, buffers)
+    factors = [np.float32(bound / np.sqrt(size) / value) for bound, size, value in ((1.0, 40, 2), (3.0, 30, 5))]
+    for buffer, array, factor in zip(buffers, arrays, factors, strict=True):
+        np.testing.assert_allclose(backend.get(buffer), array * factor, rtol=2e-7)
+
+
+def scales_in_place(backend: Backend) -> None:
+    """Factor 1 leaves even a signalling NaN as it is; ties go to even, NaN stays NaN."""
+    signalling = np.full(50, 0x7F800001, np.uint32).view(np.float32)
+    buffer, plan = backend.buffer(signalling), ClipPlan((0,), (INF,))
+    sums = backend.kernels.squared_sums([50])
+    backend.kernels.zero_sums(sums, [0])
+    decision = backend.kernels.finalise(None, sums, plan, 1.0, zero_if_bad=True)
+    backend.kernels.hand_back([buffer], decision, [0], [buffer])
+    draw.assert_same_bits(backend.get(buffer), signalling)
+    ties = np.tile(np.array([0x3F808000, 0x3F818000, 0x7FFFFFFF, 0xFF800001, 0x3F808001], np.uint32), 9)
+    there = backend.buffer(np.full(45, 7, draw.DTYPES["bfloat16"]))
+    backend.kernels.hand_back([backend.buffer(ties.view(np.float32))], decision, [0], [there])
+    draw.assert_same_values(backend.get(there), draw.scaled(ties.view(np.float32), 1, "bfloat16"))
+
+
+def skips(backend: Backend) -> None:
+    arrays = [np.full(size, NAN, np.float32) for size in (40, 4096)]
+    sums, plan = backend.kernels.squared_sums([40, 4096]), ClipPlan((0, 1), (INF, INF))
+    buffers = [backend.buffer_at(array, 1) for array in arrays]
+    backend.kernels.measure(buffers, sums, sums.all_chunks([0, 1]))
+    decision = backend.kernels.finalise(None, sums, plan, 1.0, zero_if_bad=True)
+    backend.kernels.hand_back(buffers, decision, plan.groups, buffers)
+    for buffer in buffers:
+        assert not backend.get(buffer).any()
+
+
+SCENARIOS: dict[str, Callable[[Backend], None]] = {
+    "accumulate": accumulates,
+    "measure": measures,
+    "finalise": finalises,
+    "hand_back": hands_back,
+}
+
+
+# A kernel's variants are the same code again, and take most of the time to compile: all but one are emptied.
+OTHER_VARIANTS = re.compile(r"^[A-Z_]+\((\w+_large|\w+_table|accumulate_1_small), .*\)$", re.MULTILINE)
+OTHER_BODIES = re.compile(r"(\b\w+_table\([^{]*\{)[^}]*\}")
+BARRIER = "  __syncthreads();\n"
+
+# By kernel: what the bug is, the text that is right (it stands there once), and what a tired programmer might write.
+MUTATIONS = {
+    "accumulate": {
+        "sums of a block without a barrier": (f"{BARRIER}  if (warp == 0) part", "  if (warp == 0) part"),
+        "a plain addition, which flushes subnormals": ("return emu_add_rn(a, b);", "return a + b;"),
+        "a plain product, which flushes subnormals": ("return emu_mul_rn(a, b);", "return a * b;"),
+        "a fused multiply-add": (
+            "total.at[k] = overwrite ? term : add(total.at[k], term);",
+            "total.at[k] = overwrite ? term : narrow(widen(total.at[k]) + widen(weight[j]) * widen(values.at[k]));",
+        ),
+        "the product is rounded after the sum in the edges": (
+            "total = overwrite ? term : add(total, term);",
+            "total = overwrite ? term : narrow(widen(total) + widen(weight[j]) * widen(value));",
+        ),
+        "the overwrite flag is not looked at": ("= address[row.entry] & OVERWRITE;", "= false;"),
+        "every micro-batch overwrites": (
+            "add(total.at[k], term);\n    }\n    overwrite = false;",
+            "add(total.at[k], term);\n    }",
+        ),
+        "a micro-batch that is lacking is read": ("    if (source[j] & ADDRESS) bits[j] = load", "    bits[j] = load"),
+        "the edge behind the units is left out": ("if (edge < share.stop) {", "if (edge < share.first) {"),
+        "the edges are not measured": ("if (squares) part.squares += square(", "if (0) part.squares += square("),
+        "the last element of a component is left out": (
+            "chunk + head, size);\n    first",
+            "chunk + head, size - 1);\n    first",
+        ),
+        "weights of another micro-batch": ("factor[j] = weight[j];", "factor[j] = weight[SOURCES - 1 - j];"),
+        "rows of addresses are one too long": (
+            "address[j * entries + row.entry]",
+            "address[j * (entries + 1) + row.entry]",
+        ),
+        "dtypes are read a bit too high": ("DTYPE_SHIFT = 56", "DTYPE_SHIFT = 57"),
+        "no shift by 4 bytes": ("if (bytes & 4u) {", "if (false) {"),
+        "no shift by 2 bytes": ("if (bytes & 2u) {", "if (false) {"),
+        "the unit that reads beyond the end": (
+            "head + (size - head - UNIT) / UNIT * UNIT",
+            "head + (size - head) / UNIT * UNIT",
+        ),
+        "every second unit is left out": ("at += UNIT * ACCUMULATE_THREADS", "at += 2 * UNIT * ACCUMULATE_THREADS"),
+    },
+    "measure": {
+        "a sum that overflows is taken for a sum": (" && sum <= LARGEST_FLOAT", ""),
+        "a sum that vanishes is taken for a sum": ("sum >= SAFE_SQUARE && ", ""),
+        "a partial at its component's first place": (
+            "squares[component.first + row.chunk]",
+            "squares[component.first]",
+        ),
+        "a count at its component's first place": (
+            "non_finite[component.first + row.chunk]",
+            "non_finite[component.first]",
+        ),
+        "a step of the warp's sum is left out": (
+            "for (int distance = 16; distance > 0; distance /= 2) {\n    part",
+            "for (int distance = 16; distance > 1; distance /= 2) {\n    part",
+        ),
+        "Inf is counted as finite": ("(bits & 0x7f800000u) == 0x7f800000u", "(bits & 0x7fffffffu) > 0x7f800000u"),
+        "every chunk is the first": ("start = chunk_index ? chunk_index * chunk + head : 0;", "start = 0;"),
+    },
+    "finalise": {
+        "the minimum of a block without its first barrier": (f"{BARRIER[:-1]}  // a call before", "  // a call before"),
+        "the minimum of a block without its second barrier": (
+            f"least[warp] = value;\n{BARRIER}",
+            "least[warp] = value;\n",
+        ),
+        "the verdict without the last barrier": (
+            f"{BARRIER}  if (threadIdx.x != 0) return;",
+            "  if (threadIdx.x != 0) return;",
+        ),
+        "the last bad component is blamed": (
+            "if (!isfinite(total) && bad == NONE) bad = c;",
+            "if (!isfinite(total)) bad = c;",
+        ),
+        "a thread's last bad element is blamed": ("i < stop && index == NONE;", "i < stop;"),
+        "the bad element beside it is blamed": ("index = (u64)i;", "index = (u64)i + 1;"),
+        "the bad chunk is looked for from the second on": (
+            "for (u32 k = threadIdx.x; k < chunks",
+            "for (u32 k = threadIdx.x + 1; k < chunks",
+        ),
+        "only the first chunks of a component are added": (
+            "for (u32 k = lane; k < chunks; k += 32)",
+            "for (u32 k = lane; k < min(chunks, 2u); k += 32)",
+        ),
+        "only 32 members of a group are added": (
+            "m < segments.start[s + 1]; m += 32",
+            "m < segments.start[s + 1]; m += 1 << 20",
+        ),
+        "an infinite norm clips to zero": ("max_norm < norm && isfinite(norm)", "max_norm < norm"),
+        "the bound of the group before": ("s > segments.groups) continue", "s >= segments.groups) continue"),
+        "a norm that is not averaged": ("norms[s] = sqrt(total) / divisor;", "norms[s] = sqrt(total);"),
+        "blame that does not stay": ("verdict->steps += 1;", "verdict->steps += 1, verdict->bad_step = 0;"),
+        "the largest scale is told": ("scales[g] < scale ?", "scales[g] > scale ?"),
+        "zeros whether they are asked for or not": ("bad != NONE && zero_if_bad", "zero_if_bad"),
+    },
+    "hand_back": {
+        "NaN times zero": ("const bool zero = skipped && *skipped != 0.0f;", "const bool zero = false;"),
+        "NaN times zero in the edges": ("zero ? 0.0f : multiply(load_one", "multiply(load_one"),
+        "factor 1 in place is multiplied all the same": (
+            "if (!zero && factor == 1.0f && source.begin",
+            "if (false && source.begin",
+        ),
+        "factor 1 returns from other memory too": (
+            "factor == 1.0f && source.begin == destination.begin",
+            "factor == 1.0f",
+        ),
+        "units begin where the memory does": ("const int head = (int)((16u - ", "const int head = 0 * (int)((16u - "),
+        "chunks overlap by the head": (
+            "start = chunk_index ? chunk_index * chunk + head : 0;",
+            "start = chunk_index ? chunk_index * chunk : 0;",
+        ),
+        "a unit that reads its neighbour's memory": ("chunk_index ? start : head + UNIT", "chunk_index ? start : head"),
+        "a plain product, which flushes subnormals": ("return emu_mul_rn(a, b);", "return a * b;"),
+        "ties away from even": ("bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u"),
+        "NaN is rounded like a number": ("(bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest", "nearest"),
+        "the first group's factor for all": ("factors[component.group]", "factors[0]"),
+    },
+}
+
+
+def mutated_source(kernel: str, old: str, new: str) -> Callable[[str], str]:
+    """Our sources with a bug in one."""
+    original = toolkit.source
+
+    def source(name: str) -> str:
+        text = original(name)
+        if name != kernel:
+            return text
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {name}"
+        text = OTHER_VARIANTS.sub(r'extern "C" __global__ void \1() {}', text.replace(old, new))
+        return OTHER_BODIES.sub(r"\1}", text)
+
+    return source
+
+
+@pytest.mark.parametrize("kernel", SCENARIOS)
+def test_without_a_bug_nothing_is_caught(kernel):
+    SCENARIOS[kernel](available("emulated"))
+
+
+@pytest.mark.parametrize(("kernel", "bug"), [(kernel, bug) for kernel in MUTATIONS for bug in MUTATIONS[kernel]])
+def test_a_bug_is_caught(kernel, bug, monkeypatch):
+    available("emulated")
+    monkeypatch.setattr(toolkit, "source", mutated_source(kernel, *MUTATIONS[kernel][bug]))
+    backend = device_backend(CudaKernels(cuda_emulator))
+    with pytest.raises((AssertionError, cuda_emulator.EmulatorError)):
+        SCENARIOS[kernel](backend)
+    cuda_emulator.reset()  # what the bug left in the queue is not for others
+
+
+def test_there_is_a_bug_in_every_kernel():
+    assert set(MUTATIONS) == set(SCENARIOS)

@@ -1,0 +1,106 @@
+"""What a step hands back: numbers on the CPU, arrays there on a GPU, and one way to ask either what went wrong."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import strategies as draw
+from devices import on_host, put_all
+
+from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, StepResult
+
+LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
+SCALARS = ("norm", "scale", "factor", "skipped")
+
+
+def stepped(backend, gradients=None, **options):
+    engine = GradientEngine(LAYOUT, backend.kernels, **{"max_norm": 0.5, **options})
+    engine.add(put_all(backend, gradients or draw.random_gradients(0, LAYOUT.slots)), 2.0)
+    return engine.step()
+
+
+def bad():
+    gradients = draw.random_gradients(0, LAYOUT.slots)
+    gradients[0][1, 2] = math.inf
+    return gradients
+
+
+class TestNumbers:
+    def test_on_the_cpu_are_numbers(self):
+        engine = GradientEngine(LAYOUT, max_norm=0.5)
+        engine.add(draw.random_gradients(0, LAYOUT.slots))
+        result = engine.step()
+        assert all(isinstance(getattr(result, name), (float, np.float32, bool)) for name in SCALARS)
+        assert type(result.skipped) is bool
+
+    def test_on_a_gpu_are_arrays_of_no_dimension_there(self, device):
+        result = stepped(device)
+        for number in (*(getattr(result, name) for name in SCALARS), *result.group_norms.values()):
+            assert isinstance(number, device.kernels.xp.ndarray)
+            assert number.shape == ()
+        assert on_host(result.skipped).dtype == np.float32  # as torch's fused optimizers take found_inf
+        assert on_host(result.factor).dtype == np.float32
+
+    def test_handing_them_out_waits_for_nothing(self, emulated):
+        with emulated.kernels.xp.recorded() as record:
+            result = stepped(emulated)
+            before = list(record.waits)  # for what the engine brought to the device when it was made
+            assert len(result.component_norms) == 3
+            assert result.group_norms
+            assert record.waits == before
+            assert float(result.norm) > 0
+            assert record.waits == [*before, "copy"]
+
+    @pytest.mark.parametrize("groups", [None, "block", "component"])
+    def test_each_number_is_what_it_says(self, backend, groups):
+        gradients = draw.random_gradients(0, LAYOUT.slots)
+        result = stepped(backend, groups=groups)
+        norms = [draw.exact_norm([gradient]) for gradient in gradients]
+        assert float(result.norm) == pytest.approx(math.hypot(*norms), rel=1e-6)
+        assert [float(norm) for norm in result.component_norms] == pytest.approx(norms, rel=1e-6)
+        assert [float(norm) for norm in result.block_norms] == pytest.approx(norms[:2], rel=1e-6)
+        names = {None: ["all"], "block": ["block 0", "block 1", "rest"], "component": [s.name for s in LAYOUT.slots]}
+        assert list(result.group_norms) == list(result.group_scales) == names[groups]
+        wanted = norms if groups else [math.hypot(*norms)]
+        assert [float(norm) for norm in result.group_norms.values()] == pytest.approx(wanted, rel=1e-6)
+        scales = [min(1.0, 0.5 / norm) for norm in wanted]
+        assert [float(scale) for scale in result.group_scales.values()] == pytest.approx(scales, rel=1e-6)
+        assert float(result.scale) == pytest.approx(min(scales), rel=1e-6)
+        assert float(result.factor) == pytest.approx(scales[0] / 2, rel=1e-6)  # the micro-batch weighs 2
+        assert (result.weight, result.micro_batches, result.step) == (2.0, 1, 0)
+
+    def test_it_cannot_be_changed(self, backend):
+        result = stepped(backend)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            result.norm = 1.0
+        with pytest.raises(TypeError):
+            result.gradients["head"] = None
+
+
+class TestVerdict:
+    def test_a_good_step(self, backend):
+        result = stepped(backend)
+        assert result.non_finite is None
+        result.check()
+        assert not float(result.skipped)
+
+    @pytest.mark.parametrize("policy", ["skip", "pass"])
+    def test_a_bad_one(self, backend, policy):
+        result = stepped(backend, bad(), on_non_finite=policy)
+        for _ in range(2):
+            with pytest.raises(NonFiniteGradient) as caught:
+                result.check()
+            found = caught.value
+            assert (found.component, found.index, found.value, found.step) == ("layers.0.w", 7, math.inf, 0)
+        assert float(result.skipped) == (policy == "skip")
+        assert not math.isfinite(float(result.norm))
+
+    def test_whoever_asks_is_told_of_this_step(self):
+        """The step's number goes to what finds it, so that a replay's result asks for its own."""
+        asked = []
+        fields = {field.name: None for field in dataclasses.fields(StepResult)}
+        result = StepResult(**{**fields, "step": 3, "find_non_finite": asked.append})
+        assert result.non_finite is None
+        assert dataclasses.replace(result, step=4).non_finite is None
+        assert asked == [3, 4]
