@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check compile-check bench gpu-check clean
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree
 	$(BIN)/gradengine demo $(ARGS)
@@ -18,8 +18,15 @@ check: $(VENV)/test  ## lint, format and types, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and a table of what it takes; needs no GPU
+	COMPILE_CHECK=1 $(BIN)/python -m pytest tests/test_kernels_compile.py $(ARGS)
+	$(BIN)/python bench/kernel_table.py
+
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)
+
+gpu-check:  ## on a machine with a GPU: tests, compute-sanitizer and benchmarks, by $(PYTHON) as it is
+	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -37,3 +44,7 @@ $(VENV)/cli: $(VENV)/python pyproject.toml
 $(VENV)/test: $(VENV)/python pyproject.toml
 	$(PIP_INSTALL) --editable '.[test]'
 	@touch $@ $(VENV)/cli
+
+$(VENV)/compile: $(VENV)/python pyproject.toml
+	$(PIP_INSTALL) --editable '.[compile]'
+	@touch $@ $(VENV)/test $(VENV)/cli

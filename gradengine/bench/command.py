@@ -1,4 +1,4 @@
-"""`gradengine bench accumulate | clip | step | exchange`: what was measured, as a table, and as JSON for keeping."""
+"""`gradengine bench accumulate | clip | step | exchange | gpu`: what was measured, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gradengine.bench.accumulate import accumulate_cases
 from gradengine.bench.case import Absent, Case
 from gradengine.bench.clip import clip_cases
 from gradengine.bench.exchange import exchange_cases
+from gradengine.bench.gpu.command import gpu
 from gradengine.bench.report import Report, Row, measure
 from gradengine.bench.step import step_cases
 from gradengine.bench.workload import Workload, block_layout
@@ -28,6 +29,7 @@ TOLERANCES = {"accumulate": 1e-5, "clip": 1e-3, "step": 1e-3, "exchange": 1e-5}
 bench = typer.Typer(
     help="Time each part beside NumPy by hand and PyTorch, in one interleaved run.", no_args_is_help=True
 )
+bench.command()(gpu)
 
 _WIDE = 100  # columns of a terminal from which on the table has room for quantiles
 

@@ -13,7 +13,7 @@ from gradengine.bench.machine import load, machine, versions
 from gradengine.bench.timing import interleave, median_ratio, quantile
 from gradengine.bench.yardstick import TRIAD
 
-__all__ = ["Report", "Row", "measure"]
+__all__ = ["Report", "Row", "measure", "rows_of"]
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,13 @@ def measure(
         machine(),
         versions(),
         load_before,
-        _rows(cases, errors, samples),
+        rows_of(cases, errors, samples),
         [entry for entry in entries if isinstance(entry, Absent)],
     )
 
 
-def _rows(cases: Sequence[Case], errors: Sequence[float], samples: Sequence[Sequence[float]]) -> list[Row]:
+def rows_of(cases: Sequence[Case], errors: Sequence[float], samples: Sequence[Sequence[float]]) -> list[Row]:
+    """The figures of cases from their seconds, each compared with each of ours."""
     ours = {case.variant: times for case, times in zip(cases, samples, strict=True) if case.ours}
     bandwidths = [case.bytes / statistics.median(times) / 1e9 for case, times in zip(cases, samples, strict=True)]
     triad = next((width for case, width in zip(cases, bandwidths, strict=True) if case.variant == TRIAD), None)

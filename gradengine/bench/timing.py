@@ -7,11 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from gradengine.bench.case import Case
 from gradengine.errors import CallerError
 
-__all__ = ["interleave", "median_ratio", "quantile"]
+__all__ = ["in_turn", "interleave", "median_ratio", "quantile"]
+
+Sample = TypeVar("Sample")
 
 _REST_SECONDS = 0.03  # OpenMP's threads spin on for milliseconds after PyTorch is done, on the next variant's CPUs
 
@@ -45,16 +48,36 @@ def interleave(
         >>> interleave([case], rounds=3, clock=lambda: float(next(ticks)))
         [[2.0, 2.0, 2.0]]
     """
+    return in_turn(cases, rounds, lambda case: _timed(case, clock), warm_up=warm_up, rest=rest)
+
+
+def in_turn(
+    cases: Sequence[Case],
+    rounds: int,
+    timed: Callable[[Case], Sample],
+    *,
+    warm_up: int,
+    rest: Callable[[float], None],
+) -> list[list[Sample]]:
+    """As `interleave`, with samples of any kind.
+
+    Args:
+        cases: What to time.
+        rounds: Samples of each.
+        timed: Takes one.
+        warm_up: Rounds before them whose samples are dropped.
+        rest: Waits before each sample.
+    """
     if rounds < 1:
         raise CallerError("too few rounds", got=rounds, expected="at least 1")
-    samples: list[list[float]] = [[] for _ in cases]
+    samples: list[list[Sample]] = [[] for _ in cases]
     with _collector_paused():
         for number in range(warm_up + rounds):
-            for case, times in zip(cases, samples, strict=True):
+            for case, kept in zip(cases, samples, strict=True):
                 rest(_REST_SECONDS)
-                seconds = _timed(case, clock)
+                sample = timed(case)
                 if number >= warm_up:
-                    times.append(seconds)
+                    kept.append(sample)
     return samples
 
 

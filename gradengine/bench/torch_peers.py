@@ -86,9 +86,10 @@ class TorchGradients:
         """`torch._foreach_mul_` by the inverse."""
         self._torch._foreach_mul_(self.gradients, 1.0 / divisor)
 
-    def clip(self, max_norm: float) -> None:
-        """`torch.nn.utils.clip_grad_norm_`, with its check for NaN and Inf."""
-        self._torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, error_if_nonfinite=True, foreach=True)
+    def clip(self, max_norm: float, *, error_if_nonfinite: bool = True) -> None:
+        """`torch.nn.utils.clip_grad_norm_`, with its check for NaN and Inf, for which a GPU is waited for."""
+        clip = self._torch.nn.utils.clip_grad_norm_
+        clip(self._parameters, max_norm, error_if_nonfinite=error_if_nonfinite, foreach=True)
 
     def arrays(self) -> list[npt.NDArray[np.float32]]:
         """The gradients as NumPy arrays over the same memory."""
@@ -96,7 +97,7 @@ class TorchGradients:
 
     def _parameter(self, gradient: Any) -> Any:
         # The weights are no part of the step: an expanded scalar has their shape and takes no memory.
-        weight = self._torch.zeros(()).expand(gradient.shape)
+        weight = self._torch.zeros((), device=gradient.device).expand(gradient.shape)
         parameter = self._torch.nn.Parameter(weight)
         parameter.grad = gradient
         return parameter
