@@ -182,6 +182,10 @@ def _run(kernels: CudaKernels, name: str, value: str, inputs: tuple[Any, ...], t
 
 @functools.cache
 def _kernel(xp: Any, name: str, source: str, target: str, scalars: str, operation: str) -> Any:
+    return _made(xp, name, source, target, scalars, operation)
+
+
+def _made(xp: Any, name: str, source: str, target: str, scalars: str, operation: str) -> Any:
     inputs = ", ".join(filter(None, [source and f"{source} source", scalars]))
     return xp.ElementwiseKernel(
         inputs, f"{target} target", operation, f"gradengine_{name}", preamble=arithmetic(), no_return=True

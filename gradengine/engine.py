@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, final
@@ -212,7 +211,7 @@ class GradientEngine:
         destinations = destinations_of(self.layout.slots, self._kernels, accumulator.arena, out)
         tally = self._sharing.agree()
         decision = self._decide(tally)
-        non_finite = self._find_non_finite(decision)
+        non_finite = self._sharing.find_non_finite(decision)
         if non_finite is not None and self._on_non_finite == "raise":
             self._sharing.failed = True
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
@@ -248,6 +247,16 @@ class GradientEngine:
         """
         self._refuse_graph()
         return self._capturing()
+
+    def check(self) -> None:
+        """Wait for a GPU's steps and raise what no call has raised yet: for the end of training, or a checkpoint.
+
+        Raises:
+            NonFiniteGradient: A step's gradient held NaN or Inf, with on_non_finite="raise".
+        """
+        found = self._late.awaited()
+        if found is not None and self._on_non_finite == "raise":
+            raise found
 
     def discard(self) -> None:
         """Drop the window, also one whose step failed.
@@ -330,20 +339,6 @@ class GradientEngine:
         return self._kernels.finalise(
             accumulator.targets, accumulator.sums, self._plan, divisor, zero_if_bad=zero_if_bad
         )
-
-    def _find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
-        """What is not finite, where the host knows it now."""
-        if not decision.bad:
-            return None
-        for bad in self._sharing.bad:
-            for slot in self.layout.slots:
-                if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
-                    index = bad.index - slot.offset
-                    return NonFiniteGradient(slot.name, index, bad.value, step=self.current_step, rank=bad.rank)
-        position = decision.bad[0]
-        slot, target = self.layout.slots[position], self.accumulator.targets[position]
-        index, value = self._kernels.first_non_finite(target) or (0, math.nan)
-        return NonFiniteGradient(slot.name, index, value, step=self.current_step)
 
     # ---- the way out ----
 

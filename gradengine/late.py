@@ -42,8 +42,9 @@ class LateVerdicts:
 
     def latest(self) -> Verdict | None:
         """The newest verdict that has come; never a wait."""
-        if self._telemetry is not None:
-            self._latest = self._telemetry.newest() or self._latest
+        found = self._telemetry.newest() if self._telemetry is not None else None
+        if found is not None and (self._latest is None or found.step > self._latest.step):
+            self._latest = found
         return self._latest
 
     def untold(self) -> NonFiniteGradient | None:
@@ -54,6 +55,12 @@ class LateVerdicts:
             return None
         self._told_bad_steps = verdict.bad_steps
         return self._blamed(verdict)
+
+    def awaited(self) -> NonFiniteGradient | None:
+        """The same, waiting for all that the device has to do."""
+        if self._telemetry is not None:
+            self._latest = self._telemetry.read()
+        return self.untold()
 
     def of_step(self, step: int, decision: Decision) -> NonFiniteGradient | None:
         """What one step found, waiting for the device; of a step before the last only while none after it was bad."""

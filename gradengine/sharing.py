@@ -6,6 +6,7 @@ from which a span leaves when it is complete, and whose sums go back as a whole 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import final
@@ -14,8 +15,9 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.agreement import Tally, agree
-from gradengine.errors import ExchangeError
-from gradengine.exchange.interface import Exchange, NonFiniteValue, Progress
+from gradengine.errors import ExchangeError, NonFiniteGradient
+from gradengine.exchange.interface import Exchange, Progress
+from gradengine.kernels import Decision
 from gradengine.kernels.mirror import Mirror
 from gradengine.layout import GradientLayout, Span
 
@@ -55,11 +57,6 @@ class Sharing:
     def _mirror(self) -> Mirror:
         """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have landed."""
         return self._kernels.mirror(self._accumulator.arena)
-
-    @property
-    def bad(self) -> list[NonFiniteValue]:
-        """What the exchange found not finite in the contributions."""
-        return self.progress.bad
 
     def connect(self, exchange: Exchange) -> None:
         """Join a group, and let leave again what had left through another exchange."""
@@ -103,6 +100,19 @@ class Sharing:
         if self._per_worker and self.exchange is not None and not self.is_alone:
             return self.exchange.world_size
         return tally.weight
+
+    def find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
+        """What is not finite, where the host knows it now; of a worker's contribution rather than of the sum."""
+        if not decision.bad:
+            return None
+        step = self.progress.step
+        for bad in self.progress.bad:
+            for slot in self._layout.slots:
+                if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
+                    return NonFiniteGradient(slot.name, bad.index - slot.offset, bad.value, step=step, rank=bad.rank)
+        slot, target = self._layout.slots[decision.bad[0]], self._accumulator.targets[decision.bad[0]]
+        index, value = self._kernels.first_non_finite(target) or (0, math.nan)
+        return NonFiniteGradient(slot.name, index, value, step=step)
 
     def discard(self) -> None:
         """Forget the window. What is under way already the exchange cannot take back: it is closed."""

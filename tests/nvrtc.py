@@ -103,7 +103,12 @@ def _loaded(path: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def compiled(major: int, name: str, architecture: str) -> Compiled:
-    """One .cu file, compiled as CuPy would on that architecture.
+    """One .cu file, compiled as CuPy would on that architecture; see `compiled_text`."""
+    return compiled_text(major, toolkit.source(name), name, architecture)
+
+
+def compiled_text(major: int, text: str, name: str, architecture: str) -> Compiled:
+    """A source of that name, compiled as CuPy would on that architecture.
 
     Raises:
         CompileError: The source is refused, by the compiler or by the assembler.
@@ -113,8 +118,8 @@ def compiled(major: int, name: str, architecture: str) -> Compiled:
         raise FileNotFoundError(f"NVRTC {major} is not installed")
     options = [option.format(architecture=architecture).encode() for option in (*CUPY_OPTIONS, VERBOSE)]
     program = ctypes.c_void_p()
-    text = toolkit.source(name).encode()
-    _succeed(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, f"{name}.cu".encode(), 0, None, None))
+    file = f"{name}.cu".encode()
+    _succeed(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), file, 0, None, None))
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         log = _text(nvrtc, "ProgramLog", program).rstrip(b"\0").decode()

@@ -529,6 +529,17 @@ class TestMisuse:
             self.capture(engine, lambda: engine.add(arrays), engine.step, lambda: 1 / 0)
         self.assert_as_before(device, engine)
 
+    def test_a_step_that_is_interrupted_inside(self, device, monkeypatch):
+        def interrupted(*arguments):
+            raise KeyboardInterrupt
+
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(device.kernels), "hand_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                self.capture(engine, lambda: engine.add(arrays), engine.step)
+        self.assert_as_before(device, engine)
+
     @pytest.mark.parametrize("wait", ["a number", "the stream"])
     def test_waiting_for_the_device_inside(self, device, wait):
         """The driver ends the capture then; the engine and the stream are as before."""

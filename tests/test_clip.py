@@ -308,6 +308,17 @@ class TestOnADevice:
         assert record.operations == ["measure_small", "finalise", "hand_back_small"]
         assert (record.waits, record.allocations) == ([], [])
 
+    def test_a_bound_that_changes_at_each_step_takes_no_memory_and_no_wait(self, emulated):
+        _, there = self.gradients(emulated)
+        state = self.state(emulated)
+        clip_gradients_fused(there, 0.5, state)
+        with emulated.kernels.xp.recorded() as record:
+            for bound in (0.4, 0.3, 0.2):
+                clip_gradients_fused(there, bound, state)
+        assert record.operations == ["measure_small", "finalise", "hand_back_small"] * 3
+        assert (record.waits, record.allocations) == ([], [])
+        assert float(state.norm) == pytest.approx(0.3, rel=1e-2)
+
     def test_state_is_used_again(self, device):
         state = FusedClipState([3, 2], device.kernels)
         for scale in (4.0, NAN, 2.0, 0.5):

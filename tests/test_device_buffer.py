@@ -134,6 +134,21 @@ class TestZeroCopy:
             churned(device)
             draw.assert_same_bits(device.get(view), values)
 
+    def test_an_array_that_was_given_other_memory(self, device):
+        """As torch's `.data =` does: the same object, which was known at its old address."""
+
+        class Tensor(Forwarding):
+            def data_ptr(self):
+                return self.array.data.ptr
+
+        engine, tensors = new_engine(device), [Tensor(array) for array in put_all(device, values_of(0))]
+        for window in range(4):
+            values = values_of(window)
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.array = device.put(value)
+            engine.add(tensors)
+            assert list(bits_of(engine.step()).values()) == [value.tobytes() for value in values]
+
     def test_the_layout_of_device_arrays(self, device):
         layout = GradientLayout.of(dict(zip(("a", "b"), put_all(device, values_of()[:2]), strict=True)))
         assert [(slot.name, slot.shape) for slot in layout.slots] == [("a", (3, 5)), ("b", (7,))]

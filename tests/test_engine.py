@@ -457,6 +457,26 @@ class TestLateVerdict:
         errors, _ = self.told(engine, emulated, random_gradients(1))
         assert [error.step for error in errors] == [0]
 
+    @pytest.mark.parametrize("policy", ["raise", "skip", "pass"])
+    def test_the_engine_checks_all_that_is_over(self, backend, policy):
+        """Also of more steps than verdicts can be under way, and once."""
+        engine = new_engine(backend, on_non_finite=policy)
+        engine.check()
+        add_to(engine, backend, random_gradients(0))
+        engine.step()
+        engine.check()
+        if backend.is_host:
+            return
+        for index in range(6):
+            add_to(engine, backend, bad_gradients(index=index))
+            engine.step()
+        if policy == "raise":
+            with pytest.raises(NonFiniteGradient) as caught:
+                engine.check()
+            assert (caught.value.step, caught.value.index) == (6, 5)
+        engine.check()
+        assert engine.latest_verdict.bad_steps == 6
+
     def test_a_later_bad_step_is_told_after_an_earlier_one_was_checked(self, device):
         engine = new_engine(device)
         add_to(engine, device, bad_gradients())

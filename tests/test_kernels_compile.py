@@ -7,10 +7,13 @@ import os
 import re
 from collections import Counter
 
+import cuda_emulator
 import nvrtc
 import pytest
+import strategies as draw
 
-from gradengine.kernels import toolkit
+from gradengine import elementwise
+from gradengine.kernels import CudaKernels, toolkit
 
 MAY_SKIP = "COMPILE_CHECK" not in os.environ  # as `make compile-check` sets it
 REGISTERS_OF_AN_SM = 65536
@@ -77,6 +80,54 @@ class TestCompiled:
             assert kernel.arguments <= (ARGUMENTS_CUDA_12_1_TAKES if takes_32_kb else ARGUMENTS_ANY_DRIVER_TAKES), (
                 kernel
             )
+
+
+class Recorder:
+    """Stands for CuPy where kernels are asked for, and writes down what would be compiled."""
+
+    def __init__(self):
+        self.sources = {}
+
+    def ElementwiseKernel(self, inputs, outputs, operation, name, *, preamble, no_return):
+        """The function that CuPy generates, as far as our text meets the compiler: each array as a reference to one
+        of its elements, each scalar as it is."""
+        types = {"float32": "float", "uint16": "unsigned short"}
+        parameters = [parameter.split() for parameter in [*filter(None, inputs.split(", ")), outputs]]
+        arrays = [(types[t], p) for t, p in parameters if p in {"source", "target"}]
+        scalars = [(types[t], p) for t, p in parameters if p not in {"source", "target"}]
+        arguments = [f"{t}* {p}_all" for t, p in arrays] + [f"const {t} {p}" for t, p in scalars]
+        elements = "".join(f"  {t}& {p} = {p}_all[i];\n" for t, p in arrays)
+        self.sources[name, inputs, outputs, operation] = (
+            f'{preamble}\nextern "C" __global__ void {name}({", ".join(arguments)}, long long n) {{\n'
+            f"  const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;\n  if (i >= n) return;\n"
+            f"{elements}  {operation};\n}}\n"
+        )
+        return lambda *arguments: None
+
+
+@pytest.fixture(scope="module")
+def elementwise_sources():
+    need(cuda_emulator.compiler(), "g++")  # the launchers want a device to look at
+    recorder, kernels = Recorder(), CudaKernels(cuda_emulator)
+    arrays = {dtype: cuda_emulator.zeros(8, dtype) for dtype in draw.DTYPES.values()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elementwise, "_kernel", lambda xp, *rest: elementwise._made(recorder, *rest))
+        for array in arrays.values():
+            elementwise.add(arrays[draw.DTYPES["float32"]], array, 0.5, device=kernels)
+            elementwise.scale(array, 0.5, device=kernels)
+            elementwise.fill(array, 0.5, device=kernels)
+            for destination in arrays.values():
+                elementwise.cast(array, destination, device=kernels)
+    return recorder.sources
+
+
+def test_the_elementwise_kernels_compile_and_keep_subnormals(major, architecture, elementwise_sources):
+    assert len(elementwise_sources) == 3 + 3 + 3 + 9
+    for text in elementwise_sources.values():
+        compiled = nvrtc.compiled_text(major, text, "elementwise", architecture)
+        (kernel,) = compiled.kernels.values()
+        assert (kernel.stack, kernel.spill_stores, kernel.spill_loads) == (0, 0, 0), text
+        assert "warning" not in compiled.log.lower(), compiled.log
 
 
 @pytest.mark.parametrize("name", nvrtc.names())

@@ -48,7 +48,7 @@ _FUNCTIONS = {
     "finalise": ["finalise"],
     "hand_back": [f"hand_back_{size}" for size in _SIZES],
 }
-_DECISIONS = 8  # plans of one set of sums that are remembered: a bound that changes at each step needs no more
+_DECISIONS = 8  # plans of one set of sums that are remembered
 _SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at a time
 
 
@@ -86,8 +86,8 @@ class CudaKernels(Kernels):
     def view(self, source: object, component: str) -> Buffer:
         """See `Kernels.view`; memory of this device only."""
         buffer = device_buffer(source, component, self.device, self.xp.ndarray, self._place.stream_for_producers())
-        if isinstance(source, RawBuffer):
-            self._place.refuse_foreign(buffer, component)
+        if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
+            self._place.refuse_foreign(buffer, component)  # nothing but an address says where it lies
         return buffer
 
     def writable_view(self, destination: object, component: str) -> Buffer:
@@ -181,6 +181,7 @@ class CudaKernels(Kernels):
             np.uint32(memory.segments),
             np.uint32(memory.groups),
             memory.max_norms,
+            np.float64(plan.max_norms[0]),
             np.float64(divisor),
             np.uint32(zero_if_bad),
             memory.totals,
@@ -197,11 +198,13 @@ class CudaKernels(Kernels):
     def decision(self, sums: SquaredSums, plan: ClipPlan) -> DeviceDecision:
         """Where K2 writes for these sums and this plan; made at the first call."""
         assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
-        if plan not in sums.decisions:
+        # A single bound travels with each launch, so that a schedule of it needs no memory of its own.
+        key = plan if len(plan.max_norms) > 1 else (plan.groups, plan.blocks)
+        if key not in sums.decisions:
             while len(sums.decisions) >= _DECISIONS:
                 sums.decisions.pop(next(iter(sums.decisions)))
-            sums.decisions[plan] = DecisionMemory(self._place.upload, plan, len(sums.sizes)).decision()
-        decision: DeviceDecision = sums.decisions[plan]
+            sums.decisions[key] = DecisionMemory(self._place.upload, plan, len(sums.sizes)).decision()
+        decision: DeviceDecision = sums.decisions[key]
         return decision
 
     def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> Telemetry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, final
@@ -83,11 +84,8 @@ class CudaDevice:
     def allocate(self, size: int) -> Buffer:
         """An fp32 buffer from CuPy's pool; raises `OutOfDeviceMemory`."""
         self.refuse_to_exceed(4 * size, f"an fp32 buffer of {size} elements")
-        try:
-            with self.active():
-                memory = self.xp.empty(size, np.float32)
-        except self.xp.cuda.memory.OutOfMemoryError as fault:
-            raise OutOfDeviceMemory(str(fault), expected=f"{4 * size} bytes") from None
+        with self.active():
+            memory = self._empty((size,), np.dtype(np.float32))
         return Buffer(DeviceMemory(int(memory.data.ptr), size, 4), "float32", (size,), True, memory, self.name)
 
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
@@ -143,12 +141,19 @@ class CudaDevice:
         with self.active():
             current = self._uploads if self.is_capturing() else self.current_stream()
             with current:
-                memory = self.xp.empty(array.shape, array.dtype)
+                memory = self._empty(array.shape, array.dtype)
             self._uploads.wait_event(current.record())
             with self._uploads:
                 memory.set(array)
             self._uploads.synchronize()
         return memory
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        try:
+            return self.xp.empty(shape, dtype)
+        except self.xp.cuda.memory.OutOfMemoryError as fault:  # the pool may have a limit below what the device has
+            nbytes = dtype.itemsize * math.prod(shape)
+            raise OutOfDeviceMemory(str(fault), expected=f"{nbytes} bytes") from None
 
     def stream_for_producers(self) -> int:
         """The current stream as DLPack counts them: 1 is the default one; -1, in a capture, asks for no ordering."""

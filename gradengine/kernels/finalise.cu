@@ -68,12 +68,18 @@ __device__ __forceinline__ u64 sum_components(const Target* targets, u32 compone
   return block_minimum(bad);
 }
 
+// A single bound comes with the launch: a schedule changes it at each step.
+struct Bounds {
+  const double* of_group;
+  double only;
+};
+
 // min(1, max_norm / norm), no epsilon; 1 where the norm is 0 or not finite: there is nothing to aim at.
 __device__ __forceinline__ double clip_scale(double norm, double max_norm) {
   return max_norm < norm && isfinite(norm) ? max_norm / norm : 1.0;
 }
 
-__device__ __forceinline__ void norm_segments(const Segments& segments, const double* totals, const double* max_norms,
+__device__ __forceinline__ void norm_segments(const Segments& segments, const double* totals, const Bounds& bounds,
                                               double divisor, double* norms, double* scales, float* factors) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (u32 s = warp; s < segments.count; s += FINALISE_THREADS / 32) {
@@ -84,7 +90,7 @@ __device__ __forceinline__ void norm_segments(const Segments& segments, const do
     if (lane != 0) continue;
     norms[s] = sqrt(total) / divisor;
     if (s < 1 || s > segments.groups) continue;
-    const double scale = clip_scale(norms[s], max_norms[s - 1]);
+    const double scale = clip_scale(norms[s], segments.groups == 1 ? bounds.only : bounds.of_group[s - 1]);
     scales[s - 1] = scale;
     factors[s - 1] = narrow(scale / divisor);
   }
@@ -122,12 +128,12 @@ __device__ __forceinline__ void blame(const Target* targets, u32 components, u64
 extern "C" __global__ void __launch_bounds__(FINALISE_THREADS)
     finalise(const Target* targets, u32 components, i64 chunk, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
-             const double* max_norms, double divisor, u32 zero_if_bad, double* totals, u64* counts,
+             const double* max_norms, double max_norm, double divisor, u32 zero_if_bad, double* totals, u64* counts,
              double* component_norms, double* norms, double* scales, float* factors, Verdict* verdict) {
   const Segments segments = {segment_start, segment_member, segment_count, groups};
   const u64 bad = sum_components(targets, components, chunk, squares, non_finite, divisor, totals, counts,
                                  component_norms);
-  norm_segments(segments, totals, max_norms, divisor, norms, scales, factors);
+  norm_segments(segments, totals, Bounds{max_norms, max_norm}, divisor, norms, scales, factors);
   u64 index = NONE;
   if (bad != NONE) index = find_non_finite(targets[bad], chunk, non_finite);
   __syncthreads();

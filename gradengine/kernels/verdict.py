@@ -180,6 +180,10 @@ class Telemetry:
             self._events[free[0]].record(stream)
         self._under_way.append(free[0])
 
+    def read(self) -> Verdict:
+        """The verdict as it stands on the device: waits for it."""
+        return _verdict(self._record.get().view(RECORD)[0])
+
     def newest(self) -> Verdict | None:
         """The newest verdict that has arrived since the last call; None where none has. Never waits."""
         found = None
