@@ -467,14 +467,14 @@ class TestLateVerdict:
         engine.check()
         if backend.is_host:
             return
-        for index in range(6):
-            add_to(engine, backend, bad_gradients(index=index))
-            engine.step()
-        if policy == "raise":
-            with pytest.raises(NonFiniteGradient) as caught:
-                engine.check()
-            assert (caught.value.step, caught.value.index) == (6, 5)
-        engine.check()
+        told, calls = [], [lambda: add_to(engine, backend, bad_gradients()), engine.step] * 6 + [engine.check] * 2
+        while calls:
+            try:
+                calls[0]()
+                calls.pop(0)
+            except NonFiniteGradient as error:
+                told.append(error.step)
+        assert (told[-1:], len(set(told))) == ([6] if policy == "raise" else [], len(told))
         assert engine.latest_verdict.bad_steps == 6
 
     def test_a_later_bad_step_is_told_after_an_earlier_one_was_checked(self, device):
