@@ -469,8 +469,9 @@ class TestLateVerdict:
             return
         told, calls = [], [lambda: add_to(engine, backend, bad_gradients()), engine.step] * 6 + [engine.check] * 2
         while calls:
+            call = calls[0]
             try:
-                calls[0]()
+                call()
                 calls.pop(0)
             except NonFiniteGradient as error:
                 told.append(error.step)
