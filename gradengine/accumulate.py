@@ -61,6 +61,7 @@ class GradientAccumulator(ABC):
         self._places: dict[tuple[str, int], Places] = {}
         self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
         self._all = self._places_of(layout.slots)
+        kernels.prepare(self.targets, self.sums, [self._all, *(self._places_of(s.slots) for s in layout.spans)])
 
     @property
     def num_blocks(self) -> int:
@@ -167,7 +168,7 @@ class GradientAccumulator(ABC):
             self._fold(self._all, measure=False)
         # All that came is read anew: views from block() may have been written to since it was measured.
         filled = np.flatnonzero(self._window.filled).tolist()
-        self.kernels.measure(self.targets, self.sums, self.sums.all_chunks(filled))
+        self.kernels.measure_all(self.targets, self.sums, filled)
         return not np.isfinite(self.kernels.totals(self.sums)[filled]).all()
 
     def close(self, *, measure: bool = False) -> None:
@@ -215,7 +216,7 @@ class GradientAccumulator(ABC):
     def measure_rest(self) -> None:
         """Take the squared sums that no fold has taken: one read of those components."""
         unknown = np.flatnonzero(~self._window.measured).tolist()
-        self.kernels.measure(self.targets, self.sums, self.sums.all_chunks(unknown))
+        self.kernels.measure_all(self.targets, self.sums, unknown)
         self._window.measured[:] = ~self._exposed
 
     def forget_measured(self) -> None:

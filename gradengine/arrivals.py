@@ -1,7 +1,8 @@
 """Gradients as they arrive: looked at once, and known again while they are the same arrays at the same addresses.
 
 Looking at an array costs several microseconds; a training loop brings the same ones at every window. They are known by
-weak references, so that nobody's memory is kept, and by their addresses now.
+weak references, so that nobody's memory is kept, and by their addresses now (torch's by their dtypes too: `.data` can
+be set). A shape or strides changed in place at the same address are not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Arrivals"]
 
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
 
-Reader: TypeAlias = Callable[[Sequence[Any]], list[int]]
+Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]
 
 
 class Arrivals:
@@ -107,7 +108,7 @@ def _reader_of(sources: Sequence[Any]) -> Reader | None:
     try:
         for source in present:
             weakref.ref(source)
-        for reader in (_read_torch, _read_cupy):
+        for reader in (_read_torch, _read_cupy, _read_raw):
             if _answers(reader, present):
                 return reader
     except TypeError:  # no weak references to this kind
@@ -123,8 +124,13 @@ def _answers(reader: Reader, present: Sequence[Any]) -> bool:
     return bool(present)
 
 
-def _read_torch(sources: Sequence[Any]) -> list[int]:
-    return [source.data_ptr() for source in sources if source is not None]
+def _read_raw(sources: Sequence[Any]) -> list[int]:
+    return [source.pointer for source in sources if source is not None]
+
+
+def _read_torch(sources: Sequence[Any]) -> list[Any]:
+    present = [source for source in sources if source is not None]
+    return [source.data_ptr() for source in present] + [getattr(source, "dtype", None) for source in present]
 
 
 def _read_cupy(sources: Sequence[Any]) -> list[int]:

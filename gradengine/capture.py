@@ -45,6 +45,7 @@ class CapturedWindow:
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Recorded | None = None
+        self._out: Gradients | None = None
         self._deferred = False
         self.result: StepResult | None = None
 
@@ -72,7 +73,7 @@ class CapturedWindow:
 
         Args:
             micro_batches: As many as were recorded, each as for `add`.
-            out: Destinations as for `step`.
+            out: Destinations as for `step`; those that were recorded by default.
 
         Raises:
             CallerError: Another number of micro-batches, or they were added block by block.
@@ -84,8 +85,9 @@ class CapturedWindow:
                 got=f"{len(micro_batches)} micro-batches",
                 expected="whole ones only" if self._weights is None else f"{len(self._weights)}",
             )
-        fresh = self._record_again(micro_batches, self._weights, out, self._deferred)
+        fresh = self._record_again(micro_batches, self._weights, self._out if out is None else out, self._deferred)
         self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
+        self._out = fresh._out
 
     # ---- told by the engine ----
 
@@ -108,7 +110,7 @@ class CapturedWindow:
         """The step was recorded."""
         if out is not None:
             self._keep(slots, out)
-        self.result, self._deferred = result, deferred
+        self.result, self._deferred, self._out = result, deferred, out
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -225,7 +225,7 @@ def checked_max_norm(max_norm: float | None) -> float:
 def _clip(views: Sequence[Buffer], max_norm: float, state: FusedClipState) -> None:
     kernels, sums = state.kernels, state.sums
     plan = ClipPlan((0,) * len(views), (checked_max_norm(max_norm),))
-    kernels.measure(views, sums, sums.all_chunks(range(len(views))))
+    kernels.measure_all(views, sums)
     decision = kernels.finalise(None, sums, plan, 1.0, zero_if_bad=False)
     kernels.hand_back(views, decision, plan.groups, views)
     state.norm, state.scale = decision.norm, decision.scale

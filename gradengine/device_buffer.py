@@ -21,6 +21,7 @@ from gradengine.buffer import (
     refuse_as_it_lies,
     refuse_impossible,
     refuse_other_device,
+    strided,
     wrong_dtype,
 )
 from gradengine.dlpack import Exported, contiguous_strides, exported, exporting_device
@@ -40,7 +41,7 @@ def device_of(source: object) -> str:
     if isinstance(source, (np.ndarray, np.generic)) and not hasattr(source, "__cuda_array_interface__"):
         return "cpu"
     if hasattr(source, "__dlpack_device__"):
-        return exporting_device(source, "array")
+        return exporting_device(source, "array").replace("cuda_managed", "cuda")
     return "cuda:0" if hasattr(source, "__cuda_array_interface__") else "cpu"
 
 
@@ -113,6 +114,8 @@ def _read_interface(source: Any, component: str, device: str) -> Exported:
     shape = tuple(interface["shape"])
     dtype = np.dtype(interface["typestr"])
     strides = _element_strides(interface.get("strides"), dtype.itemsize, shape)
+    if any(stride % dtype.itemsize for stride in interface.get("strides") or ()):
+        raise strided(component, shape, strides)
     return Exported(int(pointer), _named(dtype, component), shape, strides, device, not read_only, source)
 
 

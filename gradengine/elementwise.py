@@ -177,7 +177,8 @@ def _run(kernels: CudaKernels, name: str, value: str, inputs: tuple[Any, ...], t
     of = next((_storage_name(given) for given in inputs if isinstance(given, Buffer)), "")
     operation = _WRITE[target.dtype].format("target", value)
     kernel = _kernel(kernels.xp, name, of, _storage_name(target), scalars, operation)
-    kernel(*arrays, kernels.storage_array(target))
+    with kernels.active():
+        kernel(*arrays, kernels.storage_array(target))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from gradengine.gradients import Gradients
 from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for
 from gradengine.late import LateVerdicts
 from gradengine.layout import GradientLayout
-from gradengine.result import StepResult
+from gradengine.result import StepResult, result_of
 from gradengine.sharing import Sharing
 
 __all__ = ["GradientEngine"]
@@ -99,6 +99,7 @@ class GradientEngine:
         self._sharing = Sharing(self.accumulator, per_worker=average == "per_worker", settings=settings)
         self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
         self._captured: CapturedWindow | None = None
+        self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
         if exchange is not None:
             self.reconnect(exchange)
 
@@ -204,8 +205,10 @@ class GradientEngine:
                 step, whose gradients were handed back as zeros.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
         """
-        if deferred and out is not None:
-            raise CallerError("a deferred step hands nothing back", got="out=", expected="out=None")
+        if deferred and (out is not None or len(self._plan.max_norms) > 1):
+            raise CallerError(
+                "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
+            )
         self._refuse_or_raise_late()
         accumulator = self.accumulator
         destinations = destinations_of(self.layout.slots, self._kernels, accumulator.arena, out)
@@ -282,6 +285,13 @@ class GradientEngine:
 
     def _refuse_or_raise_late(self) -> None:
         """What may come before any add or step: a capture that has its window, or the error of an earlier step."""
+        if self._kernels.is_capturing() != (self._captured is not None):
+            raise CallerError(
+                "the current stream records a graph that this engine knows nothing of"
+                if self._captured is None
+                else "the current stream is not the one that is captured",
+                do="use this engine's own capture(), on the stream that is current in its `with`",
+            )
         if self._captured is not None:
             self._captured.refuse_more()
         else:
@@ -336,8 +346,10 @@ class GradientEngine:
         if not self._sharing.is_alone:  # all workers decide alike, from the sums that they agreed on
             return decide(tally.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         accumulator = self.accumulator
+        # A graph counts its own steps when it runs; else the host says which step this is.
+        step = 0 if self._captured is not None else self.current_step + 1
         return self._kernels.finalise(
-            accumulator.targets, accumulator.sums, self._plan, divisor, zero_if_bad=zero_if_bad
+            accumulator.targets, accumulator.sums, self._plan, divisor, zero_if_bad=zero_if_bad, step=step
         )
 
     # ---- the way out ----
@@ -352,28 +364,12 @@ class GradientEngine:
             self._kernels.hand_back(sources, decision, groups, list(destinations.values()))
 
     def _result(
-        self,
-        tally: Tally,
-        decision: Decision,
-        non_finite: NonFiniteGradient | None,
-        gradients: Mapping[str, Any],
+        self, tally: Tally, decision: Decision, non_finite: NonFiniteGradient | None, gradients: Mapping[str, Any]
     ) -> StepResult:
-        is_known = decision.bad is not None
-        return StepResult(
-            gradients=gradients,
-            norm=decision.norm,
-            scale=decision.scale,
-            factor=decision.factor,
-            weight=tally.weight,
-            micro_batches=tally.micro_batches,
-            skipped=decision.skipped,
-            group_norms=dict(zip(self._group_names, decision.group_norms, strict=True)),
-            group_scales=dict(zip(self._group_names, decision.scales, strict=True)),
-            block_norms=decision.block_norms,
-            component_norms=decision.component_norms,
-            step=self.current_step,
-            find_non_finite=lambda step: non_finite if is_known else self._late.of_step(step, decision),
-        )
+        def find(step: int) -> NonFiniteGradient | None:
+            return self._late.of_step(step, decision) if decision.bad is None else non_finite
+
+        return result_of(tally, decision, self._group_names, gradients, self.current_step, find)
 
     def _clear_window(self) -> None:
         self.accumulator.zero_all()
@@ -402,6 +398,7 @@ class GradientEngine:
         """Run a captured window once more, as a step of its own number."""
         self._refuse_graph()
         self._raise_late()
+        self._kernels.follow(self.accumulator.sums)
         launch()
         self._late.send()
         step = self.current_step

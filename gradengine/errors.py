@@ -99,7 +99,7 @@ class NonFiniteGradient(GradientError):
             f"step {step}: gradient '{component}'{source} is not finite at index {index}",
             got=value,
             expected="a finite number",
-            do="zeros were handed back in that step; go on, or use on_non_finite='skip' to be told by the result alone"
+            do="zeros were handed back in that step (a deferred one left the sum); on_non_finite='skip' raises nothing"
             if is_late
             else "the window is kept (of several workers, as their sum): discard() it, or use on_non_finite='skip'",
         )

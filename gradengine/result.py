@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradengine.agreement import Tally
 from gradengine.errors import NonFiniteGradient
+from gradengine.kernels import Decision
 
-__all__ = ["StepResult"]
+__all__ = ["StepResult", "result_of"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,29 @@ class StepResult:
         found = self.non_finite
         if found is not None:
             raise found
+
+
+def result_of(
+    tally: Tally,
+    decision: Decision,
+    group_names: Sequence[str],
+    gradients: Mapping[str, Any],
+    step: int,
+    find_non_finite: Callable[[int], NonFiniteGradient | None],
+) -> StepResult:
+    """A step's result, from what the workers counted and what K2 decided."""
+    return StepResult(
+        gradients=gradients,
+        norm=decision.norm,
+        scale=decision.scale,
+        factor=decision.factor,
+        weight=tally.weight,
+        micro_batches=tally.micro_batches,
+        skipped=decision.skipped,
+        group_norms=dict(zip(group_names, decision.group_norms, strict=True)),
+        group_scales=dict(zip(group_names, decision.scales, strict=True)),
+        block_norms=decision.block_norms,
+        component_norms=decision.component_norms,
+        step=step,
+        find_non_finite=find_non_finite,
+    )

@@ -69,9 +69,9 @@ class Window:
         if (self.counts[index] == len(self.weights)).any():
             self.weights.append(weight)
         self.counts[index] += 1
-        self.measured[index] = False
         present = contribution.present
         if present.any():
+            self.measured[index[present]] = False
             self.waiting[index] += present
             self._held.append(_Held(contribution, weight, present.copy()))
 

@@ -300,7 +300,10 @@ MUTATIONS = {
         "an infinite norm clips to zero": ("max_norm < norm && isfinite(norm)", "max_norm < norm"),
         "the bound of the group before": ("s > segments.groups) continue", "s >= segments.groups) continue"),
         "a norm that is not averaged": ("norms[s] = sqrt(total) / divisor;", "norms[s] = sqrt(total);"),
-        "blame that does not stay": ("verdict->steps += 1;", "verdict->steps += 1, verdict->bad_step = 0;"),
+        "blame that does not stay": (
+            "verdict->scale = narrow(scale);",
+            "verdict->scale = narrow(scale), verdict->bad_step = 0;",
+        ),
         "the largest scale is told": ("scales[g] < scale ?", "scales[g] > scale ?"),
         "zeros whether they are asked for or not": ("bad != NONE && zero_if_bad", "zero_if_bad"),
     },

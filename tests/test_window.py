@@ -53,7 +53,7 @@ class TestCounting:
         took(window, both)
         window.folded(both)
         window.measured[:] = True
-        took(window, Places([1]), holes=[1])
+        took(window, both, holes=[0])  # nothing came for it, so its sum is what it was
         assert window.measured.tolist() == [True, False]
 
     def test_another_weight_within_a_micro_batch_is_refused(self):

@@ -7,6 +7,7 @@ from CUDA 12.1 on. More than 4000 addresses (thousands of experts) go by one cop
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class Addresses:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._staged: dict[tuple[int, int], _Staged] = {}
+        self.turn = threading.RLock()  # held from here to the launch: two threads' copies must not come between
 
     def arguments(self, addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = ()) -> tuple[str, tuple[Any, ...]]:
         """What carries addresses (and weights), and the name of the kernel's variant that takes it.
@@ -70,7 +72,7 @@ class _Staged:
         self._turn += 1
         self._here[slot][:] = addresses
         self._device.copy_to(self._there, self._here[slot])
-        self._sent[slot].record()
+        self._sent[slot].record(self._device.current_stream())
         return self._there
 
 

@@ -7,7 +7,7 @@ evenly whatever the tensors' sizes are: 12,190 blocks for the 350M layout, 6 to 
 from __future__ import annotations
 
 import functools
-import itertools
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -21,7 +21,7 @@ from gradengine.errors import BufferRefused
 from gradengine.kernels.addresses import CAPACITIES, Addresses
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, sum_in_order
-from gradengine.kernels.device import CudaDevice
+from gradengine.kernels.device import CudaDevice, StreamOrder
 from gradengine.kernels.interface import Chunk, Kernels, Recorded, SquaredSums
 from gradengine.kernels.mirror import PinnedMirror
 from gradengine.kernels.tables import (
@@ -30,6 +30,7 @@ from gradengine.kernels.tables import (
     Entry,
     Table,
     Tables,
+    as_batches,
     chunk_for,
     tagged,
 )
@@ -85,9 +86,12 @@ class CudaKernels(Kernels):
 
     def view(self, source: object, component: str) -> Buffer:
         """See `Kernels.view`; memory of this device only."""
-        buffer = device_buffer(source, component, self.device, self.xp.ndarray, self._place.stream_for_producers())
+        with self._place.active():  # torch exports from the current device only
+            stream = self._place.stream_for_producers()
+            buffer = device_buffer(source, component, self.device, self.xp.ndarray, stream)
         if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
             self._place.refuse_foreign(buffer, component)  # nothing but an address says where it lies
+            self._place.wait_for(getattr(source, "__cuda_array_interface__", {}).get("stream"))
         return buffer
 
     def writable_view(self, destination: object, component: str) -> Buffer:
@@ -114,13 +118,20 @@ class CudaKernels(Kernels):
         """See `Kernels.array`; a CuPy array."""
         return self._place.array(buffer, shape, np.float32)
 
+    def active(self) -> AbstractContextManager[object]:
+        """Within it, this is CuPy's current device."""
+        return self._place.active()
+
     def storage_array(self, buffer: Buffer) -> Any:
         """Any buffer as a flat CuPy array of its bits: fp32 as it is, the short dtypes as uint16; no copy."""
         return self._place.array(buffer, (buffer.size,), np.float32 if buffer.dtype == "float32" else np.uint16)
 
     def squared_sums(self, sizes: Sequence[int]) -> DeviceSums:
         """See `Kernels.squared_sums`."""
-        return DeviceSums(sizes, self._place.upload)
+        order = StreamOrder(self._place)
+        sums = DeviceSums(sizes, self._place.upload, order)
+        weakref.finalize(sums, order.end, self._place).atexit = False
+        return sums
 
     def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
         """See `Kernels.contribution`."""
@@ -130,6 +141,7 @@ class CudaKernels(Kernels):
     def accumulate_batch(self, targets: Sequence[Buffer], batch: Batch, sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate_batch`; one launch for four micro-batches, whatever their dtypes are."""
         columns = 1 if len(batch.contributions) == 1 else _SOURCES
+        self.follow(sums)
         table = self._table_of(targets, batch.places, sums)
         is_empty = batch.overwrite.copy()
         for first in range(0, len(batch.contributions), _SOURCES):
@@ -145,16 +157,22 @@ class CudaKernels(Kernels):
 
     def accumulate(self, targets: Sequence[Buffer], folds: Sequence[Fold], sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate`; one launch for four micro-batches, whatever their dtypes are."""
-        for batch in _as_batches([fold for fold in folds if targets[fold.position].size]):
+        for batch in as_batches([fold for fold in folds if targets[fold.position].size]):
             self.accumulate_batch(targets, batch, sums)
 
     def measure(self, buffers: Sequence[Buffer], sums: SquaredSums, chunks: Sequence[Chunk]) -> None:
         """See `Kernels.measure`; one launch, whole buffers."""
-        positions = sorted({position for position, *_ in chunks})
-        table = self._tables.of([Entry(0, sums.sizes[p], sums.first[p]) for p in positions], sums.chunk)
-        where = np.array([tagged(buffers[p]) for p in positions], np.uint64)
-        size, addresses = self._addresses.arguments(where)
-        self._launch(f"measure_{size}", table, (np.int64(table.chunk), *_partials(sums), *addresses))
+        self.measure_all(buffers, sums, sorted({position for position, *_ in chunks}))
+
+    def measure_all(self, buffers: Sequence[Buffer], sums: SquaredSums, positions: Sequence[int] | None = None) -> None:
+        """See `Kernels.measure_all`; one launch."""
+        chosen = buffers if positions is None else [buffers[p] for p in positions]
+        table = self._table_to_measure(sums, positions)
+        where = np.array([tagged(buffer) for buffer in chosen], np.uint64)
+        self.follow(sums)
+        with self._addresses.turn:
+            size, addresses = self._addresses.arguments(where)
+            self._launch(f"measure_{size}", table, (np.int64(table.chunk), *_partials(sums), *addresses))
 
     def totals(self, sums: SquaredSums) -> Float64:
         """See `Kernels.totals`; waits for the device."""
@@ -163,9 +181,17 @@ class CudaKernels(Kernels):
         return np.array([sum_in_order(values[first : first + count]) for first, count in spans], np.float64)
 
     def finalise(
-        self, targets: Sequence[Buffer] | None, sums: SquaredSums, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
+        self,
+        targets: Sequence[Buffer] | None,
+        sums: SquaredSums,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        step: int = 0,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. The decision's arrays are written by each call."""
+        self.follow(sums)
         decision = self.decision(sums, plan)
         memory = decision.memory
         if memory.of_all is None or memory.of_all[0] is not targets:
@@ -174,7 +200,7 @@ class CudaKernels(Kernels):
         arguments = (
             table.targets,
             np.uint32(table.entries),
-            np.int64(table.chunk),
+            np.uint32(table.chunk.bit_length() - 1),
             *_partials(sums),
             memory.segment_start,
             memory.segment_member,
@@ -184,6 +210,7 @@ class CudaKernels(Kernels):
             np.float64(plan.max_norms[0]),
             np.float64(divisor),
             np.uint32(zero_if_bad),
+            np.uint64(step),
             memory.totals,
             memory.counts,
             memory.component_norms,
@@ -203,7 +230,8 @@ class CudaKernels(Kernels):
         if key not in sums.decisions:
             while len(sums.decisions) >= _DECISIONS:
                 sums.decisions.pop(next(iter(sums.decisions)))
-            sums.decisions[key] = DecisionMemory(self._place.upload, plan, len(sums.sizes)).decision()
+            memory = DecisionMemory(self._place.upload, plan, len(sums.sizes), sums.order)
+            sums.decisions[key] = memory.decision()
         decision: DeviceDecision = sums.decisions[key]
         return decision
 
@@ -234,6 +262,7 @@ class CudaKernels(Kernels):
         """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
         if isinstance(decision, DeviceDecision):
             memory = decision.memory
+            memory.order.follow(self._place)
             table, where = self._remembered_hand_back_of(sources, destinations, groups, memory)
             self._hand_back(table, where, (memory.factors, memory.field("skipped"), np.float32(1)))
         elif decision.skipped:
@@ -271,6 +300,22 @@ class CudaKernels(Kernels):
         verdict = self.finalise([buffer], sums, plan, 1.0, zero_if_bad=False).memory.read()
         return (verdict.bad_index, verdict.bad_value) if verdict.is_bad else None
 
+    def follow(self, sums: SquaredSums | None) -> None:
+        """See `Kernels.follow`; by an event, never by a wait of the host."""
+        if isinstance(sums, DeviceSums):
+            sums.order.follow(self._place)
+
+    def prepare(
+        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[Places], plan: ClipPlan | None = None
+    ) -> None:
+        """See `Kernels.prepare`: the tables of K1; with a plan those of K2 and K3."""
+        for chosen in places:
+            self._table_of(targets, chosen, sums)
+        if plan is not None:
+            memory = self.decision(sums, plan).memory
+            memory.of_all = targets, self._table_of_all(targets, sums)
+            self._remembered_hand_back_of(targets, targets, plan.groups, memory)
+
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph instead of working."""
         return self._place.is_capturing()
@@ -284,10 +329,11 @@ class CudaKernels(Kernels):
         weights: Sequence[np.float32],
         sums: SquaredSums | None,
     ) -> None:
-        size, sources = self._addresses.arguments(addresses.reshape(-1), weights)
         partials = (_NULL, _NULL) if sums is None else _partials(sums)
-        arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials, *sources)
-        self._launch(f"accumulate_{len(weights)}_{size}", table, arguments)
+        with self._addresses.turn:
+            size, sources = self._addresses.arguments(addresses.reshape(-1), weights)
+            arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials, *sources)
+            self._launch(f"accumulate_{len(weights)}_{size}", table, arguments)
 
     def _table_of(self, targets: Sequence[Buffer], places: Places, sums: SquaredSums | None) -> Table:
         """K1's table for these targets."""
@@ -301,6 +347,16 @@ class CudaKernels(Kernels):
         first = sums.first if sums else [0] * len(targets)
         entries = [Entry(targets[p].pointer, targets[p].size, first[p]) for p in places.positions]
         return self._tables.of(entries, sums.chunk if sums else chunk_for(sum(e.size for e in entries)))
+
+    def _table_to_measure(self, sums: SquaredSums, positions: Sequence[int] | None) -> Table:
+        assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
+        if positions is None and sums.of_all is not None:
+            return sums.of_all
+        chosen = range(len(sums.sizes)) if positions is None else positions
+        table = self._tables.of([Entry(0, sums.sizes[p], sums.first[p]) for p in chosen], sums.chunk)
+        if positions is None:
+            sums.of_all = table
+        return table
 
     def _table_of_all(self, targets: Sequence[Buffer] | None, sums: SquaredSums) -> Table:
         addresses = [0] * len(sums.sizes) if targets is None else [tagged(target) for target in targets]
@@ -328,8 +384,9 @@ class CudaKernels(Kernels):
         return remembered
 
     def _hand_back(self, table: Table, where: npt.NDArray[np.uint64], factors: tuple[Any, ...]) -> None:
-        size, addresses = self._addresses.arguments(where)
-        self._launch(f"hand_back_{size}", table, (np.int64(table.chunk), *factors, *addresses))
+        with self._addresses.turn:
+            size, addresses = self._addresses.arguments(where)
+            self._launch(f"hand_back_{size}", table, (np.int64(table.chunk), *factors, *addresses))
 
     def _launch(self, function: str, table: Table, arguments: tuple[Any, ...]) -> None:
         if table.blocks:  # CuPy makes a grid of one block out of an empty one
@@ -349,26 +406,6 @@ def cuda_kernels(ordinal: int) -> CudaKernels:
         DeviceUnavailable: CuPy, the driver, the device or NVRTC is missing; the error says which.
     """
     return CudaKernels(load_cupy(ordinal), ordinal)
-
-
-def _as_batches(folds: Sequence[Fold]) -> list[Batch]:
-    """Folds that one launch can take: with the same weights, or with one weight for all that only some lack."""
-    groups: dict[tuple[np.float32, ...], list[Fold]] = {}
-    one_weight = len({weight for fold in folds for weight in fold.weights}) <= 1
-    for fold in folds:
-        groups.setdefault(() if one_weight else fold.weights, []).append(fold)
-    return [_as_batch(group) for group in groups.values()]
-
-
-def _as_batch(folds: Sequence[Fold]) -> Batch:
-    places = Places([fold.position for fold in folds])
-    longest = max((fold.weights for fold in folds), key=len)
-    columns = itertools.zip_longest(*(fold.sources for fold in folds))
-    contributions = [
-        Contribution(places, column, np.array([0 if s is None else tagged(s) for s in column], np.uint64))
-        for column in columns
-    ]
-    return Batch(places, np.array([fold.overwrite for fold in folds]), contributions, longest)
 
 
 def _handed_back(source: Buffer, destination: Buffer, group: int) -> Entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -15,7 +16,7 @@ from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.interface import Recorded
 from gradengine.kernels.toolkit import refuse_to_exceed
 
-__all__ = ["CudaDevice"]
+__all__ = ["CudaDevice", "StreamOrder"]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
@@ -42,8 +43,14 @@ class CudaDevice:
         if stream is None:
             return nullcontext()
         if isinstance(stream, self.xp.cuda.Stream):
-            return stream  # type: ignore[no-any-return]
-        return self.xp.cuda.Stream.from_external(_ForeignStream(stream))  # type: ignore[no-any-return]
+            return self._on(stream)
+        with self.active():
+            return self._on(self.xp.cuda.Stream.from_external(_ForeignStream(stream)))
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        with self.active(), stream:  # a stream is made current for the current device
+            yield
 
     def active(self) -> AbstractContextManager[object]:
         """Within it, this is the current device: where a caller works on another one, launches would go there."""
@@ -58,12 +65,17 @@ class CudaDevice:
     @contextmanager
     def recording(self) -> Iterator[Recorded]:
         """Within it, work is recorded; on a stream of its own, ordered behind the current one."""
+        if self._recorded is not None:
+            raise CallerError(
+                "another window is being captured on this device", do="one at a time, in one thread; capture it then"
+            )
         with self.active():
             stream = self.xp.cuda.Stream(non_blocking=True)
             stream.wait_event(self.current_stream().record())
-        self._recorded = recorded = Recorded()
+        recorded = Recorded()
         with self.active(), stream:
             stream.begin_capture()
+            self._recorded = recorded
             try:
                 yield recorded
             except BaseException:
@@ -162,6 +174,15 @@ class CudaDevice:
             return -1
         return int(stream.ptr) or 1
 
+    def wait_for(self, handle: int | None) -> None:
+        """Have the current stream wait for another library's, named as the CUDA array interface does: 1 is default."""
+        stream = self.current_stream()
+        if handle is None or handle == (int(stream.ptr) or 1):
+            return
+        with self.active():
+            producer = self.xp.cuda.Stream.null if handle == 1 else self.xp.cuda.Stream.from_external(_Handle(handle))
+            stream.wait_event(producer.record())
+
     def refuse_foreign(self, buffer: Buffer, component: str) -> None:
         """Ask the driver about a raw pointer: its first and its last byte must lie on this device."""
         for address in (buffer.pointer, buffer.pointer + buffer.nbytes - 1) if buffer.size else ():
@@ -175,6 +196,31 @@ class CudaDevice:
                 )
 
 
+class StreamOrder:
+    """The order of work on some memory, whichever streams it is queued on: each stream waits for the one before.
+
+    Args:
+        device: Where the memory is, given out on the stream that is current now.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._born = self._last = device.current_stream()
+
+    def follow(self, device: CudaDevice) -> None:
+        """Work is about to be queued on the current stream. A recorded graph is ordered as a whole, when it runs."""
+        stream = device.current_stream()
+        if stream.ptr != self._last.ptr and not stream.is_capturing():
+            with device.active():
+                stream.wait_event(self._last.record())
+            self._last = stream
+
+    def end(self, device: CudaDevice) -> None:
+        """The memory is dropped: whoever gets it next, on the stream it came from, is behind what was done with it."""
+        if self._last.ptr != self._born.ptr:
+            with device.active():
+                self._born.wait_event(self._last.record())
+
+
 class _ForeignStream:
     """Another library's stream, in the way that CuPy takes one; kept alive by it."""
 
@@ -184,6 +230,16 @@ class _ForeignStream:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A bare stream handle, in the way that CuPy takes one."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
 
 
 def _stream_handle(stream: Any) -> int:

@@ -10,7 +10,7 @@ enum { FINALISE_THREADS = 512 };
 
 struct Verdict {         // as kernels/verdict.py reads it
   double norm;           // global, of the averaged gradient, before clipping
-  u64 steps;             // counted by the device: which step this verdict is of, from 1 on
+  u64 steps;             // which step this verdict is of, from 1 on
   u64 bad_step;          // the last of them that was not finite, or 0; what follows stays until there is another
   u64 bad_steps;         // how many there were
   i64 bad_component;     // the first component that is not finite
@@ -46,14 +46,19 @@ __device__ __forceinline__ u64 block_minimum(u64 value) {
   return value;
 }
 
+// Chunks are a power of two: a shift, where a 64-bit division is a function call.
+__device__ __forceinline__ u32 chunks_of(i64 size, u32 chunk_shift) {
+  return (u32)((size + (1ll << chunk_shift) - 1) >> chunk_shift);
+}
+
 // Each component's chunks, added by a warp; the first component that is not finite.
-__device__ __forceinline__ u64 sum_components(const Target* targets, u32 components, i64 chunk, const double* squares,
+__device__ __forceinline__ u64 sum_components(const Target* targets, u32 components, u32 chunk_shift, const double* squares,
                                               const u32* non_finite, double divisor, double* totals, u64* counts,
                                               double* component_norms) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u64 bad = NONE;
   for (u32 c = warp; c < components; c += FINALISE_THREADS / 32) {
-    const u32 first = targets[c].first, chunks = (u32)((targets[c].size + chunk - 1) / chunk);
+    const u32 first = targets[c].first, chunks = chunks_of(targets[c].size, chunk_shift);
     double total = 0.0;
     u64 count = 0;
     for (u32 k = lane; k < chunks; k += 32) total += squares[first + k], count += non_finite[first + k];
@@ -97,16 +102,17 @@ __device__ __forceinline__ void norm_segments(const Segments& segments, const do
 }
 
 // The first element of a component that is not finite: its first chunk with one, then that chunk.
-__device__ __forceinline__ u64 find_non_finite(const Target& component, i64 chunk, const u32* non_finite) {
-  const u32 chunks = (u32)((component.size + chunk - 1) / chunk);
+__device__ __forceinline__ u64 find_non_finite(const Target& component, u32 chunk_shift,
+                                               const u32* non_finite) {
+  const u32 chunks = chunks_of(component.size, chunk_shift);
   u64 bad = NONE;
   for (u32 k = threadIdx.x; k < chunks && bad == NONE; k += FINALISE_THREADS)
     if (non_finite[component.first + k]) bad = k;
   bad = block_minimum(bad);
   if (bad == NONE || (component.address & ADDRESS) == 0) return NONE;
   const Stretch memory(component.address, component.size);
-  const i64 start = (i64)bad * chunk;
-  const i64 stop = min(start + chunk, component.size);
+  const i64 start = (i64)bad << chunk_shift;
+  const i64 stop = min(start + (1ll << chunk_shift), component.size);
   u64 index = NONE;
   for (i64 i = start + threadIdx.x; i < stop && index == NONE; i += FINALISE_THREADS)
     if (is_non_finite(__float_as_uint(load_one(memory, i)))) index = (u64)i;
@@ -126,22 +132,22 @@ __device__ __forceinline__ void blame(const Target* targets, u32 components, u64
 }
 
 extern "C" __global__ void __launch_bounds__(FINALISE_THREADS)
-    finalise(const Target* targets, u32 components, i64 chunk, const double* squares, const u32* non_finite,
+    finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
-             const double* max_norms, double max_norm, double divisor, u32 zero_if_bad, double* totals, u64* counts,
-             double* component_norms, double* norms, double* scales, float* factors, Verdict* verdict) {
+             const double* max_norms, double max_norm, double divisor, u32 zero_if_bad, u64 step, double* totals,
+             u64* counts, double* component_norms, double* norms, double* scales, float* factors, Verdict* verdict) {
   const Segments segments = {segment_start, segment_member, segment_count, groups};
-  const u64 bad = sum_components(targets, components, chunk, squares, non_finite, divisor, totals, counts,
+  const u64 bad = sum_components(targets, components, chunk_shift, squares, non_finite, divisor, totals, counts,
                                  component_norms);
   norm_segments(segments, totals, Bounds{max_norms, max_norm}, divisor, norms, scales, factors);
   u64 index = NONE;
-  if (bad != NONE) index = find_non_finite(targets[bad], chunk, non_finite);
+  if (bad != NONE) index = find_non_finite(targets[bad], chunk_shift, non_finite);
   __syncthreads();
   if (threadIdx.x != 0) return;
   double scale = 1.0;
   for (u32 g = 0; g < groups; ++g) scale = scales[g] < scale ? scales[g] : scale;
   verdict->norm = norms[0];
-  verdict->steps += 1;
+  verdict->steps = step ? step : verdict->steps + 1;  // a graph that is replayed counts by itself
   verdict->scale = narrow(scale);
   verdict->factor = factors[0];
   verdict->inverse = narrow(divisor / scales[0]);

@@ -96,6 +96,18 @@ class HostKernels(Kernels):
         """See `Kernels.squared_sums`."""
         return SquaredSums(sizes)
 
+    def prepare(
+        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[Places], plan: ClipPlan | None = None
+    ) -> None:
+        """See `Kernels.prepare`: the host needs nothing."""
+
+    def follow(self, sums: SquaredSums) -> None:
+        """See `Kernels.follow`: the host does one thing after the other."""
+
+    def is_capturing(self) -> bool:
+        """See `Kernels.is_capturing`: never."""
+        return False
+
     def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
         """See `Kernels.contribution`."""
         pointers = [view.pointer if view is not None and view.size else 0 for view in views]
@@ -129,13 +141,24 @@ class HostKernels(Kernels):
 
         self._run(measure_chunk, chunks, sum(stop - start for _, _, start, stop in chunks))
 
+    def measure_all(self, buffers: Sequence[Buffer], sums: SquaredSums, positions: Sequence[int] | None = None) -> None:
+        """See `Kernels.measure_all`."""
+        self.measure(buffers, sums, sums.all_chunks(range(len(buffers)) if positions is None else positions))
+
     def totals(self, sums: SquaredSums) -> Float64:
         """See `Kernels.totals`."""
         spans = zip(sums.first, sums.counts, strict=True)
         return np.array([sum_in_order(sums.values[first : first + count]) for first, count in spans], np.float64)
 
     def finalise(
-        self, targets: Sequence[Buffer] | None, sums: SquaredSums, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
+        self,
+        targets: Sequence[Buffer] | None,
+        sums: SquaredSums,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        step: int = 0,
     ) -> Decision:
         """See `Kernels.finalise`."""
         return decide(self.totals(sums), plan, divisor, zero_if_bad=zero_if_bad)

@@ -129,6 +129,20 @@ class Kernels(ABC):
         """Room for the squared sums of targets of these sizes."""
 
     @abstractmethod
+    def prepare(
+        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[Places], plan: ClipPlan | None = None
+    ) -> None:
+        """Make now what later calls need for these targets, so that none of them allocates."""
+
+    @abstractmethod
+    def follow(self, sums: SquaredSums) -> None:
+        """Order what is queued next behind what was done with these sums, also on another stream."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph instead of working."""
+
+    @abstractmethod
     def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
         """Views of a micro-batch's gradients for these targets, as `accumulate_batch` takes them."""
 
@@ -145,12 +159,23 @@ class Kernels(ABC):
         """Squared sums of at least these chunks of buffers that are already complete."""
 
     @abstractmethod
+    def measure_all(self, buffers: Sequence[Buffer], sums: SquaredSums, positions: Sequence[int] | None = None) -> None:
+        """Squared sums of whole buffers: of all, or of those at these positions."""
+
+    @abstractmethod
     def totals(self, sums: SquaredSums) -> Float64:
         """Each target's squared sum, chunks added in order, on the host: on a GPU this waits for it."""
 
     @abstractmethod
     def finalise(
-        self, targets: Sequence[Buffer] | None, sums: SquaredSums, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
+        self,
+        targets: Sequence[Buffer] | None,
+        sums: SquaredSums,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        step: int = 0,
     ) -> Decision:
         """K2: norms, scales and factors from the squared sums, and who is not finite.
 
@@ -160,6 +185,7 @@ class Kernels(ABC):
             plan: Which targets share a norm.
             divisor: What makes the sum the average.
             zero_if_bad: Zeros are to be handed back where anything is not finite.
+            step: Which step the verdict is of, from 1 on; 0 is the one after the last.
         """
 
     @abstractmethod

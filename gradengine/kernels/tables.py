@@ -7,6 +7,7 @@ change, so they travel by value: there is no copy to order, and nothing that a c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.buffer import Buffer
-from gradengine.kernels.contribution import Places
+from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
 from gradengine.kernels.interface import SquaredSums
 
-__all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "chunk_for", "tagged"]
+__all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "as_batches", "chunk_for", "tagged"]
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
 _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
@@ -55,14 +56,18 @@ class DeviceSums(SquaredSums):
     Attributes:
         non_finite: How many elements of each chunk are not finite.
         decisions: What K2 writes to, by clip plan.
+        order: The order of work on them over streams.
+        of_all: The table for measuring all of them, wherever they lie.
         tables: Those of K1, by the targets that they are for.
     """
 
-    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any]) -> None:
+    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any], order: Any = None) -> None:
         super().__init__(sizes, chunk_for(sum(sizes)))
+        self.order = order
         self.values = upload(self.values)
         self.non_finite = upload(np.zeros(len(self.values), np.uint32))
         self.decisions: dict[Any, Any] = {}
+        self.of_all: Table | None = None
         self.tables: WeakKeyDictionary[Places, Table] = WeakKeyDictionary()
 
 
@@ -132,3 +137,23 @@ class Tables:
 
     def _bytes(self, array: npt.NDArray[Any]) -> Any:
         return self._upload(array.view(np.uint8)) if array.size else None
+
+
+def as_batches(folds: Sequence[Fold]) -> list[Batch]:
+    """Folds that one launch can take: with the same weights, or with one weight for all that only some lack."""
+    groups: dict[tuple[np.float32, ...], list[Fold]] = {}
+    one_weight = len({weight for fold in folds for weight in fold.weights}) <= 1
+    for fold in folds:
+        groups.setdefault(() if one_weight else fold.weights, []).append(fold)
+    return [_as_batch(group) for group in groups.values()]
+
+
+def _as_batch(folds: Sequence[Fold]) -> Batch:
+    places = Places([fold.position for fold in folds])
+    longest = max((fold.weights for fold in folds), key=len)
+    columns = itertools.zip_longest(*(fold.sources for fold in folds))
+    contributions = [
+        Contribution(places, column, np.array([0 if s is None else tagged(s) for s in column], np.uint64))
+        for column in columns
+    ]
+    return Batch(places, np.array([fold.overwrite for fold in folds]), contributions, longest)

@@ -103,9 +103,11 @@ class DecisionMemory:
         upload: Copies a NumPy array to the device.
         plan: Which targets share a norm.
         components: How many targets there are.
+        order: The order of work on them over streams.
     """
 
-    def __init__(self, upload: Any, plan: ClipPlan, components: int) -> None:
+    def __init__(self, upload: Any, plan: ClipPlan, components: int, order: Any = None) -> None:
+        self.order = order
         segments = [list(range(components)), *plan.members, *plan.block_members]
         self.groups, self.segments = len(plan.max_norms), len(segments)
         starts = np.cumsum([0, *(len(members) for members in segments)])
