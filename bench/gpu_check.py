@@ -6,6 +6,7 @@ The command fails if a stage does, or has no time left; a tool that is not insta
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -83,6 +84,8 @@ def sanitized(tool: str, limit: float) -> Stage:
 MACHINE = Stage(
     "machine", python("-m", "gradengine.bench.gpu.machine", "{folder}/machine.json"), 60, keeps="machine", lines=60
 )
+# More than a thousand tests at about 0.1 s: in one process they might not be done in time.
+IN_PARALLEL = ("-n", "8") if importlib.util.find_spec("xdist") else ()
 PARTS = ("accumulate", "norm", "hand-back", "hand-back-bf16", "step")
 SHORT = ("accumulate", "norm", "step")
 ODD = ("--odd", "--blocks", "6")
@@ -91,7 +94,7 @@ STAGES = (
     Stage("kernels", python("bench/gpu_once.py", "--pool"), 60),
     Stage(
         "tests",
-        python("-m", "pytest", "tests", "-q", "-k", "cupy", "--junitxml", "{folder}/tests.xml"),
+        python("-m", "pytest", "tests", "-q", "-k", "cupy", "--junitxml", "{folder}/tests.xml", *IN_PARALLEL),
         170,
         keeps="tests",
         lines=15,
