@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -173,6 +173,12 @@ def writable_host_buffer(destination: object, component: str) -> Buffer:
         gradengine.errors.BufferRefused: destination 'w' is read-only: got ndarray, expected ...
     """
     buffer = host_buffer(destination, component)
+    refuse_read_only(buffer, destination, component)
+    return buffer
+
+
+def refuse_read_only(buffer: Buffer, destination: object, component: str) -> None:
+    """Raise `BufferRefused` where a destination's memory may only be read."""
     if not buffer.writable:
         raise BufferRefused(
             f"destination '{component}' is read-only",
@@ -180,7 +186,14 @@ def writable_host_buffer(destination: object, component: str) -> Buffer:
             expected="writable memory",
             do="pass out= an array that may be written, or take result.gradients instead",
         )
-    return buffer
+
+
+def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: Buffer, whose: str) -> None:
+    """Raise `BufferRefused` where two destinations, or one and the arena that they are written from, share memory."""
+    pair = overlapping([*destinations.values(), arena])
+    if pair is not None:
+        names = [*destinations, f"the {whose}'s arena"]
+        raise BufferRefused(f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory")
 
 
 def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:

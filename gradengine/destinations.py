@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradengine.buffer import Buffer, overlapping
-from gradengine.errors import BufferRefused
+from gradengine.buffer import Buffer, refuse_overlapping_destinations
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
 from gradengine.kernels import Kernels
 from gradengine.layout import Slot
@@ -30,10 +29,7 @@ def destinations_of(
         if array is not None:
             found[position] = kernels.writable_view(array, slot.name)
             refuse_other_shape(found[position], slot)
-    pair = overlapping([*found.values(), arena])
-    if pair is not None:
-        names = [*(slots[position].name for position in found), "the engine's arena"]
-        raise BufferRefused(f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory")
+    refuse_overlapping_destinations({slots[position].name: found[position] for position in found}, arena, "engine")
     return found
 
 

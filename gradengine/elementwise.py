@@ -194,4 +194,4 @@ def _made(xp: Any, name: str, source: str, target: str, scalars: str, operation:
 
 
 def _storage_name(buffer: Buffer) -> str:
-    return str(STORAGE[buffer.dtype].name) if buffer.dtype == "float32" else "uint16"
+    return str(STORAGE[buffer.dtype].name) if buffer.dtype != "float16" else "uint16"  # as its bits, like bf16's

@@ -7,8 +7,8 @@ from typing import final
 import numpy as np
 
 from gradengine.accumulate import GradientAccumulator
-from gradengine.buffer import overlapping
-from gradengine.errors import BufferRefused, CallerError
+from gradengine.buffer import refuse_overlapping_destinations
+from gradengine.errors import CallerError
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
 from gradengine.kernels import HostKernels, Kernels, chunk_for, kernels_for
 from gradengine.layout import GradientLayout, Slot
@@ -101,9 +101,7 @@ class GpuGradientAccumulator(GradientAccumulator):
         destinations = [self.kernels.writable_view(array, slot.name) for slot, array in wanted]
         for (slot, _), destination in zip(wanted, destinations, strict=True):
             refuse_other_shape(destination, slot)
-        pair = overlapping([*destinations, self.arena])
-        if pair is not None:
-            names = [*(slot.name for slot, _ in wanted), "the accumulator's arena"]
-            raise BufferRefused(f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory")
+        named = {slot.name: destination for (slot, _), destination in zip(wanted, destinations, strict=True)}
+        refuse_overlapping_destinations(named, self.arena, "accumulator")
         self.settle([slot for slot, _ in wanted])
         self.kernels.scale([self.target_of(slot) for slot, _ in wanted], np.float32(1), destinations)

@@ -15,9 +15,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer, RawBuffer
+from gradengine.buffer import Buffer, RawBuffer, refuse_read_only
 from gradengine.device_buffer import device_buffer
-from gradengine.errors import BufferRefused
 from gradengine.kernels.addresses import CAPACITIES, Addresses
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, sum_in_order
@@ -97,13 +96,7 @@ class CudaKernels(Kernels):
     def writable_view(self, destination: object, component: str) -> Buffer:
         """See `Kernels.writable_view`; memory of this device only."""
         buffer = self.view(destination, component)
-        if not buffer.writable:
-            raise BufferRefused(
-                f"destination '{component}' is read-only",
-                got=type(destination).__name__,
-                expected="writable memory",
-                do="pass out= an array that may be written, or take result.gradients instead",
-            )
+        refuse_read_only(buffer, destination, component)
         return buffer
 
     def allocate(self, size: int) -> Buffer:

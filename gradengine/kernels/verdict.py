@@ -146,7 +146,7 @@ class DecisionMemory:
 
     def read(self) -> Verdict:
         """The verdict as it stands: waits for the device."""
-        return _verdict(self.record.get().view(RECORD)[0])
+        return _read(self.record)
 
 
 class Telemetry:
@@ -184,7 +184,7 @@ class Telemetry:
 
     def read(self) -> Verdict:
         """The verdict as it stands on the device: waits for it."""
-        return _verdict(self._record.get().view(RECORD)[0])
+        return _read(self._record)
 
     def newest(self) -> Verdict | None:
         """The newest verdict that has arrived since the last call; None where none has. Never waits."""
@@ -201,6 +201,10 @@ def _finish(events: list[Any], under_way: list[int], _: Any) -> None:
 
 def _scalar(array: Any, index: int) -> Any:
     return array[index : index + 1].reshape(())
+
+
+def _read(record: Any) -> Verdict:
+    return _verdict(record.get().view(RECORD)[0])
 
 
 def _verdict(record: Any) -> Verdict:
