@@ -28,6 +28,7 @@ class StepResult:
         scale: Clip scale; with several groups the smallest of theirs.
         factor: What the sum was multiplied by, in fp32: average, loss unscale and clip in one. After a deferred step
             what it is still to be multiplied by; with several groups the first one's.
+        inverse_factor: 1 / factor, in fp32: for optimizers that divide, such as torch's fused ones by `grad_scale`.
         weight: Weight of all micro-batches of all workers.
         micro_batches: Micro-batches of all workers.
         skipped: True where the gradient was not finite and the step is to be skipped; the gradients are zero then. On a
@@ -44,6 +45,7 @@ class StepResult:
     norm: Any
     scale: Any
     factor: Any
+    inverse_factor: Any
     weight: float
     micro_batches: int
     skipped: Any
@@ -87,6 +89,7 @@ def result_of(
         norm=decision.norm,
         scale=decision.scale,
         factor=decision.factor,
+        inverse_factor=decision.inverse,
         weight=tally.weight,
         micro_batches=tally.micro_batches,
         skipped=decision.skipped,

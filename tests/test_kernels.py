@@ -821,7 +821,7 @@ class TestHandBack:
         backend.kernels.hand_back(buffers, decision, self.GROUPS, buffers)
         for buffer, array, group in zip(buffers, arrays, self.GROUPS, strict=True):
             draw.assert_same_bits(backend.get(buffer), draw.scaled(array, decision.factors[group], "float32"))
-        skipping = Decision(NAN, (), (), (), (), (), skipped=True, bad=(0,))
+        skipping = Decision(NAN, (), (), (), (), (), NAN, skipped=True, bad=(0,))
         backend.kernels.hand_back(buffers, skipping, self.GROUPS, buffers)
         assert all((draw.storage_bits(backend.get(buffer)) == 0).all() for buffer in buffers)
 

@@ -53,6 +53,12 @@ class TestDecide:
         assert decision.factors[0].dtype == np.float32
         assert decision.factors[0] == np.float32(bound / norm / divisor)
 
+    @pytest.mark.parametrize(("bound", "inverse"), [(0.7, 3.0 * 7 / 0.7), (9.0, 7.0), (0.0, INF), (1e-38, INF)])
+    def test_the_inverse_is_for_those_who_divide(self, bound, inverse):
+        decision = decide(np.array([(3.0 * 7) ** 2]), ClipPlan((0,), (bound,)), 7.0)
+        assert decision.inverse.dtype == np.float32
+        assert decision.inverse == np.float32(inverse)
+
     @pytest.mark.parametrize("bad", [NAN, INF])
     def test_the_bad_are_named_and_nothing_is_clipped_by_them(self, bad):
         decision = decide(np.array([1.0, bad, 4.0, bad]), ClipPlan((0, 1, 0, 1), (1.0, 1.0)), 1.0)

@@ -11,7 +11,7 @@ from devices import on_host, put_all
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, StepResult
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
-SCALARS = ("norm", "scale", "factor", "skipped")
+SCALARS = ("norm", "scale", "factor", "inverse_factor", "skipped")
 
 
 def stepped(backend, gradients=None, **options):
@@ -68,6 +68,7 @@ class TestNumbers:
         assert [float(scale) for scale in result.group_scales.values()] == pytest.approx(scales, rel=1e-6)
         assert float(result.scale) == pytest.approx(min(scales), rel=1e-6)
         assert float(result.factor) == pytest.approx(scales[0] / 2, rel=1e-6)  # the micro-batch weighs 2
+        assert float(result.inverse_factor) == pytest.approx(2 / scales[0], rel=1e-6)
         assert (result.weight, result.micro_batches, result.step) == (2.0, 1, 0)
 
     def test_it_cannot_be_changed(self, backend):

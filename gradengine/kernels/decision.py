@@ -64,6 +64,7 @@ class Decision:
         component_norms: Each target's.
         scales: Each group's clip scale, in 0..1.
         factors: Each group's fp32 factor: clip scale / divisor.
+        inverse: 1 / the first group's factor, rounded once to fp32; infinity where the factor is 0.
         skipped: Whether zeros are handed back.
         bad: Positions of the targets that hold NaN or Inf; None where only the device knows.
     """
@@ -74,6 +75,7 @@ class Decision:
     component_norms: Sequence[Scalar]
     scales: Sequence[Scalar]
     factors: Sequence[Scalar]
+    inverse: Scalar
     skipped: Scalar
     bad: tuple[int, ...] | None
 
@@ -110,9 +112,15 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
         component_norms=tuple((np.sqrt(totals) / divisor).tolist()),
         scales=tuple(scales),
         factors=tuple(np.float32(scale / divisor) for scale in scales),
+        inverse=_narrowed(divisor / scales[0] if scales[0] else math.inf),
         skipped=bool(bad) and zero_if_bad,
         bad=bad,
     )
+
+
+def _narrowed(value: float) -> np.float32:
+    with np.errstate(over="ignore"):  # infinity is what the inverse of a factor that vanishes is
+        return np.float32(value)
 
 
 def clip_scale(norm: float, max_norm: float) -> float:

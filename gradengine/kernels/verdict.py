@@ -90,11 +90,6 @@ class DeviceDecision(Decision):
         """The first group's factor, a 0-d array."""
         return self.memory.field("factor")
 
-    @property
-    def inverse(self) -> Scalar:
-        """1 / factor, a 0-d array."""
-        return self.memory.field("inverse")
-
 
 class DecisionMemory:
     """All that K2 reads and writes besides the partials, allocated once for a plan.
@@ -139,6 +134,7 @@ class DecisionMemory:
             component_norms=self.component_norms,
             scales=tuple(_scalar(self.scales, g) for g in groups),
             factors=tuple(_scalar(self.factors, g) for g in groups),
+            inverse=self.field("inverse"),
             skipped=self.field("skipped"),
             bad=None,
             memory=self,
