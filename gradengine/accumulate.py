@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
@@ -18,7 +19,7 @@ import numpy as np
 
 from gradengine.arrivals import Arrivals
 from gradengine.block import BlockGradientSet
-from gradengine.buffer import Buffer
+from gradengine.buffer import Buffer, Lender
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.gradients import Gradients, and_more, in_slot_order
 from gradengine.kernels import ADDRESS, Contribution, Kernels, Places, kernels_for
@@ -83,6 +84,11 @@ class GradientAccumulator(ABC):
     def total_weight(self) -> float:
         """Sum of the window's weights, in fp64, in order."""
         return ordered_sum(float(weight) for weight in self._window.weights)
+
+    @property
+    def lenders(self) -> AbstractSet[Lender]:
+        """Whose streams the window's gradients are worked on."""
+        return self._window.lenders
 
     def add(self, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
         """Add a whole micro-batch.
@@ -275,6 +281,7 @@ class GradientAccumulator(ABC):
         self._window.refuse_other_weight(places, scalar, where)
         self._refuse_interrupted()
         self._refuse_aliases(contribution)
+        self.kernels.follow(self.sums)  # so that a later fold, on whatever stream, is behind the lenders too
         with self.changing():
             self._window.take(contribution, scalar)
             self._fold(places if measure else self._due(places), measure=measure)

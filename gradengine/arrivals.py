@@ -1,6 +1,6 @@
 """Gradients as they arrive: looked at once, and known again while they are the same arrays at the same addresses.
 
-Looking at an array costs several microseconds; a training loop brings the same ones at every window. They are known by
+Looking at an array costs one to several microseconds; many loops bring the same ones at every window. They are known by
 weak references, so that nobody's memory is kept, and by their addresses now (torch's by their dtypes too: `.data` can
 be set). A shape or strides changed in place at the same address are not seen.
 """
@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer
+from gradengine.buffer import Buffer, Lender, RawBuffer, freed
 from gradengine.errors import BufferRefused
+from gradengine.frameworks import is_torch
 from gradengine.gradients import refuse_other_shape
 from gradengine.kernels import Contribution, Kernels, Places
 from gradengine.layout import Slot
@@ -40,7 +41,7 @@ class Arrivals:
         self._known: dict[Places, list[_Known]] = {}
 
     def contribution(self, places: Places, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
-        """The gradients of one micro-batch for these slots, checked.
+        """The gradients of one micro-batch for these slots, checked; what is queued next is behind their lenders' work.
 
         Raises:
             LayoutMismatch: Another shape.
@@ -49,40 +50,37 @@ class Arrivals:
         known = self._known.setdefault(places, [])
         for candidate in known:
             if candidate.is_again(sources):
-                if candidate.is_foreign:
-                    self._order_behind(sources, slots)
-                return Contribution(places, tuple(sources), candidate.addresses)
-        views = [None if s is None else self._view(s, slot) for s, slot in zip(sources, slots, strict=True)]
-        contribution = self._kernels.contribution(places, views)
+                self._kernels.wait_for(candidate.lenders)
+                return Contribution(places, tuple(sources), candidate.addresses, candidate.lenders)
+        contribution = self._kernels.contribution(places, self._views(slots, sources))
         reader = None if contribution.views else _reader_of(sources)
         if reader is not None:
             known[:] = [candidate for candidate in known if candidate.is_alive][-_REMEMBERED + 1 :]
-            known.append(_Known(sources, contribution.addresses, reader))
+            known.append(_Known(sources, contribution.addresses, contribution.lenders, reader))
         return contribution
 
-    def _order_behind(self, sources: Sequence[Any], slots: Sequence[Slot]) -> None:
-        """Have our work come behind that of the framework's current stream, as an export of one of its arrays does."""
-        source, slot = next(pair for pair in zip(sources, slots, strict=True) if pair[0] is not None)
-        self._kernels.view(source, slot.name)
-
-    def _view(self, source: object, slot: Slot) -> Buffer:
-        view = self._kernels.view(source, slot.name)
-        refuse_other_shape(view, slot)
-        if view.overlaps(self._arena):
-            raise BufferRefused(
-                f"component '{slot.name}' lies in this accumulator's own arena",
-                got=f"address {view.pointer:#x}",
-                expected="memory of the caller's",
-                do="the arena already holds it; pass a copy if it is really meant to be added again",
-            )
-        return view
+    def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
+        given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
+        found = self._kernels.views([source for _, source in given], [slot.name for slot, _ in given])
+        for (slot, _), view in zip(given, found, strict=True):
+            refuse_other_shape(view, slot)
+            if view.overlaps(self._arena):
+                raise _lies_in_arena(view, slot)
+        remaining = iter(found)
+        return [None if source is None else next(remaining) for source in sources]
 
 
 class _Known:
     """One set of arrays that came before."""
 
-    def __init__(self, sources: Sequence[Any], addresses: npt.NDArray[np.uint64], reader: Reader) -> None:
-        self.addresses, self._reader = addresses, reader
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        addresses: npt.NDArray[np.uint64],
+        lenders: frozenset[Lender],
+        reader: Reader,
+    ) -> None:
+        self.addresses, self.lenders, self._reader = addresses, lenders, reader
         self._ids = list(map(id, sources))
         self._pointers = reader(sources)
         self._dead: list[object] = []  # filled by the first array that goes: its id may be another's from then on
@@ -92,46 +90,49 @@ class _Known:
     def is_alive(self) -> bool:
         return not self._dead
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether another framework writes these arrays, perhaps on a stream of its own."""
-        return self._reader is _read_torch
-
     def is_again(self, sources: Sequence[Any]) -> bool:
         # 0.03 us an array for the identities, 0.1 us for the addresses.
         return not self._dead and list(map(id, sources)) == self._ids and self._reader(sources) == self._pointers
 
 
 def _reader_of(sources: Sequence[Any]) -> Reader | None:
-    """How to ask these arrays for their addresses at once; None where there is no quick way, or none at all."""
+    """How to ask these arrays for their addresses at once; None where each must be looked at again.
+
+    DLPack's producers must: an export is what orders their work before ours.
+    """
     present = [source for source in sources if source is not None]
-    try:
-        for source in present:
-            weakref.ref(source)
-        for reader in (_read_torch, _read_cupy, _read_raw):
-            if _answers(reader, present):
-                return reader
-    except TypeError:  # no weak references to this kind
+    if not present:
         return None
+    if all(map(is_torch, present)):
+        return _read_torch
+    if all(isinstance(source, RawBuffer) for source in present):
+        return _read_raw
+    if all(_is_cupy(source) for source in present):
+        return _read_cupy
     return None
 
 
-def _answers(reader: Reader, present: Sequence[Any]) -> bool:
-    try:
-        reader(present)
-    except AttributeError:
-        return False
-    return bool(present)
+def _is_cupy(source: Any) -> bool:
+    return hasattr(getattr(source, "data", None), "ptr") and hasattr(source, "__cuda_array_interface__")
 
 
-def _read_raw(sources: Sequence[Any]) -> list[int]:
-    return [source.pointer for source in sources if source is not None]
+def _read_raw(sources: Sequence[Any]) -> list[Any]:
+    return [(source.pointer, freed(source.owner)) for source in sources if source is not None]
 
 
 def _read_torch(sources: Sequence[Any]) -> list[Any]:
     present = [source for source in sources if source is not None]
-    return [source.data_ptr() for source in present] + [getattr(source, "dtype", None) for source in present]
+    return [source.data_ptr() for source in present] + [source.dtype for source in present]
 
 
 def _read_cupy(sources: Sequence[Any]) -> list[int]:
     return [source.data.ptr for source in sources if source is not None]
+
+
+def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:
+    return BufferRefused(
+        f"component '{slot.name}' lies in this accumulator's own arena",
+        got=f"address {view.pointer:#x}",
+        expected="memory of the caller's",
+        do="the arena already holds it; pass a copy if it is really meant to be added again",
+    )

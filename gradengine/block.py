@@ -89,12 +89,12 @@ class BlockGradientSet:
         """
         slots = self._block.slots
         sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
-        named = zip(sources, slots, strict=True)
-        views = [None if source is None else self._kernels.view(source, slot.name) for source, slot in named]
-        for view, slot in zip(views, slots, strict=True):
-            if view is not None:
-                refuse_other_shape(view, slot)
-        self._write(views, overwrite=False)
+        given = {i: source for i, source in enumerate(sources) if source is not None}
+        views = self._kernels.views(list(given.values()), [slots[i].name for i in given])
+        found = dict(zip(given, views, strict=True))
+        for i, view in found.items():
+            refuse_other_shape(view, slots[i])
+        self._write([found.get(i) for i in range(len(slots))], overwrite=False)
 
     def scale(self, divisor: float) -> None:
         """Divide by `divisor`: one multiplication by fp32(1 / divisor).

@@ -1,37 +1,36 @@
-"""The only door in and out: any array or pointer becomes a flat `Buffer`, checked once, copied never.
+"""What any array or pointer becomes at the door: a flat `Buffer`, checked once, copied never.
 
-What is resolved here is (pointer, size, dtype, device, owner); nothing after the doors asks what an object is. The door
-in this file is the host's: NumPy arrays, DLPack producers on the CPU, and raw host pointers.
+What is resolved is (pointer, size, dtype, device, owner, and whose stream it is worked on); nothing after the doors
+asks what an object is. The doors are `host_buffer.py` and `device_buffer.py`; what they refuse alike is here.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
-import math
 import operator
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.dlpack import Exported, contiguous_strides, exported, exporting_device
+from gradengine.dlpack import Exported, contiguous_strides
 from gradengine.errors import BufferRefused
 
-__all__ = ["Buffer", "DeviceMemory", "RawBuffer", "host_buffer"]
+__all__ = ["STORAGE", "Array", "Buffer", "Lender", "NamedStream", "RawBuffer", "UnknownStream"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
 # bf16 has no NumPy dtype of its own: its bits travel as uint16 and the kernels widen them.
-_NAMES = {np.dtype("<f4"): "float32", np.dtype("<f2"): "float16"}
 STORAGE: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
+ITEMSIZE = {name: dtype.itemsize for name, dtype in STORAGE.items()}
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,17 @@ class RawBuffer:
         size: Elements.
         dtype: "float32", "float16" or "bfloat16".
         device: "cpu", or a GPU's: "cuda:0".
-        owner: Whatever must stay alive while the memory is in use.
+        owner: Whatever must stay alive while the memory is in use. One that can say that its memory is gone (a weak
+            reference, a map that is closed) is asked at each call.
         writable: False where the memory may be read only.
+        stream: Handle of the GPU's stream that the memory is worked on: our work on it is ordered behind what that
+            stream has to do, and before what it is given next. 0 and 1 are the default stream; None orders nothing.
 
     Example:
         >>> memory = np.arange(3, dtype=np.float32)
         >>> raw = RawBuffer(memory.ctypes.data, 3, "float32", owner=memory)
-        >>> host_buffer(raw, "w").data
-        array([0., 1., 2.], dtype=float32)
+        >>> raw.size, raw.device
+        (3, 'cpu')
     """
 
     pointer: int
@@ -59,63 +61,84 @@ class RawBuffer:
     device: str = "cpu"
     owner: object = None
     writable: bool = True
+    stream: int | None = None
 
 
+class Lender(ABC):
+    """Whose stream a GPU's borrowed memory is worked on; equal ones are one."""
+
+    @abstractmethod
+    def stream(self) -> int | None:
+        """That stream's handle now; None where nobody can say: the memory's owner is kept until our work is done."""
+
+
+@final
 @dataclass(frozen=True)
-class DeviceMemory:
-    """A stretch of a GPU's memory: numbers only, since the host cannot look into it."""
+class NamedStream(Lender):
+    """A stream that came with the memory.
 
-    pointer: int
-    size: int
-    itemsize: int
+    >>> NamedStream(1) == NamedStream(0)  # two names of the default stream
+    True
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return self.size * self.itemsize
+    handle: int
 
-    def __getitem__(self, elements: slice) -> DeviceMemory:
-        start, stop, _ = elements.indices(self.size)
-        return DeviceMemory(self.pointer + start * self.itemsize, max(0, stop - start), self.itemsize)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", 0 if self.handle == 1 else self.handle)
+
+    def stream(self) -> int:
+        """See `Lender.stream`."""
+        return self.handle
 
 
+@final
 @dataclass(frozen=True)
+class UnknownStream(Lender):
+    """A producer that had its work ordered before ours when it exported, and cannot be told when ours is done."""
+
+    def stream(self) -> None:
+        """See `Lender.stream`."""
+
+
+@dataclass(eq=False)  # not frozen: 0.3 us instead of 1.2, and the way in makes one for each gradient
 class Buffer:
-    """A flat, contiguous view of somebody's memory.
+    """A flat, contiguous view of somebody's memory; never changed once it is made.
 
     Attributes:
-        data: The elements, one-dimensional, in the storage dtype (bf16 as uint16); of a GPU where they lie.
+        pointer: Address of the first element.
+        size: Elements.
         dtype: "float32", "float16" or "bfloat16".
         shape: The shape it came with.
         writable: Whether it may be a destination.
         owner: Kept alive for as long as this view is.
+        device: "cpu", "cuda:0", ...
+        data: The elements as a NumPy array, in the storage dtype (bf16 as uint16); None on a GPU.
+        lender: Whose stream it is worked on; None where it is our own, or CuPy's, which works on the current stream.
     """
 
-    data: Any
+    pointer: int
+    size: int
     dtype: str
     shape: tuple[int, ...]
     writable: bool
     owner: object
     device: str = "cpu"
-
-    @functools.cached_property
-    def pointer(self) -> int:
-        """Address of the first element."""
-        return int(self.data.ctypes.data) if self.device == "cpu" else int(self.data.pointer)
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return int(self.data.size)
+    data: Any = None
+    lender: Lender | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes."""
-        return int(self.data.nbytes)
+        return self.size * ITEMSIZE[self.dtype]
 
     def part(self, start: int, stop: int) -> Buffer:
         """The elements start..stop - 1 of the same memory, flat."""
-        return Buffer(self.data[start:stop], self.dtype, (stop - start,), self.writable, self.owner, self.device)
+        pointer = self.pointer + start * ITEMSIZE[self.dtype]
+        data = None if self.data is None else self.data[start:stop]
+        shape = (stop - start,)
+        return Buffer(
+            pointer, stop - start, self.dtype, shape, self.writable, self.owner, self.device, data, self.lender
+        )
 
     def overlaps(self, other: Buffer) -> bool:
         """Whether any byte belongs to both."""
@@ -124,61 +147,15 @@ class Buffer:
         return self.pointer < other.pointer + other.nbytes and other.pointer < self.pointer + self.nbytes
 
 
-def host_buffer(source: object, component: str) -> Buffer:
-    """A view of `source`, which must lie in host memory, contiguous, in fp32, fp16 or bf16.
-
-    Args:
-        source: A NumPy array (ml_dtypes' bfloat16 too), a `RawBuffer`, or any object with `__dlpack__` on the CPU.
-        component: Whose gradient it is; errors name it.
-
-    Returns:
-        A view of the same memory: nothing is copied.
-
-    Raises:
-        BufferRefused: Another dtype, device or layout in memory; the error says which came and which are taken.
-
-    Example:
-        >>> array = np.ones((2, 3), np.float16)
-        >>> view = host_buffer(array, "w")
-        >>> view.size, view.dtype, view.pointer == array.ctypes.data
-        (6, 'float16', True)
-    """
-    if isinstance(source, np.generic):  # what NumPy makes of a 0-d array in an expression; it has no memory to write to
-        source = np.asarray(source)
-        source.flags.writeable = False
-    if isinstance(source, np.ndarray):
-        return _from_numpy(source, component)
-    if isinstance(source, RawBuffer):
-        return _from_raw(source, component)
-    if hasattr(source, "__dlpack__"):
-        return _from_dlpack(source, component)
-    raise BufferRefused(
-        f"component '{component}' is no array",
-        got=type(source).__name__,
-        expected="a NumPy array, a DLPack producer on the CPU or a RawBuffer",
-        do="pass the gradient as it lies in memory, for example numpy.asarray(values, dtype=numpy.float32)",
-    )
-
-
-def writable_host_buffer(destination: object, component: str) -> Buffer:
-    """As `host_buffer`, for memory that will be written.
-
-    Raises:
-        BufferRefused: Also where the memory is read-only.
-
-    Example:
-        >>> array = np.zeros(2, np.float32); array.flags.writeable = False
-        >>> writable_host_buffer(array, "w")
-        Traceback (most recent call last):
-        gradengine.errors.BufferRefused: destination 'w' is read-only: got ndarray, expected ...
-    """
-    buffer = host_buffer(destination, component)
-    refuse_read_only(buffer, destination, component)
-    return buffer
-
-
 def refuse_read_only(buffer: Buffer, destination: object, component: str) -> None:
     """Raise `BufferRefused` where a destination's memory may only be read."""
+    if getattr(destination, "requires_grad", False):
+        raise BufferRefused(
+            f"destination '{component}' requires grad",
+            got=type(destination).__name__,
+            expected="memory that autograd does not watch",
+            do="pass the parameter's .grad, or .detach() it",
+        )
     if not buffer.writable:
         raise BufferRefused(
             f"destination '{component}' is read-only",
@@ -200,8 +177,8 @@ def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
     """The positions of two buffers that share memory, or None.
 
     Example:
-        >>> whole = np.zeros(4, np.float32)
-        >>> overlapping([host_buffer(whole[:3], "a"), host_buffer(whole[2:], "b")])
+        >>> whole = Buffer(4096, 4, "float32", (4,), True, None)
+        >>> overlapping([whole.part(0, 3), whole.part(2, 4)])
         (0, 1)
     """
     order = sorted((i for i, b in enumerate(buffers) if b.size), key=lambda i: buffers[i].pointer)
@@ -211,33 +188,13 @@ def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
     return None
 
 
-def _from_numpy(array: Array, component: str) -> Buffer:
-    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
-        raise BufferRefused(
-            f"component '{component}' is a masked array", do="pass .filled(0), or the array without mask"
-        )
-    dtype = _dtype_name(array.dtype, component)
-    if not array.flags.c_contiguous:
-        raise strided(component, array.shape, tuple(s // array.itemsize for s in array.strides))
-    flat = array.view(np.ndarray).reshape(-1).view(STORAGE[dtype])  # a np.matrix stays 2-D if reshaped first
-    return Buffer(flat, dtype, array.shape, array.flags.writeable, array)
-
-
-def _dtype_name(dtype: np.dtype[Any], component: str) -> str:
-    if dtype in _NAMES:  # numpy's own .name takes 1 us, as long as all the rest of a view
-        return _NAMES[dtype]
-    if dtype.name in STORAGE and dtype.isnative:
-        return str(dtype.name)
-    raise wrong_dtype(component, f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}")
-
-
 def wrong_dtype(component: str, got: str) -> BufferRefused:
     """The error for a dtype that is none of ours."""
     return BufferRefused(
         f"component '{component}' has a dtype that is not taken",
         got=got,
         expected="float32, float16 or bfloat16",
-        do="cast it first, for example with .astype('float32')",
+        do="cast it first, for example to float32",
     )
 
 
@@ -251,15 +208,9 @@ def strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> Buf
     )
 
 
-def _from_raw(raw: RawBuffer, component: str) -> Buffer:
-    refuse_other_device(raw.device, component)
-    pointer, size = raw_extent(raw, component)
-    data = _memory(pointer, size, STORAGE[str(raw.dtype)], raw.owner, component)
-    return Buffer(data, str(raw.dtype), (size,), raw.writable, raw.owner)
-
-
 def raw_extent(raw: RawBuffer, component: str) -> tuple[int, int]:
     """A raw buffer's pointer and size as integers, its dtype checked; raises `BufferRefused`."""
+    refuse_freed(raw.owner, component)
     if str(raw.dtype) not in STORAGE:
         raise wrong_dtype(component, str(raw.dtype))
     try:
@@ -268,15 +219,45 @@ def raw_extent(raw: RawBuffer, component: str) -> tuple[int, int]:
         raise no_memory(component, repr(raw.pointer), raw.size) from None
 
 
-def _memory(pointer: int, size: int, storage: np.dtype[Any], owner: object, component: str) -> Array:
-    """Memory at an address as an array that keeps `owner` alive."""
-    refuse_impossible(pointer, size, storage.itemsize, component)
-    if size == 0:
-        return np.empty(0, storage)
-    memory = (ctypes.c_char * (size * storage.itemsize)).from_address(pointer)
-    memory.owner = owner  # type: ignore[attr-defined]
-    flat: Array = np.frombuffer(memoryview(memory), storage)
-    return flat
+def refuse_freed(owner: object, component: str) -> None:
+    """Raise `BufferRefused` where the owner of a pointer's memory says that it is gone.
+
+    >>> import mmap
+    >>> freed = mmap.mmap(-1, 4096); freed.close()
+    >>> refuse_freed(freed, "w")
+    Traceback (most recent call last):
+    gradengine.errors.BufferRefused: component 'w' lies in memory that its owner has freed: got a mmap that is closed...
+    """
+    how = freed(owner)
+    if how:
+        raise BufferRefused(
+            f"component '{component}' lies in memory that its owner has freed",
+            got=how,
+            expected="an owner that is alive",
+            do="keep the owner, and what it owns, until the step is over",
+        )
+
+
+def freed(owner: object) -> str | None:
+    """How an owner says that its memory is gone; None where it does not."""
+    if isinstance(owner, weakref.ref):
+        return "a weak reference to nothing" if owner() is None else freed(owner())
+    if isinstance(owner, memoryview):
+        return _freed_view(owner)
+    if getattr(owner, "closed", False) is True:  # files, memory maps
+        return f"a {type(owner).__name__} that is closed"
+    is_deleted = getattr(owner, "is_deleted", None)  # JAX
+    if callable(is_deleted) and is_deleted() is True:
+        return f"a {type(owner).__name__} that is deleted"
+    return None
+
+
+def _freed_view(view: memoryview) -> str | None:
+    try:
+        view.nbytes  # noqa: B018  (the only way to ask)
+    except ValueError:
+        return "a memoryview that is released"
+    return None
 
 
 def refuse_impossible(pointer: int, size: int, itemsize: int, component: str) -> None:
@@ -308,15 +289,6 @@ def wrong_device(component: str, got: str, expected: str) -> BufferRefused:
         expected=expected,
         do="build the engine with the device where the gradients are",
     )
-
-
-def _from_dlpack(source: Any, component: str) -> Buffer:
-    refuse_other_device(exporting_device(source, component), component)
-    tensor = exported(source, component)
-    refuse_other_device(tensor.device, component)
-    refuse_as_it_lies(tensor, component)
-    data = _memory(tensor.pointer, math.prod(tensor.shape), STORAGE[tensor.dtype], tensor.owner, component)
-    return Buffer(data, tensor.dtype, tensor.shape, tensor.writable, tensor.owner)
 
 
 def refuse_other_device(device: str, component: str, expected: Sequence[str] = ("cpu",)) -> None:

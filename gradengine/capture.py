@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, final
 
-from gradengine.buffer import RawBuffer
+from gradengine.buffer import Lender, RawBuffer
 from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.gradients import Gradients, in_slot_order
 from gradengine.kernels import Kernels, Recorded
@@ -38,13 +39,14 @@ class CapturedWindow:
     def __init__(
         self,
         kernels: Kernels,
-        launched: Callable[[Callable[[], None], StepResult], StepResult],
+        launched: Callable[[CapturedWindow, StepResult], StepResult],
         record_again: Callable[..., CapturedWindow],
     ) -> None:
         self._kernels, self._launched, self._record_again = kernels, launched, record_again
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Recorded | None = None
+        self._lenders: AbstractSet[Lender] = frozenset()
         self._out: Gradients | None = None
         self._deferred = False
         self.result: StepResult | None = None
@@ -66,7 +68,7 @@ class CapturedWindow:
             raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
         if check:
             self._refuse_moved()
-        return self._launched(self._recorded.graph.launch, self.result)
+        return self._launched(self, self.result)
 
     def repoint(self, micro_batches: Sequence[Gradients], out: Gradients | None = None) -> None:
         """Record the window anew for gradients at other addresses, with the same weights; nothing runs.
@@ -87,7 +89,7 @@ class CapturedWindow:
             )
         fresh = self._record_again(micro_batches, self._weights, self._out if out is None else out, self._deferred)
         self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
-        self._out = fresh._out
+        self._out, self._lenders = fresh._out, fresh._lenders
 
     # ---- told by the engine ----
 
@@ -106,10 +108,26 @@ class CapturedWindow:
         elif self._weights is not None:
             self._weights.append(weight)
 
-    def closed(self, result: StepResult, slots: Sequence[Slot], out: Gradients | None, *, deferred: bool) -> None:
+    def launch(self) -> None:
+        """Queue the graph, behind what the arrays' lenders have queued and before what they will."""
+        assert self._recorded is not None  # noqa: S101  (replay looked)
+        self._kernels.wait_for(self._lenders)
+        self._recorded.graph.launch()
+        self._kernels.hand_over(self._lenders)
+
+    def closed(
+        self,
+        result: StepResult,
+        slots: Sequence[Slot],
+        out: Gradients | None,
+        lenders: AbstractSet[Lender],
+        *,
+        deferred: bool,
+    ) -> None:
         """The step was recorded."""
         if out is not None:
             self._keep(slots, out)
+        self._lenders = lenders
         self.result, self._deferred, self._out = result, deferred, out
 
     @contextmanager

@@ -6,7 +6,9 @@ GPU norm and scale stay in its memory and nothing waits: three launches, which a
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -93,7 +95,8 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
         max_norm: The bound, >= 0.
 
     Returns:
-        The global norm before clipping, accumulated beyond fp32 whatever the arrays' dtype; on a GPU a 0-d array there.
+        The global norm before clipping, accumulated beyond fp32 whatever the arrays' dtype; on a GPU a 0-d array there,
+        and nothing waits but the first call with arrays of these sizes.
 
     Raises:
         BufferRefused: An array cannot be written as it lies, or two overlap.
@@ -106,11 +109,21 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     """
     named = arrays if isinstance(arrays, Mapping) else {f"arrays[{i}]": array for i, array in enumerate(arrays)}
     kernels = kernels_for(device_of(next(iter(named.values()), None)))
-    views = [kernels.writable_view(array, name) for name, array in named.items()]
-    state = FusedClipState([view.size for view in views], kernels)
+    views = kernels.writable_views(list(named.values()), list(named))
     _refuse_overlap(views, list(named))
+    state = _states.of(tuple(view.size for view in views), kernels)
     _clip(views, max_norm, state)
-    return state.norm
+    return state.norm if kernels.device == "cpu" else state.norm.copy()  # the next clip writes the state's anew
+
+
+class _States(threading.local):
+    """Clip states by sizes, a thread's own: on a GPU making one allocates and waits."""
+
+    def __init__(self) -> None:
+        self.of = functools.lru_cache(maxsize=8)(FusedClipState)
+
+
+_states = _States()
 
 
 def init_lora_fused_clip(workspace: object, device: str | Kernels | None = None) -> FusedClipState:
@@ -135,7 +148,7 @@ def init_lora_fused_clip(workspace: object, device: str | Kernels | None = None)
     given = [array for name in LORA_COMPONENTS if (array := _component(workspace, name)) is not None]
     kernels = kernels_for(device or device_of(next(iter(given), None)))
     present = _lora_buffers(workspace, kernels)
-    return FusedClipState([kernels.view(array, name).size for name, array in present.items()], kernels)
+    return FusedClipState([view.size for view in kernels.views(list(present.values()), list(present))], kernels)
 
 
 def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedClipState) -> None:
@@ -238,7 +251,7 @@ def _writable(buffers: Sequence[object], names: Sequence[str], state: FusedClipS
             got=len(buffers),
             expected=len(state.sums.sizes),
         )
-    views = [state.kernels.writable_view(buffer, name) for buffer, name in zip(buffers, names, strict=True)]
+    views = state.kernels.writable_views(buffers, names)
     for view, name, size in zip(views, names, state.sums.sizes, strict=True):
         if view.size != size:
             raise LayoutMismatch(

@@ -24,11 +24,11 @@ def destinations_of(
     """
     if out is None:
         return None
-    found = {}
-    for position, (slot, array) in enumerate(zip(slots, in_slot_order(slots, out, "out"), strict=True)):
-        if array is not None:
-            found[position] = kernels.writable_view(array, slot.name)
-            refuse_other_shape(found[position], slot)
+    given = {i: array for i, array in enumerate(in_slot_order(slots, out, "out")) if array is not None}
+    views = kernels.writable_views(list(given.values()), [slots[position].name for position in given])
+    found = dict(zip(given, views, strict=True))
+    for position, view in found.items():
+        refuse_other_shape(view, slots[position])
     refuse_overlapping_destinations({slots[position].name: found[position] for position in found}, arena, "engine")
     return found
 

@@ -1,8 +1,4 @@
-"""The GPU's door: arrays and pointers on a device become flat `Buffer`s, checked once, copied never.
-
-CuPy arrays, DLPack producers (PyTorch, JAX) and objects with `__cuda_array_interface__`; nothing is asked of a
-framework but where its memory lies.
-"""
+"""The GPU's door: CuPy arrays, torch tensors, DLPack producers, CUDA array interfaces and raw device pointers."""
 
 from __future__ import annotations
 
@@ -13,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from gradengine.buffer import (
+    ITEMSIZE,
     STORAGE,
     Buffer,
-    DeviceMemory,
+    Lender,
+    NamedStream,
     RawBuffer,
+    UnknownStream,
     raw_extent,
     refuse_as_it_lies,
     refuse_impossible,
@@ -26,8 +25,9 @@ from gradengine.buffer import (
 )
 from gradengine.dlpack import Exported, contiguous_strides, exported, exporting_device
 from gradengine.errors import BufferRefused
+from gradengine.frameworks import is_jax, is_torch, jax_device, refuse_distributed, torch_buffer, torch_device
 
-__all__ = ["device_buffer", "device_of"]
+__all__ = ["device_buffer", "device_of", "exporting_stream"]
 
 
 def device_of(source: object) -> str:
@@ -38,6 +38,10 @@ def device_of(source: object) -> str:
     """
     if isinstance(source, RawBuffer):
         return source.device
+    if is_torch(source):
+        return torch_device(source)
+    if is_jax(source):
+        return jax_device(source, "array")
     if isinstance(source, (np.ndarray, np.generic)) and not hasattr(source, "__cuda_array_interface__"):
         return "cpu"
     if hasattr(source, "__dlpack_device__"):
@@ -49,34 +53,46 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     """A view of `source`, which must lie on `device`, contiguous, in fp32, fp16 or bf16.
 
     Args:
-        source: An array of the device's own kind, a `RawBuffer`, a DLPack producer, or an object with
-            `__cuda_array_interface__`.
+        source: An array of the device's own kind, a torch tensor, a `RawBuffer`, a DLPack producer (JAX), or an object
+            with `__cuda_array_interface__`.
         component: Whose gradient it is; errors name it.
         device: "cuda:0", ....
         array_type: The device's own kind of array, which needs no protocol: cupy.ndarray.
-        stream: The stream that will read it, as DLPack counts them; -1 asks the producer to order nothing.
+        stream: The stream that will read it, as DLPack counts them; -1 asks the producer to order nothing. Others than
+            DLPack's producers order nothing: see `Buffer.lender`, and `exporting_stream` for array interfaces.
 
     Raises:
         BufferRefused: Another device, dtype or layout in memory.
     """
     if isinstance(source, array_type):
         return _from_own_array(source, component, device)
+    if is_torch(source):
+        return torch_buffer(source, component, (device,))
     if isinstance(source, RawBuffer):
         return _from_raw(source, component, device)
     if hasattr(source, "__dlpack__"):
+        refuse_distributed(source, component)
+        if is_jax(source):
+            refuse_other_device(jax_device(source, component), component, (device,))
         ordinal = device.removeprefix("cuda:")
         devices = (device, f"cuda_managed:{ordinal}")
         refuse_other_device(exporting_device(source, component), component, devices)
         tensor = exported(source, component, stream)
         refuse_other_device(tensor.device, component, devices)
-        return _from_exported(tensor, component, device)
+        return _from_exported(tensor, component, device, UnknownStream(), writable=not is_jax(source))
     if hasattr(source, "__cuda_array_interface__"):
-        return _from_exported(_read_interface(source, component, device), component, device)
+        return _from_exported(_read_interface(source, component, device), component, device, UnknownStream())
     raise BufferRefused(
         f"component '{component}' is no array on a GPU",
         got=type(source).__name__,
         expected=f"an array on {device}: CuPy, DLPack (torch, JAX), __cuda_array_interface__, or a RawBuffer",
     )
+
+
+def exporting_stream(source: object) -> NamedStream | None:
+    """The stream that a CUDA array interface names: to be waited for now, since it may be gone later."""
+    handle = getattr(source, "__cuda_array_interface__", {}).get("stream")
+    return None if handle is None else NamedStream(int(handle))
 
 
 def _from_own_array(array: Any, component: str, device: str) -> Buffer:
@@ -85,24 +101,23 @@ def _from_own_array(array: Any, component: str, device: str) -> Buffer:
     if not array.flags.c_contiguous:
         strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
         refuse_as_it_lies(Exported(0, dtype, array.shape, strides, "", True, None), component)
-    memory = DeviceMemory(int(array.data.ptr), int(array.size), array.dtype.itemsize)
-    return Buffer(memory, dtype, tuple(array.shape), True, array, device)
+    return Buffer(int(array.data.ptr), int(array.size), dtype, tuple(array.shape), True, array, device)
 
 
 def _from_raw(raw: RawBuffer, component: str, device: str) -> Buffer:
     refuse_other_device("cuda:0" if raw.device == "cuda" else raw.device, component, (device,))
     pointer, size = raw_extent(raw, component)
-    itemsize = STORAGE[str(raw.dtype)].itemsize
-    refuse_impossible(pointer, size, itemsize, component)
-    return Buffer(DeviceMemory(pointer, size, itemsize), str(raw.dtype), (size,), raw.writable, raw.owner, device)
+    dtype = str(raw.dtype)
+    refuse_impossible(pointer, size, ITEMSIZE[dtype], component)
+    lender = UnknownStream() if raw.stream is None else NamedStream(raw.stream)
+    return Buffer(pointer, size, dtype, (size,), raw.writable, raw.owner, device, lender=lender)
 
 
-def _from_exported(tensor: Exported, component: str, device: str) -> Buffer:
+def _from_exported(tensor: Exported, component: str, device: str, lender: Lender, *, writable: bool = True) -> Buffer:
     refuse_as_it_lies(tensor, component)
-    size, itemsize = math.prod(tensor.shape), STORAGE[tensor.dtype].itemsize
-    refuse_impossible(tensor.pointer, size, itemsize, component)
-    memory = DeviceMemory(tensor.pointer, size, itemsize)
-    return Buffer(memory, tensor.dtype, tensor.shape, tensor.writable, tensor.owner, device)
+    pointer, size, writable = tensor.pointer, math.prod(tensor.shape), writable and tensor.writable
+    refuse_impossible(pointer, size, ITEMSIZE[tensor.dtype], component)
+    return Buffer(pointer, size, tensor.dtype, tensor.shape, writable, tensor.owner, device, lender=lender)
 
 
 def _read_interface(source: Any, component: str, device: str) -> Exported:

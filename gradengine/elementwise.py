@@ -122,12 +122,10 @@ def fill(buffer: object, value: float, *, device: str | Kernels | None = None, s
         to = kernels.writable_view(buffer, "buffer")
         if isinstance(kernels, CudaKernels):
             _run(kernels, "fill", "value", (np.float32(value),), to, "float32 value")
-        else:
+        elif to.size:
             constant = kernels.view(np.full(1, value, np.float32), "value")
-            rounded = np.empty(1, STORAGE[to.dtype])
-            one = Buffer(rounded, to.dtype, (1,), True, rounded)
-            kernels.scale([constant], np.float32(1), [one])
-            to.data.fill(rounded[0])
+            kernels.scale([constant], np.float32(1), [to.part(0, 1)])
+            to.data.fill(to.data[0])
 
 
 def cast(
@@ -179,6 +177,7 @@ def _run(kernels: CudaKernels, name: str, value: str, inputs: tuple[Any, ...], t
     kernel = _kernel(kernels.xp, name, of, _storage_name(target), scalars, operation)
     with kernels.active():
         kernel(*arrays, kernels.storage_array(target))
+    kernels.give_back(target, *(given for given in inputs if isinstance(given, Buffer)))
 
 
 @functools.cache

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, final
+from typing import Any, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.agreement import Tally
@@ -17,10 +16,11 @@ from gradengine.destinations import destinations_of, handed_back
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError
 from gradengine.exchange.interface import Exchange
 from gradengine.gradients import Gradients
-from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for
+from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for, lenders_of
 from gradengine.late import LateVerdicts
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult, result_of
+from gradengine.settings import Average, OnNonFinite, Settings
 from gradengine.sharing import Sharing
 
 __all__ = ["GradientEngine"]
@@ -70,33 +70,20 @@ class GradientEngine:
         device: str | Kernels = "cpu",
         max_norm: MaxNorm = 1.0,
         exchange: Exchange | None = None,
-        on_non_finite: Literal["raise", "skip", "pass"] = "raise",
+        on_non_finite: OnNonFinite = "raise",
         micro_batches: int | None = None,
         *,
         hold: int = 1,
         groups: Groups = None,
-        average: Literal["weighted", "per_worker"] = "weighted",
+        average: Average = "weighted",
         loss_scale: float = 1.0,
     ) -> None:
-        _refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
-        _refuse_unknown("average", average, ("weighted", "per_worker"))
-        if micro_batches is not None and not (isinstance(micro_batches, int) and micro_batches >= 1):
-            raise CallerError("micro_batches is out of range", got=micro_batches, expected="at least 1, or None")
-        if not (isinstance(loss_scale, (int, float)) and 2.0**-64 <= loss_scale <= 2.0**64):
-            raise CallerError("loss_scale is out of range", got=loss_scale, expected="2**-64..2**64")
-        self.layout, self.micro_batches, self.loss_scale = layout, micro_batches, loss_scale
-        self._on_non_finite = on_non_finite
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
+        self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
+        self.layout, self.micro_batches = layout, micro_batches
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold)
         self._kernels = self.accumulator.kernels
-        settings = {
-            "max_norm": repr(self._plan.max_norms),
-            "groups": hashlib.sha256(repr(self._plan.groups).encode()).hexdigest()[:12],
-            "average": average,
-            "on_non_finite": on_non_finite,
-            "loss_scale": repr(float(loss_scale)),
-        }
-        self._sharing = Sharing(self.accumulator, per_worker=average == "per_worker", settings=settings)
+        self._sharing = Sharing(self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared)
         self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
         self._captured: CapturedWindow | None = None
         self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
@@ -112,6 +99,29 @@ class GradientEngine:
     def exchange(self) -> Exchange | None:
         """The exchange that is joined, if there is one."""
         return self._sharing.exchange
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the open window is multiplied by; may be set between windows, as a dynamic scaler does.
+
+        A captured window keeps the one it was captured with.
+
+        Raises:
+            WindowError: It is set while a window is open.
+            CallerError: It is out of range.
+        """
+        return self._settings.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        count = self.accumulator.accumulated_count
+        if count and value != self.loss_scale:
+            raise WindowError(
+                "the loss scale of an open window cannot be changed",
+                got=f"{value} after {count} micro-batches of {self.loss_scale}",
+                do="set it after step() or discard()",
+            )
+        self._settings.loss_scale = value
 
     @property
     def latest_verdict(self) -> Verdict | None:
@@ -215,7 +225,7 @@ class GradientEngine:
         tally = self._sharing.agree()
         decision = self._decide(tally)
         non_finite = self._sharing.find_non_finite(decision)
-        if non_finite is not None and self._on_non_finite == "raise":
+        if non_finite is not None and self._settings.raises:
             self._sharing.failed = True
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
@@ -224,8 +234,10 @@ class GradientEngine:
                 self._hand_back(decision, destinations)
         result = self._result(tally, decision, non_finite, handed_back(self.layout.slots, accumulator.views(), out))
         if self._captured is not None:
-            self._captured.closed(result, self.layout.slots, out, deferred=deferred)
+            lenders = accumulator.lenders | lenders_of((destinations or {}).values())
+            self._captured.closed(result, self.layout.slots, out, lenders, deferred=deferred)
         else:
+            self._kernels.hand_over(accumulator.lenders)
             if decision.bad is None:
                 self._late.send()
             self._sharing.progress.next_step()
@@ -258,7 +270,7 @@ class GradientEngine:
             NonFiniteGradient: A step's gradient held NaN or Inf, with on_non_finite="raise".
         """
         found = self._late.awaited()
-        if found is not None and self._on_non_finite == "raise":
+        if found is not None and self._settings.raises:
             raise found
 
     def discard(self) -> None:
@@ -299,7 +311,7 @@ class GradientEngine:
 
     def _raise_late(self) -> None:
         found = self._late.untold()
-        if found is not None and self._on_non_finite == "raise":
+        if found is not None and self._settings.raises:
             raise found
 
     def _refuse_graph(self) -> None:
@@ -341,8 +353,7 @@ class GradientEngine:
     # ---- the decision ----
 
     def _decide(self, tally: Tally) -> Decision:
-        divisor = self.loss_scale * self._sharing.divisor(tally)
-        zero_if_bad = self._on_non_finite != "pass"
+        divisor, zero_if_bad = self.loss_scale * self._sharing.divisor(tally), self._settings.zero_if_bad
         if not self._sharing.is_alone:  # all workers decide alike, from the sums that they agreed on
             return decide(tally.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         accumulator = self.accumulator
@@ -394,18 +405,13 @@ class GradientEngine:
             self.step(out, deferred=deferred)
         return captured
 
-    def _launched(self, launch: Callable[[], None], recorded: StepResult) -> StepResult:
+    def _launched(self, captured: CapturedWindow, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""
         self._refuse_graph()
         self._raise_late()
         self._kernels.follow(self.accumulator.sums)
-        launch()
+        captured.launch()
         self._late.send()
         step = self.current_step
         self._sharing.progress.next_step()
         return dataclasses.replace(recorded, step=step)
-
-
-def _refuse_unknown(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise CallerError(f"unknown {name}", got=repr(value), expected=f"one of {', '.join(map(repr, known))}")

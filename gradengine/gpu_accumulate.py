@@ -98,7 +98,7 @@ class GpuGradientAccumulator(GradientAccumulator):
     def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:
         pairs = zip(slots, in_slot_order(slots, workspace, where, prefix), strict=True)
         wanted = [(slot, array) for slot, array in pairs if array is not None]
-        destinations = [self.kernels.writable_view(array, slot.name) for slot, array in wanted]
+        destinations = self.kernels.writable_views([array for _, array in wanted], [slot.name for slot, _ in wanted])
         for (slot, _), destination in zip(wanted, destinations, strict=True):
             refuse_other_shape(destination, slot)
         named = {slot.name: destination for (slot, _), destination in zip(wanted, destinations, strict=True)}

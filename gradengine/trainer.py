@@ -8,12 +8,12 @@ from typing import Any, Literal, Protocol, TypeVar, final
 
 import msgpack
 
-from gradengine.buffer import host_buffer
 from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, WindowError
 from gradengine.exchange.interface import Exchange, refuse_bad_rank
 from gradengine.gradients import Gradients
+from gradengine.host_buffer import host_buffer
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
 from gradengine.window import checked_weight, ordered_sum

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.buffer import Lender
 from gradengine.errors import WindowError
 from gradengine.kernels import Batch, Contribution, Places
 
@@ -34,6 +35,7 @@ class Window:
         filled: Whether a slot's memory holds something of this window; where not, the next fold overwrites.
         waiting: How many contributions each slot holds by reference, not yet folded.
         measured: Slots whose squared sums are those of their memory.
+        lenders: Whose streams its gradients are worked on.
     """
 
     def __init__(self, size: int) -> None:
@@ -42,6 +44,7 @@ class Window:
         self.filled: Flags = np.zeros(size, np.bool_)
         self.waiting: npt.NDArray[np.intp] = np.zeros(size, np.intp)
         self.measured: Flags = np.zeros(size, np.bool_)
+        self.lenders: set[Lender] = set()
         self._held: list[_Held] = []
 
     def refuse_other_weight(self, places: Places, weight: np.float32, where: str) -> None:
@@ -65,6 +68,7 @@ class Window:
 
     def take(self, contribution: Contribution, weight: np.float32) -> None:
         """Count a contribution to each of its slots and hold it; one without a gradient counts and holds nothing."""
+        self.lenders |= contribution.lenders
         index = contribution.places.index
         if (self.counts[index] == len(self.weights)).any():
             self.weights.append(weight)

@@ -1,11 +1,15 @@
 """Arrays are looked at once, and known again only while they are the same at the same place."""
 
 import gc
+import mmap
+import sys
 import weakref
 
 import numpy as np
 import pytest
-from devices import put_all
+from devices import put_all, raw
+from emulated_torch import Tensor, emulated_torch, tensors_of
+from producers import Producer
 
 from gradengine import GradientLayout
 from gradengine.arrivals import Arrivals
@@ -16,37 +20,18 @@ LAYOUT = GradientLayout.of([(4,), (2, 3)])
 PLACES = Places(range(2))
 
 
-class Tensor:
-    """What torch's tensors are as far as they are asked: an export that is counted, an address, a dtype."""
-
-    def __init__(self, array):
-        self.array, self.dtype, self.exports = array, "float32", 0
-
-    def data_ptr(self):
-        return self.array.data.ptr
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-    def __dlpack__(self, **options):
-        self.exports += 1
-        if self.dtype != "float32":
-            raise BufferError("its dtype was changed")
-        return self.array.__dlpack__(**options)
-
-
 class Looked:
     """Kernels that count how often an array is looked at."""
 
     def __init__(self, kernels):
-        self._kernels, self.views = kernels, 0
+        self._kernels, self.looked = kernels, 0
 
     def __getattr__(self, name):
         return getattr(self._kernels, name)
 
-    def view(self, source, component):
-        self.views += 1
-        return self._kernels.view(source, component)
+    def views(self, sources, components):
+        self.looked += len(sources)
+        return self._kernels.views(sources, components)
 
 
 @pytest.fixture
@@ -72,14 +57,14 @@ def test_the_second_time_nothing_is_looked_at(device, kernels, arrivals):
     for _ in range(3):
         contribution = arrivals.contribution(PLACES, LAYOUT.slots, list(arrays))
         assert pointers(contribution) == [array.data.ptr for array in arrays]
-    assert kernels.views == 2
+    assert kernels.looked == 2
 
 
 def test_several_sets_are_known(device, kernels, arrivals):
     sets = [arrays_of(device) for _ in range(4)]
     for arrays in sets * 3:
         arrivals.contribution(PLACES, LAYOUT.slots, arrays)
-    assert kernels.views == 4 * 2
+    assert kernels.looked == 4 * 2
 
 
 def test_other_arrays_in_the_same_list_are_others(device, kernels, arrivals):
@@ -97,21 +82,60 @@ def test_a_gradient_more_or_less_is_another_set(device, arrivals):
     assert contribution.present.tolist() == [True, False]
 
 
-def test_a_tensor_that_moved_is_looked_at_again(device, arrivals):
-    tensors, others = [Tensor(array) for array in arrays_of(device)], arrays_of(device)
+@pytest.fixture
+def tensors(device, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", emulated_torch(device.kernels.xp.cuda.get_current_stream()))
+    return tensors_of(arrays_of(device))
+
+
+def test_tensors_are_known_again(kernels, arrivals, tensors):
+    for _ in range(3):
+        contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors)
+        assert pointers(contribution) == [tensor.data_ptr() for tensor in tensors]
+    assert kernels.looked == 2
+
+
+def test_a_tensor_that_moved_is_looked_at_again(device, kernels, arrivals, tensors):
     arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-    tensors[0].array = others[0]
+    tensors[0].array = arrays_of(device)[0]
     contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-    assert pointers(contribution)[0] == others[0].data.ptr
-    assert tensors[0].exports == 2
+    assert pointers(contribution) == [tensor.data_ptr() for tensor in tensors]
+    assert kernels.looked == 4
 
 
-def test_a_tensor_of_another_dtype_now_is_looked_at_again(device, arrivals):
-    tensors = [Tensor(array) for array in arrays_of(device)]
+def test_a_tensor_of_another_dtype_now_is_looked_at_again(arrivals, tensors):
     arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-    tensors[0].dtype = "float16"
-    with pytest.raises(BufferRefused, match="its dtype was changed"):
+    tensors[0].dtype = "torch.float64"
+    with pytest.raises(BufferRefused, match="got float64"):
         arrivals.contribution(PLACES, LAYOUT.slots, tensors)
+
+
+def test_new_tensors_at_the_same_addresses_are_looked_at(device, kernels, arrivals, tensors):
+    """As torch makes them where gradients are set to None between micro-batches."""
+    arrivals.contribution(PLACES, LAYOUT.slots, tensors)
+    again = [Tensor(tensor.array) for tensor in tensors]
+    assert pointers(arrivals.contribution(PLACES, LAYOUT.slots, again)) == [tensor.data_ptr() for tensor in tensors]
+    assert kernels.looked == 4
+
+
+def test_pointers_are_known_again_while_their_owner_lives(device, kernels, arrivals):
+    arrays, owner = arrays_of(device), mmap.mmap(-1, 4096)
+    pointing = [raw(device.kernels.view(array, "w"), owner=owner) for array in arrays]
+    for _ in range(3):
+        arrivals.contribution(PLACES, LAYOUT.slots, pointing)
+    assert kernels.looked == 2
+    owner.close()
+    with pytest.raises(BufferRefused, match="'0' lies in memory that its owner has freed: got a mmap that is closed"):
+        arrivals.contribution(PLACES, LAYOUT.slots, pointing)
+
+
+def test_exports_are_asked_for_each_time(device, kernels, arrivals):
+    """An export is what orders the producer's work before ours."""
+    arrays = arrays_of(device)
+    producers = [Producer(np.empty(a.shape, a.dtype), data=a.data.ptr, device=(2, 0)) for a in arrays]
+    for _ in range(3):
+        arrivals.contribution(PLACES, LAYOUT.slots, producers)
+    assert [len(producer.asked) for producer in producers] == [3, 3]
 
 
 def test_nobodys_memory_is_kept(device, arrivals):
@@ -130,7 +154,7 @@ def test_a_set_of_which_one_is_gone_is_not_known_any_more(device, kernels, arriv
         contribution = arrivals.contribution(PLACES, LAYOUT.slots, arrays)
         assert pointers(contribution) == [array.data.ptr for array in arrays]
         del arrays, contribution
-    assert kernels.views == 20 * 2
+    assert kernels.looked == 20 * 2
 
 
 def test_what_is_refused_is_refused_again(device, arrivals):

@@ -1,330 +1,30 @@
-"""The door: what comes in without a copy, what is refused and how, and that memory stays alive behind a view."""
+"""What arrays and pointers become: parts, overlaps, whose stream they are on, and owners that are gone."""
 
-import gc
+import mmap
 import weakref
 
-import ml_dtypes
 import numpy as np
 import pytest
-import strategies as draw
 from hypothesis import example, given
 from hypothesis import strategies as st
-from producers import NumPyProducer, Producer
 
-from gradengine.buffer import RawBuffer, host_buffer, overlapping, writable_host_buffer
+from gradengine.buffer import Buffer, NamedStream, RawBuffer, UnknownStream, freed, overlapping, refuse_read_only
 from gradengine.errors import BufferRefused
+from gradengine.host_buffer import host_buffer
 
 
-def raw(array, **change):
-    fields = {"pointer": array.ctypes.data, "size": array.size, "dtype": array.dtype.name, "owner": array, **change}
-    return RawBuffer(**fields)
+class TestParts:
+    def test_of_host_memory(self):
+        array = np.arange(5, dtype=np.float16)
+        part = host_buffer(array, "w").part(1, 4)
+        assert (part.pointer, part.size, part.nbytes, part.shape) == (array.ctypes.data + 2, 3, 6, (3,))
+        assert part.data.view(np.float16).tolist() == [1, 2, 3]
 
-
-WAYS = {
-    "numpy": lambda array: array,
-    "raw": raw,
-    "versioned": Producer,
-    "unversioned": lambda array: Producer(array, versioned=False),
-    "old-signature": lambda array: Producer(array, versioned=False, old_signature=True),
-    "no-strides": lambda array: Producer(array, strides=None),
-    "page-locked": lambda array: Producer(array, device=(3, 0)),
-}
-
-
-@pytest.fixture(params=list(WAYS))
-def way(request):
-    return WAYS[request.param]
-
-
-class TestZeroCopy:
-    @pytest.mark.parametrize("dtype", draw.DTYPES)
-    def test_the_same_memory_by_every_way(self, way, dtype):
-        array = draw.random_array(0, (3, 5), dtype)
-        view = host_buffer(way(array), "w")
-        assert view.pointer == array.ctypes.data
-        assert (view.dtype, view.size, view.nbytes) == (dtype, 15, array.nbytes)
-        assert view.data.ndim == 1
-        draw.assert_same_bits(view.data, array)
-        array[1, 2] = 7
-        draw.assert_same_bits(view.data, array)
-
-    @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 1, 3), (1, 1)])
-    def test_any_shape(self, way, shape):
-        view = host_buffer(way(np.ones(shape, np.float32)), "w")
-        assert view.size == int(np.prod(shape))
-        assert view.shape in {shape, (view.size,)}  # a raw pointer has no shape but its size
-
-    @pytest.mark.parametrize("dtype", draw.DTYPES)
-    def test_written_memory_is_the_callers(self, way, dtype):
-        array = np.zeros(4, draw.DTYPES[dtype])
-        view = writable_host_buffer(way(array), "w")
-        view.data[:] = draw.storage_bits(np.array([1, 2, 3, 4], array.dtype)).view(view.data.dtype)
-        assert array.tolist() == [1, 2, 3, 4]
-
-    def test_dlpack_of_numpy_itself(self):
-        array = np.arange(6, dtype=np.float32).reshape(2, 3)
-        view = host_buffer(NumPyProducer(array), "w")
-        assert (view.pointer, view.shape, view.writable) == (array.ctypes.data, (2, 3), True)
-
-    def test_read_only_dlpack_of_numpy_itself(self):
-        array = np.ones(3, np.float32)
-        array.flags.writeable = False
-        assert host_buffer(NumPyProducer(array), "w").writable is False
-
-    def test_byte_offset_is_added(self):
-        array = np.arange(8, dtype=np.float32)
-        view = host_buffer(Producer(array[:5], byte_offset=8), "w")
-        assert view.pointer == array.ctypes.data + 8
-        assert view.data.tolist() == [2, 3, 4, 5, 6]
-
-    @pytest.mark.parametrize("subclass", [np.matrix, np.recarray])
-    def test_subclasses_become_flat_arrays(self, subclass):
-        array = np.ones((2, 3), np.float32)
-        view = host_buffer(array.view(subclass), "w")
-        assert type(view.data) is np.ndarray
-        assert view.data.shape == (6,)
-
-    def test_strides_of_dimensions_of_size_one_mean_nothing(self):
-        array = np.ones((4, 6), np.float32)[:1, :]
-        odd = np.lib.stride_tricks.as_strided(array, (1, 6, 1), (999 * 4, 4, 555 * 4))
-        for source in (odd, Producer(odd)):
-            assert host_buffer(source, "w").pointer == array.ctypes.data
-
-    def test_memory_maps(self, tmp_path):
-        np.arange(5, dtype=np.float32).tofile(tmp_path / "gradient")
-        mapped = np.memmap(tmp_path / "gradient", np.float32, "r")
-        assert host_buffer(mapped, "w").data.tolist() == [0, 1, 2, 3, 4]
-        with pytest.raises(BufferRefused, match="destination 'w' is read-only: got memmap"):
-            writable_host_buffer(mapped, "w")
-
-
-class TestTorch:
-    @pytest.mark.parametrize("dtype", draw.DTYPES)
-    def test_the_same_memory(self, dtype):
-        torch = pytest.importorskip("torch")
-        tensor = torch.tensor([[1.5, -2.0, 3.25], [0.0, -0.0, 1e-7]]).to(getattr(torch, dtype))
-        view = writable_host_buffer(tensor, "w")
-        assert (view.pointer, view.dtype, view.shape) == (tensor.data_ptr(), dtype, (2, 3))
-        expected = tensor.flatten().view(torch.int32 if dtype == "float32" else torch.int16).numpy()
-        np.testing.assert_array_equal(view.data.view(expected.dtype), expected)
-
-    def test_a_slice_begins_where_it_begins(self):
-        torch = pytest.importorskip("torch")
-        tensor = torch.arange(12.0).reshape(4, 3)[1:3]
-        assert host_buffer(tensor, "w").data.tolist() == [3, 4, 5, 6, 7, 8]
-
-    def test_the_tensor_may_go_at_once(self):
-        torch = pytest.importorskip("torch")
-        view = host_buffer(torch.full((100_000,), 3.0), "w")
-        gc.collect()
-        others = [torch.full((100_000,), float(i)) for i in range(20)]
-        assert (view.data == 3).all()
-        assert len(others) == 20
-
-    def test_gradients_of_a_backward_pass(self):
-        torch = pytest.importorskip("torch")
-        layer = torch.nn.Linear(3, 2)
-        layer(torch.ones(1, 3)).sum().backward()
-        assert host_buffer(layer.weight.grad, "w").data.tolist() == [1] * 6
-
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda t: t.ones(3, requires_grad=True), r"component 'w' cannot be exported .*detach.*: got Tensor"),
-            (lambda t: t.nn.Parameter(t.ones(3)), r"component 'w' cannot be exported .*: got Parameter"),
-            (lambda t: t.ones(3, device="meta"), "component 'w' cannot be exported by its framework .*meta"),
-            (lambda t: t.ones(3).to_sparse(), "component 'w' cannot be exported by its framework"),
-            (lambda t: t.ones(2, 3).T, r"not contiguous: got shape \(3, 2\) with strides \(1, 3\)"),
-            (lambda t: t.ones(6)[::2], r"not contiguous: got shape \(3,\) with strides \(2,\)"),
-            (lambda t: t.ones(1).expand(3), r"not contiguous: got shape \(3,\) with strides \(0,\)"),
-            (lambda t: t.ones(3, dtype=t.float64), "a dtype that is not taken: got float64, expected float32"),
-            (lambda t: t.ones(3, dtype=t.int32), "got int32"),
-            (lambda t: t.ones(3, dtype=t.bool), "got bool8"),
-            (lambda t: t.ones(3, dtype=t.complex64), "got complex64"),
-            (lambda t: t.ones(3).to(t.float8_e4m3fn), "a dtype that is not taken"),
-            (lambda t: t._efficientzerotensor(3), "is no memory: got pointer 0x0, size 3"),
-        ],
-    )
-    def test_refused(self, make, message):
-        torch = pytest.importorskip("torch")
-        with pytest.raises(BufferRefused, match=message):
-            host_buffer(make(torch), "w")
-
-
-class TestRefusedArrays:
-    @pytest.mark.parametrize(
-        ("array", "strides"),
-        [
-            (np.ones((4, 6), np.float32)[:, ::2], r"shape \(4, 3\) with strides \(6, 2\) .* expected strides \(3, 1\)"),
-            (np.ones((4, 6), np.float32).T, r"shape \(6, 4\) with strides \(1, 6\) .* expected strides \(4, 1\)"),
-            (np.ones((4, 6), np.float32, order="F"), r"strides \(1, 4\) .* expected strides \(6, 1\)"),
-            (np.ones(4, np.float32)[::-1], r"strides \(-1,\) .* expected strides \(1,\)"),
-            (np.broadcast_to(np.float32(1), (2, 2)), r"strides \(0, 0\) .* expected strides \(2, 1\)"),
-            (np.ones((2, 4), ml_dtypes.bfloat16)[:, :2], r"strides \(4, 1\) .* expected strides \(2, 1\)"),
-        ],
-    )
-    def test_not_contiguous(self, array, strides):
-        for source in (array, Producer(array)):
-            with pytest.raises(BufferRefused, match=f"component 'w' is not contiguous: got .*{strides}"):
-                host_buffer(source, "w")
-
-    @pytest.mark.parametrize(
-        ("dtype", "got"),
-        [
-            (np.float64, "float64"),
-            (np.int32, "int32"),
-            (np.uint16, "uint16"),  # bf16's storage, but nobody said that it is bf16
-            (np.complex64, "complex64"),
-            (np.bool_, "bool"),
-            (">f4", "float32 in foreign byte order"),
-            (">f2", "float16 in foreign byte order"),
-            (np.dtype([("a", "f4")]), "void32"),
-            (object, "object"),
-            (ml_dtypes.float8_e5m2, "float8_e5m2"),
-        ],
-    )
-    def test_dtypes(self, dtype, got):
-        message = f"component 'w' has a dtype that is not taken: got {got}, expected float32, float16 or bfloat16; cast"
-        with pytest.raises(BufferRefused, match=message):
-            host_buffer(np.zeros(3, dtype), "w")
-
-    @pytest.mark.parametrize("source", [[1.0, 2.0], (1.0,), None, 3.0, "abc", b"abc", {"w": 1}, object()])
-    def test_no_arrays(self, source):
-        message = f"component 'w' is no array: got {type(source).__name__}, expected a NumPy array, .*; pass"
-        with pytest.raises(BufferRefused, match=message):
-            host_buffer(source, "w")
-
-    def test_read_only_is_a_source_but_no_destination(self):
-        array = np.ones(3, np.float32)
-        array.flags.writeable = False
-        assert host_buffer(array, "w").writable is False
-        for destination in (
-            array,
-            RawBuffer(array.ctypes.data, 3, "float32", writable=False),
-            Producer(array, flags=1),
-        ):
-            with pytest.raises(BufferRefused, match=r"destination 'w' is read-only: got .*, expected writable memory"):
-                writable_host_buffer(destination, "w")
-
-
-class TestRefusedRawBuffers:
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"device": "cuda:0"}, "component 'w' lies on another device: got cuda:0, expected cpu"),
-            ({"dtype": "float64"}, "a dtype that is not taken: got float64"),
-            ({"dtype": np.float32}, "a dtype that is not taken: got <class"),
-            ({"dtype": ["float32"]}, r"a dtype that is not taken: got \['float32'\]"),
-            ({"size": -1}, "component 'w' is no memory: got pointer .*, size -1, expected .* a size >= 0"),
-            ({"size": 3.0}, "component 'w' is no memory: got pointer .*, size 3.0"),
-            ({"pointer": 0}, "component 'w' is no memory: got pointer 0x0, size 4"),
-            ({"pointer": -8}, "component 'w' is no memory: got pointer -0x8"),
-            ({"pointer": None}, "component 'w' is no memory: got pointer None"),
-            ({"pointer": 4099}, "component 'w' is not aligned to its elements: got pointer 0x1003, expected .* of 4"),
-            ({"pointer": 4099, "dtype": "bfloat16"}, "expected a multiple of 2"),
-        ],
-    )
-    def test_refused(self, change, message):
-        with pytest.raises(BufferRefused, match=message):
-            host_buffer(raw(np.ones(4, np.float32), **change), "w")
-
-    def test_nothing_may_lie_nowhere(self):
-        assert host_buffer(RawBuffer(0, 0, "float32"), "w").size == 0
-
-    def test_numpy_integers(self):
-        array = np.arange(4, dtype=np.float32)
-        view = host_buffer(raw(array, pointer=np.uint64(array.ctypes.data), size=np.int64(3)), "w")
-        assert view.data.tolist() == [0, 1, 2]
-
-
-class TestRefusedDLPack:
-    ARRAY = np.ones(4, np.float32)
-
-    @pytest.mark.parametrize("versioned", [True, False])
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"device": (2, 1)}, "component 'w' lies on another device: got cuda:1, expected cpu"),
-            ({"device": (13, 0)}, "got cuda_managed:0"),
-            ({"device": (10, 2)}, "got rocm:2"),
-            ({"device": (99, 0)}, "got 99:0"),
-            ({"device": (2, 0), "claims": (1, 0)}, "got cuda:0"),  # the capsule says where the memory is
-            ({"lanes": 2}, "got float32 in vectors of 2, expected float32, float16 or bfloat16"),
-            ({"bits": 64}, "got float64"),
-            ({"code": 0}, "got int32"),
-            ({"code": 1, "bits": 16}, "got uint16"),
-            ({"code": 6, "bits": 8}, "got bool8"),
-            ({"code": 99}, "got code 99 32"),
-            ({"data": None}, "component 'w' is no memory: got pointer 0x0, size 4"),
-            ({"data": None, "byte_offset": 64}, "component 'w' is no memory: got pointer 0x0, size 4"),
-            ({"byte_offset": 2}, "component 'w' is not aligned to its elements"),
-            ({"name": b"used_dltensor"}, "component 'w' exports no DLPack tensor: got b'used_dltensor'"),
-        ],
-    )
-    def test_refused(self, versioned, fields, message):
-        with pytest.raises(BufferRefused, match=message):
-            host_buffer(Producer(self.ARRAY, versioned=versioned, **fields), "w")
-
-    def test_another_major_version(self):
-        with pytest.raises(BufferRefused, match="component 'w' speaks another DLPack: got version 2, expected"):
-            host_buffer(Producer(self.ARRAY, major=2), "w")
-
-    def test_memory_of_another_device_is_not_even_exported(self):
-        class Unexported(Producer):
-            def __dlpack__(self, **options):
-                raise AssertionError("an export may wait for a stream, or take memory")
-
-        with pytest.raises(BufferRefused, match="component 'w' lies on another device: got cuda:1"):
-            host_buffer(Unexported(self.ARRAY, claims=(2, 1)), "w")
-
-    @pytest.mark.parametrize("refusal", [BufferError, RuntimeError, NotImplementedError, ValueError, TypeError])
-    def test_a_framework_that_refuses(self, refusal):
-        class Refusing(Producer):
-            def __dlpack__(self, **options):
-                raise refusal("not exportable")
-
-        with pytest.raises(BufferRefused, match=r"'w' cannot be exported by its framework \(not exportable\)"):
-            host_buffer(Refusing(self.ARRAY), "w")
-
-    def test_half_a_producer(self):
-        class Half:
-            def __dlpack__(self, **options):
-                raise AssertionError
-
-        with pytest.raises(BufferRefused, match=r"cannot be exported by its framework .*__dlpack_device__.*: got Half"):
-            host_buffer(Half(), "w")
-
-
-class TestOwnership:
-    @pytest.mark.parametrize("way", [raw, Producer, lambda a: Producer(a, versioned=False)])
-    @pytest.mark.parametrize("kept", ["view", "data"])
-    def test_memory_lives_as_long_as_the_view_or_its_data(self, way, kept):
-        array = np.full(1000, 3, np.float32).view(type("Weakable", (np.ndarray,), {}))
-        alive, view = weakref.ref(array), host_buffer(way(array), "w")
-        kept = view if kept == "view" else view.data
-        del array, view
-        gc.collect()
-        assert alive() is not None
-        del kept
-        gc.collect()
-        assert alive() is None
-
-    @pytest.mark.parametrize("versioned", [True, False])
-    def test_a_capsule_is_freed_once_and_not_before_its_view(self, versioned):
-        producer = Producer(np.ones(4, np.float32), versioned=versioned)
-        view = host_buffer(producer, "w")
-        gc.collect()
-        assert producer.freed == []
-        del view
-        gc.collect()
-        assert len(producer.freed) == 1
-
-    def test_a_refused_capsule_is_freed(self):
-        producer = Producer(np.ones(4, np.float32), bits=64)
-        with pytest.raises(BufferRefused):
-            host_buffer(producer, "w")
-        gc.collect()
-        assert len(producer.freed) == 1
+    def test_of_a_gpus_memory(self):
+        whole = Buffer(4096, 8, "float32", (2, 4), False, "owner", "cuda:1", lender=NamedStream(7))
+        part = whole.part(2, 5)
+        assert (part.pointer, part.size, part.nbytes, part.data) == (4096 + 8, 3, 12, None)
+        assert (part.owner, part.device, part.lender, part.writable) == ("owner", "cuda:1", NamedStream(7), False)
 
 
 class TestOverlap:
@@ -344,7 +44,75 @@ class TestOverlap:
         assert overlapping([host_buffer(memory[2:], "a"), host_buffer(halves[:4], "b")]) is None
 
 
-def test_masked_arrays_are_refused():
-    masked = np.ma.masked_array(np.ones(3, np.float32), mask=[0, 1, 0])
-    with pytest.raises(BufferRefused, match=r"'w' is a masked array"):
-        host_buffer(masked, "w")
+class TestLenders:
+    def test_two_names_of_the_default_stream(self):
+        assert NamedStream(0) == NamedStream(1)
+        assert len({NamedStream(0), NamedStream(1), NamedStream(2), UnknownStream(), UnknownStream()}) == 3
+
+    def test_where_nobody_can_say(self):
+        assert UnknownStream().stream() is None
+        assert NamedStream(1).stream() == 0
+
+
+class Deleted:
+    """What a JAX array says when its buffer was donated."""
+
+    def is_deleted(self):
+        return True
+
+
+def released():
+    view = memoryview(bytearray(8))
+    view.release()
+    return view
+
+
+def closed():
+    memory = mmap.mmap(-1, 4096)
+    memory.close()
+    return memory
+
+
+def dead():
+    return weakref.ref(np.zeros(2))
+
+
+FREED = {
+    "a weak reference to nothing": dead,
+    "a mmap that is closed": closed,
+    "a memoryview that is released": released,
+    "a Deleted that is deleted": Deleted,
+}
+
+
+class TestFreedOwners:
+    @pytest.mark.parametrize("how", list(FREED))
+    def test_are_refused_by_name(self, how):
+        raw = RawBuffer(np.zeros(2, np.float32).ctypes.data, 2, "float32", owner=FREED[how]())
+        with pytest.raises(BufferRefused, match=f"component 'w' lies in memory that its owner has freed: got {how}"):
+            host_buffer(raw, "w")
+
+    def test_a_weak_reference_is_asked_through(self):
+        owner = Deleted()
+        assert freed(weakref.ref(owner)) == "a Deleted that is deleted"
+
+    @pytest.mark.parametrize("owner", [None, np.zeros(2), mmap.mmap(-1, 4096), memoryview(b"ab"), "closed", 3])
+    def test_others_are_alive(self, owner):
+        assert freed(owner) is None
+
+    def test_one_that_goes_is_noticed_the_next_time(self):
+        array = np.ones(2, np.float32)
+        raw = RawBuffer(array.ctypes.data, 2, "float32", owner=weakref.ref(array))
+        assert host_buffer(raw, "w").data.tolist() == [1, 1]
+        del array
+        with pytest.raises(BufferRefused, match="a weak reference to nothing"):
+            host_buffer(raw, "w")
+
+
+def test_a_destination_that_requires_grad():
+    class Watched:
+        requires_grad = True
+
+    buffer = Buffer(4096, 2, "float32", (2,), True, None)
+    with pytest.raises(BufferRefused, match=r"'w' requires grad: got Watched, .*pass the parameter's \.grad"):
+        refuse_read_only(buffer, Watched(), "w")

@@ -1,8 +1,10 @@
 """Clipping: the norm it finds, the scale it takes, what it writes, and what it leaves alone."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
@@ -184,6 +186,37 @@ class TestGlobalNorm:
         gradient = torch.full((16,), 3.0, dtype=torch.bfloat16)
         assert clip_by_global_norm([gradient], 6.0) == 12.0
         assert gradient.tolist() == [1.5] * 16
+
+
+class TestAgainAndAgain:
+    """The one-liner in a loop: what it makes is kept by sizes, and what it says stays said."""
+
+    def test_each_norm_is_its_own(self, device):
+        with named_cuda(device):
+            norms = [clip_by_global_norm(put_all(device, [np.full(4, value, np.float32)]), 1.0) for value in (1, 2, 3)]
+        assert [float(norm) for norm in norms] == [2.0, 4.0, 6.0]
+
+    def test_the_second_time_nothing_is_made_and_nothing_waits(self, emulated):
+        arrays = put_all(emulated, random_arrays(1))
+        with named_cuda(emulated):
+            clip_by_global_norm(arrays, 1.0)
+            with cuda_emulator.recorded() as record:
+                norm = clip_by_global_norm(arrays, 0.5)
+        assert record.launches == ["measure_small", "finalise", "hand_back_small"]
+        assert record.waits == []
+        assert float(norm) == pytest.approx(1.0)
+
+    def test_two_threads_do_not_disturb_each_other(self, backend):
+        def loop(value):
+            wanted, found = [], []
+            for i in range(1, 20):
+                norm = clip_by_global_norm(put_all(backend, [np.full(4, value * i, np.float32)]), 1e9)
+                wanted.append(2.0 * value * i)
+                found.append(norm)
+            return [float(norm) for norm in found] == wanted
+
+        with named_cuda(backend), ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(loop, [1, 1000])) == [True, True]
 
 
 class TestRefusals:

@@ -1235,6 +1235,26 @@ def test_out_of_memory():
     pool.set_limit(0)
 
 
+def test_memory_of_the_runtime_stays_until_it_is_freed(stream):
+    address, host = runtime.malloc(16), np.arange(4, dtype=np.float32)
+    runtime.memcpy(address, host.ctypes.data, 16, runtime.memcpyHostToDevice)
+    copy = cp.zeros(4, np.float32)
+    runtime.deviceSynchronize()
+    runtime.memcpyAsync(copy.data.ptr, address, 16, runtime.memcpyDeviceToDevice, stream.ptr)
+    with cp.recorded() as record:
+        runtime.free(address)  # waits for what still reads it
+    assert record.waits == ["device"]
+    np.testing.assert_array_equal(copy.get(), host)
+    assert runtime.pointerGetAttributes(address).type == 0
+    assert runtime.malloc(0) == 0
+    runtime.free(0)
+    for nothing in (address, copy.data.ptr, 8):
+        with pytest.raises(runtime.CUDARuntimeError, match="cudaErrorInvalidValue"):
+            runtime.free(nothing)
+    with cp.options(device_memory=0), pytest.raises(runtime.CUDARuntimeError, match="cudaErrorMemoryAllocation"):
+        runtime.malloc(16 << 20)
+
+
 def test_whose_memory_an_address_is():
     x, pinned, host = cp.empty(4, np.float32), cp.cuda.alloc_pinned_memory(100), np.zeros(4)
     middle = runtime.pointerGetAttributes(x.data.ptr + 12)
@@ -1338,8 +1358,8 @@ def test_interfaces_to_other_frameworks():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_dlpack_capsules_are_of_cuda_memory_and_keep_it(dtype):
-    from gradengine.buffer import host_buffer
     from gradengine.errors import BufferRefused
+    from gradengine.host_buffer import host_buffer
 
     x = cp.asarray(np.ones(4, dtype))
     pool = cp.get_default_memory_pool()

@@ -6,9 +6,9 @@ import strategies as draw
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.buffer import host_buffer
 from gradengine.errors import LayoutMismatch
 from gradengine.gradients import in_slot_order, refuse_other_shape
+from gradengine.host_buffer import host_buffer
 from gradengine.layout import GradientLayout, Slot
 
 BLOCK = GradientLayout.of({"layers.0.a": (1,), "layers.0.b": (2,), "layers.0.c": (3,)}).blocks[0]

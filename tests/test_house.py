@@ -14,6 +14,8 @@ ORDER = [
     "errors",
     "dlpack",
     "buffer",
+    "frameworks",
+    "host_buffer",
     "device_buffer",
     "layout",
     "kernels.contribution",
@@ -25,7 +27,9 @@ ORDER = [
     "kernels.tables",
     "kernels.toolkit",
     "kernels.device",
+    "kernels.loans",
     "kernels.addresses",
+    "kernels.launches",
     "kernels.cuda",
     "kernels",
     "elementwise",
@@ -51,12 +55,13 @@ ORDER = [
     "destinations",
     "result",
     "late",
+    "settings",
     "capture",
     "engine",
     "trainer",
     "",
 ]
-FREE = ("bench", "demo", "cli", "__main__")  # these use the package; nothing in it uses them
+FREE = ("bench", "demo", "cli", "__main__", "torch", "jax")  # these use the package; nothing in it uses them
 FRAMEWORKS = {"torch", "jax", "cupy", "tensorflow", "mlx"}
 
 

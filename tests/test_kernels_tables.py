@@ -6,7 +6,7 @@ import strategies as draw
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.buffer import Buffer, DeviceMemory
+from gradengine.buffer import Buffer
 from gradengine.kernels import tables, toolkit
 from gradengine.kernels.tables import (
     OVERWRITE,
@@ -21,7 +21,7 @@ entries = st.lists(st.integers(0, 9000).map(lambda size: Entry(64, size)), max_s
 
 
 def device_memory(pointer, dtype):
-    return Buffer(DeviceMemory(pointer, 8, 4 if dtype == "float32" else 2), dtype, (8,), True, None, "cuda:0")
+    return Buffer(pointer, 8, dtype, (8,), True, None, "cuda:0")
 
 
 class Uploads(list):

@@ -1,6 +1,7 @@
 """What the package promises: the public names, their types and their documentation."""
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import typing
@@ -14,6 +15,9 @@ MODULES = [
     name
     for _, name, _ in pkgutil.walk_packages(gradengine.__path__, "gradengine.")
     if not name.startswith(("gradengine.bench", "gradengine.demo", "gradengine.cli", "gradengine.__main__"))
+    and (
+        name not in {"gradengine.torch", "gradengine.jax"} or importlib.util.find_spec(name.removeprefix("gradengine."))
+    )
 ]
 
 

@@ -8,8 +8,8 @@ import strategies as draw
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.buffer import host_buffer
 from gradengine.errors import WindowError
+from gradengine.host_buffer import host_buffer
 from gradengine.kernels import Places, kernels_for
 from gradengine.window import Window, checked_weight, ordered_sum
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 from gradengine.errors import CallerError
-from gradengine.kernels.contribution import ADDRESS, Batch, Contribution, Fold, Places
+from gradengine.kernels.contribution import ADDRESS, Batch, Contribution, Fold, Places, lenders_of
 from gradengine.kernels.cuda import CudaKernels, cuda_kernels
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide
 from gradengine.kernels.host import HostKernels
@@ -33,7 +35,13 @@ __all__ = [
     "chunk_for",
     "decide",
     "kernels_for",
+    "lenders_of",
 ]
+
+
+@functools.cache
+def _host_kernels() -> HostKernels:
+    return HostKernels()
 
 
 def kernels_for(device: str | Kernels) -> Kernels:
@@ -53,7 +61,7 @@ def kernels_for(device: str | Kernels) -> Kernels:
     if isinstance(device, Kernels):
         return device
     if device == "cpu":
-        return HostKernels()
+        return _host_kernels()
     ordinal = device_ordinal(device)
     if ordinal is None:
         raise CallerError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer
+from gradengine.buffer import Buffer, Lender
 
-__all__ = ["ADDRESS", "Batch", "Contribution", "Fold", "Places"]
+__all__ = ["ADDRESS", "Batch", "Contribution", "Fold", "Places", "lenders_of"]
 
 ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
 
@@ -51,6 +51,11 @@ class Places:
         return {position: i for i, position in enumerate(self.positions)}
 
 
+def lenders_of(views: Iterable[Buffer | None]) -> frozenset[Lender]:
+    """Whose streams these are worked on, each once."""
+    return frozenset(view.lender for view in views if view is not None and view.lender is not None)
+
+
 @dataclass(frozen=True, eq=False)
 class Contribution:
     """One micro-batch's gradients for some targets.
@@ -59,12 +64,14 @@ class Contribution:
         places: Which targets.
         held: What must stay alive until they are folded; None where the micro-batch gave no gradient.
         addresses: Where each lies, with its dtype, as the device's kernels read it; 0 where there is nothing.
+        lenders: Whose streams they are worked on.
         views: The gradients as the host's kernels read them; nothing on a GPU, which needs the addresses alone.
     """
 
     places: Places
     held: Sequence[Any]
     addresses: npt.NDArray[np.uint64]
+    lenders: frozenset[Lender] = frozenset()
     views: Sequence[Buffer | None] = ()
 
     @cached_property
@@ -76,7 +83,8 @@ class Contribution:
         """The same for fewer targets."""
         columns = [self.places.column[position] for position in positions]
         views = [self.views[c] for c in columns] if self.views else ()
-        return Contribution(Places(positions), [self.held[c] for c in columns], self.addresses[columns], views)
+        held = [self.held[c] for c in columns]
+        return Contribution(Places(positions), held, self.addresses[columns], self.lenders, views)
 
 
 @dataclass(frozen=True, eq=False)

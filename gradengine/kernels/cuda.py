@@ -1,53 +1,40 @@
-"""The kernels on a GPU, through CuPy: each method checks, lays out its grid and launches. Nothing here waits.
-
-Grids are one thread block for each chunk of each component (`Table.rows`), so that the work of a launch is spread
-evenly whatever the tensors' sizes are: 12,190 blocks for the 350M layout, 6 to 84 for a LoRA block.
-"""
+"""The kernels on a GPU, through CuPy: each method checks, finds its table and launches. Nothing here waits."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer, RawBuffer, refuse_read_only
-from gradengine.device_buffer import device_buffer
-from gradengine.kernels.addresses import CAPACITIES, Addresses
-from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
+from gradengine.buffer import Buffer, Lender, RawBuffer, UnknownStream
+from gradengine.device_buffer import device_buffer, exporting_stream
+from gradengine.kernels.contribution import Batch, Contribution, Fold, Places, lenders_of
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, sum_in_order
 from gradengine.kernels.device import CudaDevice, StreamOrder
 from gradengine.kernels.interface import Chunk, Kernels, Recorded, SquaredSums
+from gradengine.kernels.launches import Launches
+from gradengine.kernels.loans import Loans
 from gradengine.kernels.mirror import PinnedMirror
 from gradengine.kernels.tables import (
     OVERWRITE,
     DeviceSums,
     Entry,
     Table,
-    Tables,
     as_batches,
     chunk_for,
     tagged,
 )
-from gradengine.kernels.toolkit import compiled, load_cupy
+from gradengine.kernels.toolkit import load_cupy
 from gradengine.kernels.verdict import DecisionMemory, DeviceDecision, Telemetry, Verdict
 
 __all__ = ["CudaKernels", "cuda_kernels"]
 
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
-_THREADS = 256  # as the .cu files say; 512 for finalise
-_FINALISE_THREADS = 512
-_SIZES = (*CAPACITIES, "table")
-_FUNCTIONS = {
-    "accumulate": [f"accumulate_{sources}_{size}" for sources in (1, 4) for size in _SIZES],
-    "measure": [f"measure_{size}" for size in _SIZES],
-    "finalise": ["finalise"],
-    "hand_back": [f"hand_back_{size}" for size in _SIZES],
-}
 _DECISIONS = 8  # plans of one set of sums that are remembered
 _SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at a time
 
@@ -72,32 +59,38 @@ class CudaKernels(Kernels):
     def __init__(self, xp: Any, ordinal: int = 0) -> None:
         self.xp, self.ordinal, self.device = xp, ordinal, f"cuda:{ordinal}"
         self._place = CudaDevice(xp, ordinal)
-        with self._place.active():
-            modules = {name: compiled(xp, name) for name in _FUNCTIONS}
-        functions = [(name, modules[file]) for file, names in _FUNCTIONS.items() for name in names]
-        self._functions = {name: module.get_function(name) for name, module in functions}
-        self._tables = Tables(self._place.upload)
-        self._addresses = Addresses(self._place)
+        self._launches = Launches(self._place)
+        self._loans = Loans(self._place)
 
     def on(self, stream: object) -> AbstractContextManager[object]:
         """See `Kernels.on`; a CuPy stream, an object with `__cuda_stream__` or `cuda_stream` (torch), or a handle."""
         return self._place.on(stream)
 
-    def view(self, source: object, component: str) -> Buffer:
-        """See `Kernels.view`; memory of this device only."""
-        with self._place.active():  # torch exports from the current device only
-            stream = self._place.stream_for_producers()
-            buffer = device_buffer(source, component, self.device, self.xp.ndarray, stream)
-        if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
-            self._place.refuse_foreign(buffer, component)  # nothing but an address says where it lies
-            self._place.wait_for(getattr(source, "__cuda_array_interface__", {}).get("stream"))
-        return buffer
+    def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
+        """See `Kernels.views`; memory of this device only."""
+        with self._place.active():  # DLPack exports from the current device only
+            stream, kind = self._place.stream_for_producers(), self.xp.ndarray
+            named = list(zip(sources, components, strict=True))
+            views = [device_buffer(source, component, self.device, kind, stream) for source, component in named]
+        behind = set(lenders_of(views))
+        for (source, component), view in zip(named, views, strict=True):
+            if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
+                self._place.refuse_foreign(view, component)  # nothing but an address says where it lies
+                behind.add(exporting_stream(source) or UnknownStream())
+        self.wait_for(behind)
+        return views
 
-    def writable_view(self, destination: object, component: str) -> Buffer:
-        """See `Kernels.writable_view`; memory of this device only."""
-        buffer = self.view(destination, component)
-        refuse_read_only(buffer, destination, component)
-        return buffer
+    def wait_for(self, lenders: Iterable[Lender]) -> None:
+        """See `Kernels.wait_for`; by events."""
+        self._loans.wait_for(lenders)
+
+    def hand_over(self, lenders: Iterable[Lender]) -> None:
+        """See `Kernels.hand_over`; by events."""
+        self._loans.give_back(lenders)
+
+    def give_back(self, *views: Buffer) -> None:
+        """What was queued so far is our last use of these."""
+        self._loans.give_back(lenders_of(views), views)
 
     def allocate(self, size: int) -> Buffer:
         """See `Kernels.allocate`; from CuPy's pool."""
@@ -129,7 +122,7 @@ class CudaKernels(Kernels):
     def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
         """See `Kernels.contribution`."""
         addresses = [tagged(view) if view is not None and view.size else 0 for view in views]
-        return Contribution(places, views, np.array(addresses, np.uint64))
+        return Contribution(places, views, np.array(addresses, np.uint64), lenders_of(views))
 
     def accumulate_batch(self, targets: Sequence[Buffer], batch: Batch, sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate_batch`; one launch for four micro-batches, whatever their dtypes are."""
@@ -147,6 +140,9 @@ class CudaKernels(Kernels):
             weights = list(batch.weights[first : first + _SOURCES])
             weights += [np.float32(1)] * (columns - len(weights))
             self._accumulate(table, addresses, weights, sums)
+        for contribution in batch.contributions:
+            if contribution.lenders:
+                self._loans.give_back(contribution.lenders, contribution.held)
 
     def accumulate(self, targets: Sequence[Buffer], folds: Sequence[Fold], sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate`; one launch for four micro-batches, whatever their dtypes are."""
@@ -163,9 +159,7 @@ class CudaKernels(Kernels):
         table = self._table_to_measure(sums, positions)
         where = np.array([tagged(buffer) for buffer in chosen], np.uint64)
         self.follow(sums)
-        with self._addresses.turn:
-            size, addresses = self._addresses.arguments(where)
-            self._launch(f"measure_{size}", table, (np.int64(table.chunk), *_partials(sums), *addresses))
+        self._launches.over(table, "measure", (np.int64(table.chunk), *_partials(sums)), where)
 
     def totals(self, sums: SquaredSums) -> Float64:
         """See `Kernels.totals`; waits for the device."""
@@ -212,7 +206,7 @@ class CudaKernels(Kernels):
             memory.factors,
             memory.record,
         )
-        self._run("finalise", 1, _FINALISE_THREADS, arguments)
+        self._launches.finalise(arguments)
         return decision
 
     def decision(self, sums: SquaredSums, plan: ClipPlan) -> DeviceDecision:
@@ -256,8 +250,8 @@ class CudaKernels(Kernels):
         if isinstance(decision, DeviceDecision):
             memory = decision.memory
             memory.order.follow(self._place)
-            table, where = self._remembered_hand_back_of(sources, destinations, groups, memory)
-            self._hand_back(table, where, (memory.factors, memory.field("skipped"), np.float32(1)))
+            work = self._remembered_hand_back_of(sources, destinations, groups, memory)
+            self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)))
         elif decision.skipped:
             self.fill_zero(destinations)
         else:
@@ -270,7 +264,7 @@ class CudaKernels(Kernels):
         """See `Kernels.scale`; one launch."""
         pairs = [(s, d) for s, d in zip(sources, destinations, strict=True) if factor != 1 or s.pointer != d.pointer]
         moving, there = [source for source, _ in pairs], [destination for _, destination in pairs]
-        self._hand_back(*self._hand_back_of(moving, there, [0] * len(pairs)), (_NULL, _NULL, np.float32(factor)))
+        self._hand_back(self._hand_back_of(moving, there, [0] * len(pairs)), (_NULL, _NULL, np.float32(factor)))
 
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         """See `Kernels.fill_zero`; all bits 0 are the zero of each dtype."""
@@ -323,10 +317,8 @@ class CudaKernels(Kernels):
         sums: SquaredSums | None,
     ) -> None:
         partials = (_NULL, _NULL) if sums is None else _partials(sums)
-        with self._addresses.turn:
-            size, sources = self._addresses.arguments(addresses.reshape(-1), weights)
-            arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials, *sources)
-            self._launch(f"accumulate_{len(weights)}_{size}", table, arguments)
+        arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
+        self._launches.over(table, f"accumulate_{len(weights)}", arguments, addresses.reshape(-1), weights)
 
     def _table_of(self, targets: Sequence[Buffer], places: Places, sums: SquaredSums | None) -> Table:
         """K1's table for these targets."""
@@ -339,14 +331,14 @@ class CudaKernels(Kernels):
     def _make_table(self, targets: Sequence[Buffer], places: Places, sums: DeviceSums | None) -> Table:
         first = sums.first if sums else [0] * len(targets)
         entries = [Entry(targets[p].pointer, targets[p].size, first[p]) for p in places.positions]
-        return self._tables.of(entries, sums.chunk if sums else chunk_for(sum(e.size for e in entries)))
+        return self._launches.table(entries, sums.chunk if sums else chunk_for(sum(e.size for e in entries)))
 
     def _table_to_measure(self, sums: SquaredSums, positions: Sequence[int] | None) -> Table:
         assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
         if positions is None and sums.of_all is not None:
             return sums.of_all
         chosen = range(len(sums.sizes)) if positions is None else positions
-        table = self._tables.of([Entry(0, sums.sizes[p], sums.first[p]) for p in chosen], sums.chunk)
+        table = self._launches.table([Entry(0, sums.sizes[p], sums.first[p]) for p in chosen], sums.chunk)
         if positions is None:
             sums.of_all = table
         return table
@@ -354,41 +346,45 @@ class CudaKernels(Kernels):
     def _table_of_all(self, targets: Sequence[Buffer] | None, sums: SquaredSums) -> Table:
         addresses = [0] * len(sums.sizes) if targets is None else [tagged(target) for target in targets]
         entries = [Entry(a, s, f) for a, s, f in zip(addresses, sums.sizes, sums.first, strict=True)]
-        return self._tables.of(entries, sums.chunk)
+        return self._launches.table(entries, sums.chunk)
 
     def _hand_back_of(
         self, sources: Sequence[Buffer], destinations: Sequence[Buffer], groups: Sequence[int]
-    ) -> tuple[Table, npt.NDArray[np.uint64]]:
-        """What K3 works on, and the destinations' addresses."""
+    ) -> _HandBack:
         wanted = [i for i, source in enumerate(sources) if source.size]
         entries = [_handed_back(sources[i], destinations[i], groups[i]) for i in wanted]
-        table = self._tables.of(entries, chunk_for(sum(entry.size for entry in entries)))
-        return table, np.array([tagged(destinations[i]) for i in wanted], np.uint64)
+        table = self._launches.table(entries, chunk_for(sum(entry.size for entry in entries)))
+        return _HandBack(table, np.array([tagged(destinations[i]) for i in wanted], np.uint64), destinations)
 
     def _remembered_hand_back_of(
         self, sources: Sequence[Buffer], destinations: Sequence[Buffer], groups: Sequence[int], memory: DecisionMemory
-    ) -> tuple[Table, npt.NDArray[np.uint64]]:
+    ) -> _HandBack:
         """The same, made once for an accumulator that scales its own targets: these are one tuple at each step."""
         if not (sources is destinations and isinstance(sources, tuple)):
             return self._hand_back_of(sources, destinations, groups)
         if memory.in_place is None or memory.in_place[0] is not sources:
             memory.in_place = sources, self._hand_back_of(sources, destinations, groups)
-        remembered: tuple[Table, npt.NDArray[np.uint64]] = memory.in_place[1]
+        remembered: _HandBack = memory.in_place[1]
         return remembered
 
-    def _hand_back(self, table: Table, where: npt.NDArray[np.uint64], factors: tuple[Any, ...]) -> None:
-        with self._addresses.turn:
-            size, addresses = self._addresses.arguments(where)
-            self._launch(f"hand_back_{size}", table, (np.int64(table.chunk), *factors, *addresses))
+    def _hand_back(self, work: _HandBack, factors: tuple[Any, ...]) -> None:
+        self._launches.over(work.table, "hand_back", (np.int64(work.table.chunk), *factors), work.where)
+        if work.lenders:
+            self._loans.give_back(work.lenders, work.destinations)
 
-    def _launch(self, function: str, table: Table, arguments: tuple[Any, ...]) -> None:
-        if table.blocks:  # CuPy makes a grid of one block out of an empty one
-            self._run(function, table.blocks, _THREADS, (table.rows, table.targets, *arguments))
 
-    def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
-        self._place.keep(arguments)
-        with self._place.active():
-            self._functions[function]((blocks,), (threads,), arguments)
+class _HandBack:
+    """What one launch of K3 works on.
+
+    Args:
+        table: Sources and sizes.
+        where: The destinations' addresses, as the kernel reads them.
+        destinations: The destinations.
+    """
+
+    def __init__(self, table: Table, where: npt.NDArray[np.uint64], destinations: Sequence[Buffer]) -> None:
+        self.table, self.where, self.destinations = table, where, destinations
+        self.lenders = lenders_of(destinations)
 
 
 @functools.cache

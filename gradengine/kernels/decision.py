@@ -120,7 +120,8 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
 
 def _narrowed(value: float) -> np.float32:
     with np.errstate(over="ignore"):  # infinity is what the inverse of a factor that vanishes is
-        return np.float32(value)
+        narrowed: np.float32 = np.float32(value)
+    return narrowed
 
 
 def clip_scale(norm: float, max_norm: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer, DeviceMemory
+from gradengine.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.interface import Recorded
 from gradengine.kernels.toolkit import refuse_to_exceed
@@ -98,7 +98,7 @@ class CudaDevice:
         self.refuse_to_exceed(4 * size, f"an fp32 buffer of {size} elements")
         with self.active():
             memory = self._empty((size,), np.dtype(np.float32))
-        return Buffer(DeviceMemory(int(memory.data.ptr), size, 4), "float32", (size,), True, memory, self.name)
+        return Buffer(int(memory.data.ptr), size, "float32", (size,), True, memory, self.name)
 
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
         """Raise `OutOfDeviceMemory` where so many bytes do not fit."""
@@ -174,14 +174,20 @@ class CudaDevice:
             return -1
         return int(stream.ptr) or 1
 
-    def wait_for(self, handle: int | None) -> None:
-        """Have the current stream wait for another library's, named as the CUDA array interface does: 1 is default."""
-        stream = self.current_stream()
-        if handle is None or handle == (int(stream.ptr) or 1):
-            return
+    def wait_for(self, handle: int) -> None:
+        """Have the current stream wait for what another library's has to do; 0 is the default stream."""
         with self.active():
-            producer = self.xp.cuda.Stream.null if handle == 1 else self.xp.cuda.Stream.from_external(_Handle(handle))
-            stream.wait_event(producer.record())
+            self.current_stream().wait_event(self.stream_of(handle).record())
+
+    def record(self) -> Any:
+        """An event behind what the current stream has to do."""
+        with self.active():
+            return self.current_stream().record()
+
+    def stream_of(self, handle: int) -> Any:
+        """Another library's stream as one of CuPy's; 0 is the default stream."""
+        with self.active():
+            return self.xp.cuda.Stream.from_external(_Handle(handle)) if handle else self.xp.cuda.Stream.null
 
     def refuse_foreign(self, buffer: Buffer, component: str) -> None:
         """Ask the driver about a raw pointer: its first and its last byte must lie on this device."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar, final
@@ -17,8 +17,9 @@ from typing import TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Array, Buffer, host_buffer, writable_host_buffer
+from gradengine.buffer import Array, Buffer, Lender
 from gradengine.errors import CallerError
+from gradengine.host_buffer import host_buffer
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, sum_in_order
 from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums, chunks_of
@@ -69,20 +70,22 @@ class HostKernels(Kernels):
             raise CallerError("the CPU has no streams", got=repr(stream), expected="stream=None")
         return nullcontext()
 
-    def view(self, source: object, component: str) -> Buffer:
-        """See `Kernels.view`; host memory only."""
-        return host_buffer(source, component)
+    def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
+        """See `Kernels.views`; host memory only."""
+        return [host_buffer(source, component) for source, component in zip(sources, components, strict=True)]
 
-    def writable_view(self, destination: object, component: str) -> Buffer:
-        """See `Kernels.writable_view`; host memory only."""
-        return writable_host_buffer(destination, component)
+    def wait_for(self, lenders: Iterable[Lender]) -> None:
+        """See `Kernels.wait_for`: the host does one thing after the other."""
+
+    def hand_over(self, lenders: Iterable[Lender]) -> None:
+        """See `Kernels.hand_over`: the host is done."""
 
     def allocate(self, size: int) -> Buffer:
         """See `Kernels.allocate`; the pages are touched when first written."""
         memory = np.empty(4 * size + 128, np.uint8)
         start = -memory.ctypes.data % 128
         data = memory[start : start + 4 * size].view(np.float32)
-        return Buffer(data, "float32", (size,), True, memory)
+        return Buffer(data.ctypes.data, size, "float32", (size,), True, memory, data=data)
 
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
         """See `Kernels.refuse_to_exceed`: the operating system decides when pages are touched."""
@@ -111,7 +114,7 @@ class HostKernels(Kernels):
     def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
         """See `Kernels.contribution`."""
         pointers = [view.pointer if view is not None and view.size else 0 for view in views]
-        return Contribution(places, views, np.array(pointers, np.uint64), views)
+        return Contribution(places, views, np.array(pointers, np.uint64), views=views)
 
     def accumulate_batch(self, targets: Sequence[Buffer], batch: Batch, sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate_batch`."""

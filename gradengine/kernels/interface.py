@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradengine.buffer import Buffer
+from gradengine.buffer import Buffer, Lender, refuse_read_only
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.mirror import Mirror
@@ -105,12 +105,35 @@ class Kernels(ABC):
         """Within it, work is queued on that stream; None is the current one. Raises `CallerError` without streams."""
 
     @abstractmethod
-    def view(self, source: object, component: str) -> Buffer:
-        """A flat view of a gradient on this device; raises `BufferRefused`."""
+    def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
+        """Flat views of arrays on this device; what is queued next comes behind their lenders' work.
+
+        Raises:
+            BufferRefused: One cannot be taken as it lies.
+        """
 
     @abstractmethod
+    def wait_for(self, lenders: Iterable[Lender]) -> None:
+        """Have what is queued next come behind what these lenders' streams have to do now."""
+
+    @abstractmethod
+    def hand_over(self, lenders: Iterable[Lender]) -> None:
+        """Have these lenders' streams wait for all that was queued: a step's results are theirs to read."""
+
+    def view(self, source: object, component: str) -> Buffer:
+        """A flat view of one array, as `views`; raises `BufferRefused`."""
+        return self.views([source], [component])[0]
+
+    def writable_views(self, destinations: Sequence[object], components: Sequence[str]) -> list[Buffer]:
+        """Flat views of memory that will be written; raises `BufferRefused`."""
+        views = self.views(destinations, components)
+        for view, destination, component in zip(views, destinations, components, strict=True):
+            refuse_read_only(view, destination, component)
+        return views
+
     def writable_view(self, destination: object, component: str) -> Buffer:
         """A flat view of memory that will be written; raises `BufferRefused`."""
+        return self.writable_views([destination], [component])[0]
 
     @abstractmethod
     def allocate(self, size: int) -> Buffer:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.buffer import Buffer
-from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
+from gradengine.kernels.contribution import Batch, Contribution, Fold, Places, lenders_of
 from gradengine.kernels.interface import SquaredSums
 
 __all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "as_batches", "chunk_for", "tagged"]
@@ -153,7 +153,9 @@ def _as_batch(folds: Sequence[Fold]) -> Batch:
     longest = max((fold.weights for fold in folds), key=len)
     columns = itertools.zip_longest(*(fold.sources for fold in folds))
     contributions = [
-        Contribution(places, column, np.array([0 if s is None else tagged(s) for s in column], np.uint64))
+        Contribution(
+            places, column, np.array([0 if s is None else tagged(s) for s in column], np.uint64), lenders_of(column)
+        )
         for column in columns
     ]
     return Batch(places, np.array([fold.overwrite for fold in folds]), contributions, longest)

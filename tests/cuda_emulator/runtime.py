@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from . import copies, queues
 from .copies import DEFAULT, DEVICE_TO_DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, HOST_TO_HOST
-from .errors import CUDARuntimeError
-from .memory import ADDRESSES, DEVICE, HOST, POOL
+from .errors import CUDARuntimeError, OutOfMemoryError
+from .memory import ADDRESSES, DEVICE, HOST, POOL, Memory
 from .record import note_wait
 from .settings import settings
 
@@ -108,6 +108,28 @@ def memGetInfo() -> tuple[int, int]:
     """Bytes that are free, and all."""
     getDeviceCount()
     return settings().device_memory - POOL.total_bytes(), settings().device_memory
+
+
+_allocated: dict[int, Memory] = {}  # by address
+
+
+def malloc(size: int) -> int:
+    """The address of memory that stays until `free`; the pool counts it, which CuPy's does not."""
+    try:
+        memory = Memory(size, queues.NULL)
+    except OutOfMemoryError:
+        raise CUDARuntimeError(2) from None
+    if memory.ptr:
+        _allocated[memory.ptr] = memory
+    return memory.ptr
+
+
+def free(ptr: int) -> None:
+    """Give back what `malloc` gave, when all streams are done; 0 is nothing."""
+    if ptr and ptr not in _allocated:
+        raise CUDARuntimeError(1)
+    deviceSynchronize()
+    _allocated.pop(ptr, None)
 
 
 def memcpy(dst: int, src: int, size: int, kind: int) -> None:

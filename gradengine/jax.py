@@ -1,0 +1,233 @@
+"""For JAX: trees of gradients into an engine, its results back as trees, and clipping for arrays that are immutable.
+
+Nothing else imports this file, and the engine takes JAX arrays without it.
+
+A result's arrays are views of the engine's arena, which the next `add` writes, and JAX reads them later than the call
+that asks for it returns. Two things make a view safe: a copy (`GradientTree.tree(..., copy=True)`), or that all that
+was computed from it is ready before the next `add`. In the usual loop it is: `add` waits for the next gradients, they
+need the new parameters, and those need the old gradients. It is not where something else is computed from the gradients
+and nobody waits for it: a metric, or the update of a parameter that the loss does not use. Then call
+`jax.block_until_ready` on all of it before the next `add`. What a jitted function returns is new memory, also where its
+arguments are donated; what `jnp.asarray`, `jax.device_put`, `.astype` to the same dtype and even
+`jax.dlpack.from_dlpack(view, copy=True)` return may be the view's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+
+from gradengine.buffer import STORAGE, wrong_dtype
+from gradengine.clip import checked_max_norm
+from gradengine.device_buffer import device_of
+from gradengine.errors import BufferRefused, LayoutMismatch
+from gradengine.gradients import and_more, in_slot_order
+from gradengine.kernels import ClipPlan, Decision, decide, kernels_for
+from gradengine.layout import GradientLayout
+
+__all__ = ["GradientTree", "clip_by_global_norm"]
+
+Leaves: TypeAlias = dict[str, Any]
+
+
+@final
+class GradientTree:
+    """The layout of a tree of gradients, and the way there and back.
+
+    Args:
+        tree: The parameters, their gradients, or what `jax.eval_shape` gives for them: nested dicts, lists, tuples,
+            NamedTuples or whatever is registered with JAX. A leaf is a component, named by its path: "layers.0.wq". A
+            leaf that is None is none, and comes back as None.
+
+    Attributes:
+        layout: The layout, in the order of the tree's leaves.
+
+    Raises:
+        LayoutMismatch: Two paths give one name, a leaf is no array, or there is none.
+        BufferRefused: A leaf is not float32, float16 or bfloat16.
+
+    Example:
+        >>> from gradengine import GradientEngine
+        >>> parameters = {"layers": [{"w": jnp.ones((2, 3))}], "head": jnp.ones(3, jnp.bfloat16), "frozen": None}
+        >>> gradient_tree = GradientTree(parameters)
+        >>> [slot.name for slot in gradient_tree.layout.slots]
+        ['head', 'layers.0.w']
+        >>> engine = GradientEngine(gradient_tree.layout, max_norm=None)
+        >>> engine.add(gradient_tree.gradients(parameters))
+        >>> gradient_tree.tree(engine.step().gradients)["layers"][0]["w"].shape
+        (2, 3)
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._leaves, self._structure = _flattened(tree)
+        components = {name: leaf for name, leaf in self._leaves.items() if leaf is not None}
+        self.layout = GradientLayout.of(components)
+        for name, leaf in components.items():
+            _refuse_other_dtype(name, leaf)
+        self._shapes = {slot.name: slot.shape for slot in self.layout.slots}
+        self._leaves = dict.fromkeys(self._leaves)  # the arrays themselves are not kept
+
+    def gradients(self, tree: Any) -> dict[str, Any]:
+        """The leaves by component name, as `engine.add` takes them; nothing is copied and nothing is waited for.
+
+        Args:
+            tree: A tree of the same structure. None stands for a component without a gradient.
+
+        Raises:
+            LayoutMismatch: A leaf is missing, unexpected or of another shape, or the containers are others.
+        """
+        leaves, structure = _flattened(tree)
+        if structure != self._structure:
+            raise self._other_structure(leaves, structure)
+        for name, leaf in leaves.items():
+            self._refuse_other_shape(name, leaf)
+        return {name: leaves[name] for name in self._shapes}
+
+    def tree(self, gradients: Mapping[str, Any] | Sequence[Any], *, copy: bool = False) -> Any:
+        """The tree of a result's gradients, as JAX arrays on the engine's device.
+
+        Args:
+            gradients: `result.gradients`: fp32 views of the arena, or the destinations of `step(out=...)`.
+            copy: False for views of the same memory, to be read before the next `add`: this module's first lines say
+                what that takes. True for copies, which are complete when this returns.
+
+        Raises:
+            LayoutMismatch: A component is missing or unknown.
+            BufferRefused: JAX cannot read the memory where it lies; `copy=True` can.
+        """
+        ordered = in_slot_order(self.layout.slots, gradients, "the tree")
+        arrays = dict(zip(self._shapes, ordered, strict=True))
+        taken = {name: _copied(array) if copy else _viewed(name, array) for name, array in arrays.items()}
+        return self._structure.unflatten([taken.get(name) for name in self._leaves])
+
+    def _other_structure(self, leaves: Leaves, structure: Any) -> LayoutMismatch:
+        missing = [name for name in self._leaves if name not in leaves]
+        unexpected = [name for name in leaves if name not in self._leaves]
+        if missing:
+            got = f"'{unexpected[0]}'{and_more(unexpected)}, which it should not have" if unexpected else None
+            return LayoutMismatch(
+                f"the tree lacks leaf '{missing[0]}'{and_more(missing)}",
+                got=got,
+                do="None stands for a component without a gradient",
+            )
+        if unexpected:
+            return LayoutMismatch(f"the tree has an unexpected leaf '{unexpected[0]}'{and_more(unexpected)}")
+        return LayoutMismatch(
+            "the tree has its leaves in other containers", got=_shown(structure), expected=_shown(self._structure)
+        )
+
+    def _refuse_other_shape(self, name: str, leaf: Any) -> None:
+        if leaf is None:
+            return
+        got = getattr(leaf, "shape", type(leaf).__name__)
+        if name not in self._shapes:
+            raise LayoutMismatch(f"the tree has an unexpected leaf '{name}'", got=f"shape {got}", expected="None")
+        if got != self._shapes[name]:
+            raise LayoutMismatch(f"component '{name}' has another shape", got=got, expected=self._shapes[name])
+
+
+def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
+    """Clip a tree of gradients by its global norm; outside of jit, because it waits for the norm.
+
+    Against `optax.clip_by_global_norm`: neither has an epsilon. Here the norm is summed beyond fp32 whatever the dtypes
+    (there in the leaves' own, where fp16 overflows at a norm of 256) and handed back, each element is multiplied once
+    (there divided, then multiplied), and a norm that is NaN or Inf scales nothing (there it makes NaN or zeros).
+
+    Args:
+        tree: Arrays in fp32, fp16 or bf16, on one device. None leaves stay; an empty tree has norm 0.
+        max_norm: The bound, >= 0; None clips nothing.
+
+    Returns:
+        A new tree in the leaves' dtypes, each element multiplied once in fp32 and rounded once (by JAX, whose CPU takes
+        subnormals for zero), or the tree itself where there is nothing to clip; and the norm before clipping.
+
+    Raises:
+        CallerError: `max_norm` is negative or NaN.
+        BufferRefused: A leaf is traced, deleted, spread over several devices, or of another dtype.
+        LayoutMismatch: Two paths give one name.
+
+    Example:
+        >>> tree, norm = clip_by_global_norm({"w": jnp.array([0.0, 8.0]), "b": [jnp.array(6.0), None]}, 5.0)
+        >>> norm, tree["w"].tolist(), tree["b"]
+        (10.0, [0.0, 4.0], [Array(3., dtype=float32), None])
+    """
+    bound = checked_max_norm(max_norm)
+    decision = _decide({name: leaf for name, leaf in _flattened(tree)[0].items() if leaf is not None}, bound)
+    if decision.factor == 1:
+        return tree, decision.norm
+    return jax.tree.map(lambda leaf: _scaled(leaf, decision.factor), tree), decision.norm
+
+
+def _decide(leaves: Leaves, bound: float) -> Decision:
+    """Norm and factor on the host, where a new tree can do without a multiplication."""
+    kernels = kernels_for(_device_of(leaves.values()))
+    views = [kernels.view(leaf, name) for name, leaf in leaves.items()]
+    sums = kernels.squared_sums([view.size for view in views])
+    kernels.measure_all(views, sums)
+    return decide(kernels.totals(sums), ClipPlan((0,) * len(views), (bound,)), 1.0)
+
+
+def _device_of(leaves: Iterable[Any]) -> str:
+    """The first leaf's device; what is traced or spread has none, and the host's door says so."""
+    leaf = next(iter(leaves), None)
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+        return "cpu"
+    sharding: Any = leaf.sharding
+    return "cpu" if {device.platform for device in sharding.device_set} == {"cpu"} else device_of(leaf)
+
+
+_scaled: Any = jax.jit(lambda leaf, factor: (leaf.astype(jnp.float32) * factor).astype(leaf.dtype))
+
+
+def _flattened(tree: Any) -> tuple[Leaves, Any]:
+    """A tree's leaves by name, None among them, and its structure."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
+    leaves: Leaves = {}
+    for path, leaf in pairs:
+        name = ".".join(map(_part, path)) if path else "gradient"  # a lone array has no path
+        if name in leaves:
+            raise LayoutMismatch(
+                f"two paths of the tree give one name, '{name}'",
+                got=f"{jax.tree_util.keystr(path)} for the second",
+                expected="names that differ",
+                do="rename one; the parts of a path are joined by dots",
+            )
+        leaves[name] = leaf
+    return leaves, structure
+
+
+def _part(key: Any) -> str:
+    """What a path's part is called: a dict's key, an index, an attribute."""
+    named = (getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute))
+    return str(next(named, key))
+
+
+def _refuse_other_dtype(name: str, leaf: Any) -> None:
+    dtype = getattr(leaf, "dtype", None)
+    if str(dtype) not in STORAGE:
+        raise wrong_dtype(name, getattr(dtype, "name", type(leaf).__name__))
+
+
+def _viewed(name: str, array: Any) -> Any:
+    if array is None:
+        return None
+    try:
+        return jax.dlpack.from_dlpack(array)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as refusal:
+        raise BufferRefused(
+            f"JAX cannot read component '{name}' where it lies ({refusal})",
+            got=type(array).__name__,
+            do="call tree(..., copy=True)",
+        ) from None
+
+
+def _copied(array: Any) -> Any:
+    return None if array is None else jnp.array(array, copy=True).block_until_ready()
+
+
+def _shown(structure: Any, limit: int = 200) -> str:
+    text = str(structure)
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -1,0 +1,52 @@
+"""Borrowed memory on a GPU: read behind what its lender has queued, given back by an event, without a wait.
+
+A lender whose stream is known is told on that stream when our work is done, and may let its memory go at any time: who
+gets it next on that stream comes behind us. Of one whose stream nobody knows the memory is kept until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from gradengine.buffer import Lender
+from gradengine.kernels.device import CudaDevice
+
+__all__ = ["Loans"]
+
+
+@final
+class Loans:
+    """What is lent to one device's kernels.
+
+    Args:
+        device: The device, whose current stream reads and writes what is lent.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._kept: list[tuple[Any, object]] = []
+
+    def wait_for(self, lenders: Iterable[Lender]) -> None:
+        """Have the current stream wait for the lenders' own. A graph that is recorded is ordered when it runs."""
+        for handle in self._other_streams(lenders):
+            self._device.wait_for(handle)
+
+    def give_back(self, lenders: Iterable[Lender], lent: object = None) -> None:
+        """Have the lenders' streams wait for what was queued so far; without one, keep what is `lent` until then."""
+        lenders = list(lenders)
+        self._kept = [kept for kept in self._kept if not kept[0].done]
+        handles = self._other_streams(lenders)
+        is_kept = lent is not None and any(lender.stream() is None for lender in lenders)
+        if (handles or is_kept) and not self._device.is_capturing():
+            done = self._device.record()
+            for handle in handles:
+                self._device.stream_of(handle).wait_event(done)
+            if is_kept:
+                self._kept.append((done, lent))
+
+    def _other_streams(self, lenders: Iterable[Lender]) -> set[int]:
+        handles = {handle for lender in lenders if (handle := lender.stream()) is not None}
+        if handles <= {self._device.current_stream().ptr} or self._device.is_capturing():
+            return set()
+        return handles - {self._device.current_stream().ptr}

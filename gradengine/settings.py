@@ -1,0 +1,66 @@
+"""What an engine was told to do, checked once, and what of it all workers must have been told alike."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, TypeAlias, final
+
+from gradengine.errors import CallerError
+from gradengine.kernels import ClipPlan
+
+__all__ = ["Average", "OnNonFinite", "Settings"]
+
+OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
+Average: TypeAlias = Literal["weighted", "per_worker"]
+
+
+@final
+class Settings:
+    """An engine's settings.
+
+    Args:
+        plan: Which components share a norm, and its bound.
+        on_non_finite: What a gradient that is not finite leads to.
+        average: Over micro-batches, or over the workers' means.
+        micro_batches: Micro-batches of a window, if known.
+        loss_scale: What the loss was multiplied by.
+
+    Raises:
+        CallerError: One is out of range.
+    """
+
+    def __init__(
+        self, plan: ClipPlan, on_non_finite: OnNonFinite, average: Average, micro_batches: int | None, loss_scale: float
+    ) -> None:
+        _refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
+        _refuse_unknown("average", average, ("weighted", "per_worker"))
+        if micro_batches is not None and not (isinstance(micro_batches, int) and micro_batches >= 1):
+            raise CallerError("micro_batches is out of range", got=micro_batches, expected="at least 1, or None")
+        self.plan, self.micro_batches = plan, micro_batches
+        self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
+        self.per_worker = average == "per_worker"
+        #: What all workers must have set alike; each step compares them.
+        self.shared = {
+            "max_norm": repr(plan.max_norms),
+            "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],
+            "average": average,
+            "on_non_finite": on_non_finite,
+        }
+        self.loss_scale = loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied by."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if not (isinstance(value, (int, float)) and 2.0**-64 <= value <= 2.0**64):  # NaN is refused too
+            raise CallerError("loss_scale is out of range", got=value, expected="2**-64..2**64")
+        self._loss_scale = float(value)
+        self.shared["loss_scale"] = repr(self._loss_scale)
+
+
+def _refuse_unknown(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise CallerError(f"unknown {name}", got=repr(value), expected=f"one of {', '.join(map(repr, known))}")

@@ -1,0 +1,73 @@
+"""Torch as far as the package asks it, over arrays on a GPU that CuPy (or the emulator) has."""
+
+import types
+from types import SimpleNamespace
+
+import numpy as np
+
+
+class Tensor:
+    """A tensor on the device; it has no DLPack, so that whoever falls back to that is found out."""
+
+    is_cpu = False
+    is_leaf = True
+    requires_grad = False
+
+    def __init__(self, array, **change):
+        self.array, self.layout, self.device = array, "strided", SimpleNamespace(type="cuda", index=0)
+        self.dtype, self.shape = f"torch.{array.dtype.name}", array.shape
+        for name, value in change.items():
+            setattr(self, name, value)
+
+    def data_ptr(self):
+        return self.array.data.ptr
+
+    def numel(self):
+        return self.array.size
+
+    def stride(self):
+        return tuple(stride // self.array.itemsize for stride in self.array.strides)
+
+    def is_contiguous(self):
+        return bool(self.array.flags.c_contiguous)
+
+    def is_neg(self):
+        return False
+
+
+class Stream:
+    """A stream of torch's: from 2.10 on with `__cuda_stream__`, before with a handle."""
+
+    def __init__(self, stream, *, is_old=False):
+        self.cuda_stream = stream.ptr
+        if not is_old:
+            self.__cuda_stream__ = lambda: (0, stream.ptr)
+
+
+def emulated_torch(stream, *, is_old=False):
+    """A module; `stream` is what its current stream is."""
+    torch = types.ModuleType("torch")
+    torch.Tensor, torch.strided = Tensor, "strided"
+    for dtype in ("float32", "float16", "bfloat16"):
+        setattr(torch, dtype, f"torch.{dtype}")
+    torch.asked = []
+
+    def current_stream(ordinal):
+        torch.asked.append(ordinal)
+        return Stream(stream, is_old=is_old)
+
+    torch.cuda = SimpleNamespace(current_stream=current_stream)
+    return torch
+
+
+def tensors_of(arrays):
+    return [Tensor(array) for array in arrays]
+
+
+def copy_on(xp, stream, target, source):
+    """Queue a copy on a stream, as a framework's own work."""
+    runtime = xp.cuda.runtime
+    kind = runtime.memcpyDeviceToDevice
+    runtime.memcpyAsync(
+        target.data.ptr, source.data.ptr, source.size * np.dtype(source.dtype).itemsize, kind, stream.ptr
+    )
