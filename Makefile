@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check compile-check bench gpu-check clean
+.PHONY: demo test test-interop check compile-check bench gpu-check clean
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree
 	$(BIN)/gradengine demo $(ARGS)
@@ -17,6 +17,9 @@ check: $(VENV)/test  ## lint, format and types, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test-interop: $(VENV)/interop  ## torch and JAX, in and out, and every example; what is missing fails, but for a GPU
+	GRADENGINE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest -k "torch or jax or frameworks or interop or examples or docs" $(ARGS)
 
 compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and a table of what it takes; needs no GPU
 	COMPILE_CHECK=1 $(BIN)/python -m pytest tests/test_kernels_compile.py $(ARGS)
@@ -44,6 +47,10 @@ $(VENV)/cli: $(VENV)/python pyproject.toml
 $(VENV)/test: $(VENV)/python pyproject.toml
 	$(PIP_INSTALL) --editable '.[test]'
 	@touch $@ $(VENV)/cli
+
+$(VENV)/interop: $(VENV)/python pyproject.toml
+	$(PIP_INSTALL) --editable '.[interop]'
+	@touch $@ $(VENV)/test $(VENV)/cli
 
 $(VENV)/compile: $(VENV)/python pyproject.toml
 	$(PIP_INSTALL) --editable '.[compile]'

@@ -11,19 +11,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from gradengine.buffer import Buffer, Lender, RawBuffer, freed
+from gradengine.buffer import Buffer, RawBuffer, freed
 from gradengine.errors import BufferRefused
 from gradengine.frameworks import is_torch
 from gradengine.gradients import refuse_other_shape
+from gradengine.host_buffer import without_owner
 from gradengine.kernels import Contribution, Kernels, Places
 from gradengine.layout import Slot
 
 __all__ = ["Arrivals"]
 
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
+_PATIENCE = 8  # sets that went without having come again, after which no more are remembered
 
 Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]
 
@@ -39,6 +38,7 @@ class Arrivals:
     def __init__(self, kernels: Kernels, arena: Buffer) -> None:
         self._kernels, self._arena = kernels, arena
         self._known: dict[Places, list[_Known]] = {}
+        self._in_vain = 0
 
     def contribution(self, places: Places, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
         """The gradients of one micro-batch for these slots, checked; what is queued next is behind their lenders' work.
@@ -50,14 +50,20 @@ class Arrivals:
         known = self._known.setdefault(places, [])
         for candidate in known:
             if candidate.is_again(sources):
+                candidate.was_met = True
                 self._kernels.wait_for(candidate.lenders)
-                return Contribution(places, tuple(sources), candidate.addresses, candidate.lenders)
+                return Contribution(places, tuple(sources), candidate.addresses, candidate.lenders, candidate.views)
         contribution = self._kernels.contribution(places, self._views(slots, sources))
-        reader = None if contribution.views else _reader_of(sources)
-        if reader is not None:
-            known[:] = [candidate for candidate in known if candidate.is_alive][-_REMEMBERED + 1 :]
-            known.append(_Known(sources, contribution.addresses, contribution.lenders, reader))
+        self._remember(known, sources, contribution)
         return contribution
+
+    def _remember(self, known: list[_Known], sources: Sequence[Any], contribution: Contribution) -> None:
+        """Unless this loop makes new arrays for each micro-batch: to remember them costs as much as to look at them."""
+        self._in_vain += sum(not candidate.is_alive and not candidate.was_met for candidate in known)
+        known[:] = [candidate for candidate in known if candidate.is_alive][-_REMEMBERED + 1 :]
+        reader = _reader_of(sources) if self._in_vain < _PATIENCE else None
+        if reader is not None:
+            known.append(_Known(sources, contribution, reader))
 
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
         given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
@@ -71,16 +77,13 @@ class Arrivals:
 
 
 class _Known:
-    """One set of arrays that came before."""
+    """One set of arrays that came before; `was_met` once it has come again."""
 
-    def __init__(
-        self,
-        sources: Sequence[Any],
-        addresses: npt.NDArray[np.uint64],
-        lenders: frozenset[Lender],
-        reader: Reader,
-    ) -> None:
-        self.addresses, self.lenders, self._reader = addresses, lenders, reader
+    was_met = False
+
+    def __init__(self, sources: Sequence[Any], contribution: Contribution, reader: Reader) -> None:
+        self.addresses, self.lenders, self._reader = contribution.addresses, contribution.lenders, reader
+        self.views = [None if view is None else without_owner(view) for view in contribution.views]
         self._ids = list(map(id, sources))
         self._pointers = reader(sources)
         self._dead: list[object] = []  # filled by the first array that goes: its id may be another's from then on
@@ -113,7 +116,7 @@ def _reader_of(sources: Sequence[Any]) -> Reader | None:
 
 
 def _is_cupy(source: Any) -> bool:
-    return hasattr(getattr(source, "data", None), "ptr") and hasattr(source, "__cuda_array_interface__")
+    return hasattr(source, "__cuda_array_interface__") and hasattr(getattr(source, "data", None), "ptr")
 
 
 def _read_raw(sources: Sequence[Any]) -> list[Any]:

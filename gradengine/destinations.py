@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradengine.buffer import Buffer, refuse_overlapping_destinations
+from gradengine.errors import LayoutMismatch
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
 from gradengine.kernels import Kernels
 from gradengine.layout import Slot
@@ -25,6 +26,8 @@ def destinations_of(
     if out is None:
         return None
     given = {i: array for i, array in enumerate(in_slot_order(slots, out, "out")) if array is not None}
+    if not given:
+        raise LayoutMismatch("out names no destination at all", got=f"{len(slots)} times None", expected="an array")
     views = kernels.writable_views(list(given.values()), [slots[position].name for position in given])
     found = dict(zip(given, views, strict=True))
     for position, view in found.items():

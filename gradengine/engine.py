@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.admission import Admission
 from gradengine.agreement import Tally
 from gradengine.buffer import Buffer
 from gradengine.capture import CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.destinations import destinations_of, handed_back
-from gradengine.errors import CallerError, NonFiniteGradient, WindowError
+from gradengine.errors import CallerError, NonFiniteGradient
 from gradengine.exchange.interface import Exchange
 from gradengine.gradients import Gradients
 from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for, lenders_of
@@ -80,11 +81,12 @@ class GradientEngine:
     ) -> None:
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
-        self.layout, self.micro_batches = layout, micro_batches
+        self.layout = layout
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold)
         self._kernels = self.accumulator.kernels
         self._sharing = Sharing(self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared)
         self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
+        self._admission = Admission(self._settings, self.accumulator, self._sharing, self._late)
         self._captured: CapturedWindow | None = None
         self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
         if exchange is not None:
@@ -101,6 +103,11 @@ class GradientEngine:
         return self._sharing.exchange
 
     @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of a window, if known."""
+        return self._settings.micro_batches
+
+    @property
     def loss_scale(self) -> float:
         """What the loss of the open window is multiplied by; may be set between windows, as a dynamic scaler does.
 
@@ -114,13 +121,7 @@ class GradientEngine:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        count = self.accumulator.accumulated_count
-        if count and value != self.loss_scale:
-            raise WindowError(
-                "the loss scale of an open window cannot be changed",
-                got=f"{value} after {count} micro-batches of {self.loss_scale}",
-                do="set it after step() or discard()",
-            )
+        self._admission.of_loss_scale(value)
         self._settings.loss_scale = value
 
     @property
@@ -154,7 +155,7 @@ class GradientEngine:
             BufferRefused: A gradient cannot be taken as it lies.
             WindowError: A bad weight, a window that is full, or a step before this one that failed.
         """
-        self._refuse_add()
+        self._admission.of_add(self._captured)
         last = self.accumulator.accumulated_count + 1 == self.micro_batches
         self.accumulator.add(gradients, weight, measure=last and self.world_size == 1)
         if self._captured is not None:
@@ -174,7 +175,7 @@ class GradientEngine:
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        self._refuse_add(index)
+        self._admission.of_add(self._captured, index)
         self.accumulator.add_block(index, gradients, weight, measure=last and self.world_size == 1)
         if self._captured is not None:
             block = self.layout.blocks[index]
@@ -188,7 +189,7 @@ class GradientEngine:
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        self._refuse_add(name)
+        self._admission.of_add(self._captured, name)
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
         slot = self.accumulator.non_block_slot(name)
         if self._captured is not None:
@@ -219,7 +220,7 @@ class GradientEngine:
             raise CallerError(
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
             )
-        self._refuse_or_raise_late()
+        self._admission.of_call(self._captured)
         accumulator = self.accumulator
         destinations = destinations_of(self.layout.slots, self._kernels, accumulator.arena, out)
         tally = self._sharing.agree()
@@ -232,7 +233,8 @@ class GradientEngine:
         if not deferred:
             with self.accumulator.changing():
                 self._hand_back(decision, destinations)
-        result = self._result(tally, decision, non_finite, handed_back(self.layout.slots, accumulator.views(), out))
+        gradients = handed_back(self.layout.slots, accumulator.views(), out)
+        result = self._result(tally, decision, non_finite, gradients, deferred)
         if self._captured is not None:
             lenders = accumulator.lenders | lenders_of((destinations or {}).values())
             self._captured.closed(result, self.layout.slots, out, lenders, deferred=deferred)
@@ -260,7 +262,7 @@ class GradientEngine:
             Traceback (most recent call last):
             gradengine.errors.CallerError: only a GPU's steps can be captured: got device 'cpu', expected ...
         """
-        self._refuse_graph()
+        self._admission.of_graph(self._captured)
         return self._capturing()
 
     def check(self) -> None:
@@ -293,63 +295,6 @@ class GradientEngine:
         """
         self._sharing.connect(exchange)
 
-    # ---- the way in ----
-
-    def _refuse_or_raise_late(self) -> None:
-        """What may come before any add or step: a capture that has its window, or the error of an earlier step."""
-        if self._kernels.is_capturing() != (self._captured is not None):
-            raise CallerError(
-                "the current stream records a graph that this engine knows nothing of"
-                if self._captured is None
-                else "the current stream is not the one that is captured",
-                do="use this engine's own capture(), on the stream that is current in its `with`",
-            )
-        if self._captured is not None:
-            self._captured.refuse_more()
-        else:
-            self._raise_late()
-
-    def _raise_late(self) -> None:
-        found = self._late.untold()
-        if found is not None and self._settings.raises:
-            raise found
-
-    def _refuse_graph(self) -> None:
-        """A graph is a whole step of one worker's: nothing of one may be under way where it begins."""
-        if not self._late.exist:
-            raise CallerError(
-                "only a GPU's steps can be captured", got=f"device '{self._kernels.device}'", expected="a CUDA device"
-            )
-        if not self._sharing.is_alone:
-            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
-        if self._captured is not None:
-            raise WindowError("a window is being captured", do="leave its `with` first")
-        count = self.accumulator.accumulated_count
-        if count:
-            raise WindowError("a window is open", got=f"{count} micro-batches", do="step() or discard() it first")
-
-    def _refuse_add(self, key: int | str | None = None) -> None:
-        self._refuse_or_raise_late()
-        if self._sharing.failed:
-            raise WindowError(
-                f"step {self.current_step} failed, and its window is kept",
-                do="run step() again (after reconnect() where the exchange was lost), or discard() it",
-            )
-        if self._sharing.started and (key is None or key in self._sharing.started):
-            raise WindowError(
-                "the window is complete and on its way to the other workers"
-                if key is None
-                else f"{key!r} is on its way",
-                got=f"a contribution after the last of {self.accumulator.accumulated_count} micro-batches",
-                expected="step()",
-            )
-        if self.micro_batches is not None and key is None and self.accumulator.accumulated_count >= self.micro_batches:
-            raise WindowError(
-                "the window is full",
-                got=f"micro-batch {self.accumulator.accumulated_count + 1}",
-                expected=f"step() after {self.micro_batches} micro-batches",
-            )
-
     # ---- the decision ----
 
     def _decide(self, tally: Tally) -> Decision:
@@ -375,12 +320,17 @@ class GradientEngine:
             self._kernels.hand_back(sources, decision, groups, list(destinations.values()))
 
     def _result(
-        self, tally: Tally, decision: Decision, non_finite: NonFiniteGradient | None, gradients: Mapping[str, Any]
+        self,
+        tally: Tally,
+        decision: Decision,
+        non_finite: NonFiniteGradient | None,
+        gradients: Mapping[str, Any],
+        deferred: bool,
     ) -> StepResult:
         def find(step: int) -> NonFiniteGradient | None:
             return self._late.of_step(step, decision) if decision.bad is None else non_finite
 
-        return result_of(tally, decision, self._group_names, gradients, self.current_step, find)
+        return result_of(tally, decision, self._group_names, gradients, deferred, self.current_step, find)
 
     def _clear_window(self) -> None:
         self.accumulator.zero_all()
@@ -407,8 +357,8 @@ class GradientEngine:
 
     def _launched(self, captured: CapturedWindow, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""
-        self._refuse_graph()
-        self._raise_late()
+        self._admission.of_graph(self._captured)
+        self._admission.raise_late()
         self._kernels.follow(self.accumulator.sums)
         captured.launch()
         self._late.send()

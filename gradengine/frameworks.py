@@ -100,7 +100,7 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     if dtype is None:
         raise wrong_dtype(component, str(tensor.dtype).removeprefix("torch."))
     try:
-        shape, pointer = tuple(tensor.shape), tensor.data_ptr()
+        shape, pointer = tensor.shape, tensor.data_ptr()
     except RuntimeError as fault:
         raise _stands_for_several(tensor, component, fault) from None
     if not tensor.is_contiguous():

@@ -71,7 +71,7 @@ def refuse_other_shape(view: Buffer, slot: Slot) -> None:
     if view.shape != slot.shape and view.shape != (slot.size,):
         raise LayoutMismatch(
             f"component '{slot.name}' has another shape",
-            got=f"{view.shape}, {view.size} elements",
+            got=f"{tuple(view.shape)}, {view.size} elements",
             expected=f"{slot.shape}, {slot.size} elements (or the same flat)",
         )
 

@@ -37,6 +37,7 @@ class StepResult:
         group_scales: Each clip group's scale.
         block_norms: Each block's norm.
         component_norms: Each component's norm, in layout order.
+        deferred: Whether the gradients are still to be multiplied by `factor`.
         step: The step's number, counted from 0.
         find_non_finite: What finds `non_finite` of a step by its number.
     """
@@ -53,6 +54,7 @@ class StepResult:
     group_scales: Mapping[str, Any]
     block_norms: Sequence[Any]
     component_norms: Sequence[Any]
+    deferred: bool
     step: int
     find_non_finite: Callable[[int], NonFiniteGradient | None]
 
@@ -80,6 +82,7 @@ def result_of(
     decision: Decision,
     group_names: Sequence[str],
     gradients: Mapping[str, Any],
+    deferred: bool,
     step: int,
     find_non_finite: Callable[[int], NonFiniteGradient | None],
 ) -> StepResult:
@@ -97,6 +100,7 @@ def result_of(
         group_scales=dict(zip(group_names, decision.scales, strict=True)),
         block_norms=decision.block_norms,
         component_norms=decision.component_norms,
+        deferred=deferred,
         step=step,
         find_non_finite=find_non_finite,
     )

@@ -1,5 +1,7 @@
 """Fixtures of all tests."""
 
+import importlib.util
+import os
 import zlib
 from collections.abc import Iterator
 
@@ -13,6 +15,15 @@ from gradengine.kernels import Kernels
 
 settings.register_profile("gradengine", deadline=None, print_blob=True)  # shared machines stall; a stall is no bug
 settings.load_profile("gradengine")
+
+
+REQUIRE_FRAMEWORKS = "GRADENGINE_REQUIRE_FRAMEWORKS"  # set to 1 by `make test-interop`: a missing one is no skip then
+
+
+def pytest_configure() -> None:
+    missing = [name for name in ("torch", "jax") if importlib.util.find_spec(name) is None]
+    if missing and os.environ.get(REQUIRE_FRAMEWORKS) == "1":
+        raise pytest.UsageError(f"{' and '.join(missing)} not installed, and {REQUIRE_FRAMEWORKS}=1")
 
 
 @pytest.fixture(scope="session", params=runnable(BACKENDS))

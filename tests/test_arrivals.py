@@ -118,6 +118,26 @@ def test_new_tensors_at_the_same_addresses_are_looked_at(device, kernels, arriva
     assert kernels.looked == 4
 
 
+def test_a_loop_that_makes_new_arrays_is_noticed(device, kernels, arrivals, tensors):
+    """To remember them costs as much as to look at them, and nothing comes of it."""
+    for _ in range(100):
+        arrivals.contribution(PLACES, LAYOUT.slots, [Tensor(tensor.array) for tensor in tensors])
+    assert arrivals._known[PLACES] == []
+    for _ in range(2):
+        contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors)
+        assert pointers(contribution) == [tensor.data_ptr() for tensor in tensors]
+    assert kernels.looked == 102 * 2
+
+
+def test_sets_that_came_again_before_they_went_are_no_reason_to_give_up(device, kernels, arrivals):
+    """As a loop that changes its buffers now and then."""
+    for _ in range(100):
+        arrays = arrays_of(device)
+        for _ in range(2):
+            arrivals.contribution(PLACES, LAYOUT.slots, arrays)
+    assert kernels.looked == 100 * 2
+
+
 def test_pointers_are_known_again_while_their_owner_lives(device, kernels, arrivals):
     arrays, owner = arrays_of(device), mmap.mmap(-1, 4096)
     pointing = [raw(device.kernels.view(array, "w"), owner=owner) for array in arrays]

@@ -123,6 +123,7 @@ class TestOneWorker:
             for gradients, weight in zip(micro_batches, weights, strict=True):
                 add_to(engine, backend, gradients, weight)
         left, wanted = deferred.step(deferred=True), plain.step()
+        assert left.deferred
         factor = on_host(left.factor)
         assert float(left.norm) == float(wanted.norm)
         for name, total in zip(left.gradients, expected_sum(micro_batches, weights), strict=True):

@@ -57,6 +57,7 @@ ORDER = [
     "late",
     "settings",
     "capture",
+    "admission",
     "engine",
     "trainer",
     "",

@@ -69,7 +69,7 @@ class TestNumbers:
         assert float(result.scale) == pytest.approx(min(scales), rel=1e-6)
         assert float(result.factor) == pytest.approx(scales[0] / 2, rel=1e-6)  # the micro-batch weighs 2
         assert float(result.inverse_factor) == pytest.approx(2 / scales[0], rel=1e-6)
-        assert (result.weight, result.micro_batches, result.step) == (2.0, 1, 0)
+        assert (result.weight, result.micro_batches, result.step, result.deferred) == (2.0, 1, 0, False)
 
     def test_it_cannot_be_changed(self, backend):
         result = stepped(backend)

@@ -1,0 +1,97 @@
+"""What may be called now: a window that has room, a step that has not failed, a stream that is the captured one."""
+
+from __future__ import annotations
+
+from typing import final
+
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.capture import CapturedWindow
+from gradengine.errors import CallerError, WindowError
+from gradengine.late import LateVerdicts
+from gradengine.settings import Settings
+from gradengine.sharing import Sharing
+
+__all__ = ["Admission"]
+
+
+@final
+class Admission:
+    """Who asks an engine's parts whether a call fits their state; nothing is changed here.
+
+    Args:
+        settings: The engine's settings.
+        accumulator: The window of micro-batches.
+        sharing: The engine's side of the exchange.
+        late: Verdicts of a GPU's earlier steps.
+    """
+
+    def __init__(
+        self, settings: Settings, accumulator: PerBlockGradientAccumulator, sharing: Sharing, late: LateVerdicts
+    ) -> None:
+        self._settings, self._accumulator, self._sharing, self._late = settings, accumulator, sharing, late
+
+    def of_call(self, captured: CapturedWindow | None) -> None:
+        """What may come before any add or step: a capture that has its window, or the error of an earlier step."""
+        if self._accumulator.kernels.is_capturing() != (captured is not None):
+            raise CallerError(
+                "the current stream records a graph that this engine knows nothing of"
+                if captured is None
+                else "the current stream is not the one that is captured",
+                do="use this engine's own capture(), on the stream that is current in its `with`",
+            )
+        if captured is not None:
+            captured.refuse_more()
+        else:
+            self.raise_late()
+
+    def of_add(self, captured: CapturedWindow | None, key: int | str | None = None) -> None:
+        """A contribution: of the span with that key, or a whole micro-batch."""
+        self.of_call(captured)
+        if self._sharing.failed:
+            raise WindowError(
+                f"step {self._sharing.progress.step} failed, and its window is kept",
+                do="run step() again (after reconnect() where the exchange was lost), or discard() it",
+            )
+        count = self._accumulator.accumulated_count
+        if self._sharing.started and (key is None or key in self._sharing.started):
+            raise WindowError(
+                "the window is complete and on its way to the other workers"
+                if key is None
+                else f"{key!r} is on its way",
+                got=f"a contribution after the last of {count} micro-batches",
+                expected="step()",
+            )
+        room = self._settings.micro_batches
+        if room is not None and key is None and count >= room:
+            raise WindowError(
+                "the window is full", got=f"micro-batch {count + 1}", expected=f"step() after {room} micro-batches"
+            )
+
+    def of_graph(self, captured: CapturedWindow | None) -> None:
+        """A graph is a whole step of one worker's: nothing of one may be under way where it begins."""
+        if not self._late.exist:
+            device = self._accumulator.kernels.device
+            raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
+        if not self._sharing.is_alone:
+            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+        if captured is not None:
+            raise WindowError("a window is being captured", do="leave its `with` first")
+        count = self._accumulator.accumulated_count
+        if count:
+            raise WindowError("a window is open", got=f"{count} micro-batches", do="step() or discard() it first")
+
+    def of_loss_scale(self, value: float) -> None:
+        """Another loss scale: between windows only."""
+        count = self._accumulator.accumulated_count
+        if count and value != self._settings.loss_scale:
+            raise WindowError(
+                "the loss scale of an open window cannot be changed",
+                got=f"{value} after {count} micro-batches of {self._settings.loss_scale}",
+                do="set it after step() or discard()",
+            )
+
+    def raise_late(self) -> None:
+        """The error of an earlier step, where its verdict has come and nobody was told of it yet."""
+        found = self._late.untold()
+        if found is not None and self._settings.raises:
+            raise found

@@ -1,0 +1,352 @@
+"""For torch users: `clip_grad_norm_` with torch's own signature, and a module's gradients on their way in and out.
+
+The one file that imports torch; nothing else of the package imports this one: `from gradengine.torch import ...`. On a
+GPU the engine's work is ordered behind torch's current stream, and that stream behind the engine's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gradengine.clip import checked_max_norm, clip_by_global_norm
+from gradengine.device_buffer import device_of
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient
+from gradengine.kernels import kernels_for
+from gradengine.layout import GradientLayout
+from gradengine.result import StepResult
+
+__all__ = ["clip_grad_norm_", "give_gradients", "gradients_of", "layout_of", "step_fused"]
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,  # noqa: ARG001  (torch's signature)
+) -> torch.Tensor:
+    """Scale the parameters' gradients in place so that their global norm is at most `max_norm`.
+
+    Takes the place of `torch.nn.utils.clip_grad_norm_`, and differs from it in this:
+
+    - The norm is summed beyond fp32 and returned as float32 whatever the gradients' dtype; torch's has that dtype. One
+      that is too large for float32 is returned as Inf, and clipped by its true value.
+    - The scale is min(1, max_norm / norm), without torch's epsilon of 1e-6. Each element is multiplied once in fp32
+      and rounded once. A norm within the bound writes nothing.
+    - A norm that is NaN or Inf scales nothing, where torch would multiply every gradient by NaN or 0.
+    - A negative or NaN `max_norm`, a norm other than the second, a parameter that is listed twice (torch would count
+      and scale its gradient twice), float64 and complex gradients, and gradients on several devices are refused.
+
+    Args:
+        parameters: A tensor, or any iterable of them; those without `.grad` are skipped. Gradients are fp32, fp16 or
+            bf16, also mixed, on one device, dense in any order of their dimensions (channels_last, transposed).
+        max_norm: The bound, >= 0.
+        norm_type: 2, the only one.
+        error_if_nonfinite: Raise where the norm is NaN or Inf. On a GPU a wait for the device, as torch's is.
+        foreach: Means nothing here: gradients are always taken together.
+
+    Returns:
+        The norm before clipping, a float32 tensor of no dimension on the gradients' device; 0 on the CPU where there
+        are none. On a GPU nothing waits, but for the first call with gradients of these sizes.
+
+    Raises:
+        BufferRefused: A gradient has gaps in memory, is sparse, of another dtype, device or kind of tensor, or shares
+            memory with another; it is named by its position: "parameters[3].grad".
+        CallerError: `max_norm`, `norm_type` or `parameters` is not as above.
+        DeviceUnavailable: The device is a GPU, and what it needs is missing.
+        NonFiniteGradient: NaN or Inf, with `error_if_nonfinite`: names the first gradient, index and value. A
+            RuntimeError too, which is what torch raises. Nothing has been written.
+
+    Example::
+
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+    """
+    _refuse_other_norm(norm_type)
+    bound = checked_max_norm(max_norm)
+    gradients = _gradients_by_position(parameters)
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = _clip(gradients, bound)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise _first_non_finite(gradients)
+    return norm.to(torch.float32)
+
+
+def layout_of(module: torch.nn.Module) -> GradientLayout:
+    """The layout of a module's trainable parameters, in the order of `named_parameters()`; tied ones come once.
+
+    A parameter that is dense but not contiguous (channels_last, transposed) has the shape in which it lies in memory:
+    that is what is added up and exchanged, so workers must agree on it.
+
+    Raises:
+        LayoutMismatch: Nothing in it is trainable.
+
+    Example::
+
+        engine = GradientEngine(layout_of(model), max_norm=1.0)
+    """
+    return GradientLayout.of({name: _as_it_lies(p, p).shape for name, p in _trainable(module).items()})
+
+
+def gradients_of(module: torch.nn.Module, *, allocate: bool = False) -> dict[str, torch.Tensor | None]:
+    """A module's gradients by name, as `engine.add` takes them and `engine.step(out=...)` writes them; no copy.
+
+    Args:
+        module: Its trainable parameters are meant.
+        allocate: Give a parameter that has no `.grad` one of zeros: `engine.step(out=...)` writes nothing for a None,
+            and an optimizer then passes over the parameter.
+
+    Returns:
+        Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself where the
+        parameter is contiguous, else a view; None where there is none, which `engine.add` counts as zero.
+
+    Example::
+
+        for tokens, batch in micro_batches:
+            model.zero_grad()
+            loss_of(model, batch).backward()
+            engine.add(gradients_of(model), weight=tokens)
+        engine.step(out=gradients_of(model, allocate=True))
+        optimizer.step()
+    """
+    parameters = _trainable(module)
+    for parameter in parameters.values():
+        if allocate and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return {name: None if p.grad is None else _as_it_lies(p.grad, p) for name, p in parameters.items()}
+
+
+def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
+    """Make each trainable parameter's `.grad` a view of a step's result: no copy, fp32 parameters only.
+
+    Good until the next `engine.add`, which writes over that memory. Call `module.zero_grad()` before the next backward:
+    its default drops the views. Backward would add to the engine's memory otherwise, and `engine.add` refuses that.
+
+    Args:
+        module: The one that the engine's layout was taken of, by `layout_of`.
+        result: From `engine.step()`, or from `engine.step(deferred=True)` where `step_fused` comes next.
+
+    Raises:
+        BufferRefused: A parameter is not fp32, or not on the engine's device; it is named, and nothing was set.
+        LayoutMismatch: The result is not of this module's layout; nothing was set.
+
+    Example::
+
+        give_gradients(model, engine.step())
+        optimizer.step()
+        model.zero_grad()
+    """
+    views = [(p, _view_for(p, name, result.gradients)) for name, p in _trainable(module).items()]
+    for parameter, view in views:
+        parameter.grad = view
+
+
+def step_fused(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
+    """Step an optimizer that was built with `fused=True` on a deferred result: it averages, clips and skips itself.
+
+    torch's kernel divides each gradient by `result.inverse_factor` as it reads it, leaves the quotient in `.grad`, and
+    changes neither parameters nor state where `result.skipped` is set. On a GPU it reads both from the engine's memory:
+    nothing waits.
+
+    torch's SGD leaves uninitialised memory as momentum where its very first step is skipped; it is made zero here.
+
+    Args:
+        optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`, its gradients those of `result`.
+        result: From `engine.step(deferred=True)`.
+
+    Raises:
+        CallerError: The optimizer is not fused, or the result not deferred: it would be scaled twice. Nothing was done.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        ...
+        result = engine.step(deferred=True)
+        give_gradients(model, result)
+        step_fused(optimizer, result)
+        model.zero_grad()
+    """
+    _refuse_not_fused(optimizer)
+    if not result.deferred:
+        raise CallerError("the step has scaled its gradients already", do="call engine.step(deferred=True)")
+    without_momentum = _without_momentum(optimizer)
+    scaled: Any = optimizer  # torch reads these two attributes, and declares them nowhere
+    scaled.grad_scale = _as_tensor(result.inverse_factor).to(torch.float32)
+    scaled.found_inf = found_inf = _as_tensor(result.skipped).to(torch.float32)
+    try:
+        optimizer.step()
+    finally:
+        del scaled.grad_scale, scaled.found_inf
+    for parameter in without_momentum:
+        optimizer.state[parameter]["momentum_buffer"].masked_fill_(found_inf > 0, 0)
+
+
+class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
+    """No step and no window are concerned, and code that was written for torch catches a RuntimeError."""
+
+    def __init__(self, component: str, index: int, value: float, **place: Any) -> None:
+        super().__init__(component, index, value, **{"step": 0, **place})
+        self.what = f"the gradients' norm is not finite: '{component}' at index {index}"
+        self.do = "nothing was clipped; leave out this step, or pass error_if_nonfinite=False"
+
+
+# ---- clipping ----
+
+
+def _refuse_other_norm(norm_type: float) -> None:
+    try:
+        is_second = float(norm_type) == 2
+    except (TypeError, ValueError):
+        is_second = False
+    if not is_second:
+        raise CallerError(
+            "norm_type is not taken",
+            got=repr(norm_type),
+            expected="2",
+            do="use torch.nn.utils.clip_grad_norm_ for other norms",
+        )
+
+
+def _gradients_by_position(parameters: torch.Tensor | Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not listed and isinstance(parameters, Generator):
+        warnings.warn("parameters is a generator with nothing left in it: nothing is clipped", stacklevel=3)
+    gradients = {}
+    for position, parameter in enumerate(listed):
+        if not isinstance(parameter, torch.Tensor):
+            raise CallerError(
+                f"parameters[{position}] is no tensor",
+                got=type(parameter).__name__,
+                expected="a parameter",
+                do="pass module.parameters()",
+            )
+        if parameter.grad is not None:
+            gradients[f"parameters[{position}].grad"] = parameter.grad
+    return gradients
+
+
+def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
+    """The norm in fp64, on the gradients' device; they are clipped."""
+    device = next(iter(gradients.values())).device
+    views = {name: _plain(gradient, name) for name, gradient in gradients.items()}
+    # CuPy works on torch's current stream here, so that all of it has its place between torch's work before and after.
+    with kernels_for(str(device)).on(torch.cuda.current_stream(device) if device.type == "cuda" else None):
+        norm = _as_tensor(clip_by_global_norm(views, bound))
+    for gradient in gradients.values():
+        torch.autograd.graph.increment_version(gradient)  # so that backward refuses what it saved before
+    return norm
+
+
+def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
+    """The gradient's own memory in its order, out of autograd's sight."""
+    plain = gradient.detach()
+    if type(plain) is not torch.Tensor:
+        raise BufferRefused(
+            f"component '{name}' is no plain tensor, and only its own kind knows where it lies",
+            got=type(plain).__name__,
+            expected="torch.Tensor",
+            do="use torch.nn.utils.clip_grad_norm_ for it",
+        )
+    return _as_it_lies(plain, plain)
+
+
+def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradient:
+    for name, gradient in gradients.items():
+        found = torch.isfinite(gradient).logical_not().flatten().nonzero()
+        if len(found):
+            index = int(found[0])
+            return _NonFiniteNorm(name, index, float(gradient.flatten()[index]))
+    raise AssertionError("a norm that is not finite has a gradient that is not")
+
+
+# ---- memory ----
+
+
+def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions in the order in which memory runs through them; None where that is theirs, or there are gaps."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _as_it_lies(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor, its dimensions in the order in which memory runs through those of `like`."""
+    order = _memory_order(like)
+    return tensor if order is None else tensor.permute(order)
+
+
+def _view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, Any]) -> torch.Tensor:
+    """The gradient of that name in the parameter's shape and order of memory."""
+    if parameter.dtype is not torch.float32:
+        raise BufferRefused(
+            f"parameter '{name}' cannot have an fp32 gradient",
+            got=str(parameter.dtype).removeprefix("torch."),
+            expected="float32",
+            do="use engine.step(out=gradients_of(module, allocate=True)), which rounds to the parameter's dtype",
+        )
+    lying = _as_it_lies(parameter, parameter)
+    if name not in gradients:
+        raise _not_of_this_module(name, "none", lying.shape)
+    view = from_dlpack(gradients[name])
+    if view.shape != lying.shape:
+        raise _not_of_this_module(name, tuple(view.shape), lying.shape)
+    if view.device != parameter.device:
+        raise BufferRefused(
+            f"parameter '{name}' lies on another device than the engine", got=parameter.device, expected=view.device
+        )
+    order = _memory_order(parameter)
+    return view if order is None else view.permute([order.index(d) for d in range(view.ndim)])
+
+
+def _not_of_this_module(name: str, got: object, shape: tuple[int, ...]) -> LayoutMismatch:
+    return LayoutMismatch(
+        f"the result has no gradient for parameter '{name}'",
+        got=got,
+        expected=f"shape {tuple(shape)}",
+        do="build the engine with layout_of(module), and step it without out=",
+    )
+
+
+def _as_tensor(number: Any) -> torch.Tensor:
+    """A result's number as a tensor of no dimension; a GPU's where it lies, with no wait for it."""
+    if device_of(number) == "cpu":
+        return torch.tensor(float(number), dtype=torch.float64)
+    return from_dlpack(number)
+
+
+# ---- optimizers ----
+
+
+def _refuse_not_fused(optimizer: torch.optim.Optimizer) -> None:
+    takes_both = getattr(optimizer, "_step_supports_amp_scaling", False)
+    # A loaded state dict brings its own `fused` with it.
+    if not (takes_both and all(group.get("fused", True) for group in optimizer.param_groups)):
+        raise CallerError(
+            "the optimizer cannot scale and skip by itself",
+            got=f"{type(optimizer).__name__} that is not fused",
+            expected="one of torch's fused optimizers",
+            do="build it with fused=True, or use engine.step() without deferred, and optimizer.step()",
+        )
+
+
+def _without_momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters for which the next step of an SGD makes the momentum's memory."""
+    return [
+        parameter
+        for group in optimizer.param_groups
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]
+        for parameter in group["params"]
+        if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+    ]

@@ -1,0 +1,94 @@
+"""Which calls fit an engine's state: each refusal says what state it is, and changes nothing."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from devices import put_all
+
+from gradengine import GradientEngine, GradientLayout, local_group
+from gradengine.errors import CallerError, WindowError
+
+LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
+
+
+def ones(backend):
+    return put_all(backend, [np.ones(slot.shape, np.float32) for slot in LAYOUT.slots])
+
+
+def test_a_window_has_room_for_what_was_said(backend):
+    engine = GradientEngine(LAYOUT, backend.kernels, micro_batches=2)
+    for _ in range(2):
+        engine.add(ones(backend))
+    with pytest.raises(WindowError, match=r"the window is full: got micro-batch 3, expected step\(\) after 2"):
+        engine.add(ones(backend))
+    assert engine.step().micro_batches == 2
+    engine.add(ones(backend))
+    assert engine.step().micro_batches == 1
+
+
+def test_a_step_that_failed_keeps_its_window():
+    engine = GradientEngine(LAYOUT)
+    engine.add([np.full(3, np.nan, np.float32), np.ones(2, np.float32)])
+    with pytest.raises(Exception, match="not finite"):
+        engine.step()
+    for call in (
+        lambda: engine.add([np.ones(3, np.float32), np.ones(2, np.float32)]),
+        lambda: engine.add_block(0, [np.ones(3, np.float32)]),
+        lambda: engine.add_non_block("head", np.ones(2, np.float32)),
+    ):
+        with pytest.raises(WindowError, match=r"step 0 failed, and its window is kept; run step\(\) again"):
+            call()
+    engine.discard()
+    engine.add([np.ones(3, np.float32), np.ones(2, np.float32)])
+    assert engine.step().norm == pytest.approx(5**0.5)
+
+
+def test_what_is_on_its_way_takes_no_more():
+    def work(exchange):
+        engine = GradientEngine(LAYOUT, exchange=exchange)
+        engine.add_block(0, [np.ones(3, np.float32)], last=True)
+        with pytest.raises(WindowError, match="0 is on its way: got a contribution after the last of 1 micro-batches"):
+            engine.add_block(0, [np.ones(3, np.float32)])
+        engine.add_non_block("head", np.ones(2, np.float32))
+        with pytest.raises(WindowError, match="the window is complete and on its way to the other workers"):
+            engine.add([np.ones(3, np.float32), np.ones(2, np.float32)])
+        return engine.step().micro_batches
+
+    exchanges = local_group(2)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, exchanges)) == [2, 2]
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_a_graph_needs_a_gpu():
+    engine = GradientEngine(LAYOUT)
+    with pytest.raises(CallerError, match="only a GPU's steps can be captured: got device 'cpu'"):
+        engine.capture()
+
+
+def test_a_graph_needs_a_closed_window(device):
+    engine = GradientEngine(LAYOUT, device.kernels)
+    engine.add(ones(device))
+    with pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
+        engine.capture()
+    engine.step()
+    given = ones(device)
+    with engine.capture():
+        with pytest.raises(WindowError, match="a window is being captured"):
+            engine.capture()
+        engine.add(given)
+        engine.step()
+        with pytest.raises(WindowError, match="a capture holds one window"):
+            engine.add(given)
+
+
+def test_the_loss_scale_of_an_open_window(backend):
+    engine = GradientEngine(LAYOUT, backend.kernels)
+    engine.add_block(0, ones(backend)[:1])
+    with pytest.raises(WindowError, match="loss scale of an open window"):
+        engine.loss_scale = 2.0
+    engine.discard()
+    engine.loss_scale = 2.0
+    assert engine.loss_scale == 2.0

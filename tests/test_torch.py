@@ -1,0 +1,887 @@
+"""What torch users are given: clipping as torch's own, modules in and out without a copy, fused optimizers."""
+
+import copy
+import dataclasses
+import gc
+import inspect
+import itertools
+import math
+import pickle
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import strategies as draw
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+import gradengine.torch  # noqa: E402
+from gradengine import GradientEngine, GradientLayout  # noqa: E402
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient  # noqa: E402
+from gradengine.torch import clip_grad_norm_, give_gradients, gradients_of, layout_of, step_fused  # noqa: E402
+
+NAN, INF = math.nan, math.inf
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(7, 5), (513,), (1,), (), (3, 1, 4)]
+FUSED = {
+    "AdamW": lambda p, **o: torch.optim.AdamW(p, lr=0.1, **o),
+    "Adam": lambda p, **o: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, **o),
+    "SGD": lambda p, **o: torch.optim.SGD(p, lr=0.1, **o),
+    "SGD with momentum": lambda p, **o: torch.optim.SGD(p, lr=0.1, momentum=0.9, **o),
+    "Adagrad": lambda p, **o: torch.optim.Adagrad(p, lr=0.1, **o),
+}
+
+
+def parameter_of(gradient):
+    """A parameter with that gradient, and nothing else."""
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
+
+
+def random_parameters(seed, shapes=SHAPES, dtype=torch.float32, magnitude=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return [parameter_of((torch.randn(shape, generator=generator) * magnitude).to(dtype)) for shape in shapes]
+
+
+def clones_of(parameters):
+    return [parameter_of(p.grad.clone()) if p.grad is not None else torch.nn.Parameter(p.data) for p in parameters]
+
+
+def exact_norm(parameters):
+    return math.sqrt(math.fsum((p.grad.double() ** 2).sum().item() for p in parameters if p.grad is not None))
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(torch.uint8).clone() if tensor.ndim else tensor.detach().reshape(1)
+
+
+def assert_same_bits(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(bits(one), bits(other))
+
+
+def net(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).to(dtype)
+
+
+def backward(module, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    parameter = next(module.parameters())
+    inputs = torch.randn(4, parameter.shape[1], generator=generator).to(parameter.dtype)
+    (module(inputs).float().square().mean() * scale).backward()
+
+
+class TestClipAsTorch:
+    @given(st.lists(draw.shapes, max_size=6), draw.seeds, st.sampled_from([1e-3, 0.5, 1.0, 7.0, 1e9]))
+    def test_fp32_norm_and_gradients_are_torchs_within_1e_6(self, shapes, seed, max_norm):
+        ours = random_parameters(seed, shapes)
+        theirs = clones_of(ours)
+        norm = clip_grad_norm_(ours, max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+        assert norm.dtype is torch.float32
+        assert norm.shape == expected.shape == ()
+        assert norm.device == expected.device
+        assert float(norm) == pytest.approx(float(expected), rel=1e-6, abs=1e-30)
+        clipping = max_norm < float(norm)
+        epsilon = 1e-6 / max_norm if clipping else 0.0  # torch's own is in its scale
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-6 + epsilon, atol=0)
+
+    def test_the_signature_is_torchs(self):
+        ours, theirs = (inspect.signature(f) for f in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_))
+        assert [(p.name, p.default, p.kind) for p in ours.parameters.values()] == [
+            (p.name, p.default, p.kind) for p in theirs.parameters.values()
+        ]
+
+    @pytest.mark.parametrize("foreach", [None, True, False])
+    def test_foreach_changes_nothing(self, foreach):
+        ours, same = random_parameters(1), random_parameters(1)
+        assert clip_grad_norm_(ours, 1.0, foreach=foreach) == clip_grad_norm_(same, 1.0)
+        assert_same_bits([p.grad for p in ours], [p.grad for p in same])
+
+    def test_a_list_a_generator_an_iterator_and_a_module_give_the_same(self):
+        for listed in (list, lambda ps: (p for p in ps), iter, lambda ps: torch.nn.ParameterList(ps).parameters()):
+            parameters = random_parameters(2)
+            assert float(clip_grad_norm_(listed(parameters), 1.0)) == pytest.approx(exact_norm(random_parameters(2)))
+            assert exact_norm(parameters) == pytest.approx(1.0, rel=1e-6)
+
+    def test_one_tensor(self):
+        parameter = parameter_of(torch.tensor([3.0, 4.0]))
+        assert clip_grad_norm_(parameter, 1.0) == 5.0
+        assert torch.equal(parameter.grad, torch.tensor([3.0, 4.0]) * 0.2)
+
+    def test_parameters_without_a_gradient_are_skipped(self):
+        without = torch.nn.Parameter(torch.ones(3))
+        parameters = [without, parameter_of(torch.tensor([3.0, 4.0])), without]
+        assert clip_grad_norm_(parameters, 1.0) == 5.0
+        assert without.grad is None
+        assert exact_norm(parameters) == pytest.approx(1.0)
+
+    @pytest.mark.parametrize(
+        "parameters", [[], (), [torch.nn.Parameter(torch.ones(2))], torch.nn.Parameter(torch.ones(2))]
+    )
+    def test_no_gradients_have_norm_zero(self, parameters):
+        ours, theirs = (f(parameters, 1.0) for f in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_))
+        assert_same_bits([ours], [theirs])
+
+    @pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
+    def test_an_exhausted_generator_warns_as_torchs_does(self, clip):
+        generator = (p for p in random_parameters(0))
+        list(generator)
+        with pytest.warns(UserWarning, match="generator"):
+            assert clip(generator, 1.0) == 0.0
+
+    def test_an_empty_list_warns_of_nothing(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert clip_grad_norm_([], 1.0) == 0.0
+
+    def test_tied_parameters_count_once(self):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        module[1].weight = module[0].weight
+        module(torch.ones(2, 4)).sum().backward()
+        theirs = clones_of(module.parameters())
+        norm = clip_grad_norm_(module.parameters(), 0.5)
+        assert float(norm) == pytest.approx(float(torch.nn.utils.clip_grad_norm_(theirs, 0.5)), rel=1e-6)
+        assert exact_norm(module.parameters()) == pytest.approx(0.5, rel=1e-6)
+
+    def test_it_works_where_autograd_records(self):
+        """Gradients that were made with create_graph belong to a graph themselves."""
+        parameter = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        (parameter.grad,) = torch.autograd.grad((parameter**2).sum(), parameter, create_graph=True)
+        assert parameter.grad.requires_grad
+        norm = clip_grad_norm_([parameter], 1.0)
+        assert norm == 10.0
+        assert not norm.requires_grad
+        assert torch.allclose(parameter.grad.detach(), torch.tensor([0.6, 0.8]))
+
+    @pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
+    def test_backward_refuses_what_it_saved_before_the_clip(self, clip):
+        """The gradient is written where torch does not see it, so torch is told."""
+        parameter = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        parameter.grad = torch.tensor([6.0, 8.0])
+        other = torch.ones(2, requires_grad=True)
+        product = (other * parameter.grad).sum()
+        clip([parameter], 1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+    def test_gradients_that_were_made_in_inference_mode(self):
+        with torch.inference_mode():
+            gradient = torch.tensor([3.0, 4.0])
+        parameter = torch.zeros(2)
+        parameter.grad = gradient
+        assert clip_grad_norm_([parameter], 1.0) == 5.0
+        assert gradient[0] == pytest.approx(0.6)
+
+
+class TestClipBeyondTorch:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 100.0])
+    def test_the_norm_is_right_to_1e_6_in_every_dtype(self, dtype, magnitude):
+        parameters = random_parameters(3, [(300, 40), (4096,), (5,)], dtype, magnitude)
+        exact = exact_norm(parameters)
+        norm = clip_grad_norm_(parameters, INF)
+        assert norm.dtype is torch.float32
+        assert float(norm) == pytest.approx(exact, rel=1e-6)
+
+    def test_torchs_own_bf16_norm_is_not(self):
+        parameters = random_parameters(3, [(300, 40), (4096,), (5,)], torch.bfloat16)
+        theirs = torch.nn.utils.clip_grad_norm_(clones_of(parameters), INF)
+        assert theirs.dtype is torch.bfloat16
+        assert abs(float(theirs) / exact_norm(parameters) - 1) > 1e-4
+
+    def test_an_fp16_norm_beyond_fp16_is_finite_where_torchs_is_not(self):
+        parameters = [parameter_of(torch.full((9,), 6e4, dtype=torch.float16))]
+        assert torch.nn.utils.clip_grad_norm_(clones_of(parameters), 1.0) == INF
+        assert float(clip_grad_norm_(parameters, 1.0)) == pytest.approx(3 * float(torch.tensor(6e4).half()))
+        assert exact_norm(parameters) == pytest.approx(1.0, rel=2**-10)
+
+    def test_a_norm_beyond_fp32_is_returned_as_inf_and_clipped_by_its_true_value(self):
+        parameters = [parameter_of(torch.full((4,), 3e38))]
+        assert clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True) == INF
+        assert exact_norm(parameters) == pytest.approx(1.0, rel=1e-6)
+
+    def test_dtypes_may_be_mixed_in_one_call(self):
+        parameters = [p for i, dtype in enumerate(DTYPES) for p in random_parameters(i, SHAPES, dtype)]
+        exact, before = exact_norm(parameters), [p.grad.clone().float() for p in parameters]
+        assert float(clip_grad_norm_(iter(parameters), 0.5)) == pytest.approx(exact, rel=1e-6)
+        factor = torch.tensor(0.5 / exact, dtype=torch.float32)
+        for parameter, value in zip(parameters, before, strict=True):
+            torch.testing.assert_close(parameter.grad, (value * factor).to(parameter.dtype), rtol=2**-7, atol=0)
+        assert exact_norm(parameters) == pytest.approx(0.5, rel=2**-8)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_each_element_is_multiplied_once_in_fp32_and_rounded_once(self, dtype):
+        gradient = torch.zeros(600, dtype=dtype)
+        gradient[:2] = torch.tensor([3.0, 4.0])
+        parameter = parameter_of(gradient)
+        expected = (gradient.float() * np.float32(1 / 5)).to(dtype)
+        clip_grad_norm_([parameter], 1.0)
+        assert_same_bits([parameter.grad], [expected])
+
+    @pytest.mark.parametrize("bound", [5.0, 6.0, INF])
+    def test_a_norm_within_the_bound_writes_nothing(self, bound):
+        """No epsilon: torch would scale at 5.0, and write in every case."""
+        parameters = [parameter_of(torch.tensor([3.0, -0.0, 4.0]))]
+        before = [p.grad.clone() for p in parameters]
+        assert clip_grad_norm_(parameters, bound) == 5.0
+        assert_same_bits([p.grad for p in parameters], before)
+
+    def test_a_bound_of_zero_makes_zeros(self):
+        parameters = random_parameters(4)
+        assert clip_grad_norm_(parameters, 0.0) > 0
+        assert exact_norm(parameters) == 0.0
+
+    @pytest.mark.parametrize("bound", [0.0, 1.0])
+    def test_zeros_stay_zeros(self, bound):
+        parameters = [parameter_of(torch.zeros(4))]
+        assert clip_grad_norm_(parameters, bound) == 0.0
+        assert exact_norm(parameters) == 0.0
+
+    def test_empty_gradients_count_nothing(self):
+        parameters = [parameter_of(torch.zeros(0, 3)), parameter_of(torch.tensor([3.0, 4.0]))]
+        assert clip_grad_norm_(parameters, 1.0) == 5.0
+        assert clip_grad_norm_(parameters[:1], 1.0) == 0.0
+
+
+class TestOrderOfMemory:
+    def dense(self):
+        """Gradients that fill their memory, in every order but the usual one."""
+        torch.manual_seed(5)
+        return {
+            "channels_last": torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last),
+            "channels_last 3d": torch.randn(4, 3, 2, 5, 5).to(memory_format=torch.channels_last_3d),
+            "channels_last 1x1": torch.randn(8, 3, 1, 1).to(memory_format=torch.channels_last),
+            "transposed": torch.randn(6, 4).t(),
+            "permuted": torch.randn(3, 4, 5).permute(2, 0, 1),
+            "a dimension of one with a wild stride": torch.randn(4, 6).t().unsqueeze(1)[:, :1],
+            "bf16": torch.randn(6, 4).bfloat16().t(),
+        }
+
+    def test_any_dense_order_is_taken_as_it_lies(self):
+        for name, gradient in self.dense().items():
+            parameter, exact = torch.zeros(gradient.shape, dtype=gradient.dtype), gradient.double().norm().item()
+            parameter.grad = gradient
+            address, before = gradient.data_ptr(), gradient.float().clone()
+            norm = clip_grad_norm_([parameter], 0.25)
+            assert float(norm) == pytest.approx(exact, rel=1e-6), name
+            assert parameter.grad is gradient
+            assert gradient.data_ptr() == address
+            expected = (before * np.float32(0.25 / exact)).to(gradient.dtype)
+            torch.testing.assert_close(
+                gradient, expected, rtol=1e-6 if gradient.dtype is torch.float32 else 2**-7, atol=0
+            )
+
+    def test_a_convolution_in_channels_last(self):
+        module = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        module(torch.ones(2, 3, 6, 6).to(memory_format=torch.channels_last)).square().sum().backward()
+        assert not module.weight.grad.is_contiguous()
+        exact = exact_norm(module.parameters())
+        assert float(clip_grad_norm_(module.parameters(), 1.0)) == pytest.approx(exact, rel=1e-6)
+        assert exact_norm(module.parameters()) == pytest.approx(1.0, rel=1e-6)
+
+    @pytest.mark.parametrize(
+        "gradient",
+        [
+            torch.ones(1).expand(4),
+            torch.ones(3, 1).expand(3, 4),
+            torch.ones(8)[::2],
+            torch.ones(4, 6)[:, :5].t(),
+            torch.ones(9).as_strided((3, 3), (1, 2)),
+        ],
+        ids=["expanded", "expanded in part", "every second", "with gaps", "overlapping itself"],
+    )
+    def test_gaps_and_overlaps_are_refused_by_position(self, gradient):
+        parameter = torch.zeros(gradient.shape)
+        parameter.grad = gradient
+        with pytest.raises(BufferRefused, match=r"'parameters\[2\].grad' is not contiguous"):
+            clip_grad_norm_([*random_parameters(0, SHAPES[:2]), parameter], 1.0)
+        assert (gradient == 1).all()
+
+
+class TestClipRefuses:
+    def refused(self, gradient, words, kind=BufferRefused):
+        good = parameter_of(torch.tensor([30.0, 40.0]))
+        parameter = torch.zeros_like(gradient)
+        parameter.grad = gradient
+        with pytest.raises(kind, match=words) as caught:
+            clip_grad_norm_([good, parameter], 1.0)
+        assert "parameters[1].grad" in str(caught.value)
+        assert torch.equal(good.grad, torch.tensor([30.0, 40.0]))
+
+    def test_sparse_gradients(self):
+        embedding = torch.nn.Embedding(5, 3, sparse=True)
+        embedding(torch.tensor([1, 1])).sum().backward()
+        self.refused(embedding.weight.grad, "sparse|strided")
+
+    def test_gradients_in_a_compressed_sparse_layout(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls it beta
+            gradient = torch.eye(3).to_sparse_csr()
+            parameter = torch.zeros(3, 3).to_sparse_csr()
+        good, parameter.grad = parameter_of(torch.ones(2)), gradient
+        with pytest.raises(BufferRefused, match=r"parameters\[1\]\.grad"):
+            clip_grad_norm_([good, parameter], 1.0)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+    def test_other_dtypes_and_says_which_are_taken(self, dtype):
+        self.refused(torch.ones(3, dtype=dtype), f"{str(dtype)[6:]}.*float32, float16 or bfloat16")
+
+    def test_complex_gradients_conjugated_lazily(self):
+        self.refused(torch.ones(3, dtype=torch.complex64).conj(), "complex|conj")
+
+    def test_kinds_of_tensor_that_know_alone_where_they_lie(self):
+        class Elsewhere(torch.Tensor):
+            pass
+
+        self.refused(torch.ones(3).as_subclass(Elsewhere), "Elsewhere.*torch.Tensor")
+
+    def test_gradients_on_another_device(self):
+        self.refused(torch.ones(3, device="meta"), "meta|device|exported")
+
+    def test_a_device_without_kernels(self):
+        parameter = torch.zeros(3, device="meta")
+        parameter.grad = torch.zeros(3, device="meta")
+        with pytest.raises(CallerError, match="meta"):
+            clip_grad_norm_([parameter], 1.0)
+
+    def test_a_parameter_that_is_listed_twice(self):
+        parameter = parameter_of(torch.tensor([3.0, 4.0]))
+        with pytest.raises(BufferRefused, match=r"parameters\[0\].grad' and 'parameters\[2\].grad' overlap"):
+            clip_grad_norm_([parameter, parameter_of(torch.ones(2)), parameter], 1.0)
+        assert torch.equal(parameter.grad, torch.tensor([3.0, 4.0]))
+
+    def test_gradients_that_share_memory(self):
+        memory = torch.ones(6)
+        parameters = [parameter_of(torch.ones(4)), parameter_of(torch.ones(4))]
+        parameters[0].grad, parameters[1].grad = memory[:4], memory[2:]
+        with pytest.raises(BufferRefused, match="overlap"):
+            clip_grad_norm_(parameters, 1.0)
+
+    @pytest.mark.parametrize("max_norm", [-1.0, NAN, "much", torch.tensor(-1.0)])
+    @pytest.mark.parametrize("parameters", [[], "some"])
+    def test_a_bound_that_is_none(self, max_norm, parameters):
+        given_to_it = random_parameters(0) if parameters else []
+        before = [p.grad.clone() for p in given_to_it]
+        with pytest.raises(CallerError, match="max_norm is out of range"):
+            clip_grad_norm_(given_to_it, max_norm)
+        assert_same_bits([p.grad for p in given_to_it], before)
+
+    def test_a_bound_may_be_a_tensor(self):
+        parameters = random_parameters(0)
+        clip_grad_norm_(parameters, torch.tensor(0.5))
+        assert exact_norm(parameters) == pytest.approx(0.5, rel=1e-6)
+
+    @pytest.mark.parametrize("norm_type", [1.0, INF, "inf", 0, NAN, None, "two"])
+    def test_other_norms_and_says_what_to_use(self, norm_type):
+        with pytest.raises(CallerError, match=r"norm_type.*expected 2; use torch\.nn\.utils"):
+            clip_grad_norm_(random_parameters(0), 1.0, norm_type)
+
+    @pytest.mark.parametrize("norm_type", [2, 2.0, "2"])
+    def test_any_way_to_say_two(self, norm_type):
+        assert clip_grad_norm_([parameter_of(torch.tensor([3.0, 4.0]))], 1.0, norm_type) == 5.0
+
+    def test_what_is_no_parameter(self):
+        module = net()
+        with pytest.raises(CallerError, match=r"parameters\[0\] is no tensor: got tuple.*module.parameters\(\)"):
+            clip_grad_norm_(module.named_parameters(), 1.0)
+        with pytest.raises(TypeError):
+            clip_grad_norm_(3, 1.0)
+
+
+class TestNotFinite:
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_nothing_is_written_and_the_norm_says_so(self, bad, dtype):
+        """torch would multiply every gradient by NaN, or by 0."""
+        parameters = random_parameters(6, dtype=dtype)
+        parameters[1].grad[500] = bad
+        before = [p.grad.clone() for p in parameters]
+        assert not math.isfinite(clip_grad_norm_(parameters, 0.5))
+        assert_same_bits([p.grad for p in parameters], before)
+
+    @pytest.mark.parametrize("kind", [NonFiniteGradient, RuntimeError])
+    def test_an_error_names_parameter_index_and_value(self, kind):
+        parameters = [torch.nn.Parameter(torch.ones(2)), *random_parameters(7)]
+        parameters[1].grad[2, 3] = -INF
+        parameters[1].grad[6, 4] = parameters[2].grad[3] = NAN
+        before = [p.grad.clone() for p in parameters[1:]]
+        with pytest.raises(kind, match=r"'parameters\[1\].grad' at index 13: got -inf") as caught:
+            clip_grad_norm_(parameters, 0.5, error_if_nonfinite=True)
+        error = caught.value
+        assert (error.component, error.index, error.value) == ("parameters[1].grad", 13, -INF)
+        assert "discard" not in str(error)  # there is no window
+        assert_same_bits([p.grad for p in parameters[1:]], before)
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), again.index) == (type(error), str(error), 13)
+
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+    def test_each_kind_is_an_error(self, bad):
+        parameters = [*random_parameters(7), parameter_of(torch.tensor([1.0, bad, 2.0]))]
+        with pytest.raises(NonFiniteGradient) as caught:
+            clip_grad_norm_(iter(parameters), 0.5, error_if_nonfinite=True)
+        error = caught.value
+        assert (error.component, error.index, str(error.value)) == ("parameters[5].grad", 1, str(bad))
+
+    def test_the_index_is_that_of_the_tensor_whatever_its_order_of_memory(self):
+        parameter = torch.zeros(4, 6)
+        parameter.grad = torch.ones(6, 4).t()
+        parameter.grad[1, 2] = NAN
+        with pytest.raises(NonFiniteGradient) as caught:
+            clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+        assert caught.value.index == 8
+
+    def test_a_finite_norm_raises_nothing(self):
+        parameters = random_parameters(8)
+        assert clip_grad_norm_(parameters, 0.5, error_if_nonfinite=True) == clip_grad_norm_(random_parameters(8), 0.5)
+
+
+class TestStates:
+    """Calls with gradients of the same sizes share what a clip needs; nothing else may be shared by that."""
+
+    def test_no_gradient_is_kept_alive(self):
+        parameters = random_parameters(0)
+        clip_grad_norm_(parameters, 0.5)
+        storages = [weakref.ref(p.grad.untyped_storage()) for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        gc.collect()
+        assert all(storage() is None for storage in storages)
+
+    def test_each_norm_is_that_of_its_own_call(self):
+        for seed, magnitude in ((0, 1.0), (1, 100.0), (0, 1.0)):
+            parameters = random_parameters(seed, magnitude=magnitude)
+            exact = exact_norm(parameters)
+            assert float(clip_grad_norm_(parameters, 0.5)) == pytest.approx(exact, rel=1e-6)
+
+    def test_the_same_sizes_may_have_other_dtypes_and_orders(self):
+        for dtype, turned in itertools.product(DTYPES, (False, True)):
+            gradient = torch.full((4, 6), 2.0, dtype=dtype)
+            parameter = torch.zeros((6, 4) if turned else (4, 6), dtype=dtype)
+            parameter.grad = gradient.t() if turned else gradient
+            assert float(clip_grad_norm_([parameter], 1.0)) == pytest.approx(math.sqrt(96))
+
+
+def averaged(module, seeds, weights, max_norm):
+    """What the engine is to hand back, by torch in fp64: name -> gradient."""
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in module.named_parameters()}
+    for seed, weight in zip(seeds, weights, strict=True):
+        module.zero_grad()
+        backward(module, seed)
+        for name, p in module.named_parameters():
+            total[name] += weight * p.grad.double()
+    module.zero_grad()
+    mean = {name: value / sum(weights) for name, value in total.items()}
+    norm = math.sqrt(sum((value**2).sum().item() for value in mean.values()))
+    return {name: value * min(1.0, max_norm / norm) for name, value in mean.items()}
+
+
+def accumulated(module, seeds, weights, **options):
+    """An engine with these micro-batches, its window open."""
+    engine = GradientEngine(layout_of(module), **options)
+    for seed, weight in zip(seeds, weights, strict=True):
+        module.zero_grad()
+        backward(module, seed, options.get("loss_scale", 1.0))
+        engine.add(gradients_of(module), weight)
+    module.zero_grad()
+    return engine
+
+
+class TestLayout:
+    def test_is_that_of_the_trainable_parameters_in_their_order(self):
+        module = net()
+        module[0].bias.requires_grad_(False)
+        assert layout_of(module) == GradientLayout.of({"0.weight": (7, 5), "2.weight": (3, 7), "2.bias": (3,)})
+        assert list(gradients_of(module)) == [slot.name for slot in layout_of(module).slots]
+
+    def test_tied_parameters_come_once(self):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        module[1].weight = module[0].weight
+        assert [slot.name for slot in layout_of(module).slots] == ["0.weight", "0.bias", "1.bias"]
+
+    def test_parameters_of_no_dimension_and_of_no_elements(self):
+        module = torch.nn.ParameterDict(
+            {"a": torch.nn.Parameter(torch.ones(())), "b": torch.nn.Parameter(torch.ones(0, 2))}
+        )
+        assert [slot.shape for slot in layout_of(module).slots] == [(), (0, 2)]
+
+    def test_a_module_with_nothing_to_train_is_refused(self):
+        with pytest.raises(LayoutMismatch, match="at least one component"):
+            layout_of(net().requires_grad_(False))
+
+    def test_a_permuted_parameter_has_the_shape_in_which_it_lies(self):
+        module = torch.nn.Conv2d(3, 8, (5, 7)).to(memory_format=torch.channels_last)
+        assert layout_of(module).slot("weight").shape == (8, 5, 7, 3)
+        assert layout_of(module) != layout_of(torch.nn.Conv2d(3, 8, (5, 7)))  # so workers who differ will not meet
+
+
+class TestGradientsOf:
+    def test_are_the_gradients_themselves(self):
+        module = net()
+        assert gradients_of(module) == dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias"])
+        backward(module, 0)
+        for name, gradient in gradients_of(module).items():
+            assert gradient is module.get_parameter(name).grad
+
+    def test_allocated_are_zeros_where_there_were_none(self):
+        module = net(torch.bfloat16)
+        backward(module, 0)
+        kept, module[0].bias.grad = module[0].weight.grad, None
+        gradients = gradients_of(module, allocate=True)
+        assert gradients["0.weight"] is kept
+        assert gradients["0.bias"] is module[0].bias.grad
+        assert gradients["0.bias"].dtype is torch.bfloat16
+        assert not gradients["0.bias"].requires_grad
+        assert (gradients["0.bias"] == 0).all()
+
+    def test_a_permuted_parameter_whose_gradient_lies_otherwise_is_refused(self):
+        module = torch.nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
+        module.weight.grad = torch.ones(8, 3, 3, 3)
+        with pytest.raises(BufferRefused, match="'weight' is not contiguous"):
+            GradientEngine(layout_of(module)).add(gradients_of(module))
+
+    def test_a_parameter_with_gaps_has_a_gradient_in_the_usual_order(self):
+        """Memory has no order there that a gradient could share, so autograd makes a contiguous one."""
+        module = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(4, 6)[:, :5].t())})
+        (module["w"] * torch.arange(20.0).reshape(5, 4)).sum().backward()
+        assert not module["w"].is_contiguous()
+        engine = GradientEngine(layout_of(module), max_norm=None)
+        engine.add(gradients_of(module))
+        assert np.array_equal(engine.step().gradients["w"], np.arange(20.0).reshape(5, 4))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_round_trip_of_weighted_micro_batches(self, dtype):
+        module, weights = net(dtype), (3.0, 5.0, 1.0)
+        expected = averaged(module, range(3), weights, max_norm=0.05)
+        engine = accumulated(module, range(3), weights, max_norm=0.05)
+        addresses = {n: g.data_ptr() for n, g in gradients_of(module, allocate=True).items()}
+        result = engine.step(out=gradients_of(module))
+        assert float(result.norm) > 0.05
+        for name, parameter in module.named_parameters():
+            assert parameter.grad.data_ptr() == addresses[name]
+            assert parameter.grad.dtype is dtype
+            rounding = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
+            torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=rounding, atol=1e-7)
+
+    def test_a_parameter_that_no_micro_batch_used(self):
+        module = net()
+        backward(module, 0)
+        module[0].weight.grad = None
+        engine = GradientEngine(layout_of(module), max_norm=None)
+        engine.add(gradients_of(module))
+        engine.step(out=gradients_of(module, allocate=True))
+        assert (module[0].weight.grad == 0).all()
+        assert module[0].bias.grad.abs().sum() > 0
+
+
+class TestGiveGradients:
+    def test_are_views_of_the_engines_memory_with_the_averaged_gradients(self):
+        module, weights = net(), (3.0, 5.0)
+        expected = averaged(module, range(2), weights, max_norm=0.05)
+        result = accumulated(module, range(2), weights, max_norm=0.05).step()
+        give_gradients(module, result)
+        for name, parameter in module.named_parameters():
+            assert parameter.grad.data_ptr() == result.gradients[name].ctypes.data
+            assert parameter.grad.shape == parameter.shape
+            torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=2e-6, atol=1e-8)
+
+    def test_the_next_add_writes_over_them(self):
+        module = net()
+        engine = accumulated(module, [0], [1.0])
+        give_gradients(module, engine.step())
+        held = module[0].weight.grad
+        before = held.clone()
+        module.zero_grad()
+        backward(module, 1)
+        engine.add(gradients_of(module))
+        assert torch.equal(held, module[0].weight.grad)
+        assert not torch.equal(held, before)
+
+    def test_a_forgotten_zero_grad_is_refused(self):
+        module = net()
+        engine = accumulated(module, [0], [1.0])
+        give_gradients(module, engine.step())
+        backward(module, 1)
+        with pytest.raises(BufferRefused, match=r"'0\.weight' lies in this accumulator's own arena"):
+            engine.add(gradients_of(module))
+
+    def test_a_training_loop_is_that_of_torch(self):
+        ours, theirs = net(), net()
+        engine = GradientEngine(layout_of(ours), max_norm=0.05)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ours, theirs)]
+        for step in range(5):
+            backward(ours, step)
+            engine.add(gradients_of(ours))
+            give_gradients(ours, engine.step())
+            backward(theirs, step)
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+    def test_parameters_of_no_dimension_and_of_no_elements(self):
+        module = torch.nn.ParameterDict(
+            {"a": torch.nn.Parameter(torch.ones(())), "b": torch.nn.Parameter(torch.ones(0, 2))}
+        )
+        engine = GradientEngine(layout_of(module), max_norm=None)
+        engine.add({"a": torch.full((), 3.0), "b": torch.ones(0, 2)})
+        give_gradients(module, engine.step())
+        assert module["a"].grad == 3.0
+        assert module["b"].grad.shape == (0, 2)
+
+    def test_frozen_parameters_are_given_none(self):
+        module = net()
+        module[0].bias.requires_grad_(False)
+        give_gradients(module, accumulated(module, [0], [1.0]).step())
+        assert module[0].bias.grad is None
+        assert module[0].weight.grad is not None
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_another_dtype_is_refused_by_name_and_nothing_is_set(self, dtype):
+        module = net()
+        result = accumulated(module, [0], [1.0]).step()
+        module[2].to(dtype)
+        with pytest.raises(BufferRefused, match=r"'2.weight'.*step\(out=gradients_of\(module, allocate=True\)\)"):
+            give_gradients(module, result)
+        assert all(p.grad is None for p in module.parameters())
+
+    def test_another_device_is_refused_by_name(self):
+        result = accumulated(net(), [0], [1.0]).step()
+        with pytest.raises(BufferRefused, match=r"'0\.weight' lies on another device.*meta.*cpu"):
+            give_gradients(net().to("meta"), result)
+
+    def test_another_modules_result_is_refused_and_nothing_is_set(self):
+        module = net()
+        result = accumulated(module, [0], [1.0]).step()
+        wider, longer = torch.nn.Sequential(torch.nn.Linear(5, 8)), torch.nn.Sequential(*net(), torch.nn.Linear(3, 2))
+        for other, words in ((wider, r"'0.weight'.*\(7, 5\).*\(8, 5\)"), (longer, "'3.weight': got none")):
+            with pytest.raises(LayoutMismatch, match=words):
+                give_gradients(other, result)
+            assert all(p.grad is None for p in other.parameters())
+
+    def test_permuted_parameters_go_in_and_out_in_their_order(self):
+        torch.manual_seed(0)
+        module = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        module(torch.randn(2, 3, 6, 6)).square().sum().backward()
+        before = {name: p.grad.clone() for name, p in module.named_parameters()}
+        engine = GradientEngine(layout_of(module), max_norm=None)
+        for hand_back in ("given", "written"):
+            engine.add(gradients_of(module))
+            engine.add(gradients_of(module), weight=3)
+            if hand_back == "given":
+                give_gradients(module, engine.step())
+                assert module.weight.grad.stride() == module.weight.stride()
+            else:
+                module.zero_grad()
+                engine.step(out=gradients_of(module, allocate=True))
+            for name, p in module.named_parameters():
+                torch.testing.assert_close(p.grad, before[name], rtol=1e-6, atol=0)
+                p.grad = before[name].clone(memory_format=torch.preserve_format)
+
+
+def stepped_by_hand(kind, module, steps, max_norm):
+    """torch's own optimizer, not fused, on gradients averaged and clipped in fp64."""
+    optimizer = FUSED[kind](module.parameters())
+    for seeds, weights in steps:
+        gradients = averaged(module, seeds, weights, max_norm)
+        for name, p in module.named_parameters():
+            p.grad = gradients[name].float()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def state_of(optimizer):
+    return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+
+
+class TestStepFused:
+    STEPS = (((0, 1), (3.0, 5.0)), ((2,), (7.0,)), ((3, 4, 5), (1.0, 2.0, 4.0)))
+
+    @pytest.mark.parametrize("kind", FUSED)
+    @pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+    @pytest.mark.parametrize("max_norm", [0.05, 1e9])
+    def test_is_an_optimizer_on_averaged_and_clipped_gradients(self, kind, loss_scale, max_norm):
+        ours, theirs = net(), net()
+        reference = stepped_by_hand(kind, theirs, self.STEPS, max_norm)
+        optimizer = FUSED[kind](ours.parameters(), fused=True)
+        for seeds, weights in self.STEPS:
+            engine = accumulated(ours, seeds, weights, max_norm=max_norm, loss_scale=loss_scale)
+            result = engine.step(deferred=True)
+            give_gradients(ours, result)
+            step_fused(optimizer, result)
+            ours.zero_grad()
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for one, other in zip(state_of(optimizer), state_of(reference), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+    def test_leaves_the_averaged_and_clipped_gradients(self):
+        module = net()
+        expected = averaged(module, (0, 1), (3.0, 5.0), max_norm=0.05)
+        result = accumulated(module, (0, 1), (3.0, 5.0), max_norm=0.05).step(deferred=True)
+        give_gradients(module, result)
+        step_fused(torch.optim.AdamW(module.parameters(), fused=True), result)
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(p.grad.double(), expected[name], rtol=2e-6, atol=1e-8)
+
+    @pytest.mark.parametrize("kind", FUSED)
+    def test_a_skipped_step_changes_neither_parameters_nor_state(self, kind):
+        module = net()
+        optimizer = FUSED[kind](module.parameters(), fused=True)
+        engine = GradientEngine(layout_of(module), max_norm=0.5, on_non_finite="skip")
+        for is_bad in (False, True, False):
+            backward(module, 0)
+            if is_bad:
+                module[0].weight.grad[1, 2] = NAN
+            engine.add(gradients_of(module))
+            before = [p.detach().clone() for p in module.parameters()], copy.deepcopy(state_of(optimizer))
+            result = engine.step(deferred=True)
+            assert result.skipped is is_bad
+            give_gradients(module, result)
+            step_fused(optimizer, result)
+            module.zero_grad()
+            if is_bad:
+                assert_same_bits(module.parameters(), before[0])
+                assert_same_bits(state_of(optimizer), before[1])
+            else:
+                assert not torch.equal(module[0].weight, before[0][0])
+        assert all(torch.isfinite(p).all() for p in module.parameters())
+
+    @pytest.mark.parametrize("kind", FUSED)
+    def test_a_first_step_that_is_skipped_leaves_no_trace_in_the_second(self, kind):
+        """torch's SGD makes its momentum's memory in the first step and fills it only if that is not skipped."""
+        skipping, other = net(), net()
+        optimizers = [FUSED[kind](m.parameters(), fused=True) for m in (skipping, other)]
+        for seed, module, optimizer in (
+            (NAN, skipping, optimizers[0]),
+            (0, skipping, optimizers[0]),
+            (0, other, optimizers[1]),
+        ):
+            engine = GradientEngine(layout_of(module), max_norm=0.5, on_non_finite="skip")
+            backward(module, 0)
+            if math.isnan(seed):
+                module[2].bias.grad[0] = NAN
+            engine.add(gradients_of(module))
+            result = engine.step(deferred=True)
+            give_gradients(module, result)
+            step_fused(optimizer, result)
+            module.zero_grad()
+            assert all(torch.isfinite(value).all() for value in state_of(optimizer))
+        for one, two in zip(skipping.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+
+    def test_a_gpus_numbers_are_handed_on_where_they_lie_with_no_wait(self, monkeypatch):
+        """They stand for what cannot be here: reading one on the host would be the wait."""
+
+        class OnGpu:
+            def __init__(self, value):
+                self.there = torch.tensor(float(value), dtype=torch.float32)
+
+            def __dlpack_device__(self):
+                return (2, 0)
+
+            def __float__(self):
+                raise AssertionError("the host read a number on the GPU")
+
+        module = net()
+        given = accumulated(module, [0], [4.0], max_norm=0.05).step(deferred=True)
+        give_gradients(module, given)
+        result = dataclasses.replace(given, inverse_factor=OnGpu(given.inverse_factor), skipped=OnGpu(0.0))
+        optimizer, seen = torch.optim.AdamW(module.parameters(), fused=True), []
+        optimizer.register_step_pre_hook(lambda own, *_: seen.extend((own.grad_scale, own.found_inf)))
+        monkeypatch.setattr(gradengine.torch, "from_dlpack", lambda number: number.there)
+        step_fused(optimizer, result)
+        assert seen[0] is result.inverse_factor.there
+        assert seen[1] is result.skipped.there
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_takes_its_two_attributes_away_again(self, fails):
+        module = net()
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        seen = []
+
+        def look(optimizer, *_):
+            seen.append((optimizer.grad_scale, optimizer.found_inf))
+            if fails:
+                raise ArithmeticError("a hook failed")
+
+        optimizer.register_step_pre_hook(look)
+        result = accumulated(module, [0], [4.0], max_norm=0.05).step(deferred=True)
+        give_gradients(module, result)
+        if fails:
+            with pytest.raises(ArithmeticError, match="a hook failed"):
+                step_fused(optimizer, result)
+        else:
+            step_fused(optimizer, result)
+        assert not hasattr(optimizer, "grad_scale")
+        assert not hasattr(optimizer, "found_inf")
+        ((scale, found),) = seen
+        assert (scale.dtype, scale.shape, found.dtype, found.shape) == (torch.float32, (), torch.float32, ())
+        assert (float(scale), float(found)) == (float(result.inverse_factor), 0.0)
+
+    @pytest.mark.parametrize(
+        "new",
+        [
+            torch.optim.AdamW,
+            lambda p: torch.optim.AdamW(p, foreach=True),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            torch.optim.RMSprop,
+        ],
+        ids=["AdamW", "foreach", "SGD", "RMSprop"],
+    )
+    def test_an_optimizer_that_is_not_fused_is_refused_and_does_nothing(self, new):
+        module = net()
+        optimizer, before = new(module.parameters()), [p.detach().clone() for p in module.parameters()]
+        result = accumulated(module, [0], [1.0]).step(deferred=True)
+        give_gradients(module, result)
+        with pytest.raises(CallerError, match=f"got {type(optimizer).__name__} that is not fused.*fused=True"):
+            step_fused(optimizer, result)
+        assert_same_bits(module.parameters(), before)
+        assert not optimizer.state
+        assert not hasattr(optimizer, "grad_scale")
+
+    def test_a_result_that_is_scaled_already_is_refused(self):
+        module = net()
+        optimizer, before = torch.optim.AdamW(module.parameters(), fused=True), [p.clone() for p in module.parameters()]
+        result = accumulated(module, [0], [1.0]).step()
+        give_gradients(module, result)
+        with pytest.raises(CallerError, match=r"scaled its gradients already; call engine.step\(deferred=True\)"):
+            step_fused(optimizer, result)
+        assert_same_bits(module.parameters(), before)
+
+    def test_a_loaded_state_that_says_not_fused_is_refused(self):
+        module = net()
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        optimizer.load_state_dict(torch.optim.AdamW(module.parameters()).state_dict())
+        result = accumulated(module, [0], [1.0]).step(deferred=True)
+        give_gradients(module, result)
+        with pytest.raises(CallerError, match="not fused"):
+            step_fused(optimizer, result)
+
+    def test_an_optimizer_of_ones_own_that_takes_both(self):
+        class Own(torch.optim.Optimizer):
+            _step_supports_amp_scaling = True
+
+            def step(self):
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.data -= p.grad / self.grad_scale
+
+        module = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        engine = GradientEngine(layout_of(module), max_norm=1.0)
+        engine.add([torch.tensor([[6.0, 8.0]])], weight=2)
+        result = engine.step(deferred=True)
+        give_gradients(module, result)
+        step_fused(Own(module.parameters(), {}), result)
+        torch.testing.assert_close(module.weight.detach(), torch.tensor([[-0.6, -0.8]]))
