@@ -283,12 +283,12 @@ class TestLoans:
             loans.wait_for([NamedStream(current.ptr)])
             loans.give_back([NamedStream(current.ptr)], [1])
         assert record.operations == []
-        assert loans._kept == []
+        assert not loans._kept
 
     def test_a_lender_without_memory_keeps_nothing(self, emulated):
         loans = Loans(emulated.kernels._place)
         loans.give_back([UnknownStream()])
-        assert loans._kept == []
+        assert not loans._kept
 
 
 def test_a_window_forgets_its_lenders(device, monkeypatch):

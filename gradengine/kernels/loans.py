@@ -6,6 +6,7 @@ gets it next on that stream comes behind us. Of one whose stream nobody knows th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -25,24 +26,35 @@ class Loans:
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._kept: list[tuple[Any, object]] = []
+        self._kept: deque[tuple[Any, object]] = deque()
 
     def wait_for(self, lenders: Iterable[Lender]) -> None:
         """Have the current stream wait for the lenders' own. A graph that is recorded is ordered when it runs."""
+        self._let_go()
         for handle in self._other_streams(lenders):
             self._device.wait_for(handle)
 
     def give_back(self, lenders: Iterable[Lender], lent: object = None) -> None:
         """Have the lenders' streams wait for what was queued so far; without one, keep what is `lent` until then."""
         lenders = list(lenders)
-        self._kept = [kept for kept in self._kept if not kept[0].done]
         handles = self._other_streams(lenders)
         is_kept = lent is not None and any(lender.stream() is None for lender in lenders)
-        if (handles or is_kept) and not self._device.is_capturing():
-            done = self._device.record()
-            for handle in handles:
-                self._device.stream_of(handle).wait_event(done)
-            if is_kept:
+        if not (handles or is_kept) or self._device.is_capturing():
+            return
+        done = self._device.record()
+        for handle in handles:
+            self._device.stream_of(handle).wait_event(done)
+        if is_kept:
+            self._kept.append((done, lent))
+
+    def _let_go(self) -> None:
+        """Of what our work is done with. Threads share these, so each entry is one's own while it is looked at."""
+        for _ in range(0 if not self._kept or self._device.is_capturing() else len(self._kept)):
+            try:
+                done, lent = self._kept.popleft()
+            except IndexError:  # another thread looks at the rest
+                return
+            if not done.done:
                 self._kept.append((done, lent))
 
     def _other_streams(self, lenders: Iterable[Lender]) -> set[int]:
