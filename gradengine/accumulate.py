@@ -56,7 +56,7 @@ class GradientAccumulator(ABC):
         self.kernels.fill_zero(list(_padding(self.arena, layout)))
         self._window = Window(len(layout.slots))
         self._is_changing = False
-        self._arrivals = Arrivals(kernels, self.arena)
+        self._arrivals = Arrivals(kernels, self.arena, holds=hold > 1)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._places: dict[tuple[str, int], Places] = {}
@@ -145,7 +145,7 @@ class GradientAccumulator(ABC):
         self._settle(places)
         self._exposed[places.index] = True
         self._window.measured[places.index] = False
-        return BlockGradientSet(block, self.kernels, self.arena.part(block.start, block.stop))
+        return BlockGradientSet(block, self.kernels, self.arena.part(block.start, block.stop), self.sums)
 
     def average(self) -> None:
         """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.
@@ -170,8 +170,10 @@ class GradientAccumulator(ABC):
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
+        self._window.refuse_moved(self.layout.slots)
         with self.changing():
             self._fold(self._all, measure=False)
+        self.kernels.follow(self.sums)
         # All that came is read anew: views from block() may have been written to since it was measured.
         filled = np.flatnonzero(self._window.filled).tolist()
         self.kernels.measure_all(self.targets, self.sums, filled)
@@ -207,10 +209,13 @@ class GradientAccumulator(ABC):
     def changing(self) -> Iterator[None]:
         """While the arena is half written: an interrupt in it leaves a window that is good for nothing but zero_all().
 
+        What is queued in it comes behind all that was queued before, on whatever stream.
+
         Raises:
             WindowError: It was interrupted before.
         """
         self._refuse_interrupted()
+        self.kernels.follow(self.sums)
         self._is_changing = True
         yield
         self._is_changing = False
@@ -281,7 +286,7 @@ class GradientAccumulator(ABC):
         self._window.refuse_other_weight(places, scalar, where)
         self._refuse_interrupted()
         self._refuse_aliases(contribution)
-        self.kernels.follow(self.sums)  # so that a later fold, on whatever stream, is behind the lenders too
+        self._window.refuse_moved(self.layout.slots)
         with self.changing():
             self._window.take(contribution, scalar)
             self._fold(places if measure else self._due(places), measure=measure)
@@ -317,6 +322,7 @@ class GradientAccumulator(ABC):
 
     def _settle(self, places: Places, *, measure: bool = False) -> None:
         """Fold what is held and zero what nothing came for."""
+        self._window.refuse_moved(self.layout.slots)
         with self.changing():
             self._fold(places, measure=measure)
             empty = places.index[~self._window.filled[places.index]]

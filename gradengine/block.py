@@ -12,7 +12,7 @@ import numpy as np
 from gradengine.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
-from gradengine.kernels import Fold, Kernels, kernels_for
+from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
 from gradengine.layout import Block, Slot
 
 __all__ = ["BlockGradientSet"]
@@ -26,6 +26,7 @@ class BlockGradientSet:
         block: The block, from `layout.blocks`.
         kernels: The device's kernels; NumPy on the CPU by default.
         memory: The block's stretch of an arena; zeroed memory of its own by default.
+        order: Whose place in the order of work over a GPU's streams it shares; its own by default.
 
     Example:
         >>> from gradengine import GradientLayout
@@ -35,8 +36,15 @@ class BlockGradientSet:
         (16, 8, 8, 16, 32, 32, 32, 4, 4)
     """
 
-    def __init__(self, block: Block, kernels: Kernels | None = None, memory: Buffer | None = None) -> None:
+    def __init__(
+        self,
+        block: Block,
+        kernels: Kernels | None = None,
+        memory: Buffer | None = None,
+        order: SquaredSums | None = None,
+    ) -> None:
         self._block, self._kernels = block, kernels or kernels_for("cpu")
+        self._order = order if order is not None else self._kernels.squared_sums([1])
         self._memory = memory if memory is not None else self._kernels.allocate(block.stop - block.start)
         self._targets = tuple(
             self._memory.part(slot.offset - block.start, slot.stop - block.start) for slot in block.slots
@@ -105,14 +113,17 @@ class BlockGradientSet:
         if not (math.isfinite(divisor) and abs(divisor) >= 1e-38):
             raise CallerError("cannot divide by this", got=divisor, expected="a finite number beyond +-1e-38")
         factor = np.float32(1 / divisor)
+        self._kernels.follow(self._order)
         self._kernels.scale(self._targets, factor, self._targets)
 
     def zero(self) -> None:
         """Write zeros, padding included."""
+        self._kernels.follow(self._order)
         self._kernels.fill_zero([self._memory])
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
+        self._kernels.follow(self._order)
         return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
 
     def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
@@ -124,6 +135,7 @@ class BlockGradientSet:
                     expected="memory of the caller's",
                     do="pass a copy",
                 )
+        self._kernels.follow(self._order)
         one = (np.float32(1),)
         self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources) if s])
 

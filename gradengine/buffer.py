@@ -12,13 +12,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, SupportsIndex, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.dlpack import Exported, contiguous_strides
-from gradengine.errors import BufferRefused
+from gradengine.errors import BufferRefused, CallerError
 
 __all__ = ["STORAGE", "Array", "Buffer", "Lender", "NamedStream", "RawBuffer", "UnknownStream"]
 
@@ -30,6 +30,7 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
+_LARGEST_ADDRESS = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there
 ITEMSIZE = {name: dtype.itemsize for name, dtype in STORAGE.items()}
 
 
@@ -40,13 +41,14 @@ class RawBuffer:
     Args:
         pointer: Address of the first element.
         size: Elements.
-        dtype: "float32", "float16" or "bfloat16".
+        dtype: "float32", "float16" or "bfloat16"; a dtype of NumPy's or torch's of that name will do.
         device: "cpu", or a GPU's: "cuda:0".
         owner: Whatever must stay alive while the memory is in use. One that can say that its memory is gone (a weak
-            reference, a map that is closed) is asked at each call.
+            reference, a map or shared memory that is closed) is asked at each call that reads or writes.
         writable: False where the memory may be read only.
         stream: Handle of the GPU's stream that the memory is worked on: our work on it is ordered behind what that
-            stream has to do, and before what it is given next. 0 and 1 are the default stream; None orders nothing.
+            stream has to do, and before what it is given next. 0 and 1 are the default stream; None orders nothing. It
+            must live until the step is over.
 
     Example:
         >>> memory = np.arange(3, dtype=np.float32)
@@ -62,6 +64,17 @@ class RawBuffer:
     owner: object = None
     writable: bool = True
     stream: int | None = None
+
+    def __post_init__(self) -> None:
+        device = str(self.device)
+        object.__setattr__(self, "dtype", _dtype_named(self.dtype))
+        object.__setattr__(self, "device", {"cpu:0": "cpu", "cuda": "cuda:0"}.get(device, device))
+
+
+def _dtype_named(dtype: Any) -> str:
+    """A name, NumPy's or torch's dtype, or NumPy's scalar type, by name."""
+    named = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype
+    return str(named).removeprefix("torch.")
 
 
 class Lender(ABC):
@@ -84,7 +97,8 @@ class NamedStream(Lender):
     handle: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", 0 if self.handle == 1 else self.handle)
+        handle = stream_handle(self.handle)
+        object.__setattr__(self, "handle", 0 if handle == 1 else handle)
 
     def stream(self) -> int:
         """See `Lender.stream`."""
@@ -98,6 +112,34 @@ class UnknownStream(Lender):
 
     def stream(self) -> None:
         """See `Lender.stream`."""
+
+
+def stream_handle(stream: Any) -> int:
+    """A stream's handle: of CuPy's or torch's, of an object with `__cuda_stream__`, or the handle itself.
+
+    Raises:
+        CallerError: It is none of these.
+
+    Example:
+        >>> stream_handle(np.int64(3))
+        3
+    """
+    protocol = getattr(stream, "__cuda_stream__", None)
+    ways = (protocol()[1] if callable(protocol) else protocol, getattr(stream, "cuda_stream", None), stream)
+    for handle in ways:
+        if isinstance(handle, SupportsIndex):
+            return _not_negative(operator.index(handle))
+    raise CallerError(
+        "this is no CUDA stream",
+        got=repr(stream) if isinstance(stream, (int, float, str)) else type(stream).__name__,
+        expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle",
+    )
+
+
+def _not_negative(handle: int) -> int:
+    if handle < 0:
+        raise CallerError("this is no CUDA stream", got=handle, expected="a handle >= 0")
+    return handle
 
 
 @dataclass(eq=False)  # not frozen: 0.3 us instead of 1.2, and the way in makes one for each gradient
@@ -170,7 +212,10 @@ def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: B
     pair = overlapping([*destinations.values(), arena])
     if pair is not None:
         names = [*destinations, f"the {whose}'s arena"]
-        raise BufferRefused(f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory")
+        raise BufferRefused(
+            f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory",
+            do="pass arrays of their own; without out= the gradients are handed back in the arena",
+        )
 
 
 def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
@@ -194,7 +239,7 @@ def wrong_dtype(component: str, got: str) -> BufferRefused:
         f"component '{component}' has a dtype that is not taken",
         got=got,
         expected="float32, float16 or bfloat16",
-        do="cast it first, for example to float32",
+        do="cast it first, for example to float32 (quantised: dequantise it; complex: take its real view)",
     )
 
 
@@ -211,7 +256,7 @@ def strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> Buf
 def raw_extent(raw: RawBuffer, component: str) -> tuple[int, int]:
     """A raw buffer's pointer and size as integers, its dtype checked; raises `BufferRefused`."""
     refuse_freed(raw.owner, component)
-    if str(raw.dtype) not in STORAGE:
+    if raw.dtype not in STORAGE:
         raise wrong_dtype(component, str(raw.dtype))
     try:
         return operator.index(raw.pointer), operator.index(raw.size)
@@ -244,11 +289,15 @@ def freed(owner: object) -> str | None:
         return "a weak reference to nothing" if owner() is None else freed(owner())
     if isinstance(owner, memoryview):
         return _freed_view(owner)
-    if getattr(owner, "closed", False) is True:  # files, memory maps
-        return f"a {type(owner).__name__} that is closed"
-    is_deleted = getattr(owner, "is_deleted", None)  # JAX
-    if callable(is_deleted) and is_deleted() is True:
-        return f"a {type(owner).__name__} that is deleted"
+    try:
+        is_deleted = getattr(owner, "is_deleted", None)  # JAX
+        if callable(is_deleted) and is_deleted() is True:
+            return f"a {type(owner).__name__} that is deleted"
+        # Files and memory maps; shared memory has no buffer then.
+        if getattr(owner, "closed", False) is True or getattr(owner, "buf", "none") is None:
+            return f"a {type(owner).__name__} that is closed"
+    except ReferenceError:
+        return "a weak reference to nothing"
     return None
 
 
@@ -262,7 +311,7 @@ def _freed_view(view: memoryview) -> str | None:
 
 def refuse_impossible(pointer: int, size: int, itemsize: int, component: str) -> None:
     """Raise `BufferRefused` where no elements of that size can lie."""
-    if size < 0 or pointer < 0 or (pointer == 0 and size):
+    if size < 0 or pointer < 0 or (pointer == 0 and size) or pointer + size * itemsize > _LARGEST_ADDRESS:
         raise no_memory(component, hex(pointer), size)
     if pointer % itemsize:
         raise BufferRefused(
@@ -287,7 +336,7 @@ def wrong_device(component: str, got: str, expected: str) -> BufferRefused:
         f"component '{component}' lies on another device",
         got=got,
         expected=expected,
-        do="build the engine with the device where the gradients are",
+        do="bring all of a call's arrays to one device, and give the engine that one",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, final
 
-from gradengine.buffer import Lender, RawBuffer
+from gradengine.buffer import Lender, RawBuffer, refuse_freed
 from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.gradients import Gradients, in_slot_order
 from gradengine.kernels import Kernels, Recorded
@@ -112,7 +112,7 @@ class CapturedWindow:
         """Queue the graph, behind what the arrays' lenders have queued and before what they will."""
         assert self._recorded is not None  # noqa: S101  (replay looked)
         self._kernels.wait_for(self._lenders)
-        self._recorded.graph.launch()
+        self._kernels.replay(self._recorded)
         self._kernels.hand_over(self._lenders)
 
     def closed(
@@ -147,6 +147,8 @@ class CapturedWindow:
 
     def _refuse_moved(self) -> None:
         for name, array, address in self._kept:
+            if isinstance(array, RawBuffer):
+                refuse_freed(array.owner, name)
             if address_of(array) != address:
                 raise BufferRefused(
                     f"component '{name}' lies elsewhere than when the window was captured",

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 from gradengine.buffer import Buffer, overlapping
 from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+from gradengine.frameworks import note_written
 from gradengine.kernels import ClipPlan, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 
@@ -85,6 +86,7 @@ def clip_gradients_fused(
     names = [f"buffers[{i}]" for i in range(len(buffers))]
     with state.kernels.on(stream):
         _clip(_writable(buffers, names, state), max_norm, state)
+    note_written(buffers)
 
 
 def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_norm: float) -> Any:
@@ -113,6 +115,7 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     _refuse_overlap(views, list(named))
     state = _states.of(tuple(view.size for view in views), kernels)
     _clip(views, max_norm, state)
+    note_written(named.values())
     return state.norm if kernels.device == "cpu" else state.norm.copy()  # the next clip writes the state's anew
 
 

@@ -74,6 +74,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
         refuse_distributed(source, component)
         if is_jax(source):
             refuse_other_device(jax_device(source, component), component, (device,))
+            _refuse_to_record_immutable(component, stream)
         ordinal = device.removeprefix("cuda:")
         devices = (device, f"cuda_managed:{ordinal}")
         refuse_other_device(exporting_device(source, component), component, devices)
@@ -81,7 +82,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
         refuse_other_device(tensor.device, component, devices)
         return _from_exported(tensor, component, device, UnknownStream(), writable=not is_jax(source))
     if hasattr(source, "__cuda_array_interface__"):
-        return _from_exported(_read_interface(source, component, device), component, device, UnknownStream())
+        return _from_exported(_interface_of(source, component, device), component, device, UnknownStream())
     raise BufferRefused(
         f"component '{component}' is no array on a GPU",
         got=type(source).__name__,
@@ -105,12 +106,11 @@ def _from_own_array(array: Any, component: str, device: str) -> Buffer:
 
 
 def _from_raw(raw: RawBuffer, component: str, device: str) -> Buffer:
-    refuse_other_device("cuda:0" if raw.device == "cuda" else raw.device, component, (device,))
+    refuse_other_device(raw.device, component, (device,))
     pointer, size = raw_extent(raw, component)
-    dtype = str(raw.dtype)
-    refuse_impossible(pointer, size, ITEMSIZE[dtype], component)
+    refuse_impossible(pointer, size, ITEMSIZE[raw.dtype], component)
     lender = UnknownStream() if raw.stream is None else NamedStream(raw.stream)
-    return Buffer(pointer, size, dtype, (size,), raw.writable, raw.owner, device, lender=lender)
+    return Buffer(pointer, size, raw.dtype, (size,), raw.writable, raw.owner, device, lender=lender)
 
 
 def _from_exported(tensor: Exported, component: str, device: str, lender: Lender, *, writable: bool = True) -> Buffer:
@@ -118,6 +118,26 @@ def _from_exported(tensor: Exported, component: str, device: str, lender: Lender
     pointer, size, writable = tensor.pointer, math.prod(tensor.shape), writable and tensor.writable
     refuse_impossible(pointer, size, ITEMSIZE[tensor.dtype], component)
     return Buffer(pointer, size, tensor.dtype, tensor.shape, writable, tensor.owner, device, lender=lender)
+
+
+def _refuse_to_record_immutable(component: str, stream: int) -> None:
+    if stream == -1:
+        raise BufferRefused(
+            f"component '{component}' is a JAX array, which no graph can use",
+            got="an array that is immutable",
+            expected="memory that is written anew before each replay",
+            do="add it outside of a capture",
+        )
+
+
+def _interface_of(source: Any, component: str, device: str) -> Exported:
+    try:
+        return _read_interface(source, component, device)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as fault:
+        raise BufferRefused(
+            f"component '{component}' has a CUDA array interface that cannot be read ({type(fault).__name__}: {fault})",
+            got=type(source).__name__,
+        ) from None
 
 
 def _read_interface(source: Any, component: str, device: str) -> Exported:
@@ -143,5 +163,5 @@ def _element_strides(strides: Sequence[int] | None, itemsize: int, shape: Sequen
 def _named(dtype: Any, component: str) -> str:
     name = str(dtype.name)
     if name not in STORAGE or not dtype.isnative:
-        raise wrong_dtype(component, name)
+        raise wrong_dtype(component, f"{name}{'' if dtype.isnative else ' in foreign byte order'}")
     return name

@@ -16,6 +16,7 @@ from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.destinations import destinations_of, handed_back
 from gradengine.errors import CallerError, NonFiniteGradient
 from gradengine.exchange.interface import Exchange
+from gradengine.frameworks import note_written
 from gradengine.gradients import Gradients
 from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for, lenders_of
 from gradengine.late import LateVerdicts
@@ -234,6 +235,8 @@ class GradientEngine:
             with self.accumulator.changing():
                 self._hand_back(decision, destinations)
         gradients = handed_back(self.layout.slots, accumulator.views(), out)
+        if out is not None:
+            note_written(gradients.values())
         result = self._result(tally, decision, non_finite, gradients, deferred)
         if self._captured is not None:
             lenders = accumulator.lenders | lenders_of((destinations or {}).values())

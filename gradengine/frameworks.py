@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, final
 
@@ -23,6 +23,7 @@ __all__ = [
     "is_torch",
     "jax_device",
     "jax_on_host",
+    "note_written",
     "refuse_distributed",
     "torch_buffer",
     "torch_device",
@@ -106,7 +107,7 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     if not tensor.is_contiguous():
         raise strided(component, shape, tensor.stride())
     if tensor.is_neg():
-        raise BufferRefused(f"component '{component}' is negated lazily", do="pass .resolve_neg()")
+        raise _negated(component)
     if tensor.requires_grad and tensor.is_leaf:
         raise _parameter(tensor, component)
     lender = _torch_stream(torch, device) if device != "cpu" else None
@@ -115,6 +116,9 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
 
 def refuse_distributed(source: object, component: str) -> None:
     """Raise `BufferRefused` for torch's DTensor, whose export would be no memory at all."""
+    is_neg = getattr(source, "is_neg", None)
+    if callable(is_neg) and is_neg():  # of a subclass; its export would have the wrong sign
+        raise _negated(component)
     if hasattr(source, "to_local"):
         raise BufferRefused(
             f"component '{component}' is one rank's part of a distributed tensor",
@@ -139,7 +143,10 @@ def jax_on_host(array: Any, component: str) -> Array:
     device = jax_device(array, component)
     if device != "cpu":
         raise wrong_device(component, device, "cpu")
-    host: Array = np.asarray(array)
+    try:
+        host: Array = np.asarray(array)
+    except TypeError:  # a key of JAX's random numbers
+        raise wrong_dtype(component, str(array.dtype)) from None
     return host
 
 
@@ -202,9 +209,22 @@ def _stands_for_several(tensor: Any, component: str, fault: Exception) -> Buffer
     )
 
 
+def _negated(component: str) -> BufferRefused:
+    return BufferRefused(f"component '{component}' is negated lazily", do="pass .resolve_neg()")
+
+
+def note_written(arrays: Iterable[object]) -> None:
+    """Tell autograd that torch's tensors were written to, so that a backward that saved them refuses what they hold."""
+    for array in arrays:
+        if is_torch(array):
+            tensor: Any = array
+            if not tensor.is_inference():
+                sys.modules["torch"].autograd.graph.increment_version(tensor)
+
+
 def _parameter(tensor: Any, component: str) -> BufferRefused:
     return BufferRefused(
-        f"component '{component}' requires grad: it is a parameter, not a gradient",
+        f"component '{component}' requires grad: it is a parameter, neither a gradient nor a destination",
         got=type(tensor).__name__,
         do="pass its .grad, or .detach() it",
     )
@@ -212,7 +232,7 @@ def _parameter(tensor: Any, component: str) -> BufferRefused:
 
 def _sparse(tensor: Any, component: str) -> BufferRefused:
     return BufferRefused(
-        f"component '{component}' is sparse",
+        f"component '{component}' is sparse, or laid out in a way of its own",
         got=str(tensor.layout),
         expected="torch.strided",
         do="pass .to_dense(), or build the embedding with sparse=False",

@@ -35,7 +35,11 @@ def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefi
     if isinstance(gradients, Mapping):
         return _from_mapping(slots, gradients, where, prefix)
     if isinstance(gradients, (str, bytes)) or not isinstance(gradients, Sequence):
-        raise LayoutMismatch(f"gradients of {where} are neither a mapping nor a sequence", got=type(gradients).__name__)
+        raise LayoutMismatch(
+            f"gradients of {where} are neither a mapping nor a sequence",
+            got=type(gradients).__name__,
+            do="pass a dict by component name, or a list in layout order",
+        )
     if len(gradients) != len(slots):
         raise LayoutMismatch(
             f"another number of gradients than {where} has",
@@ -54,7 +58,7 @@ def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where:
     if missing:
         raise LayoutMismatch(
             f"gradients of {where} lack component '{missing[0]}'{and_more(missing)}",
-            got=f"{len(gradients)} components",
+            got=f"{len(gradients)} components: {', '.join(map(str, list(gradients)[:3]))}, ...",
             expected=f"{len(slots)}: {_named(slots)}",
             do="None stands for a component without a gradient",
         )

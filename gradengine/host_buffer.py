@@ -129,9 +129,8 @@ def _from_torch(tensor: Any, component: str) -> Buffer:
 def _from_raw(raw: RawBuffer, component: str) -> Buffer:
     refuse_other_device(raw.device, component)
     pointer, size = raw_extent(raw, component)
-    dtype = str(raw.dtype)
-    data = _memory(pointer, size, dtype, component)
-    return Buffer(pointer, size, dtype, (size,), raw.writable, raw.owner, data=data)
+    data = _memory(pointer, size, raw.dtype, component)
+    return Buffer(pointer, size, raw.dtype, (size,), raw.writable, raw.owner, data=data)
 
 
 def _from_dlpack(source: Any, component: str) -> Buffer:

@@ -165,6 +165,7 @@ class Sharing:
             for span in self._layout.spans:
                 self._take_landed(span, span.stop)
         else:
+            self._kernels.follow(self._accumulator.sums)
             self._mirror.put_back()
             self._accumulator.forget_measured()
             self._accumulator.measure_rest()

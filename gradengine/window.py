@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.buffer import Lender
-from gradengine.errors import WindowError
+from gradengine.errors import BufferRefused, WindowError
 from gradengine.kernels import Batch, Contribution, Places
+from gradengine.layout import Slot
 
 __all__ = ["Window", "checked_weight", "ordered_sum"]
 
@@ -65,6 +66,19 @@ class Window:
             return None
         again = np.isin(here, np.concatenate(there)) & (here != 0)
         return contribution.places.positions[int(again.argmax())] if again.any() else None
+
+    def refuse_moved(self, slots: Sequence[Slot]) -> None:
+        """Raise `BufferRefused` where a held gradient lies elsewhere than when it came, or is gone."""
+        for held in self._held:
+            standing = held.contribution.standing
+            moved = None if standing is None else standing.moved()
+            if moved is not None:
+                raise BufferRefused(
+                    f"component '{slots[held.contribution.places.positions[moved]].name}' was given other memory, or "
+                    "freed, while it was held",
+                    expected="each micro-batch's gradients to stay as they are until they are folded",
+                    do="use hold=1, or leave them alone; this window is lost: discard() it",
+                )
 
     def take(self, contribution: Contribution, weight: np.float32) -> None:
         """Count a contribution to each of its slots and hold it; one without a gradient counts and holds nothing."""

@@ -309,7 +309,7 @@ REFUSED = {
     "a tensor of nothing": (lambda d: producer(seven(d), data=None), "is no memory: got pointer 0x0, size 7"),
     "a tensor that its framework keeps": (
         lambda d: Unexportable(),
-        r"cannot be exported by its framework \(requires grad\): got Unexportable",
+        r"cannot be exported by its framework \(BufferError: requires grad\): got Unexportable",
     ),
 }
 

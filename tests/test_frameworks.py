@@ -88,10 +88,13 @@ class TestTorch:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda t: t.ones(3, requires_grad=True), r"'w' requires grad: it is a parameter, not a gradient: got Ten"),
+            (
+                lambda t: t.ones(3, requires_grad=True),
+                r"'w' requires grad: it is a parameter, neither a gradient nor a destination: got Ten",
+            ),
             (lambda t: t.nn.Parameter(t.ones(3)), r"it is a parameter, .*: got Parameter; pass its .grad, or .detach"),
             (lambda t: t.ones(3, device="meta"), "component 'w' lies on another device: got meta:0, expected cpu"),
-            (lambda t: t.ones(3).to_sparse(), r"'w' is sparse: got torch.sparse_coo, .*; pass .to_dense\(\)"),
+            (lambda t: t.ones(3).to_sparse(), r"'w' is sparse, .*: got torch.sparse_coo, .*; pass .to_dense\(\)"),
             (lambda t: t.quantize_per_tensor(t.ones(3), 0.1, 0, t.qint8), "not taken: got qint8, expected float32"),
             (lambda t: t.ones(2, 3).T, r"not contiguous: got shape \(3, 2\) with strides \(1, 3\)"),
             (lambda t: t.ones(6)[::2], r"not contiguous: got shape \(3,\) with strides \(2,\)"),
@@ -195,12 +198,12 @@ class TestTorchOnAGpu:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"layout": "sparse_coo"}, "component 'w' is sparse: got sparse_coo"),
+            ({"layout": "sparse_coo"}, "component 'w' is sparse, or laid out in a way of its own: got sparse_coo"),
             ({"dtype": "torch.float64"}, "a dtype that is not taken: got float64"),
             ({"is_cpu": True}, "lies on another device: got cpu, expected cuda:0"),
             ({"device": types.SimpleNamespace(type="cuda", index=1)}, "got cuda:1, expected cuda:0"),
             ({"device": types.SimpleNamespace(type="mps", index=None)}, "got mps:0, expected cuda:0"),
-            ({"requires_grad": True}, "it is a parameter, not a gradient"),
+            ({"requires_grad": True}, "it is a parameter, neither a gradient nor a destination"),
             ({"is_neg": lambda: True}, "negated lazily"),
             ({"is_contiguous": lambda: False}, "not contiguous"),
         ],

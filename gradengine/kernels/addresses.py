@@ -72,7 +72,8 @@ class _Staged:
         self._turn += 1
         self._here[slot][:] = addresses
         self._device.copy_to(self._there, self._here[slot])
-        self._sent[slot].record(self._device.current_stream())
+        with self._device.active():
+            self._sent[slot].record(self._device.current_stream())
         return self._there
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer, Lender
+from gradengine.buffer import Buffer, Lender, NamedStream
 
-__all__ = ["ADDRESS", "Batch", "Contribution", "Fold", "Places", "lenders_of"]
+__all__ = ["ADDRESS", "Batch", "Contribution", "Fold", "Places", "Standing", "as_of_now", "lenders_of"]
 
 ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
 
@@ -51,9 +51,38 @@ class Places:
         return {position: i for i, position in enumerate(self.positions)}
 
 
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """Where arrays lay when they came, to be compared with where they lie when they are read.
+
+    Attributes:
+        read: Asks arrays where they lie now, those that are not None.
+        sources: The arrays.
+        then: What they said.
+    """
+
+    read: Callable[[Sequence[Any]], list[Any]]
+    sources: Sequence[Any]
+    then: list[Any]
+
+    def moved(self) -> int | None:
+        """The position of the first array that lies elsewhere now, or whose memory is gone; None where all stand."""
+        now = self.read(self.sources)
+        if now == self.then:
+            return None
+        present = [i for i, source in enumerate(self.sources) if source is not None]
+        return next(i for i, here, there in zip(present, now, self.then, strict=True) if here != there)
+
+
 def lenders_of(views: Iterable[Buffer | None]) -> frozenset[Lender]:
     """Whose streams these are worked on, each once."""
     return frozenset(view.lender for view in views if view is not None and view.lender is not None)
+
+
+def as_of_now(lenders: frozenset[Lender]) -> frozenset[Lender]:
+    """With the streams that they work on now: a framework may be on another one when our work is queued."""
+    handles = [lender.stream() for lender in lenders]
+    return lenders.union(NamedStream(handle) for handle in handles if handle is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +95,7 @@ class Contribution:
         addresses: Where each lies, with its dtype, as the device's kernels read it; 0 where there is nothing.
         lenders: Whose streams they are worked on.
         views: The gradients as the host's kernels read them; nothing on a GPU, which needs the addresses alone.
+        standing: Where they lay, where they are held and may move meanwhile.
     """
 
     places: Places
@@ -73,6 +103,7 @@ class Contribution:
     addresses: npt.NDArray[np.uint64]
     lenders: frozenset[Lender] = frozenset()
     views: Sequence[Buffer | None] = ()
+    standing: Standing | None = None
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:

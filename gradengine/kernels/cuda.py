@@ -239,6 +239,10 @@ class CudaKernels(Kernels):
         """See `Kernels.recording`; on a stream of its own, ordered behind the current one."""
         return self._place.recording()
 
+    def replay(self, recorded: Recorded) -> None:
+        """See `Kernels.replay`; one launch."""
+        self._place.launch(recorded.graph)
+
     def hand_back(
         self,
         sources: Sequence[Buffer],

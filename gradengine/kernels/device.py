@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer
+from gradengine.buffer import Buffer, stream_handle
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.interface import Recorded
 from gradengine.kernels.toolkit import refuse_to_exceed
@@ -127,7 +127,8 @@ class CudaDevice:
     def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
         """Queue a copy from pinned memory, which must stay as it is until it is done."""
         runtime, stream = self.xp.cuda.runtime, self.current_stream()
-        runtime.memcpyAsync(there.data.ptr, here.ctypes.data, here.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        with self.active():
+            runtime.memcpyAsync(there.data.ptr, here.ctypes.data, here.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
     def sent_in_graph(self, values: npt.NDArray[Any]) -> Any:
         """Values on the device, whereto each replay of the graph that is recorded copies them; the graph keeps both."""
@@ -177,12 +178,22 @@ class CudaDevice:
     def wait_for(self, handle: int) -> None:
         """Have the current stream wait for what another library's has to do; 0 is the default stream."""
         with self.active():
-            self.current_stream().wait_event(self.stream_of(handle).record())
+            self.current_stream().wait_event(self.stream_of(handle).record(self.event()))
+
+    def let_wait(self, handle: int, event: Any) -> None:
+        """Have another library's stream wait for an event."""
+        with self.active():
+            self.stream_of(handle).wait_event(event)
 
     def record(self) -> Any:
         """An event behind what the current stream has to do."""
         with self.active():
-            return self.current_stream().record()
+            return self.current_stream().record(self.event())
+
+    def launch(self, graph: Any) -> None:
+        """Queue a recorded graph."""
+        with self.active():
+            graph.launch()
 
     def stream_of(self, handle: int) -> Any:
         """Another library's stream as one of CuPy's; 0 is the default stream."""
@@ -232,7 +243,7 @@ class _ForeignStream:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._handle = _stream_handle(stream)
+        self._handle = stream_handle(stream)
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
@@ -246,17 +257,3 @@ class _Handle:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
-
-
-def _stream_handle(stream: Any) -> int:
-    for attribute in ("__cuda_stream__", "cuda_stream"):
-        value = getattr(stream, attribute, None)
-        if value is not None:
-            return int(value()[1]) if callable(value) else int(value)
-    if isinstance(stream, int):
-        return stream
-    raise CallerError(
-        "this is no CUDA stream",
-        got=type(stream).__name__,
-        expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle",
-    )

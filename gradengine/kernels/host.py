@@ -211,6 +211,10 @@ class HostKernels(Kernels):
         """See `Kernels.recording`."""
         raise CallerError("the CPU has no graphs to record", got="device 'cpu'", expected="a CUDA device")
 
+    def replay(self, recorded: Recorded) -> None:
+        """See `Kernels.replay`."""
+        raise CallerError("the CPU has no graphs to replay", got="device 'cpu'", expected="a CUDA device")
+
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         """See `Kernels.fill_zero`."""
         self._run(lambda buffer: buffer.data.fill(0), buffers, sum(buffer.size for buffer in buffers))

@@ -245,6 +245,10 @@ class Kernels(ABC):
         """Within it, work is recorded and not done; raises `CallerError` on the CPU."""
 
     @abstractmethod
+    def replay(self, recorded: Recorded) -> None:
+        """Queue recorded work on the current stream."""
+
+    @abstractmethod
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         """Write zeros."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, final
 
 from gradengine.buffer import Lender
+from gradengine.errors import CallerError
 from gradengine.kernels.device import CudaDevice
 
 __all__ = ["Loans"]
@@ -31,11 +32,20 @@ class Loans:
     def wait_for(self, lenders: Iterable[Lender]) -> None:
         """Have the current stream wait for the lenders' own. A graph that is recorded is ordered when it runs."""
         self._let_go()
-        for handle in self._other_streams(lenders):
+        handles = self._other_streams(lenders)
+        for handle in handles:
+            if self._device.stream_of(handle).is_capturing():
+                raise CallerError(
+                    "the framework that lends gradients records a graph on its stream",
+                    got=f"stream {handle:#x}",
+                    do="call the engine outside of that capture; engine.capture() records a graph of its own",
+                )
+        for handle in handles:
             self._device.wait_for(handle)
 
     def give_back(self, lenders: Iterable[Lender], lent: object = None) -> None:
         """Have the lenders' streams wait for what was queued so far; without one, keep what is `lent` until then."""
+        self._let_go()
         lenders = list(lenders)
         handles = self._other_streams(lenders)
         is_kept = lent is not None and any(lender.stream() is None for lender in lenders)
@@ -43,7 +53,7 @@ class Loans:
             return
         done = self._device.record()
         for handle in handles:
-            self._device.stream_of(handle).wait_event(done)
+            self._device.let_wait(handle, done)
         if is_kept:
             self._kept.append((done, lent))
 
