@@ -12,12 +12,17 @@ It checks itself against NumPy in float64, step by step: weights, both moments (
 all gradients), norm and clip scale agree to `TOLERANCE`, and the step with a NaN changes nothing; else it exits with 1.
 """
 
+import sys
 from typing import Any
 
-import cupy
 import numpy as np
 
 from gradengine import GradientEngine, GradientLayout
+
+try:
+    import cupy
+except ModuleNotFoundError:
+    sys.exit("this example needs CuPy and a GPU: pip install 'gradengine[cuda12]', or [cuda13] (see docs/gpu.md)")
 
 FEATURES, EXAMPLES, MICRO_BATCHES, STEPS, BAD_STEP = 1000, 8, 4, 16, 5
 RATE, BETA1, BETA2, EPSILON, DECAY = OPTIONS = 0.1, 0.9, 0.95, 1e-8, 0.01

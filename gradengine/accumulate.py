@@ -173,7 +173,6 @@ class GradientAccumulator(ABC):
         self._window.refuse_moved(self.layout.slots)
         with self.changing():
             self._fold(self._all, measure=False)
-        self.kernels.follow(self.sums)
         # All that came is read anew: views from block() may have been written to since it was measured.
         filled = np.flatnonzero(self._window.filled).tolist()
         self.kernels.measure_all(self.targets, self.sums, filled)

@@ -25,7 +25,7 @@ __all__ = ["Arrivals", "Reader", "reader_of"]
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
 _PATIENCE = 8  # sets that went without having come again, after which no more are remembered
 
-Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]
+Reader: TypeAlias = Callable[[Sequence[Any]], list[list[Any]]]  # columns, of those that are not None
 
 
 class Arrivals:
@@ -105,7 +105,7 @@ class _Known:
         return Contribution(places, sources, self.addresses, as_of_now(self.lenders), self.views, standing)
 
     def is_again(self, sources: Sequence[Any]) -> bool:
-        # 0.03 us an array for the identities, 0.1 to 0.5 us for where they lie.
+        # 0.03 us an array for the identities, 0.1 (CuPy) to 0.3 us (torch) for where they lie.
         return not self._dead and list(map(id, sources)) == self._ids and self._reader(sources) == self._pointers
 
 
@@ -132,19 +132,25 @@ def _is_cupy(source: Any) -> bool:
     return hasattr(getattr(source, "data", None), "ptr")
 
 
-def _read_raw(sources: Sequence[Any]) -> list[Any]:
-    return [(source.pointer, freed(source.owner)) for source in sources if source is not None]
+def _read_raw(sources: Sequence[Any]) -> list[list[Any]]:
+    present = [source for source in sources if source is not None]
+    return [[source.pointer for source in present], [freed(source.owner) for source in present]]
 
 
-def _read_torch(sources: Sequence[Any]) -> list[Any]:
+def _read_torch(sources: Sequence[Any]) -> list[list[Any]]:
+    """What decides which values are read, and with which sign; another shape of as many elements does not."""
     present = [source for source in sources if source is not None]
     return [
-        (s.data_ptr(), s.dtype, s.shape, s.is_contiguous(), s.requires_grad and s.is_leaf, s.is_neg()) for s in present
+        [tensor.data_ptr() for tensor in present],
+        [tensor.dtype for tensor in present],
+        [tensor.numel() for tensor in present],
+        [tensor.is_contiguous() for tensor in present],
+        [tensor.is_neg() for tensor in present],
     ]
 
 
-def _read_cupy(sources: Sequence[Any]) -> list[int]:
-    return [source.data.ptr for source in sources if source is not None]
+def _read_cupy(sources: Sequence[Any]) -> list[list[Any]]:
+    return [[source.data.ptr for source in sources if source is not None]]
 
 
 def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:

@@ -285,19 +285,23 @@ def refuse_freed(owner: object, component: str) -> None:
 
 def freed(owner: object) -> str | None:
     """How an owner says that its memory is gone; None where it does not."""
+    try:
+        return _said_by(owner)
+    except ReferenceError:
+        return "a weak reference to nothing"
+
+
+def _said_by(owner: object) -> str | None:
     if isinstance(owner, weakref.ref):
         return "a weak reference to nothing" if owner() is None else freed(owner())
     if isinstance(owner, memoryview):
         return _freed_view(owner)
-    try:
-        is_deleted = getattr(owner, "is_deleted", None)  # JAX
-        if callable(is_deleted) and is_deleted() is True:
-            return f"a {type(owner).__name__} that is deleted"
-        # Files and memory maps; shared memory has no buffer then.
-        if getattr(owner, "closed", False) is True or getattr(owner, "buf", "none") is None:
-            return f"a {type(owner).__name__} that is closed"
-    except ReferenceError:
-        return "a weak reference to nothing"
+    is_deleted = getattr(owner, "is_deleted", None)  # JAX
+    if callable(is_deleted) and is_deleted() is True:
+        return f"a {type(owner).__name__} that is deleted"
+    # Files and memory maps; shared memory has no buffer then.
+    if getattr(owner, "closed", False) is True or getattr(owner, "buf", "none") is None:
+        return f"a {type(owner).__name__} that is closed"
     return None
 
 

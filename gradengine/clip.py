@@ -164,6 +164,7 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedCl
     """
     named = _lora_buffers(workspace, state.kernels)
     _clip(_writable(list(named.values()), list(named), state), max_norm, state)
+    note_written(named.values())
 
 
 def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -> tuple[ClipPlan, tuple[str, ...]]:

@@ -58,7 +58,7 @@ def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where:
     if missing:
         raise LayoutMismatch(
             f"gradients of {where} lack component '{missing[0]}'{and_more(missing)}",
-            got=f"{len(gradients)} components: {', '.join(map(str, list(gradients)[:3]))}, ...",
+            got=f"{len(gradients)} components{_first_of(gradients)}",
             expected=f"{len(slots)}: {_named(slots)}",
             do="None stands for a component without a gradient",
         )
@@ -78,6 +78,11 @@ def refuse_other_shape(view: Buffer, slot: Slot) -> None:
             got=f"{tuple(view.shape)}, {view.size} elements",
             expected=f"{slot.shape}, {slot.size} elements (or the same flat)",
         )
+
+
+def _first_of(gradients: Mapping[str, object], limit: int = 3) -> str:
+    shown = ", ".join(str(name)[:80] for name in list(gradients)[:limit])
+    return f": {shown}{', ...' if len(gradients) > limit else ''}" if shown else ""
 
 
 def _named(slots: Sequence[Slot], limit: int = 9) -> str:

@@ -87,6 +87,7 @@ class Sharing:
         """
         if self.agreed is not None and not self.is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
+        self._kernels.wait_for(self._accumulator.lenders)  # refuses one that records a graph, before anything is done
         self._accumulator.close(measure=self.is_alone)
         if self.exchange is None or self.is_alone:
             self._accumulator.measure_rest()
@@ -165,7 +166,6 @@ class Sharing:
             for span in self._layout.spans:
                 self._take_landed(span, span.stop)
         else:
-            self._kernels.follow(self._accumulator.sums)
             self._mirror.put_back()
             self._accumulator.forget_measured()
             self._accumulator.measure_rest()

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -20,7 +21,7 @@ from gradengine.kernels import kernels_for
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
 
-__all__ = ["clip_grad_norm_", "give_gradients", "gradients_of", "layout_of", "step_fused"]
+__all__ = ["clip_grad_norm_", "give_gradients", "gradients_of", "layout_of", "step_fused", "tensors_of"]
 
 
 def clip_grad_norm_(
@@ -83,10 +84,12 @@ def layout_of(module: torch.nn.Module) -> GradientLayout:
     """The layout of a module's trainable parameters, in the order of `named_parameters()`; tied ones come once.
 
     A parameter that is dense but not contiguous (channels_last, transposed) has the shape in which it lies in memory:
-    that is what is added up and exchanged, so workers must agree on it.
+    that is what is added up and exchanged, so workers must agree on it. `result.gradients` has that shape too, which
+    does not show where a transposed weight is square: `tensors_of` turns it back.
 
     Raises:
-        LayoutMismatch: Nothing in it is trainable.
+        CallerError: It is no module.
+        LayoutMismatch: Nothing in it is trainable, or a lazy parameter has no shape yet.
 
     Example::
 
@@ -100,8 +103,9 @@ def gradients_of(module: torch.nn.Module, *, allocate: bool = False) -> dict[str
 
     Args:
         module: Its trainable parameters are meant.
-        allocate: Give a parameter that has no `.grad` one of zeros: `engine.step(out=...)` writes nothing for a None,
-            and an optimizer then passes over the parameter.
+        allocate: Give a parameter that has no `.grad` one of zeros, of its `grad_dtype`. Destinations need it:
+            `engine.step(out=...)` writes nothing for a None, and what the window added up for a parameter that its last
+            micro-batch did not use is dropped. One that got nothing in the window has zeros then, which AdamW decays.
 
     Returns:
         Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself where the
@@ -119,22 +123,45 @@ def gradients_of(module: torch.nn.Module, *, allocate: bool = False) -> dict[str
     parameters = _trainable(module)
     for parameter in parameters.values():
         if allocate and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            # Older torch has no grad_dtype; None means any.
+            parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
     return {name: None if p.grad is None else _as_it_lies(p.grad, p) for name, p in parameters.items()}
 
 
-def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
-    """Make each trainable parameter's `.grad` a view of a step's result: no copy, fp32 parameters only.
+def tensors_of(module: torch.nn.Module, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A step's gradients as tensors in the parameters' own shapes and orders of memory; no copy.
 
-    Good until the next `engine.add`, which writes over that memory. Call `module.zero_grad()` before the next backward:
-    its default drops the views. Backward would add to the engine's memory otherwise, and `engine.add` refuses that.
+    Args:
+        module: The one that the engine's layout was taken of, by `layout_of`; its parameters may have any dtype.
+        gradients: `result.gradients`, good until the next `engine.add`.
+
+    Returns:
+        Name -> tensor for each trainable parameter: a view with the gradients' dtype (float32) and on their device.
+
+    Raises:
+        LayoutMismatch: They are not of this module's layout.
+
+    Example::
+
+        for name, gradient in tensors_of(model, engine.step().gradients).items():
+            masters[name].grad = gradient  # fp32 master weights of a bf16 model
+    """
+    return {name: _view_for(parameter, name, gradients) for name, parameter in _trainable(module).items()}
+
+
+def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
+    """Make each trainable parameter's `.grad` a view of a step's result; no copy.
+
+    For fp32 parameters, and in torch >= 2.10 for others whose `grad_dtype` is float32 or None. Good until the next
+    `engine.add`, which writes over that memory. Call `module.zero_grad()` before the next backward: its default drops
+    the views. Backward would add to the engine's memory otherwise, and `engine.add` refuses that.
 
     Args:
         module: The one that the engine's layout was taken of, by `layout_of`.
         result: From `engine.step()`, or from `engine.step(deferred=True)` where `step_fused` comes next.
 
     Raises:
-        BufferRefused: A parameter is not fp32, or not on the engine's device; it is named, and nothing was set.
+        BufferRefused: A parameter takes no fp32, or lies on another device; it is named, and nothing was set.
         LayoutMismatch: The result is not of this module's layout; nothing was set.
 
     Example::
@@ -143,9 +170,11 @@ def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
         optimizer.step()
         model.zero_grad()
     """
-    views = [(p, _view_for(p, name, result.gradients)) for name, p in _trainable(module).items()]
-    for parameter, view in views:
-        parameter.grad = view
+    parameters, views = _trainable(module), tensors_of(module, result.gradients)
+    for name, view in views.items():
+        _refuse_as_gradient(view, parameters[name], name)
+    for name, parameter in parameters.items():
+        parameter.grad = views[name]
 
 
 def step_fused(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
@@ -155,14 +184,14 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
     changes neither parameters nor state where `result.skipped` is set. On a GPU it reads both from the engine's memory:
     nothing waits.
 
-    torch's SGD leaves uninitialised memory as momentum where its very first step is skipped; it is made zero here.
-
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`, its gradients those of `result`.
         result: From `engine.step(deferred=True)`.
 
     Raises:
-        CallerError: The optimizer is not fused, or the result not deferred: it would be scaled twice. Nothing was done.
+        BufferRefused: A gradient lies elsewhere than the result: `give_gradients` was forgotten, or the parameter is
+            not of the engine's module. It is named by group and position, and nothing was done.
+        CallerError: The optimizer is not fused, or has no gradients, or the result is not deferred. Nothing was done.
 
     Example::
 
@@ -176,6 +205,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
     _refuse_not_fused(optimizer)
     if not result.deferred:
         raise CallerError("the step has scaled its gradients already", do="call engine.step(deferred=True)")
+    _refuse_other_gradients(optimizer, result)
     without_momentum = _without_momentum(optimizer)
     scaled: Any = optimizer  # torch reads these two attributes, and declares them nowhere
     scaled.grad_scale = _as_tensor(result.inverse_factor).to(torch.float32)
@@ -201,35 +231,29 @@ class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
 
 
 def _refuse_other_norm(norm_type: float) -> None:
-    try:
-        is_second = float(norm_type) == 2
-    except (TypeError, ValueError):
-        is_second = False
-    if not is_second:
+    if str(norm_type) not in ("2", "2.0"):
         raise CallerError(
-            "norm_type is not taken",
-            got=repr(norm_type),
-            expected="2",
-            do="use torch.nn.utils.clip_grad_norm_ for other norms",
+            "norm_type is not taken", got=repr(norm_type), expected="2", do="use torch.nn.utils.clip_grad_norm_ for it"
         )
 
 
-def _gradients_by_position(parameters: torch.Tensor | Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
+    if not isinstance(parameters, Iterable):  # a tensor is one
+        raise _no_parameters("parameters is neither a tensor nor an iterable of them", parameters)
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not listed and isinstance(parameters, Generator):
         warnings.warn("parameters is a generator with nothing left in it: nothing is clipped", stacklevel=3)
     gradients = {}
     for position, parameter in enumerate(listed):
         if not isinstance(parameter, torch.Tensor):
-            raise CallerError(
-                f"parameters[{position}] is no tensor",
-                got=type(parameter).__name__,
-                expected="a parameter",
-                do="pass module.parameters()",
-            )
+            raise _no_parameters(f"parameters[{position}] is no tensor", parameter)
         if parameter.grad is not None:
             gradients[f"parameters[{position}].grad"] = parameter.grad
     return gradients
+
+
+def _no_parameters(what: str, given: object) -> CallerError:
+    return CallerError(what, got=type(given).__name__, do="pass module.parameters()")
 
 
 def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
@@ -238,10 +262,7 @@ def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
     views = {name: _plain(gradient, name) for name, gradient in gradients.items()}
     # CuPy works on torch's current stream here, so that all of it has its place between torch's work before and after.
     with kernels_for(str(device)).on(torch.cuda.current_stream(device) if device.type == "cuda" else None):
-        norm = _as_tensor(clip_by_global_norm(views, bound))
-    for gradient in gradients.values():
-        torch.autograd.graph.increment_version(gradient)  # so that backward refuses what it saved before
-    return norm
+        return _as_tensor(clip_by_global_norm(views, bound))
 
 
 def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
@@ -269,8 +290,15 @@ def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradien
 # ---- memory ----
 
 
-def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+def _trainable(module: Any) -> dict[str, torch.nn.Parameter]:
+    if not hasattr(module, "named_parameters"):
+        raise CallerError("this is no module", got=type(module).__name__, expected="torch.nn.Module")
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name, parameter in parameters.items():
+        if torch.nn.parameter.is_lazy(parameter):
+            what, got = f"parameter '{name}' has no shape yet", type(parameter).__name__
+            raise LayoutMismatch(what, got=got, do="call the module once, which makes its lazy parameters")
+    return parameters
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -289,34 +317,29 @@ def _as_it_lies(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, Any]) -> torch.Tensor:
     """The gradient of that name in the parameter's shape and order of memory."""
-    if parameter.dtype is not torch.float32:
-        raise BufferRefused(
-            f"parameter '{name}' cannot have an fp32 gradient",
-            got=str(parameter.dtype).removeprefix("torch."),
-            expected="float32",
-            do="use engine.step(out=gradients_of(module, allocate=True)), which rounds to the parameter's dtype",
-        )
     lying = _as_it_lies(parameter, parameter)
-    if name not in gradients:
-        raise _not_of_this_module(name, "none", lying.shape)
-    view = from_dlpack(gradients[name])
-    if view.shape != lying.shape:
-        raise _not_of_this_module(name, tuple(view.shape), lying.shape)
-    if view.device != parameter.device:
-        raise BufferRefused(
-            f"parameter '{name}' lies on another device than the engine", got=parameter.device, expected=view.device
+    view = from_dlpack(gradients[name]) if name in gradients else None
+    if view is None or view.shape != lying.shape:
+        raise LayoutMismatch(
+            f"the result has no gradient for parameter '{name}'",
+            got="none" if view is None else tuple(view.shape),
+            expected=f"shape {tuple(lying.shape)}",
+            do="build the engine with layout_of(module), and step it without out=",
         )
     order = _memory_order(parameter)
     return view if order is None else view.permute([order.index(d) for d in range(view.ndim)])
 
 
-def _not_of_this_module(name: str, got: object, shape: tuple[int, ...]) -> LayoutMismatch:
-    return LayoutMismatch(
-        f"the result has no gradient for parameter '{name}'",
-        got=got,
-        expected=f"shape {tuple(shape)}",
-        do="build the engine with layout_of(module), and step it without out=",
-    )
+def _refuse_as_gradient(view: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> None:
+    taken = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any
+    if taken not in (None, view.dtype):
+        do = "use engine.step(out=gradients_of(module, allocate=True)), which rounds to the parameter's dtype"
+        raise BufferRefused(
+            f"parameter '{name}' takes gradients of another dtype", got=view.dtype, expected=taken, do=do
+        )
+    if view.device != parameter.device:
+        what = f"parameter '{name}' lies on another device than the engine"
+        raise BufferRefused(what, got=parameter.device, expected=view.device)
 
 
 def _as_tensor(number: Any) -> torch.Tensor:
@@ -341,8 +364,32 @@ def _refuse_not_fused(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _refuse_other_gradients(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
+    """What lies outside of the arena is not the window's sum, and would be divided as if it were."""
+    start, stop = _extent(result.gradients.values())
+    do = "call give_gradients(module, result) before; the optimizer's parameters must be that module's"
+    parameters = {(g, i): p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
+    for (group, index), parameter in parameters.items():
+        if parameter.grad is not None and not _lies_within(parameter.grad, start, stop):
+            what = f"param_groups[{group}]['params'][{index}] has a gradient that is not this result's"
+            raise BufferRefused(what, got=f"shape {tuple(parameter.shape)}", do=do)
+    if any(p.requires_grad for p in parameters.values()) and all(p.grad is None for p in parameters.values()):
+        raise CallerError("the optimizer's parameters have no gradient", do=do)
+
+
+def _extent(arrays: Iterable[Any]) -> tuple[int, int]:
+    """The addresses that NumPy's or CuPy's arrays lie between, as they say themselves: from_dlpack takes 10 us."""
+    places = [(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr, a.nbytes) for a in arrays if a.size]
+    return min((first for first, _ in places), default=0), max((first + size for first, size in places), default=0)
+
+
+def _lies_within(tensor: torch.Tensor, start: int, stop: int) -> bool:
+    is_dense = tensor.layout is torch.strided
+    return is_dense and (not tensor.numel() or start <= tensor.data_ptr() <= stop - tensor.nbytes)
+
+
 def _without_momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters for which the next step of an SGD makes the momentum's memory."""
+    """Parameters for which the next step of an SGD makes the momentum's memory; skipped, it leaves it uninitialised."""
     return [
         parameter
         for group in optimizer.param_groups

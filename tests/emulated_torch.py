@@ -34,6 +34,9 @@ class Tensor:
     def is_neg(self):
         return False
 
+    def is_inference(self):
+        return False
+
 
 class Stream:
     """A stream of torch's: from 2.10 on with `__cuda_stream__`, before with a handle."""
@@ -45,18 +48,19 @@ class Stream:
 
 
 def emulated_torch(stream, *, is_old=False):
-    """A module; `stream` is what its current stream is."""
+    """A module; its current stream is `stream` until `current` is set, `asked` and `written` note what it is told."""
     torch = types.ModuleType("torch")
     torch.Tensor, torch.strided = Tensor, "strided"
     for dtype in ("float32", "float16", "bfloat16"):
         setattr(torch, dtype, f"torch.{dtype}")
-    torch.asked = []
+    torch.asked, torch.written, torch.current = [], [], stream
 
     def current_stream(ordinal):
         torch.asked.append(ordinal)
-        return Stream(stream, is_old=is_old)
+        return Stream(torch.current, is_old=is_old)
 
     torch.cuda = SimpleNamespace(current_stream=current_stream)
+    torch.autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=torch.written.append))
     return torch
 
 

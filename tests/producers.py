@@ -52,11 +52,11 @@ class Producer:
         tensor = DLTensor(
             fields.get("data", array.ctypes.data),
             *fields.get("device", (1, 0)),
-            array.ndim,
+            fields.get("ndim", array.ndim),
             fields.get("code", code),
             fields.get("bits", array.itemsize * 8),
             fields.get("lanes", 1),
-            ctypes.addressof(self.shape),
+            fields.get("shape", ctypes.addressof(self.shape)),
             fields.get("strides", ctypes.addressof(self.strides)),
             fields.get("byte_offset", 0),
         )

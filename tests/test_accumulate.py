@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -972,3 +973,33 @@ def test_anything_with_a_mapping_of_gradients():
     accumulator = new(GradientLayout.of({"w": (2,)}))
     accumulator.add(vars(workspace))
     assert closed(accumulator)["w"].tolist() == [1, 1]
+
+
+class TestHeldPointers:
+    """A pointer is vouched for at the add; that it still is, its owner is asked before the memory is read."""
+
+    @pytest.mark.parametrize("is_known", [True, False])
+    @pytest.mark.parametrize("kind", ["map", "weak"])
+    def test_an_owner_that_goes_while_they_are_held(self, backend, kind, is_known):
+        class Owner:
+            closed = False
+
+        array, owner = backend.put(np.ones(3, np.float32)), Owner()
+        view = backend.kernels.view(array, "w")
+        pointer = raw(view, owner=owner if kind == "map" else weakref.ref(owner))
+        accumulator = PerBlockGradientAccumulator(GradientLayout.of([(3,)]), backend.kernels, hold=2)
+        if is_known:
+            accumulator.add([pointer])
+            accumulator.close()
+            accumulator.zero_all()
+        accumulator.add([pointer])
+        owner.closed = True
+        if kind == "weak":
+            del owner
+        for call in (lambda: accumulator.add([backend.put(np.ones(3, np.float32))]), accumulator.close):
+            with pytest.raises(BufferRefused, match="'0' was given other memory, or freed, while it was held"):
+                call()
+        accumulator.zero_all()
+        accumulator.add([array])
+        accumulator.close()
+        assert backend.get(accumulator.arena)[:3].tolist() == [1, 1, 1]

@@ -2,14 +2,25 @@
 
 import mmap
 import weakref
+from multiprocessing import shared_memory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradengine.buffer import Buffer, NamedStream, RawBuffer, UnknownStream, freed, overlapping, refuse_read_only
-from gradengine.errors import BufferRefused
+from gradengine.buffer import (
+    Buffer,
+    NamedStream,
+    RawBuffer,
+    UnknownStream,
+    freed,
+    overlapping,
+    refuse_read_only,
+    stream_handle,
+)
+from gradengine.errors import BufferRefused, CallerError
 from gradengine.host_buffer import host_buffer
 
 
@@ -77,8 +88,21 @@ def dead():
     return weakref.ref(np.zeros(2))
 
 
+def dead_proxy():
+    return weakref.proxy(Deleted())
+
+
+def closed_shared_memory():
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    memory.close()
+    memory.unlink()
+    return memory
+
+
 FREED = {
     "a weak reference to nothing": dead,
+    "a weak reference to nothing(?# by proxy)": dead_proxy,
+    "a SharedMemory that is closed": closed_shared_memory,
     "a mmap that is closed": closed,
     "a memoryview that is released": released,
     "a Deleted that is deleted": Deleted,
@@ -96,6 +120,14 @@ class TestFreedOwners:
         owner = Deleted()
         assert freed(weakref.ref(owner)) == "a Deleted that is deleted"
 
+    def test_shared_memory_that_is_open(self):
+        memory = shared_memory.SharedMemory(create=True, size=64)
+        try:
+            assert freed(memory) is None
+        finally:
+            memory.close()
+            memory.unlink()
+
     @pytest.mark.parametrize("owner", [None, np.zeros(2), mmap.mmap(-1, 4096), memoryview(b"ab"), "closed", 3])
     def test_others_are_alive(self, owner):
         assert freed(owner) is None
@@ -107,6 +139,25 @@ class TestFreedOwners:
         del array
         with pytest.raises(BufferRefused, match="a weak reference to nothing"):
             host_buffer(raw, "w")
+
+
+class TestStreamHandles:
+    class Protocol:
+        def __cuda_stream__(self):
+            return 0, 7
+
+    @pytest.mark.parametrize(
+        ("stream", "handle"), [(5, 5), (np.int64(5), 5), (Protocol(), 7), (SimpleNamespace(cuda_stream=6), 6)]
+    )
+    def test_of_whatever_has_one(self, stream, handle):
+        assert stream_handle(stream) == handle
+        assert NamedStream(stream).stream() == handle
+        assert type(NamedStream(stream).stream()) is int  # CuPy takes nothing else
+
+    @pytest.mark.parametrize("stream", [-1, 1.5, "1", None, object()])
+    def test_what_has_none(self, stream):
+        with pytest.raises(CallerError, match="this is no CUDA stream: got"):
+            stream_handle(stream)
 
 
 def test_a_destination_that_requires_grad():

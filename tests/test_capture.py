@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -285,6 +286,25 @@ class TestMoved:
         out[2].array = device.put(values_of(1)[2])
         with nothing_is_launched(device), pytest.raises(BufferRefused, match="component 'head' lies elsewhere"):
             graph.replay()
+
+    @pytest.mark.parametrize("what", ["gradients", "destinations"])
+    def test_a_pointer_whose_owner_was_freed(self, device, what):
+        class Owner:
+            pass
+
+        engine, arrays, owner = new_engine(device), arrays_of(device, 0), Owner()
+        memory = arrays_of(device, 1)
+        pointers = [raw(device.kernels.view(array, "w"), owner=weakref.ref(owner)) for array in memory]
+        options = {"out": [None, *pointers[1:]]} if what == "destinations" else {}
+        graph = captured_window(engine, [arrays if options else [arrays[0], *pointers[1:]]], **options)
+        graph.replay()
+        del owner
+        gc.collect()
+        with nothing_is_launched(device), pytest.raises(BufferRefused, match=r"'layers.1.w' .* freed: got a weak ref"):
+            graph.replay()
+        assert engine.current_step == 1
+        graph.repoint([arrays], out=arrays_of(device, 2))
+        assert graph.replay().step == 1
 
     def test_repoint_records_it_for_other_memory(self, device):
         engine, weights = new_engine(device, hold=2), [1.0, 3.0]

@@ -128,6 +128,15 @@ class TestAnswers:
         assert {language for language, _ in FENCE.findall(text)} <= {"python", "py", "sh", "text"}
 
 
+def test_destinations_of_a_module_are_always_shown_allocated():
+    """Else what a window added up for a parameter that its last micro-batch did not use is dropped."""
+    texts = [ROOT / page for page in PAGES]
+    texts += [path for folder in ("examples", "gradengine") for path in (ROOT / folder).rglob("*.py")]
+    shown = [call for path in texts for call in re.findall(r"out=gradients_of\(([^()]*)\)", path.read_text())]
+    assert len(shown) >= 5
+    assert [call for call in shown if "allocate=True" not in call] == []
+
+
 def test_readme_links_every_page_and_every_example():
     text = (ROOT / "README.md").read_text()
     files = [*ANSWERS, *REFERENCES, *(f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py")))]

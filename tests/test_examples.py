@@ -77,7 +77,7 @@ class Example:
         tree = ast.parse(path.read_text())
         self.docstring = ast.get_docstring(tree) or ""
         self.imports = set(imports(tree.body))
-        first = [statement for statement in tree.body if isinstance(statement, (ast.Import, ast.ImportFrom))]
+        first = [statement for statement in tree.body if isinstance(statement, (ast.Import, ast.ImportFrom, ast.Try))]
         self.always_needs_cupy = "cupy" in imports(first)
 
     def skip_without_its_frameworks(self):
@@ -180,6 +180,21 @@ def test_a_disturbance_of_nothing_is_not_noticed(tmp_path):
 
 
 class TestCapturedStep:
+    def test_without_cupy_it_says_what_is_missing_and_how_to_get_it(self, tmp_path):
+        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['cupy'] = None\n")
+        paths = os.pathsep.join((str(tmp_path), str(ROOT)))
+        done = subprocess.run(
+            [sys.executable, str(CAPTURED_STEP)],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "needs CuPy and a GPU: pip install 'gradengine[cuda12]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
     def test_its_check_notices_a_bad_step_that_is_not_skipped(self, tmp_path):
         done = Example(CAPTURED_STEP).run(tmp_path, first=VERDICT_IGNORED)
         assert done.returncode == 1

@@ -11,8 +11,15 @@ import strategies as draw
 from emulated_torch import Tensor, emulated_torch
 from producers import NumPyProducer
 
-from gradengine import GradientEngine, GradientLayout
-from gradengine.errors import BufferRefused
+from gradengine import (
+    FusedClipState,
+    GradientEngine,
+    GradientLayout,
+    clip_by_global_norm,
+    clip_gradients_fused,
+    clip_lora_gradients_fused,
+)
+from gradengine.errors import BufferRefused, GradientError
 from gradengine.frameworks import TorchStream, is_jax, is_torch
 from gradengine.host_buffer import host_buffer, writable_host_buffer
 
@@ -125,6 +132,73 @@ class TestTorch:
         with pytest.raises(BufferRefused, match=r"component 'w' has no memory of its own .*torch.func"):
             torch.func.vmap(look)(torch.ones(2, 3))
 
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda t, x: x.t_(), "not contiguous"),
+            (lambda t, x: setattr(x, "data", x.data.t()), "not contiguous"),
+            (lambda t, x: x.set_(x.untyped_storage(), 0, (4, 4), (8, 1)), "not contiguous"),
+            (lambda t, x: setattr(x, "data", t._neg_view(x.data)), "negated lazily"),
+            (lambda t, x: x.resize_(2, 4), "has another shape"),
+            (lambda t, x: setattr(x, "data", x.data.double()), "a dtype that is not taken: got float64"),
+        ],
+        ids=["t_", "data.t", "set_", "neg", "resize_", "double"],
+    )
+    def test_one_that_was_changed_in_place_is_not_known_again(self, change, message):
+        torch = pytest.importorskip("torch")
+        tensor, engine = torch.arange(16.0).view(4, 4), GradientEngine(GradientLayout.of([(4, 4)]))
+        for _ in range(2):
+            engine.add([tensor])
+            engine.step()
+        change(torch, tensor)
+        with pytest.raises(GradientError, match=message):
+            engine.add([tensor])
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda t, x: setattr(x, "data", t.full((100_000,), 7.0)),
+            lambda t, x: x.set_(t.ones(100_000)),
+            lambda t, x: x.untyped_storage().resize_(0),
+        ],
+        ids=["data", "set_", "storage"],
+    )
+    @pytest.mark.parametrize("is_known", [True, False])
+    def test_a_held_one_that_loses_its_memory(self, change, is_known):
+        torch = pytest.importorskip("torch")
+        tensor, other = torch.ones(100_000), torch.ones(100_000)
+        engine = GradientEngine(GradientLayout.of([(100_000,)]), hold=2)
+        if is_known:
+            engine.add([tensor])
+            engine.step()
+        engine.add([tensor])
+        change(torch, tensor)
+        for call in (lambda: engine.add([other]), engine.step):
+            with pytest.raises(BufferRefused, match="'0' was given other memory, or freed, while it was held"):
+                call()
+        engine.discard()
+        engine.add([other])
+        assert engine.step().norm == pytest.approx(100_000**0.5)
+
+    def test_destinations_raise_autograds_version(self):
+        """A backward that saved one refuses what it holds now."""
+        torch = pytest.importorskip("torch")
+        weight, gradient = torch.nn.Parameter(torch.tensor([2.0, 3.0])), torch.ones(2)
+        saved = (weight * gradient).square().sum()
+        engine = GradientEngine(GradientLayout.of([(2,)]), max_norm=None)
+        engine.add([gradient])
+        engine.step(out=[gradient])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+        for clip in (
+            lambda: clip_by_global_norm([gradient], 0.1),
+            lambda: clip_gradients_fused([gradient], 0.1, FusedClipState([2])),
+            lambda: clip_lora_gradients_fused({"lora_a_q": gradient}, 0.1, FusedClipState([2])),
+        ):
+            before = gradient._version
+            clip()
+            assert gradient._version > before
+
     @pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning")
     def test_nested(self):
         torch = pytest.importorskip("torch")
@@ -151,6 +225,8 @@ class TestTorch:
         tensor = torch.ones(3).as_subclass(Own)
         assert not is_torch(tensor)
         assert host_buffer(tensor, "w").pointer == tensor.data_ptr()
+        with pytest.raises(BufferRefused, match="negated lazily"):
+            host_buffer(torch._neg_view(torch.ones(3)).as_subclass(Own), "w")
 
     def test_in_and_out_of_a_step(self):
         torch = pytest.importorskip("torch")
@@ -254,6 +330,11 @@ class TestJax:
         jax = pytest.importorskip("jax")
         with pytest.raises(BufferRefused, match=message):
             host_buffer(make(jax), "w")
+
+    def test_keys_of_random_numbers(self):
+        jax = pytest.importorskip("jax")
+        with pytest.raises(BufferRefused, match="a dtype that is not taken: got key"):
+            host_buffer(jax.random.key(0), "w")
 
     def test_inside_a_transformation(self):
         jax = pytest.importorskip("jax")

@@ -48,7 +48,7 @@ def test_a_mapping_in_any_order_is_the_sequence(layout, random):
         ),
         ([1, 2, 3, 4], "another number of gradients than block 0 has: got 4, expected 3"),
         ({}, r"gradients of block 0 lack component 'a' \(and 2 more\): got 0 components, expected 3"),
-        ({"a": 1, "c": 3}, "gradients of block 0 lack component 'b': got 2 components, expected 3"),
+        ({"a": 1, "c": 3}, "gradients of block 0 lack component 'b': got 2 components: a, c, expected 3"),
         ({"a": 1, "b": 2, "c": 3, "d": 4}, "block 0 has no component 'd': expected 3"),
         ({"a": 1, "layers.0.a": 1, "b": 2, "c": 3}, "block 0 has no component 'a'"),
         ({"layers.1.a": 1, "b": 2, "c": 3}, "gradients of block 0 lack component 'a'"),

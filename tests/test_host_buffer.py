@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import strategies as draw
 from producers import NumPyProducer, Producer
 
-from gradengine.buffer import RawBuffer
+from gradengine.buffer import RawBuffer, refuse_impossible
 from gradengine.errors import BufferRefused
 from gradengine.host_buffer import host_buffer, writable_host_buffer
 
@@ -176,6 +177,18 @@ class TestRefusedRawBuffers:
         with pytest.raises(BufferRefused, match=message):
             host_buffer(raw(np.ones(4, np.float32), **change), "w")
 
+    @pytest.mark.parametrize("dtype", [np.float32, np.dtype("<f4"), SimpleNamespace(name="float32")])
+    def test_dtypes_by_whoever_names_them(self, dtype):
+        array = np.arange(3, dtype=np.float32)
+        assert host_buffer(raw(array, dtype=dtype), "w").dtype == "float32"
+
+    def test_dtypes_and_devices_of_torch(self):
+        torch = pytest.importorskip("torch")
+        array = np.zeros(3, ml_dtypes.bfloat16)
+        view = host_buffer(raw(array, dtype=torch.bfloat16, device=torch.device("cpu")), "w")
+        assert (view.dtype, view.size) == ("bfloat16", 3)
+        assert RawBuffer(0, 0, torch.float16, torch.device("cuda")) == RawBuffer(0, 0, "float16", "cuda:0")
+
     def test_nothing_may_lie_nowhere(self):
         assert host_buffer(RawBuffer(0, 0, "float32"), "w").size == 0
 
@@ -225,13 +238,55 @@ class TestRefusedDLPack:
         with pytest.raises(BufferRefused, match="component 'w' lies on another device: got cuda:1"):
             host_buffer(Unexported(self.ARRAY, claims=(2, 1)), "w")
 
-    @pytest.mark.parametrize("refusal", [BufferError, RuntimeError, NotImplementedError, ValueError, TypeError])
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"ndim": -1}, "exports a shape that cannot be: got -1 dimensions, expected 0 to 64"),
+            ({"ndim": 65}, "got 65 dimensions"),
+            ({"ndim": 2**31 - 1}, "got 2147483647 dimensions"),
+            ({"shape": None}, "got 1 dimensions that lie nowhere"),
+            ({"byte_offset": 2**64 - 4}, "component 'w' is no memory: got pointer 0x1"),
+        ],
+    )
+    def test_capsules_that_would_have_us_read_elsewhere(self, fields, message):
+        with pytest.raises(BufferRefused, match=message):
+            host_buffer(Producer(self.ARRAY, **fields), "w")
+
+    @pytest.mark.parametrize("shape", [(2**61,), (2**40, 2**40)])
+    def test_more_elements_than_there_are_addresses(self, shape):
+        producer = Producer(np.empty(shape[0] and 1, np.float32))
+        producer.shape[0] = shape[0]
+        with pytest.raises(BufferRefused, match="component 'w' is no memory"):
+            host_buffer(producer, "w") if len(shape) == 1 else refuse_impossible(4096, 2**80, 4, "w")
+
+    @pytest.mark.parametrize("capsule", [None, 3, "dltensor", object()])
+    def test_what_is_no_capsule(self, capsule):
+        class Wrong(Producer):
+            def __dlpack__(self, **options):
+                return capsule
+
+        with pytest.raises(BufferRefused, match=r"'w' exports no DLPack tensor: got \w+, expected a fresh capsule"):
+            host_buffer(Wrong(self.ARRAY), "w")
+
+    @pytest.mark.parametrize("device", [("cpu", 0), (1, None), (1,), 1, None])
+    def test_devices_that_are_none(self, device):
+        class Lost(Producer):
+            def __dlpack_device__(self):
+                return device
+
+        with pytest.raises(BufferRefused, match=r"'w' cannot be exported by its framework \(\w+Error: .*: got Lost"):
+            host_buffer(Lost(self.ARRAY), "w")
+
+    @pytest.mark.parametrize(
+        "refusal",
+        [BufferError, RuntimeError, NotImplementedError, ValueError, TypeError, KeyError, OSError, ArithmeticError],
+    )
     def test_a_framework_that_refuses(self, refusal):
         class Refusing(Producer):
             def __dlpack__(self, **options):
                 raise refusal("not exportable")
 
-        with pytest.raises(BufferRefused, match=r"'w' cannot be exported by its framework \(\w+: not exportable\)"):
+        with pytest.raises(BufferRefused, match=r"'w' cannot be exported by its framework \(\w+: '?not exportable'?\)"):
             host_buffer(Refusing(self.ARRAY), "w")
 
     def test_half_a_producer(self):

@@ -2,15 +2,20 @@
 
 import gc
 import sys
+import threading
+import time
+import types
+import weakref
 
 import numpy as np
 import pytest
-from devices import all_on_host, named_cuda, on_host, put_all, raw, synchronize
+from devices import all_on_host, named_cuda, nothing_is_launched, on_host, put_all, raw, synchronize
 from emulated_torch import Tensor, copy_on, emulated_torch, tensors_of
 from producers import Producer
 
 from gradengine import GradientEngine, GradientLayout, clip_by_global_norm, elementwise
 from gradengine.buffer import NamedStream, UnknownStream
+from gradengine.errors import BufferRefused, CallerError
 from gradengine.gpu_accumulate import GpuGradientAccumulator
 from gradengine.kernels.loans import Loans
 
@@ -192,11 +197,121 @@ class TestOrder:
         synchronize(device)
         assert all_are(copies, 9)
 
+    @pytest.mark.parametrize("lender", WAYS[:3], indirect=True)
+    def test_a_fold_while_torch_is_on_another_stream_than_at_the_add(self, device, lender):
+        """Torch's allocator gives memory out again on the stream that it came from, not on the one of the fold."""
+        torch, engine = sys.modules["torch"], new_engine(device, hold=2)
+        side, other = lender.stream, lender.xp.cuda.Stream(non_blocking=True)
+        for value in (1, 2):
+            write, spoil = lender.writes(value), lender.writes(np.nan)
+            torch.current = side
+            write()
+            engine.add(lender.lent())
+            torch.current = other
+            result = engine.step()
+            spoil()
+            side.synchronize()
+            assert all_are(result.gradients.values(), value)
+
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_an_interface_that_names_a_stream_is_read_after_it_whenever_it_comes_again(self, device, monkeypatch, hold):
+        """With `.data.ptr` as CuPy's arrays have, but without the export that would order CuPy's."""
+        lender, engine = Lender(device, "an interface", monkeypatch), new_engine(device, hold=hold)
+        given = [WithInterface(array, lender.stream) for array in lender.arrays]
+        for value in (1, 2, 3):
+            lender.writes(value)()
+            engine.add(given)
+            assert all_are(engine.step().gradients.values(), value)
+
+
+class WithInterface:
+    """An array that says by `__cuda_array_interface__` alone where it lies and which stream still writes to it."""
+
+    def __init__(self, array, stream):
+        self.data = types.SimpleNamespace(ptr=array.data.ptr)
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "version": 3, "stream": stream.ptr}
+
+
+CALLS = {
+    "add": lambda engine, lent: engine.add(lent),
+    "add_block": lambda engine, lent: engine.add_block(0, lent[:1]),
+    "step": lambda engine, _: engine.step(),
+    "step, out=": lambda engine, lent: engine.step(out=lent),
+    "clip": lambda _, lent: clip_by_global_norm(lent, 1.0),
+}
+
+
+class TestALenderThatRecords:
+    """Its stream records a graph: to wait for that is an error of the driver's, which ends the recording."""
+
+    @pytest.mark.parametrize("hold", [1, 2])
+    @pytest.mark.parametrize("call", CALLS)
+    def test_is_refused_before_anything_is_done_and_both_go_on_afterwards(self, device, lender, call, hold):
+        engine, other = new_engine(device, hold=hold), filled(device, 5)
+        write, is_step = lender.writes(3), call.startswith("step")
+        write()
+        if is_step:
+            engine.add(lender.lent(), weight=4)
+        lent = lender.lent(other)
+        lender.stream.begin_capture()
+        refused = pytest.raises(CallerError, match=f"records a graph on its stream: got stream {lender.stream.ptr:#x}")
+        with named_cuda(device), nothing_is_launched(device), refused:
+            CALLS[call](engine, lent)
+        lender.stream.end_capture()  # which is still valid
+        assert (engine.accumulator.accumulated_count, engine.current_step) == (is_step, 0)
+        if not is_step:
+            engine.add(lender.lent(), weight=4)
+        assert all_are(engine.step().gradients.values(), 3)
+        assert all_are(other, 5)
+
+    def test_a_copy_to_its_memory(self, device, lender):
+        accumulator, workspace = GpuGradientAccumulator(LAYOUT, device.kernels), filled(device, 5)
+        accumulator.add(filled(device, 1))
+        lent = lender.lent(workspace)[:1]
+        lender.stream.begin_capture()
+        with nothing_is_launched(device), pytest.raises(CallerError, match="records a graph on its stream"):
+            accumulator.copy_block_to(0, lent)
+        lender.stream.end_capture()
+        assert all_are(workspace, 5)
+
+    @pytest.mark.parametrize("call", ["block", "add"])
+    def test_a_fold_does_not_end_its_recording(self, device, lender, call):
+        """What is held was lent before: the window is lost, the framework's graph is not."""
+        engine, gradients = new_engine(device, hold=2), filled(device, 1)
+        engine.add(lender.lent())
+        lender.stream.begin_capture()
+        with pytest.raises(CallerError, match="records a graph on its stream"):
+            engine.add(gradients) if call == "add" else engine.accumulator.block(0)
+        lender.stream.end_capture()
+        engine.discard()
+        engine.add(gradients)
+        assert all_are(engine.step().gradients.values(), 1)
+
+    def test_a_replay_is_refused_before_it_is_launched(self, device, lender):
+        engine, lent = new_engine(device), lender.lent()
+        lender.writes(3)()
+        with engine.capture() as graph:
+            engine.add(lent)
+            engine.step()
+        lender.stream.begin_capture()
+        with nothing_is_launched(device), pytest.raises(CallerError, match="records a graph on its stream"):
+            graph.replay()
+        lender.stream.end_capture()
+        assert engine.current_step == 0
+        assert all_are(graph.replay().gradients.values(), 3)
+
 
 def capsules(arrays, **options):
     """Exports made by hand, whose destructors note when they are let go."""
     stand_in = [Producer(np.empty(array.shape, array.dtype), data=array.data.ptr, device=(2, 0)) for array in arrays]
     return stand_in, [producer.freed for producer in stand_in]
+
+
+def keep_busy(device):
+    """Have the current stream have so much to do that no polling comes to the end of it."""
+    scratch, xp = device.put(np.zeros(8, np.float32)), device.kernels.xp
+    for _ in range(100):
+        xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
 
 
 class TestKept:
@@ -207,6 +322,7 @@ class TestKept:
         engine, arrays = new_engine(emulated, hold=hold), filled(emulated, 3)
         other = filled(emulated, 1)
         synchronize(emulated)
+        keep_busy(emulated)
         producers, freed = capsules(arrays)
         engine.add(producers)
         del producers
@@ -221,6 +337,7 @@ class TestKept:
 
     def test_destinations(self, emulated):
         engine, out = new_engine(emulated), filled(emulated, 0)
+        keep_busy(emulated)
         engine.add(filled(emulated, 3))
         producers, freed = capsules(out)
         engine.step(out=producers)
@@ -238,10 +355,9 @@ class TestKept:
         layout = GradientLayout.of([(7,)])
         engine = GradientEngine(layout, emulated.kernels)
         synchronize(emulated)
+        keep_busy(emulated)
         engine.add([raw(emulated.kernels.view(array, "w"), owner=owner)])
         engine.step()
-        import weakref
-
         reference = weakref.ref(owner, freed.append)
         del owner
         gc.collect()
@@ -254,8 +370,6 @@ class TestKept:
 
     def test_torchs_is_not(self, device, monkeypatch):
         """Its allocator gives memory to later work on the stream that we are before: it need not wait for us."""
-        import weakref
-
         lender, engine = Lender(device, "torch", monkeypatch), new_engine(device)
         tensors = lender.lent()
         references = [weakref.ref(tensor) for tensor in tensors]
@@ -271,6 +385,181 @@ class TestKept:
             engine.step()
             synchronize(emulated)
         assert len(emulated.kernels._loans._kept) <= 2
+
+
+class JaxArray(Producer):
+    """A JAX array on a GPU, as far as the package asks it: its capsule does not say that it is immutable."""
+
+    class sharding:
+        device_set = frozenset()
+
+    aval = "float32[7]"
+
+    def __init__(self, array):
+        super().__init__(np.empty(array.shape, array.dtype), data=array.data.ptr, device=(2, 0))
+
+    def is_deleted(self):
+        return False
+
+
+class TestJax:
+    @pytest.fixture
+    def given(self, emulated, monkeypatch):
+        """JAX arrays, and what they hold."""
+        jax = types.ModuleType("jax")
+        jax.Array, jax.core = JaxArray, types.SimpleNamespace(Tracer=type("Tracer", (), {}))
+        monkeypatch.setitem(sys.modules, "jax", jax)
+        gpu = type("Device", (), {"platform": "gpu", "local_hardware_id": 0})()
+        monkeypatch.setattr(JaxArray.sharding, "device_set", frozenset({gpu}))
+        arrays = filled(emulated, 3)
+        synchronize(emulated)
+        return [JaxArray(array) for array in arrays], arrays
+
+    def test_is_read_and_exported_anew_for_each_window(self, emulated, given):
+        engine = new_engine(emulated)
+        for window in (1, 2):
+            engine.add(given[0])
+            assert all_are(engine.step().gradients.values(), 3)
+            assert [len(array.asked) for array in given[0]] == [window] * 2
+
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_is_kept_until_the_work_is_done(self, emulated, given, hold):
+        engine, freed = new_engine(emulated, hold=hold), [array.freed for array in given[0]]
+        keep_busy(emulated)
+        engine.add(given[0])
+        given[0].clear()
+        engine.step()
+        gc.collect()
+        assert freed == [[], []]
+        synchronize(emulated)
+        engine.add(filled(emulated, 1))
+        gc.collect()
+        assert [len(calls) for calls in freed] == [1, 1]
+
+    def test_is_no_destination(self, emulated, given):
+        engine = new_engine(emulated)
+        engine.add(filled(emulated, 1))
+        with (
+            nothing_is_launched(emulated),
+            pytest.raises(BufferRefused, match=r"'layers.0.w' is read-only: got JaxArr"),
+        ):
+            engine.step(out=given[0])
+        assert all_are(given[1], 3)
+
+    def test_is_refused_in_a_capture_which_goes_on_without_it(self, emulated, given):
+        engine, others = new_engine(emulated), filled(emulated, 4)
+        message = "component 'layers.0.w' is a JAX array, which no graph can use"
+        with engine.capture() as graph:
+            with pytest.raises(BufferRefused, match=message):
+                engine.add(given[0])
+            engine.add(others)
+            engine.step()
+        assert [array.asked for array in given[0]] == [[], []]
+        with pytest.raises(BufferRefused, match=message):
+            graph.repoint([given[0]])
+        assert all_are(graph.replay().gradients.values(), 4)
+
+
+class StubEvent:
+    """An event that lets other threads run while it is asked, as the driver's does."""
+
+    is_done = False
+
+    @property
+    def done(self):
+        time.sleep(0)
+        return self.is_done
+
+
+class StubDevice:
+    """A device whose events are done when the test says so."""
+
+    def __init__(self):
+        self.events = []
+
+    def is_capturing(self):
+        return False
+
+    def current_stream(self):
+        return types.SimpleNamespace(ptr=0)
+
+    def stream_of(self, handle):
+        return types.SimpleNamespace(ptr=handle, is_capturing=lambda: False)
+
+    def record(self):
+        self.events.append(StubEvent())
+        return self.events[-1]
+
+    def wait_for(self, handle):
+        pass
+
+    def let_wait(self, handle, event):
+        pass
+
+
+class Lent:
+    """Memory, as far as it can be kept."""
+
+
+class TestSharedByThreads:
+    def test_nothing_is_lost_when_threads_give_back_and_let_go_at_once(self):
+        loans, names = Loans(StubDevice()), list(range(120))
+        threads = [
+            threading.Thread(target=lambda mine=names[i::4]: [loans.give_back([UnknownStream()], n) for n in mine])
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(lent for _, lent in loans._kept) == names
+
+    def test_what_comes_while_another_thread_asks_an_event_is_kept(self, monkeypatch):
+        loans = Loans(StubDevice())
+        loans.give_back([UnknownStream()], "first")
+
+        def asked(_):
+            monkeypatch.undo()
+            other = threading.Thread(target=loans.give_back, args=([UnknownStream()], "meanwhile"))
+            other.start()
+            other.join(60)
+            return False
+
+        monkeypatch.setattr(StubEvent, "done", property(asked))
+        loans.give_back([UnknownStream()], "last")
+        assert {lent for _, lent in loans._kept} == {"first", "meanwhile", "last"}
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda loans: loans.wait_for([]),
+            lambda loans: loans.wait_for([NamedStream(7)]),
+            lambda loans: loans.give_back([NamedStream(7)]),
+            lambda loans: loans.give_back([UnknownStream()], "another"),
+        ],
+        ids=["wait_for nobody", "wait_for", "give_back", "give_back what is kept"],
+    )
+    def test_whoever_calls_next_lets_go(self, call):
+        device, lent = StubDevice(), Lent()
+        loans, reference = Loans(device), weakref.ref(lent)
+        loans.give_back([UnknownStream()], lent)
+        del lent
+        call(loans)
+        assert reference() is not None
+        device.events[0].is_done = True
+        call(loans)
+        assert reference() is None
+
+    def test_no_more_than_the_last_is_kept(self):
+        device = StubDevice()
+        loans, references = Loans(device), []
+        for _ in range(5):
+            lent = Lent()
+            references.append(weakref.ref(lent))
+            loans.give_back([UnknownStream()], lent)
+            device.events[-1].is_done = True
+            del lent
+            assert [reference() for reference in references[:-1]] == [None] * (len(references) - 1)
 
 
 class TestLoans:

@@ -1,5 +1,8 @@
 """What the kernels are told, byte for byte as they read it."""
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 import strategies as draw
@@ -112,3 +115,27 @@ class TestDeviceSums:
         monkeypatch.setattr(tables, "_WANTED_CHUNKS", 1)
         assert DeviceSums([5000], Uploads()).chunk == 4096
         assert DeviceSums([5000, 5000], Uploads()).chunk == 8192
+
+
+def test_threads_share_tables():
+    """Engines of one device do, and more tables are made than are remembered."""
+    made, faults = Tables(lambda array: array), []
+
+    def make(first):
+        try:
+            for size in range(first, first + 1000):
+                assert made.of([Entry(0, size)], 2048).entries == 1
+        except Exception as fault:
+            faults.append(fault)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=make, args=(1 + 10_000 * k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert faults == []

@@ -7,10 +7,19 @@ from types import SimpleNamespace
 import cuda_emulator
 import numpy as np
 import pytest
-from devices import churned, put_all, synchronize
+from devices import churned, on_host, put_all, synchronize
+from ranks import on_ranks
 
-from gradengine import FusedClipState, GradientEngine, GradientLayout, NonFiniteGradient, clip_gradients_fused
+from gradengine import (
+    BlockGradientSet,
+    FusedClipState,
+    GradientEngine,
+    GradientLayout,
+    NonFiniteGradient,
+    clip_gradients_fused,
+)
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
+from gradengine.gpu_accumulate import GpuGradientAccumulator
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
 
@@ -79,6 +88,162 @@ class TestStreams:
         interface = {**array.__cuda_array_interface__, "shape": (4,), "strides": (6,), "stream": None}
         with pytest.raises(BufferRefused, match="not contiguous"):
             device.kernels.view(SimpleNamespace(__cuda_array_interface__=interface), "w")
+
+
+class Sides:
+    """Two streams that nothing orders but events; what the one asked first does not wait for comes too early."""
+
+    def __init__(self, device, first):
+        self.a, self.b = stream_of(device), stream_of(device)
+        self._first = first
+        synchronize(device)
+
+    def finish(self):
+        for stream in (self.a, self.b) if self._first == "a" else (self.b, self.a):
+            stream.synchronize()
+
+
+@pytest.fixture(params=["a", "b"])
+def sides(request, device):
+    return Sides(device, request.param)
+
+
+class TestTwoStreams:
+    """Adds on one, and on another what is done to the sums: behind the adds before and before the adds after."""
+
+    @pytest.mark.parametrize(("average", "wanted"), [("weighted", 4.0), ("per_worker", 3.5)])
+    def test_a_step_with_other_workers(self, device, average, wanted):
+        """Twice, so that the second window's add must not come before the first one's hand-back."""
+        batches = [[put_all(device, ones(value * turn)) for value in (2.0, 5.0)] for turn in (1.0, 2.0)]
+        synchronize(device)
+
+        def one(exchange):
+            engine = new_engine(device, exchange=exchange, average=average)
+            sides, seen = Sides(device, "b"), []
+            for batch in batches:
+                with sides.a:
+                    engine.add(batch[exchange.rank], weight=1 + exchange.rank)
+                with sides.b:
+                    result = engine.step()
+                    seen += [(on_host(array).min(), on_host(array).max()) for array in result.gradients.values()]
+                    seen.append(float(result.norm))
+            return seen
+
+        norm = pytest.approx(wanted * np.sqrt(5007))
+        twice = [(wanted, wanted)] * 2 + [norm] + [(2 * wanted, 2 * wanted)] * 2 + [2 * norm.expected]
+        assert on_ranks(one, 2) == [[*twice[:5], pytest.approx(twice[5])]] * 2
+
+    def test_zeros_for_what_did_not_come_and_their_norm(self, device, sides):
+        engine, gradients = new_engine(device), put_all(device, ones(3))
+        synchronize(device)
+        with sides.a:
+            churned(device)  # so much to do that no look at a verdict comes to the end of it
+            engine.add(gradients)
+            engine.step()
+            engine.add([None, gradients[1]])
+        with sides.b:
+            result = engine.step()
+            sides.finish()
+            assert not on_host(result.gradients["layers.0.w"]).any()
+            assert float(result.norm) == pytest.approx(3 * np.sqrt(7))
+
+    def test_a_copy_of_a_block(self, device, sides):
+        accumulator = GpuGradientAccumulator(LAYOUT, device.kernels)
+        gradients, others, workspace = (put_all(device, ones(value)) for value in (1, 8, 0))
+        synchronize(device)
+        with sides.a:
+            accumulator.add(gradients)
+        with sides.b:
+            accumulator.copy_block_to(0, workspace[:1])
+        with sides.a:
+            accumulator.add(others)
+        sides.finish()
+        assert (on_host(workspace[0]) == 1).all()
+        assert (on_host(accumulator.views()["layers.0.w"]) == 9).all()
+
+    def test_a_copy_of_a_component_that_did_not_come(self, device, sides):
+        accumulator = GpuGradientAccumulator(LAYOUT, device.kernels)
+        gradients, head = put_all(device, ones()), put_all(device, ones(5))[1]
+        synchronize(device)
+        with sides.a:
+            accumulator.add(gradients)
+            accumulator.zero_all()
+            accumulator.add_block(0, gradients[:1])
+        with sides.b:
+            accumulator.copy_non_block_to("head", head)
+        sides.finish()
+        assert not on_host(head).any()
+
+    def test_the_mean(self, device, sides):
+        accumulator, gradients = GpuGradientAccumulator(LAYOUT, device.kernels), put_all(device, ones(6))
+        synchronize(device)
+        with sides.a:
+            accumulator.add(gradients, weight=1)
+            accumulator.add(gradients, weight=3)
+        with sides.b:
+            accumulator.average()
+        with sides.a:
+            accumulator.add(gradients)
+        sides.finish()
+        assert all((on_host(array) == 12).all() for array in accumulator.views().values())
+
+    @pytest.mark.parametrize("whose", ["the accumulator's", "its own"])
+    @pytest.mark.parametrize(
+        ("change", "wanted"),
+        [
+            (lambda block, array: block.accumulate([array]), 3 + 2 + 3),
+            (lambda block, array: block.scale(2), 3 / 2 + 3),
+            (lambda block, array: block.zero(), 3),
+            (lambda block, array: block.from_flat(array), 2 + 3),
+        ],
+        ids=["accumulate", "scale", "zero", "from_flat"],
+    )
+    def test_what_is_done_to_a_block(self, device, sides, change, wanted, whose):
+        layout = GradientLayout.of({"layers.0.w": (5024,)})
+        accumulator, block = GpuGradientAccumulator(layout, device.kernels), None
+        given, other = (device.put(np.full(5024, value, np.float32)) for value in (3, 2))
+        synchronize(device)
+        with sides.a:
+            if whose == "its own":
+                block = BlockGradientSet(layout.blocks[0], device.kernels)
+                block.accumulate([given])
+            else:
+                accumulator.add([given])
+                block = accumulator.block(0)
+        with sides.b:
+            change(block, other)
+        with sides.a:
+            block.accumulate([given]) if whose == "its own" else accumulator.add([given])
+        sides.finish()
+        assert (on_host(block.flatten()) == wanted).all()
+
+    @pytest.mark.parametrize("asked", ["the accumulator", "a block"])
+    @pytest.mark.parametrize("values", [(np.nan, 1.0), (1.0, np.nan)])
+    def test_whether_it_is_finite(self, device, sides, values, asked):
+        accumulator = GpuGradientAccumulator(LAYOUT, device.kernels)
+        before, now = (put_all(device, ones(value)) for value in values)
+        accumulator.add(before)
+        accumulator.zero_all()
+        synchronize(device)
+        with sides.a:
+            accumulator.add(now)
+            block = accumulator.block(0)
+        with sides.b:
+            assert (accumulator if asked == "the accumulator" else block).has_non_finite() == np.isnan(values[1])
+
+    def test_an_accumulator_may_be_dropped(self, emulated):
+        """The memory goes back to the stream that it came from, behind the work of the others."""
+        gradients, workspace = put_all(emulated, ones(3)), put_all(emulated, ones(0))
+        synchronize(emulated)
+        accumulator, sides = GpuGradientAccumulator(LAYOUT, emulated.kernels), Sides(emulated, "b")
+        with sides.b:
+            accumulator.add(gradients)
+            accumulator.copy_block_to(0, workspace[:1])
+        del accumulator
+        gc.collect()
+        churned(emulated)
+        emulated.kernels.xp.cuda.Stream.null.synchronize()
+        assert (on_host(workspace[0]) == 3).all()
 
 
 class TestCapture:

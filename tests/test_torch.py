@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import pickle
+import types
 import warnings
 import weakref
 
@@ -21,10 +22,18 @@ torch = pytest.importorskip("torch")
 import gradengine.torch  # noqa: E402
 from gradengine import GradientEngine, GradientLayout  # noqa: E402
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient  # noqa: E402
-from gradengine.torch import clip_grad_norm_, give_gradients, gradients_of, layout_of, step_fused  # noqa: E402
+from gradengine.torch import (  # noqa: E402
+    clip_grad_norm_,
+    give_gradients,
+    gradients_of,
+    layout_of,
+    step_fused,
+    tensors_of,
+)
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+has_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch < 2.10")
 SHAPES = [(7, 5), (513,), (1,), (), (3, 1, 4)]
 FUSED = {
     "AdamW": lambda p, **o: torch.optim.AdamW(p, lr=0.1, **o),
@@ -162,11 +171,11 @@ class TestClipAsTorch:
         assert torch.allclose(parameter.grad.detach(), torch.tensor([0.6, 0.8]))
 
     @pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
-    def test_backward_refuses_what_it_saved_before_the_clip(self, clip):
+    @pytest.mark.parametrize("gradient", [torch.ones(2), torch.ones(3, 2).t()], ids=["as usual", "transposed"])
+    def test_backward_refuses_what_it_saved_before_the_clip(self, clip, gradient):
         """The gradient is written where torch does not see it, so torch is told."""
-        parameter = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-        parameter.grad = torch.tensor([6.0, 8.0])
-        other = torch.ones(2, requires_grad=True)
+        parameter = parameter_of(gradient * 10)
+        other = torch.ones(gradient.shape, requires_grad=True)
         product = (other * parameter.grad).sum()
         clip([parameter], 1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -392,8 +401,18 @@ class TestClipRefuses:
         module = net()
         with pytest.raises(CallerError, match=r"parameters\[0\] is no tensor: got tuple.*module.parameters\(\)"):
             clip_grad_norm_(module.named_parameters(), 1.0)
-        with pytest.raises(TypeError):
-            clip_grad_norm_(3, 1.0)
+
+    @pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), None, 3], ids=["a module", "None", "a number"])
+    def test_what_is_no_list_of_parameters_and_says_what_to_pass(self, given):
+        kind = type(given).__name__
+        with pytest.raises(
+            CallerError, match=rf"neither a tensor nor an iterable.*got {kind}; pass module.parameters\(\)"
+        ):
+            clip_grad_norm_(given, 1.0)
+
+    def test_a_module_that_is_a_list_of_modules(self):
+        with pytest.raises(CallerError, match=r"parameters\[0\] is no tensor: got Linear; pass module.parameters\(\)"):
+            clip_grad_norm_(net(), 1.0)
 
 
 class TestNotFinite:
@@ -469,6 +488,13 @@ class TestStates:
             assert float(clip_grad_norm_([parameter], 1.0)) == pytest.approx(math.sqrt(96))
 
 
+def accumulated_ones(module):
+    """A deferred step's result of gradients that are one everywhere."""
+    engine = GradientEngine(layout_of(module), max_norm=None)
+    engine.add([torch.ones(p.shape) for p in module.parameters()])
+    return engine.step(deferred=True)
+
+
 def averaged(module, seeds, weights, max_norm):
     """What the engine is to hand back, by torch in fp64: name -> gradient."""
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in module.named_parameters()}
@@ -521,6 +547,22 @@ class TestLayout:
         assert layout_of(module).slot("weight").shape == (8, 5, 7, 3)
         assert layout_of(module) != layout_of(torch.nn.Conv2d(3, 8, (5, 7)))  # so workers who differ will not meet
 
+    @pytest.mark.parametrize("given", [None, [torch.nn.Parameter(torch.ones(2))], torch.ones(2), {}])
+    def test_what_is_no_module_is_refused(self, given):
+        for call in (layout_of, gradients_of, lambda module: tensors_of(module, {})):
+            with pytest.raises(
+                CallerError, match=f"this is no module: got {type(given).__name__}, expected torch.nn.M"
+            ):
+                call(given)
+
+    def test_lazy_parameters_are_refused_until_they_have_a_shape(self):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LazyLinear(3))
+        for call in (layout_of, lambda module: gradients_of(module, allocate=True)):
+            with pytest.raises(LayoutMismatch, match=r"'1\.weight' has no shape yet: got Uninit.*call the module once"):
+                call(module)
+        module(torch.ones(1, 4))
+        assert layout_of(module).slot("1.weight").shape == (3, 5)
+
 
 class TestGradientsOf:
     def test_are_the_gradients_themselves(self):
@@ -540,6 +582,46 @@ class TestGradientsOf:
         assert gradients["0.bias"].dtype is torch.bfloat16
         assert not gradients["0.bias"].requires_grad
         assert (gradients["0.bias"] == 0).all()
+
+    @has_grad_dtype
+    @pytest.mark.parametrize(
+        ("dtype", "allowed"),
+        [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, None)],
+    )
+    def test_allocated_ones_have_the_parameters_grad_dtype(self, dtype, allowed):
+        module = net(dtype)
+        for parameter in module.parameters():
+            parameter.grad_dtype = allowed
+        for gradient in gradients_of(module, allocate=True).values():
+            assert gradient.dtype is (allowed or dtype)  # None is any: the parameter's own then
+
+    @has_grad_dtype
+    def test_fp32_gradients_of_bf16_parameters_are_added_and_written_without_rounding(self):
+        module = torch.nn.Linear(1, 1, bias=False).bfloat16()
+        module.weight.grad_dtype = torch.float32
+        engine = GradientEngine(layout_of(module), max_norm=None)
+        for value in (1.0, 1.0 + 2**-10):
+            module.weight.grad = torch.full((1, 1), value)
+            engine.add(gradients_of(module))
+            module.zero_grad()
+        engine.step(out=gradients_of(module, allocate=True))
+        assert module.weight.grad.dtype is torch.float32
+        assert module.weight.grad == 1.0 + 2**-11
+
+    def test_what_the_last_micro_batch_did_not_use_is_dropped_unless_it_is_allocated(self):
+        """As an expert that got no token in it."""
+        written = {}
+        for allocate in (False, True):
+            module = torch.nn.ModuleDict({"expert": torch.nn.Linear(2, 1), "shared": torch.nn.Linear(2, 1)})
+            engine = GradientEngine(layout_of(module), max_norm=None)
+            for used in (module.values(), [module["shared"]]):
+                module.zero_grad()
+                sum(part(torch.ones(1, 2)).sum() for part in used).backward()
+                engine.add(gradients_of(module))
+            engine.step(out=gradients_of(module, allocate=allocate))
+            written[allocate] = module["expert"].weight.grad
+        assert written[False] is None
+        assert torch.equal(written[True], torch.full((1, 2), 0.5))
 
     def test_a_permuted_parameter_whose_gradient_lies_otherwise_is_refused(self):
         module = torch.nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
@@ -579,6 +661,67 @@ class TestGradientsOf:
         engine.step(out=gradients_of(module, allocate=True))
         assert (module[0].weight.grad == 0).all()
         assert module[0].bias.grad.abs().sum() > 0
+
+
+class TestTensorsOf:
+    def turned(self, dtype=torch.float32):
+        """A square weight that lies transposed, a convolution in channels_last, a bias, a number, and nothing."""
+        conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        module = torch.nn.ParameterDict(
+            {"square": torch.nn.Parameter(torch.ones(4, 4).t()), **dict(conv.named_parameters())}
+        )
+        module["one"], module["none"] = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.ones(0, 3))
+        return module.to(dtype)
+
+    def stepped(self, module):
+        """Gradients that say which element they are of, and what the engine made of them."""
+        wanted = {n: torch.arange(float(p.numel())).reshape(p.shape) for n, p in module.named_parameters()}
+        for name, parameter in module.named_parameters():
+            parameter.grad = torch.empty_like(parameter).copy_(wanted[name])
+        engine = GradientEngine(layout_of(module), max_norm=None)
+        engine.add(gradients_of(module))
+        return wanted, engine.step()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_have_the_parameters_shape_and_order_in_fp32_and_are_views(self, dtype):
+        module = self.turned(dtype)
+        wanted, result = self.stepped(module)
+        tensors = tensors_of(module, result.gradients)
+        assert list(tensors) == list(wanted)
+        for name, parameter in module.named_parameters():
+            assert tensors[name].dtype is torch.float32
+            assert (tensors[name].shape, tensors[name].stride()) == (parameter.shape, parameter.stride())
+            assert torch.equal(tensors[name], wanted[name]), name
+            if parameter.numel():
+                assert tensors[name].data_ptr() == result.gradients[name].ctypes.data
+
+    def test_the_gradients_themselves_are_turned_which_a_square_does_not_show(self):
+        module = self.turned()
+        wanted, result = self.stepped(module)
+        assert np.array_equal(result.gradients["square"], wanted["square"].numpy().T)
+
+    def test_frozen_parameters_have_none_and_tied_ones_one(self):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        module[1].weight = module[0].weight
+        module[1].bias.requires_grad_(False)
+        _, result = self.stepped(module)
+        assert list(tensors_of(module, result.gradients)) == ["0.weight", "0.bias"]
+
+    def test_of_another_module_is_refused(self):
+        _, result = self.stepped(self.turned())
+        with pytest.raises(
+            LayoutMismatch, match=r"no gradient for parameter '0\.weight': got none, expected shape \(7, 5\)"
+        ):
+            tensors_of(net(), result.gradients)
+
+    def test_what_was_written_to_destinations_has_the_parameters_shape_too(self):
+        module = self.turned(torch.bfloat16)
+        wanted, _ = self.stepped(module)
+        engine = GradientEngine(layout_of(module), max_norm=None)
+        engine.add(gradients_of(module))
+        result = engine.step(out=gradients_of(module))
+        for name, tensor in tensors_of(module, result.gradients).items():
+            assert torch.equal(tensor.float(), wanted[name])
 
 
 class TestGiveGradients:
@@ -651,6 +794,28 @@ class TestGiveGradients:
         result = accumulated(module, [0], [1.0]).step()
         module[2].to(dtype)
         with pytest.raises(BufferRefused, match=r"'2.weight'.*step\(out=gradients_of\(module, allocate=True\)\)"):
+            give_gradients(module, result)
+        assert all(p.grad is None for p in module.parameters())
+
+    @has_grad_dtype
+    @pytest.mark.parametrize("allowed", [torch.float32, None])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_other_parameters_whose_grad_dtype_allows_it_have_fp32_gradients(self, dtype, allowed):
+        module = net()
+        result = accumulated(module, [0], [1.0]).step()
+        for parameter in module.to(dtype).parameters():
+            parameter.grad_dtype = allowed
+        give_gradients(module, result)
+        for name, parameter in module.named_parameters():
+            assert parameter.grad.dtype is torch.float32
+            assert parameter.grad.data_ptr() == result.gradients[name].ctypes.data
+
+    @has_grad_dtype
+    def test_an_fp32_parameter_whose_grad_dtype_is_another_is_refused_by_name(self):
+        module = net()
+        result = accumulated(module, [0], [1.0]).step()
+        module[2].bias.grad_dtype = torch.bfloat16
+        with pytest.raises(BufferRefused, match=r"'2\.bias'.*got torch.float32, expected torch.bfloat16"):
             give_gradients(module, result)
         assert all(p.grad is None for p in module.parameters())
 
@@ -868,6 +1033,106 @@ class TestStepFused:
         with pytest.raises(CallerError, match="not fused"):
             step_fused(optimizer, result)
 
+    def refused(self, module, optimizer, result, words, kind=BufferRefused):
+        before = [p.detach().clone() for p in module.parameters()]
+        with pytest.raises(kind, match=words):
+            step_fused(optimizer, result)
+        assert_same_bits(module.parameters(), before)
+        assert not optimizer.state
+        assert not hasattr(optimizer, "grad_scale")
+
+    def test_a_forgotten_give_gradients_is_refused(self):
+        """`.grad` is the last micro-batch's alone, and would be divided by the whole window's factor."""
+        module = net()
+        engine = GradientEngine(layout_of(module))
+        for seed in range(2):
+            module.zero_grad()
+            backward(module, seed)
+            engine.add(gradients_of(module))
+        optimizer, result = torch.optim.AdamW(module.parameters(), fused=True), engine.step(deferred=True)
+        words = (
+            r"param_groups\[0\]\['params'\]\[0\] has a gradient that is not this.*call give_gradients\(module, result\)"
+        )
+        self.refused(module, optimizer, result, words)
+
+    def test_a_forgotten_give_gradients_after_zero_grad_is_refused(self):
+        """The optimizer would do nothing at all."""
+        module = net()
+        optimizer, result = (
+            torch.optim.AdamW(module.parameters(), fused=True),
+            accumulated(module, [0], [1.0]).step(deferred=True),
+        )
+        self.refused(module, optimizer, result, "have no gradient; call give_gradients", CallerError)
+
+    def test_a_parameter_of_the_optimizer_that_is_not_of_the_module_is_refused_by_group_and_position(self):
+        module, other = net(), torch.nn.Linear(3, 2)
+        other(torch.ones(1, 3)).sum().backward()
+        groups = [{"params": list(module.parameters())}, {"params": [torch.nn.Parameter(torch.ones(2)), other.bias]}]
+        optimizer, result = (
+            torch.optim.AdamW(groups, fused=True),
+            accumulated(module, [0], [1.0]).step(deferred=True),
+        )
+        give_gradients(module, result)
+        self.refused(module, optimizer, result, r"param_groups\[1\]\['params'\]\[1\] has a gradient.*got shape \(2,\)")
+        other.zero_grad()
+        step_fused(optimizer, result)  # one without a gradient is passed over
+
+    def test_the_result_of_another_engine_is_refused(self):
+        module = net()
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        results = [accumulated(module, [seed], [1.0]).step(deferred=True) for seed in range(2)]
+        give_gradients(module, results[0])
+        self.refused(module, optimizer, results[1], "not this result's")
+
+    def test_a_gradient_that_only_begins_or_ends_within_the_arena_is_refused(self):
+        arena = torch.zeros(64)
+        module = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(8))})
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        given = accumulated_ones(module)
+        result = dataclasses.replace(given, gradients={"a": arena[40:44].numpy(), "b": arena[24:32].numpy()})
+        for start in (23, 37):
+            module["w"].grad = arena[start : start + 8]
+            self.refused(module, optimizer, result, "not this result's")
+        for start in (24, 36):
+            module["w"].grad = arena[start : start + 8]
+            step_fused(optimizer, result)
+
+    def test_a_sparse_gradient_is_refused(self):
+        embedding = torch.nn.Embedding(5, 3, sparse=True)
+        embedding(torch.tensor([1])).sum().backward()
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, fused=True)
+        self.refused(embedding, optimizer, accumulated_ones(embedding), "not this result's")
+
+    def test_a_gpus_arrays_are_asked_for_their_address_and_never_exported(self):
+        """They stand for CuPy's, which cannot be here; exporting one to torch takes 10 us."""
+        module = net()
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        given = accumulated(module, [0], [4.0]).step(deferred=True)
+        give_gradients(module, given)
+        on_gpu = {
+            name: types.SimpleNamespace(size=a.size, nbytes=a.nbytes, data=types.SimpleNamespace(ptr=a.ctypes.data))
+            for name, a in given.gradients.items()
+        }
+        elsewhere = types.SimpleNamespace(size=1, nbytes=4, data=types.SimpleNamespace(ptr=64))
+        self.refused(module, optimizer, dataclasses.replace(given, gradients={"w": elsewhere}), "not this result's")
+        step_fused(optimizer, dataclasses.replace(given, gradients=on_gpu))
+
+    def test_layers_in_any_order_and_parameters_of_no_elements_are_taken(self):
+        """Blocks lie before what is outside of them, whatever the order of the names is."""
+        module = torch.nn.ParameterDict(
+            {"z": torch.nn.Parameter(torch.ones(3)), "none": torch.nn.Parameter(torch.ones(0))}
+        )
+        module.layers = net()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+        engine = GradientEngine(layout_of(module), max_norm=None)
+        engine.add([torch.ones_like(p).detach() for p in module.parameters()])
+        result = engine.step(deferred=True)
+        addresses = [array.ctypes.data for array in result.gradients.values() if array.size]
+        assert addresses != sorted(addresses)
+        give_gradients(module, result)
+        step_fused(optimizer, result)
+        assert module["z"][0] < 1
+
     def test_an_optimizer_of_ones_own_that_takes_both(self):
         class Own(torch.optim.Optimizer):
             _step_supports_amp_scaling = True
@@ -885,3 +1150,70 @@ class TestStepFused:
         give_gradients(module, result)
         step_fused(Own(module.parameters(), {}), result)
         torch.testing.assert_close(module.weight.detach(), torch.tensor([[-0.6, -0.8]]))
+
+
+class TestBesideTorch:
+    """What the pages say about torch's own machinery."""
+
+    def test_a_grad_scaler_gives_its_number_and_nothing_else(self):
+        scaled, plain = net(), net()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        engines = [GradientEngine(layout_of(module), max_norm=0.05) for module in (scaled, plain)]
+        for seed in range(3):
+            assert (
+                scaler.scale(torch.ones(())) == scaler.get_scale()
+            )  # of a loss; update() wants it to have been called
+            engines[0].loss_scale = scaler.get_scale()
+            for module, engine, scale in zip((scaled, plain), engines, (engines[0].loss_scale, 1.0), strict=True):
+                module.zero_grad()
+                backward(module, seed, scale)
+                engine.add(gradients_of(module))
+                engine.step(out=gradients_of(module, allocate=True))
+            for one, other in zip(scaled.parameters(), plain.parameters(), strict=True):
+                assert one.grad.abs().sum() > 0
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-9)
+            scaler.update(scaler.get_scale() / 2)
+        assert scaler.get_scale() == 128.0
+
+    def test_swapping_parameters_needs_gradients_that_are_dropped(self):
+        """Gradients are remembered by weak references, and torch swaps no tensor that has one."""
+        module = net()
+        backward(module, 0)
+        engine = GradientEngine(layout_of(module))
+        engine.add(gradients_of(module))
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with pytest.raises(RuntimeError, match="Couldn't swap"):
+                module.to(torch.bfloat16)
+            module.zero_grad()
+            module.to(torch.bfloat16)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert module[0].weight.dtype is torch.bfloat16
+        backward(module, 1)
+        engine.add(gradients_of(module))
+        assert engine.step().micro_batches == 2
+
+    def test_writing_to_destinations_raises_autograds_version(self):
+        module = net()
+        engine = accumulated(module, [0], [1.0])
+        gradients = gradients_of(module, allocate=True)
+        other = torch.ones_like(gradients["0.weight"], requires_grad=True)
+        product = (other * gradients["0.weight"]).sum()
+        engine.step(out=gradients)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+    def test_a_wrapped_modules_names_are_others(self):
+        class Wrapper(torch.nn.Module):  # as DistributedDataParallel, without its process group
+            def __init__(self, module):
+                super().__init__()
+                self.module = module
+
+        module = net()
+        wrapped = Wrapper(module)
+        result = accumulated(module, [0], [1.0]).step()
+        with pytest.raises(LayoutMismatch, match=r"'module\.0\.weight': got none"):
+            give_gradients(wrapped, result)
+        give_gradients(wrapped.module, result)
+        assert module[0].weight.grad is not None

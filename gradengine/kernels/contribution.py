@@ -56,14 +56,14 @@ class Standing:
     """Where arrays lay when they came, to be compared with where they lie when they are read.
 
     Attributes:
-        read: Asks arrays where they lie now, those that are not None.
+        read: Asks arrays where they lie now, those that are not None: columns of answers.
         sources: The arrays.
         then: What they said.
     """
 
-    read: Callable[[Sequence[Any]], list[Any]]
+    read: Callable[[Sequence[Any]], list[list[Any]]]
     sources: Sequence[Any]
-    then: list[Any]
+    then: list[list[Any]]
 
     def moved(self) -> int | None:
         """The position of the first array that lies elsewhere now, or whose memory is gone; None where all stand."""
@@ -71,7 +71,8 @@ class Standing:
         if now == self.then:
             return None
         present = [i for i, source in enumerate(self.sources) if source is not None]
-        return next(i for i, here, there in zip(present, now, self.then, strict=True) if here != there)
+        answers = zip(present, zip(*now, strict=True), zip(*self.then, strict=True), strict=True)
+        return next(i for i, here, there in answers if here != there)
 
 
 def lenders_of(views: Iterable[Buffer | None]) -> frozenset[Lender]:

@@ -33,13 +33,7 @@ class Loans:
         """Have the current stream wait for the lenders' own. A graph that is recorded is ordered when it runs."""
         self._let_go()
         handles = self._other_streams(lenders)
-        for handle in handles:
-            if self._device.stream_of(handle).is_capturing():
-                raise CallerError(
-                    "the framework that lends gradients records a graph on its stream",
-                    got=f"stream {handle:#x}",
-                    do="call the engine outside of that capture; engine.capture() records a graph of its own",
-                )
+        self._refuse_recording(handles)
         for handle in handles:
             self._device.wait_for(handle)
 
@@ -51,6 +45,7 @@ class Loans:
         is_kept = lent is not None and any(lender.stream() is None for lender in lenders)
         if not (handles or is_kept) or self._device.is_capturing():
             return
+        self._refuse_recording(handles)  # to wait would void the graph that is recorded there
         done = self._device.record()
         for handle in handles:
             self._device.let_wait(handle, done)
@@ -66,6 +61,15 @@ class Loans:
                 return
             if not done.done:
                 self._kept.append((done, lent))
+
+    def _refuse_recording(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            if self._device.stream_of(handle).is_capturing():
+                raise CallerError(
+                    "the framework that lends gradients records a graph on its stream",
+                    got=f"stream {handle:#x}",
+                    do="call the engine outside of that capture; engine.capture() records a graph of its own",
+                )
 
     def _other_streams(self, lenders: Iterable[Lender]) -> set[int]:
         handles = {handle for lender in lenders if (handle := lender.stream()) is not None}

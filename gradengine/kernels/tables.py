@@ -8,6 +8,7 @@ change, so they travel by value: there is no copy to order, and nothing that a c
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,15 +118,17 @@ class Tables:
     def __init__(self, upload: Callable[[npt.NDArray[Any]], Any]) -> None:
         self._upload = upload
         self._made: dict[tuple[int, tuple[Entry, ...]], Table] = {}
+        self._turn = threading.Lock()
 
     def of(self, entries: Sequence[Entry], chunk: int) -> Table:
         """The table of these entries, made at the first call."""
         key = (chunk, tuple(entries))
-        if key not in self._made:
-            while len(self._made) >= _TABLES:
-                self._made.pop(next(iter(self._made)))
-            self._made[key] = self._make(entries, chunk)
-        return self._made[key]
+        with self._turn:  # engines in several threads share one device's tables
+            if key not in self._made:
+                while len(self._made) >= _TABLES:
+                    self._made.pop(next(iter(self._made)))
+                self._made[key] = self._make(entries, chunk)
+            return self._made[key]
 
     def _make(self, entries: Sequence[Entry], chunk: int) -> Table:
         targets = np.array([(e.address, e.size, e.first, e.group) for e in entries], _TARGET)
