@@ -25,7 +25,7 @@ from gradengine.buffer import (
 )
 from gradengine.dlpack import Exported, contiguous_strides, exported, exporting_device
 from gradengine.errors import BufferRefused
-from gradengine.frameworks import is_jax, is_torch, jax_device, refuse_distributed, torch_buffer, torch_device
+from gradengine.frameworks import is_jax, is_torch, jax_device, refuse_indirect, torch_buffer, torch_device
 
 __all__ = ["device_buffer", "device_of", "exporting_stream"]
 
@@ -71,7 +71,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     if isinstance(source, RawBuffer):
         return _from_raw(source, component, device)
     if hasattr(source, "__dlpack__"):
-        refuse_distributed(source, component)
+        refuse_indirect(source, component)
         if is_jax(source):
             refuse_other_device(jax_device(source, component), component, (device,))
             _refuse_to_record_immutable(component, stream)

@@ -1,6 +1,6 @@
 """Frameworks that say more than DLPack does: torch and JAX, recognised where they are loaded and never imported.
 
-Asked itself, torch says where a tensor lies in 0.4 us (4 by DLPack), which stream it works on, and what it cannot give;
+Asked itself, torch says where a tensor lies in 1 us (6 by DLPack), which stream it works on, and what it cannot give;
 JAX says that its arrays are immutable, which its capsules do not.
 """
 
@@ -24,7 +24,7 @@ __all__ = [
     "jax_device",
     "jax_on_host",
     "note_written",
-    "refuse_distributed",
+    "refuse_indirect",
     "torch_buffer",
     "torch_device",
 ]
@@ -114,10 +114,10 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     return Buffer(pointer, tensor.numel(), dtype, shape, not tensor.requires_grad, tensor, device, None, lender)
 
 
-def refuse_distributed(source: object, component: str) -> None:
-    """Raise `BufferRefused` for torch's DTensor, whose export would be no memory at all."""
+def refuse_indirect(source: object, component: str) -> None:
+    """Raise `BufferRefused` for tensors whose export is not their values: torch's DTensor, a subclass's lazy sign."""
     is_neg = getattr(source, "is_neg", None)
-    if callable(is_neg) and is_neg():  # of a subclass; its export would have the wrong sign
+    if callable(is_neg) and is_neg():
         raise _negated(component)
     if hasattr(source, "to_local"):
         raise BufferRefused(

@@ -25,7 +25,7 @@ from gradengine.buffer import (
 )
 from gradengine.dlpack import exported, exporting_device
 from gradengine.errors import BufferRefused
-from gradengine.frameworks import is_jax, is_torch, jax_on_host, refuse_distributed, torch_buffer
+from gradengine.frameworks import is_jax, is_torch, jax_on_host, refuse_indirect, torch_buffer
 
 __all__ = ["host_buffer", "without_owner", "writable_host_buffer"]
 
@@ -134,7 +134,7 @@ def _from_raw(raw: RawBuffer, component: str) -> Buffer:
 
 
 def _from_dlpack(source: Any, component: str) -> Buffer:
-    refuse_distributed(source, component)
+    refuse_indirect(source, component)
     refuse_other_device(exporting_device(source, component), component)
     tensor = exported(source, component)
     refuse_other_device(tensor.device, component)

@@ -32,7 +32,7 @@ class Loans:
     def wait_for(self, lenders: Iterable[Lender]) -> None:
         """Have the current stream wait for the lenders' own. A graph that is recorded is ordered when it runs."""
         self._let_go()
-        handles = self._other_streams(lenders)
+        handles = self._others(lender.stream() for lender in lenders)
         self._refuse_recording(handles)
         for handle in handles:
             self._device.wait_for(handle)
@@ -40,9 +40,8 @@ class Loans:
     def give_back(self, lenders: Iterable[Lender], lent: object = None) -> None:
         """Have the lenders' streams wait for what was queued so far; without one, keep what is `lent` until then."""
         self._let_go()
-        lenders = list(lenders)
-        handles = self._other_streams(lenders)
-        is_kept = lent is not None and any(lender.stream() is None for lender in lenders)
+        streams = [lender.stream() for lender in lenders]
+        handles, is_kept = self._others(streams), lent is not None and None in streams
         if not (handles or is_kept) or self._device.is_capturing():
             return
         self._refuse_recording(handles)  # to wait would void the graph that is recorded there
@@ -71,8 +70,7 @@ class Loans:
                     do="call the engine outside of that capture; engine.capture() records a graph of its own",
                 )
 
-    def _other_streams(self, lenders: Iterable[Lender]) -> set[int]:
-        handles = {handle for lender in lenders if (handle := lender.stream()) is not None}
-        if handles <= {self._device.current_stream().ptr} or self._device.is_capturing():
-            return set()
-        return handles - {self._device.current_stream().ptr}
+    def _others(self, streams: Iterable[int | None]) -> set[int]:
+        """Those that are not the current one; none where that records a graph."""
+        handles = {handle for handle in streams if handle is not None} - {self._device.current_stream().ptr}
+        return set() if not handles or self._device.is_capturing() else handles
