@@ -15,6 +15,7 @@ import argparse
 import datetime as dt
 import hashlib
 import multiprocessing
+import os
 import queue
 import sys
 import tempfile
@@ -70,20 +71,20 @@ def with_gradengine(rank: int, steps: int, addresses: Any) -> tuple[list[float],
         return train(model, rank, steps, finish_gradients)
 
 
-def with_torch(rank: int, steps: int, file: str) -> tuple[list[float], str]:
-    """Gradients averaged by DDP in the backward pass, then clipped."""
-    patience = dt.timedelta(seconds=SECONDS / 2)
-    distributed.init_process_group("gloo", f"file://{file}", patience, WORLD_SIZE, rank)
-    model = nn.parallel.DistributedDataParallel(new_model())
-    found = train(model, rank, steps, lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
-    distributed.destroy_process_group()
-    return found
+def torchs_model(rank: int, file: str) -> nn.Module:
+    """A model whose gradients DDP averages in the backward pass."""
+    distributed.init_process_group("gloo", f"file://{file}", dt.timedelta(seconds=SECONDS / 2), WORLD_SIZE, rank)
+    return nn.parallel.DistributedDataParallel(new_model())
 
 
 def work(rank: int, steps: int, addresses: Any, file: str, found: Any) -> None:
     """One process."""
     torch.set_num_threads(1)
-    found.put((with_gradengine(rank, steps, addresses), with_torch(rank, steps, file)))
+    ours, model = with_gradengine(rank, steps, addresses), torchs_model(rank, file)
+    found.put((ours, train(model, rank, steps, lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))))
+    found.close()
+    found.join_thread()
+    os._exit(0)  # to take gloo's group down hangs for ever once in 20 runs on a busy machine (torch 2.13)
 
 
 def run(steps: int) -> list[Any]:
