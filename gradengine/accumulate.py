@@ -42,6 +42,7 @@ class GradientAccumulator(ABC):
         arena: The whole gradient set, flat.
         targets: Each component's part of it, in layout order.
         sums: Squared sums of the components, as far as they were measured.
+        changes: How often the arena was written to.
     """
 
     @abstractmethod
@@ -56,6 +57,7 @@ class GradientAccumulator(ABC):
         self.kernels.fill_zero(list(_padding(self.arena, layout)))
         self._window = Window(len(layout.slots))
         self._is_changing = False
+        self.changes = 0
         self._arrivals = Arrivals(kernels, self.arena, holds=hold > 1)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
@@ -170,7 +172,7 @@ class GradientAccumulator(ABC):
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
-        self._window.refuse_moved(self.layout.slots)
+        self._before_fold(self._all)
         with self.changing():
             self._fold(self._all, measure=False)
         # All that came is read anew: views from block() may have been written to since it was measured.
@@ -187,7 +189,7 @@ class GradientAccumulator(ABC):
         Raises:
             WindowError: There is no micro-batch, or some component has fewer than the others; nothing is folded then.
         """
-        self._refuse_interrupted()
+        self.refuse_interrupted()
         window = self._window
         if not window.weights:
             raise WindowError(
@@ -213,8 +215,9 @@ class GradientAccumulator(ABC):
         Raises:
             WindowError: It was interrupted before.
         """
-        self._refuse_interrupted()
+        self.refuse_interrupted()
         self.kernels.follow(self.sums)
+        self.changes += 1
         self._is_changing = True
         yield
         self._is_changing = False
@@ -283,9 +286,10 @@ class GradientAccumulator(ABC):
         places = self._places_of(slots)
         contribution = self._arrivals.contribution(places, slots, sources)
         self._window.refuse_other_weight(places, scalar, where)
-        self._refuse_interrupted()
+        self.refuse_interrupted()
         self._refuse_aliases(contribution)
-        self._window.refuse_moved(self.layout.slots)
+        if self.hold > 1 and (measure or self._window.waiting[places.index].max() + 1 >= self.hold):
+            self._before_fold(places)
         with self.changing():
             self._window.take(contribution, scalar)
             self._fold(places if measure else self._due(places), measure=measure)
@@ -295,7 +299,8 @@ class GradientAccumulator(ABC):
         is_due = self._window.waiting[places.index] >= self.hold
         return places if is_due.all() else Places(places.index[is_due].tolist())
 
-    def _refuse_interrupted(self) -> None:
+    def refuse_interrupted(self) -> None:
+        """Raise `WindowError` where a call that was writing did not come to its end."""
         if self._is_changing:
             raise WindowError(
                 "the window is half written: a call was interrupted, or another thread is in one",
@@ -321,7 +326,7 @@ class GradientAccumulator(ABC):
 
     def _settle(self, places: Places, *, measure: bool = False) -> None:
         """Fold what is held and zero what nothing came for."""
-        self._window.refuse_moved(self.layout.slots)
+        self._before_fold(places)
         with self.changing():
             self._fold(places, measure=measure)
             empty = places.index[~self._window.filled[places.index]]
@@ -330,6 +335,13 @@ class GradientAccumulator(ABC):
                 self.kernels.zero_sums(self.sums, empty.tolist())
                 self._window.filled[empty] = True
                 self._window.measured[empty] = ~self._exposed[empty]
+
+    def _before_fold(self, places: Places) -> None:
+        """Raise what would otherwise leave the window half written."""
+        self.refuse_interrupted()
+        if self._window.waiting[places.index].any():
+            self._window.refuse_moved(places, self.layout.slots)
+            self.kernels.wait_for(self._window.lenders)
 
     def _fold(self, places: Places, *, measure: bool) -> None:
         measure = measure or self.kernels.measures_in_passing

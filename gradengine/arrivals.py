@@ -25,7 +25,7 @@ __all__ = ["Arrivals", "Reader", "reader_of"]
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
 _PATIENCE = 8  # sets that went without having come again, after which no more are remembered
 
-Reader: TypeAlias = Callable[[Sequence[Any]], list[list[Any]]]  # columns, of those that are not None
+Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]  # an answer for each
 
 
 class Arrivals:
@@ -59,8 +59,8 @@ class Arrivals:
         self._remember(known, sources, contribution)
         if not (contribution.lenders or self._holds):
             return contribution
-        read = reader_of(sources) if self._holds else None
-        standing = Standing(read, tuple(sources), read(sources)) if read else None
+        read = reader_of(sources) or _read_each
+        standing = Standing(read, tuple(sources), read(sources)) if self._holds else None
         return dataclasses.replace(contribution, lenders=as_of_now(contribution.lenders), standing=standing)
 
     def _remember(self, known: list[_Known], sources: Sequence[Any], contribution: Contribution) -> None:
@@ -68,6 +68,8 @@ class Arrivals:
         self._in_vain += sum(not candidate.is_alive and not candidate.was_met for candidate in known)
         known[:] = [candidate for candidate in known if candidate.is_alive][-_REMEMBERED + 1 :]
         reader = reader_of(sources) if self._in_vain < _PATIENCE else None
+        if reader is _read_cupy and contribution.lenders:
+            return  # another's that wraps one of CuPy's: it must export each time
         if reader is not None:
             known.append(_Known(sources, contribution, reader))
 
@@ -132,25 +134,23 @@ def _is_cupy(source: Any) -> bool:
     return hasattr(getattr(source, "data", None), "ptr")
 
 
-def _read_raw(sources: Sequence[Any]) -> list[list[Any]]:
-    present = [source for source in sources if source is not None]
-    return [[source.pointer for source in present], [freed(source.owner) for source in present]]
+def _read_raw(sources: Sequence[Any]) -> list[Any]:
+    return [None if s is None else (s.pointer, freed(s.owner)) for s in sources]
 
 
-def _read_torch(sources: Sequence[Any]) -> list[list[Any]]:
-    """What decides which values are read, and with which sign; another shape of as many elements does not."""
-    present = [source for source in sources if source is not None]
+def _read_torch(sources: Sequence[Any]) -> list[Any]:
+    return [None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.is_neg()) for t in sources]
+
+
+def _read_cupy(sources: Sequence[Any]) -> list[Any]:
+    return [None if s is None else s.data.ptr for s in sources]
+
+
+def _read_each(sources: Sequence[Any]) -> list[Any]:
+    """Of several kinds; of those that nothing can take memory from, nothing."""
     return [
-        [tensor.data_ptr() for tensor in present],
-        [tensor.dtype for tensor in present],
-        [tensor.numel() for tensor in present],
-        [tensor.is_contiguous() for tensor in present],
-        [tensor.is_neg() for tensor in present],
+        _read_torch([s])[0] if is_torch(s) else _read_raw([s])[0] if isinstance(s, RawBuffer) else None for s in sources
     ]
-
-
-def _read_cupy(sources: Sequence[Any]) -> list[list[Any]]:
-    return [[source.data.ptr for source in sources if source is not None]]
 
 
 def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:

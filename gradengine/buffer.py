@@ -74,7 +74,8 @@ class RawBuffer:
 def _dtype_named(dtype: Any) -> str:
     """A name, NumPy's or torch's dtype, or NumPy's scalar type, by name."""
     named = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype
-    return str(named).removeprefix("torch.")
+    foreign = "" if getattr(dtype, "isnative", True) else " in foreign byte order"
+    return f"{named}".removeprefix("torch.") + foreign
 
 
 class Lender(ABC):
@@ -125,8 +126,9 @@ def stream_handle(stream: Any) -> int:
         3
     """
     protocol = getattr(stream, "__cuda_stream__", None)
-    ways = (protocol()[1] if callable(protocol) else protocol, getattr(stream, "cuda_stream", None), stream)
-    for handle in ways:
+    said = protocol() if callable(protocol) else protocol
+    named = said[1] if isinstance(said, tuple) and len(said) == 2 else said
+    for handle in (named, getattr(stream, "cuda_stream", None), stream):
         if isinstance(handle, SupportsIndex):
             return _not_negative(operator.index(handle))
     raise CallerError(
@@ -289,6 +291,8 @@ def freed(owner: object) -> str | None:
         return _said_by(owner)
     except ReferenceError:
         return "a weak reference to nothing"
+    except Exception as fault:  # noqa: BLE001  (an owner's own code, and its own errors)
+        return f"a {type(owner).__name__} that cannot say whether it is ({type(fault).__name__}: {fault})"
 
 
 def _said_by(owner: object) -> str | None:
@@ -299,8 +303,8 @@ def _said_by(owner: object) -> str | None:
     is_deleted = getattr(owner, "is_deleted", None)  # JAX
     if callable(is_deleted) and is_deleted() is True:
         return f"a {type(owner).__name__} that is deleted"
-    # Files and memory maps; shared memory has no buffer then.
-    if getattr(owner, "closed", False) is True or getattr(owner, "buf", "none") is None:
+    has_no_buffer = type(owner).__name__ == "SharedMemory" and getattr(owner, "buf", None) is None
+    if has_no_buffer or getattr(owner, "closed", False) is True:  # files and memory maps say so
         return f"a {type(owner).__name__} that is closed"
     return None
 

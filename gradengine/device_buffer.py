@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
 def exporting_stream(source: object) -> NamedStream | None:
     """The stream that a CUDA array interface names: to be waited for now, since it may be gone later."""
     handle = getattr(source, "__cuda_array_interface__", {}).get("stream")
-    return None if handle is None else NamedStream(int(handle))
+    return None if handle is None else NamedStream(handle)
 
 
 def _from_own_array(array: Any, component: str, device: str) -> Buffer:
@@ -146,7 +147,7 @@ def _read_interface(source: Any, component: str, device: str) -> Exported:
     if interface.get("mask") is not None:
         raise BufferRefused(f"component '{component}' is a masked array", do="pass the array without mask")
     pointer, read_only = interface["data"]
-    shape = tuple(interface["shape"])
+    shape = tuple(operator.index(length) for length in interface["shape"])
     dtype = np.dtype(interface["typestr"])
     strides = _element_strides(interface.get("strides"), dtype.itemsize, shape)
     if any(stride % dtype.itemsize for stride in interface.get("strides") or ()):
@@ -157,6 +158,8 @@ def _read_interface(source: Any, component: str, device: str) -> Exported:
 def _element_strides(strides: Sequence[int] | None, itemsize: int, shape: Sequence[int]) -> tuple[int, ...]:
     if strides is None:
         return contiguous_strides(shape)
+    if len(strides) != len(shape):
+        raise ValueError(f"{len(strides)} strides for {len(shape)} dimensions")
     return tuple(stride // itemsize for stride in strides)
 
 

@@ -19,7 +19,7 @@ _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by 
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
 _DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}
 _KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
-_READ_ONLY_FLAG = 1
+_READ_ONLY_FLAG, _COPY_FLAG = 1, 2  # what is written to a copy its producer never sees
 _MOST_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that says more would have us read beyond its shape
 
 
@@ -170,7 +170,7 @@ def _tensor_in(capsule: object, component: str) -> tuple[_DLTensor, bool]:
     if name == b"dltensor_versioned":
         versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, name))
         if versioned.major == 1:
-            return versioned.tensor, not versioned.flags & _READ_ONLY_FLAG
+            return versioned.tensor, not versioned.flags & (_READ_ONLY_FLAG | _COPY_FLAG)
         raise BufferRefused(
             f"component '{component}' speaks another DLPack",
             got=f"version {versioned.major}",

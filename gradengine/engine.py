@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -223,6 +223,7 @@ class GradientEngine:
             )
         self._admission.of_call(self._captured)
         accumulator = self.accumulator
+        accumulator.refuse_interrupted()
         destinations = destinations_of(self.layout.slots, self._kernels, accumulator.arena, out)
         tally = self._sharing.agree()
         decision = self._decide(tally)
@@ -333,7 +334,13 @@ class GradientEngine:
         def find(step: int) -> NonFiniteGradient | None:
             return self._late.of_step(step, decision) if decision.bad is None else non_finite
 
-        return result_of(tally, decision, self._group_names, gradients, deferred, self.current_step, find)
+        current = self._still()
+        return result_of(tally, decision, self._group_names, gradients, deferred, self.current_step, find, current)
+
+    def _still(self) -> Callable[[], bool]:
+        """Whether the arena is what it is now, whenever that is asked."""
+        changes = self.accumulator.changes
+        return lambda: self.accumulator.changes == changes
 
     def _clear_window(self) -> None:
         self.accumulator.zero_all()
@@ -365,6 +372,7 @@ class GradientEngine:
         self._kernels.follow(self.accumulator.sums)
         captured.launch()
         self._late.send()
+        self.accumulator.changes += 1
         step = self.current_step
         self._sharing.progress.next_step()
-        return dataclasses.replace(recorded, step=step)
+        return dataclasses.replace(recorded, step=step, is_current=self._still())

@@ -40,6 +40,7 @@ class StepResult:
         deferred: Whether the gradients are still to be multiplied by `factor`.
         step: The step's number, counted from 0.
         find_non_finite: What finds `non_finite` of a step by its number.
+        is_current: Whether the gradients are still this step's: no longer after an `add`, step or replay of its engine.
     """
 
     gradients: Mapping[str, Any]
@@ -57,6 +58,7 @@ class StepResult:
     deferred: bool
     step: int
     find_non_finite: Callable[[int], NonFiniteGradient | None]
+    is_current: Callable[[], bool]
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
@@ -85,6 +87,7 @@ def result_of(
     deferred: bool,
     step: int,
     find_non_finite: Callable[[int], NonFiniteGradient | None],
+    is_current: Callable[[], bool],
 ) -> StepResult:
     """A step's result, from what the workers counted and what K2 decided."""
     return StepResult(
@@ -103,4 +106,5 @@ def result_of(
         deferred=deferred,
         step=step,
         find_non_finite=find_non_finite,
+        is_current=is_current,
     )

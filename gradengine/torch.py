@@ -163,6 +163,7 @@ def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
     Raises:
         BufferRefused: A parameter takes no fp32, or lies on another device; it is named, and nothing was set.
         LayoutMismatch: The result is not of this module's layout; nothing was set.
+        CallerError: The engine has been called since, so the result's memory is another step's.
 
     Example::
 
@@ -170,6 +171,7 @@ def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
         optimizer.step()
         model.zero_grad()
     """
+    _refuse_stale(result)
     parameters, views = _trainable(module), tensors_of(module, result.gradients)
     for name, view in views.items():
         _refuse_as_gradient(view, parameters[name], name)
@@ -191,7 +193,8 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
     Raises:
         BufferRefused: A gradient lies elsewhere than the result: `give_gradients` was forgotten, or the parameter is
             not of the engine's module. It is named by group and position, and nothing was done.
-        CallerError: The optimizer is not fused, or has no gradients, or the result is not deferred. Nothing was done.
+        CallerError: The optimizer is not fused, or has no gradients, or the result is not deferred, or the engine has
+            been called since. Nothing was done.
 
     Example::
 
@@ -205,6 +208,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
     _refuse_not_fused(optimizer)
     if not result.deferred:
         raise CallerError("the step has scaled its gradients already", do="call engine.step(deferred=True)")
+    _refuse_stale(result)
     _refuse_other_gradients(optimizer, result)
     without_momentum = _without_momentum(optimizer)
     scaled: Any = optimizer  # torch reads these two attributes, and declares them nowhere
@@ -350,6 +354,15 @@ def _as_tensor(number: Any) -> torch.Tensor:
 
 
 # ---- optimizers ----
+
+
+def _refuse_stale(result: StepResult) -> None:
+    if not result.is_current():
+        raise CallerError(
+            f"the result of step {result.step} is out of date",
+            got="an add or a step of the engine since",
+            do="use each result before the engine is called again",
+        )
 
 
 def _refuse_not_fused(optimizer: torch.optim.Optimizer) -> None:

@@ -26,6 +26,13 @@ class _Held:
     weight: np.float32
     waits: Flags
 
+    def columns_of(self, places: Places) -> list[int]:
+        """Those of its slots that wait and are among these."""
+        mine = self.contribution.places
+        waits = self.waits if mine is places else self.waits & np.isin(mine.index, places.index)
+        found: list[int] = np.flatnonzero(waits).tolist()
+        return found
+
 
 class Window:
     """What has been added since the last step.
@@ -67,11 +74,12 @@ class Window:
         again = np.isin(here, np.concatenate(there)) & (here != 0)
         return contribution.places.positions[int(again.argmax())] if again.any() else None
 
-    def refuse_moved(self, slots: Sequence[Slot]) -> None:
-        """Raise `BufferRefused` where a held gradient lies elsewhere than when it came, or is gone."""
+    def refuse_moved(self, places: Places, slots: Sequence[Slot]) -> None:
+        """Raise `BufferRefused` where a gradient that these slots hold lies elsewhere than when it came, or is gone."""
         for held in self._held:
             standing = held.contribution.standing
-            moved = None if standing is None else standing.moved()
+            columns = held.columns_of(places) if standing else []
+            moved = standing.moved(columns) if standing and columns else None
             if moved is not None:
                 raise BufferRefused(
                     f"component '{slots[held.contribution.places.positions[moved]].name}' was given other memory, or "

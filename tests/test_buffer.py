@@ -128,7 +128,17 @@ class TestFreedOwners:
             memory.close()
             memory.unlink()
 
-    @pytest.mark.parametrize("owner", [None, np.zeros(2), mmap.mmap(-1, 4096), memoryview(b"ab"), "closed", 3])
+    def test_one_that_cannot_say(self):
+        class Odd:
+            @property
+            def closed(self):
+                raise ValueError("odd")
+
+        assert freed(Odd()) == "a Odd that cannot say whether it is (ValueError: odd)"
+
+    @pytest.mark.parametrize(
+        "owner", [None, np.zeros(2), SimpleNamespace(buf=None), mmap.mmap(-1, 4096), memoryview(b"ab"), "closed", 3]
+    )
     def test_others_are_alive(self, owner):
         assert freed(owner) is None
 
@@ -154,7 +164,7 @@ class TestStreamHandles:
         assert NamedStream(stream).stream() == handle
         assert type(NamedStream(stream).stream()) is int  # CuPy takes nothing else
 
-    @pytest.mark.parametrize("stream", [-1, 1.5, "1", None, object()])
+    @pytest.mark.parametrize("stream", [-1, 1.5, "1", None, object(), SimpleNamespace(__cuda_stream__=lambda: ())])
     def test_what_has_none(self, stream):
         with pytest.raises(CallerError, match="this is no CUDA stream: got"):
             stream_handle(stream)

@@ -180,6 +180,25 @@ class TestTorch:
         engine.add([other])
         assert engine.step().norm == pytest.approx(100_000**0.5)
 
+    def test_a_held_one_beside_others(self):
+        """Of another kind in the same micro-batch."""
+        torch = pytest.importorskip("torch")
+        tensor, other = torch.ones(1000), np.ones(1000, np.float32)
+        engine = GradientEngine(GradientLayout.of([(1000,), (1000,)]), hold=2)
+        engine.add([tensor, other])
+        tensor.data = torch.full((1000,), 7.0)
+        with pytest.raises(BufferRefused, match="'0' was given other memory, or freed, while it was held"):
+            engine.step()
+
+    def test_one_that_is_folded_may_move(self):
+        torch = pytest.importorskip("torch")
+        tensor, other = torch.ones(1000), torch.ones(1000)
+        engine = GradientEngine(GradientLayout.of({"layers.0.w": (1000,), "head": (1000,)}), hold=2, max_norm=None)
+        engine.add([tensor, other])
+        engine.accumulator.block(0)
+        tensor.data = torch.full((1000,), 7.0)
+        assert (engine.step().gradients["layers.0.w"] == 1).all()
+
     def test_destinations_raise_autograds_version(self):
         """A backward that saved one refuses what it holds now."""
         torch = pytest.importorskip("torch")

@@ -182,6 +182,16 @@ class TestRefusedRawBuffers:
         array = np.arange(3, dtype=np.float32)
         assert host_buffer(raw(array, dtype=dtype), "w").dtype == "float32"
 
+    def test_foreign_byte_order_is_no_dtype_of_ours(self):
+        array = np.arange(4, dtype=">f4")
+        with pytest.raises(BufferRefused, match="not taken: got float32 in foreign byte order"):
+            host_buffer(RawBuffer(array.ctypes.data, 4, array.dtype, owner=array), "w")
+
+    def test_a_copy_is_no_destination(self):
+        """What a producer says it copied for the export; it would never see what is written."""
+        with pytest.raises(BufferRefused, match="destination 'w' is read-only"):
+            writable_host_buffer(Producer(np.zeros(3, np.float32), flags=2), "w")
+
     def test_dtypes_and_devices_of_torch(self):
         torch = pytest.importorskip("torch")
         array = np.zeros(3, ml_dtypes.bfloat16)

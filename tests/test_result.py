@@ -26,6 +26,33 @@ def bad():
     return gradients
 
 
+class TestCurrent:
+    """A result's gradients are views of memory that the next calls write."""
+
+    def test_until_the_engine_is_called_again(self, backend):
+        engine = GradientEngine(LAYOUT, backend.kernels)
+        gradients = put_all(backend, draw.random_gradients(0, LAYOUT.slots))
+        engine.add(gradients)
+        first = engine.step()
+        assert first.is_current()
+        engine.discard()
+        assert first.is_current()
+        engine.add(gradients)
+        assert not first.is_current()
+        second = engine.step(deferred=True)
+        assert second.is_current()
+        assert not first.is_current()
+
+    def test_of_replays(self, device):
+        engine = GradientEngine(LAYOUT, device.kernels)
+        gradients = put_all(device, draw.random_gradients(0, LAYOUT.slots))
+        with engine.capture() as graph:
+            engine.add(gradients)
+            engine.step()
+        first, second = graph.replay(), graph.replay()
+        assert [first.is_current(), second.is_current()] == [False, True]
+
+
 class TestNumbers:
     def test_on_the_cpu_are_numbers(self):
         engine = GradientEngine(LAYOUT, max_norm=0.5)

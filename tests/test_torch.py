@@ -1015,6 +1015,24 @@ class TestStepFused:
         assert not optimizer.state
         assert not hasattr(optimizer, "grad_scale")
 
+    @pytest.mark.parametrize("then", ["add", "window"])
+    def test_a_result_that_is_out_of_date_is_refused(self, then):
+        module = net()
+        optimizer, before = torch.optim.AdamW(module.parameters(), fused=True), [p.clone() for p in module.parameters()]
+        engine = accumulated(module, [0], [2.0])
+        gradients = {name: torch.ones_like(parameter) for name, parameter in module.named_parameters()}
+        stale = engine.step(deferred=True)
+        give_gradients(module, stale)
+        engine.add(gradients, weight=100)
+        current = engine.step(deferred=True) if then == "window" else None
+        for use in (lambda: step_fused(optimizer, stale), lambda: give_gradients(module, stale)):
+            with pytest.raises(CallerError, match="the result of step 0 is out of date: got an add or a step of the e"):
+                use()
+        assert_same_bits(module.parameters(), before)
+        if current is not None:
+            give_gradients(module, current)
+            step_fused(optimizer, current)
+
     def test_a_result_that_is_scaled_already_is_refused(self):
         module = net()
         optimizer, before = torch.optim.AdamW(module.parameters(), fused=True), [p.clone() for p in module.parameters()]

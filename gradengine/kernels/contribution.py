@@ -56,23 +56,19 @@ class Standing:
     """Where arrays lay when they came, to be compared with where they lie when they are read.
 
     Attributes:
-        read: Asks arrays where they lie now, those that are not None: columns of answers.
+        read: Asks arrays where they lie now: an answer for each.
         sources: The arrays.
         then: What they said.
     """
 
-    read: Callable[[Sequence[Any]], list[list[Any]]]
+    read: Callable[[Sequence[Any]], list[Any]]
     sources: Sequence[Any]
-    then: list[list[Any]]
+    then: Sequence[Any]
 
-    def moved(self) -> int | None:
-        """The position of the first array that lies elsewhere now, or whose memory is gone; None where all stand."""
-        now = self.read(self.sources)
-        if now == self.then:
-            return None
-        present = [i for i, source in enumerate(self.sources) if source is not None]
-        answers = zip(present, zip(*now, strict=True), zip(*self.then, strict=True), strict=True)
-        return next(i for i, here, there in answers if here != there)
+    def moved(self, columns: Sequence[int]) -> int | None:
+        """The first of these columns whose array lies elsewhere now, or is gone; None where all stand."""
+        now = self.read([self.sources[column] for column in columns])
+        return next((c for c, here in zip(columns, now, strict=True) if here != self.then[c]), None)
 
 
 def lenders_of(views: Iterable[Buffer | None]) -> frozenset[Lender]:
