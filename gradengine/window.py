@@ -76,7 +76,7 @@ class Window:
 
     def refuse_moved(self, places: Places, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` where a gradient that these slots hold lies elsewhere than when it came, or is gone."""
-        for held in self._held:
+        for held in self._held_for(places):
             standing = held.contribution.standing
             columns = held.columns_of(places) if standing else []
             moved = standing.moved(columns) if standing and columns else None
@@ -103,21 +103,22 @@ class Window:
 
     def batches(self, places: Places) -> list[Batch]:
         """All that these slots hold, in as few passes as can be: one, where they came together."""
-        if all(held.contribution.places is places and not self._is_broken(held) for held in self._held):
-            contributions = [held.contribution for held in self._held]
-            return [self._batch(places, contributions, [held.weight for held in self._held])] if self._held else []
+        mine = self._held_for(places)
+        if all(held.contribution.places is places and not self._is_broken(held) for held in mine):
+            contributions = [held.contribution for held in mine]
+            return [self._batch(places, contributions, [held.weight for held in mine])] if mine else []
         alike: dict[tuple[int, ...], list[int]] = {}
         for position in places.positions:
-            numbers = tuple(n for n, held in enumerate(self._held) if self._waits(held, position))
+            numbers = tuple(n for n, held in enumerate(mine) if self._waits(held, position))
             alike.setdefault(numbers, []).append(position)
         alike.pop((), None)
-        return [self._part(positions, [self._held[n] for n in numbers]) for numbers, positions in alike.items()]
+        return [self._part(positions, [mine[n] for n in numbers]) for numbers, positions in alike.items()]
 
     def folded(self, places: Places) -> None:
         """What these slots held is in their memory now."""
         self.filled[places.index] |= self.waiting[places.index] > 0
         self.waiting[places.index] = 0
-        for held in self._held:
+        for held in self._held_for(places):
             if held.contribution.places is places:
                 held.waits[:] = False
             else:
@@ -129,6 +130,9 @@ class Window:
         self.weights = [np.float32(1)]
         self.counts[:] = 1
         self.measured[:] = False
+
+    def _held_for(self, places: Places) -> list[_Held]:
+        return [held for held in self._held if not held.contribution.places.is_disjoint(places)]
 
     def _is_broken(self, held: _Held) -> bool:
         return bool((held.waits != held.contribution.present).any())

@@ -50,6 +50,10 @@ class Places:
         """Where each target stands among these."""
         return {position: i for i, position in enumerate(self.positions)}
 
+    def is_disjoint(self, other: Places) -> bool:
+        """Whether no target is among both."""
+        return self is not other and self.column.keys().isdisjoint(other.positions)
+
 
 @dataclass(frozen=True, eq=False)
 class Standing:
