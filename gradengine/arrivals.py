@@ -76,9 +76,11 @@ class Arrivals:
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
         given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
         found = self._kernels.views([source for _, source in given], [slot.name for slot, _ in given])
+        start, stop = self._arena.pointer, self._arena.pointer + self._arena.nbytes
         for (slot, _), view in zip(given, found, strict=True):
-            refuse_other_shape(view, slot)
-            if view.overlaps(self._arena):
+            if view.shape != slot.shape:
+                refuse_other_shape(view, slot)
+            if view.pointer < stop and start < view.pointer + view.nbytes and view.size:
                 raise _lies_in_arena(view, slot)
         remaining = iter(found)
         return [None if source is None else next(remaining) for source in sources]
