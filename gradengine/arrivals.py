@@ -17,7 +17,7 @@ from gradengine.errors import BufferRefused
 from gradengine.frameworks import is_torch
 from gradengine.gradients import refuse_other_shape
 from gradengine.host_buffer import without_owner
-from gradengine.kernels import Contribution, Kernels, Places, Standing, as_of_now
+from gradengine.kernels import Contribution, Kernels, Places, Whereabouts, as_of_now
 from gradengine.layout import Slot
 
 __all__ = ["Arrivals", "Reader", "reader_of"]
@@ -60,8 +60,8 @@ class Arrivals:
         if not (contribution.lenders or self._holds):
             return contribution
         read = reader_of(sources) or _read_each
-        standing = Standing(read, tuple(sources), read(sources)) if self._holds else None
-        return dataclasses.replace(contribution, lenders=as_of_now(contribution.lenders), standing=standing)
+        whereabouts = Whereabouts(read, tuple(sources), read(sources)) if self._holds else None
+        return dataclasses.replace(contribution, lenders=as_of_now(contribution.lenders), whereabouts=whereabouts)
 
     def _remember(self, known: list[_Known], sources: Sequence[Any], contribution: Contribution) -> None:
         """Unless this loop makes new arrays for each micro-batch: to remember them costs as much as to look at them."""
@@ -95,7 +95,7 @@ class _Known:
         self.addresses, self.lenders, self._reader = contribution.addresses, contribution.lenders, reader
         self.views = [None if view is None else without_owner(view) for view in contribution.views]
         self._ids = list(map(id, sources))
-        self._pointers = reader(sources)
+        self._then = reader(sources)
         self._dead: list[object] = []  # filled by the first array that goes: its id may be another's from then on
         self._references = [weakref.ref(s, self._dead.append) for s in sources if s is not None]
 
@@ -105,12 +105,12 @@ class _Known:
 
     def contribution(self, places: Places, sources: Sequence[Any]) -> Contribution:
         """That of the same arrays come again."""
-        standing = Standing(self._reader, sources, self._pointers)
-        return Contribution(places, sources, self.addresses, as_of_now(self.lenders), self.views, standing)
+        whereabouts = Whereabouts(self._reader, sources, self._then)
+        return Contribution(places, sources, self.addresses, as_of_now(self.lenders), self.views, whereabouts)
 
     def is_again(self, sources: Sequence[Any]) -> bool:
         # 0.03 us an array for the identities, 0.1 (CuPy) to 0.3 us (torch) for where they lie.
-        return not self._dead and list(map(id, sources)) == self._ids and self._reader(sources) == self._pointers
+        return not self._dead and list(map(id, sources)) == self._ids and self._reader(sources) == self._then
 
 
 def reader_of(sources: Sequence[Any]) -> Reader | None:

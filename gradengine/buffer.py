@@ -73,9 +73,19 @@ class RawBuffer:
 
 def _dtype_named(dtype: Any) -> str:
     """A name, NumPy's or torch's dtype, or NumPy's scalar type, by name."""
+    if isinstance(dtype, np.dtype):
+        return in_full(dtype)
     named = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype
-    foreign = "" if getattr(dtype, "isnative", True) else " in foreign byte order"
-    return f"{named}".removeprefix("torch.") + foreign
+    return str(named).removeprefix("torch.")
+
+
+def in_full(dtype: Any) -> str:
+    """A NumPy dtype's name, with what makes it another than the one of that name.
+
+    >>> in_full(np.dtype(">f4"))
+    'float32 in foreign byte order'
+    """
+    return f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}"
 
 
 class Lender(ABC):

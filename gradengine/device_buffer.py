@@ -17,6 +17,7 @@ from gradengine.buffer import (
     NamedStream,
     RawBuffer,
     UnknownStream,
+    in_full,
     raw_extent,
     refuse_as_it_lies,
     refuse_impossible,
@@ -166,5 +167,5 @@ def _element_strides(strides: Sequence[int] | None, itemsize: int, shape: Sequen
 def _named(dtype: Any, component: str) -> str:
     name = str(dtype.name)
     if name not in STORAGE or not dtype.isnative:
-        raise wrong_dtype(component, f"{name}{'' if dtype.isnative else ' in foreign byte order'}")
+        raise wrong_dtype(component, in_full(dtype))
     return name

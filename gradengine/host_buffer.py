@@ -15,11 +15,11 @@ from gradengine.buffer import (
     Array,
     Buffer,
     RawBuffer,
+    in_full,
     raw_extent,
     refuse_as_it_lies,
     refuse_impossible,
     refuse_other_device,
-    refuse_read_only,
     strided,
     wrong_dtype,
 )
@@ -27,7 +27,7 @@ from gradengine.dlpack import exported, exporting_device
 from gradengine.errors import BufferRefused
 from gradengine.frameworks import is_jax, is_torch, jax_on_host, refuse_indirect, torch_buffer
 
-__all__ = ["host_buffer", "without_owner", "writable_host_buffer"]
+__all__ = ["host_buffer", "without_owner"]
 
 
 def host_buffer(source: object, component: str) -> Buffer:
@@ -71,23 +71,6 @@ def host_buffer(source: object, component: str) -> Buffer:
     )
 
 
-def writable_host_buffer(destination: object, component: str) -> Buffer:
-    """As `host_buffer`, for memory that will be written.
-
-    Raises:
-        BufferRefused: Also where the memory is read-only, or autograd watches it.
-
-    Example:
-        >>> array = np.zeros(2, np.float32); array.flags.writeable = False
-        >>> writable_host_buffer(array, "w")
-        Traceback (most recent call last):
-        gradengine.errors.BufferRefused: destination 'w' is read-only: got ndarray, expected ...
-    """
-    buffer = host_buffer(destination, component)
-    refuse_read_only(buffer, destination, component)
-    return buffer
-
-
 def _from_numpy(array: Array, component: str, immutable: object = None, pointer: int | None = None) -> Buffer:
     """A NumPy array, or what an immutable object shows as one; `pointer` where it is known."""
     if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
@@ -96,8 +79,7 @@ def _from_numpy(array: Array, component: str, immutable: object = None, pointer:
         )
     dtype = _dtype_name(array.dtype)
     if dtype is None:
-        foreign = "" if array.dtype.isnative else " in foreign byte order"
-        raise wrong_dtype(component, f"{array.dtype.name}{foreign}")
+        raise wrong_dtype(component, in_full(array.dtype))
     flags = array.flags
     if not flags.c_contiguous:
         raise strided(component, array.shape, tuple(s // array.itemsize for s in array.strides))

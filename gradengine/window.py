@@ -77,9 +77,9 @@ class Window:
     def refuse_moved(self, places: Places, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` where a gradient that these slots hold lies elsewhere than when it came, or is gone."""
         for held in self._held_for(places):
-            standing = held.contribution.standing
-            columns = held.columns_of(places) if standing else []
-            moved = standing.moved(columns) if standing and columns else None
+            whereabouts = held.contribution.whereabouts
+            columns = held.columns_of(places) if whereabouts else []
+            moved = whereabouts.moved(columns) if whereabouts and columns else None
             if moved is not None:
                 raise BufferRefused(
                     f"component '{slots[held.contribution.places.positions[moved]].name}' was given other memory, or "

@@ -5,7 +5,16 @@ from __future__ import annotations
 import functools
 
 from gradengine.errors import CallerError
-from gradengine.kernels.contribution import ADDRESS, Batch, Contribution, Fold, Places, Standing, as_of_now, lenders_of
+from gradengine.kernels.contribution import (
+    ADDRESS,
+    Batch,
+    Contribution,
+    Fold,
+    Places,
+    Whereabouts,
+    as_of_now,
+    lenders_of,
+)
 from gradengine.kernels.cuda import CudaKernels, cuda_kernels
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide
 from gradengine.kernels.host import HostKernels
@@ -30,8 +39,8 @@ __all__ = [
     "Places",
     "Recorded",
     "SquaredSums",
-    "Standing",
     "Verdict",
+    "Whereabouts",
     "arithmetic",
     "as_of_now",
     "chunk_for",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradengine.buffer import Buffer, Lender, NamedStream
 
-__all__ = ["ADDRESS", "Batch", "Contribution", "Fold", "Places", "Standing", "as_of_now", "lenders_of"]
+__all__ = ["ADDRESS", "Batch", "Contribution", "Fold", "Places", "Whereabouts", "as_of_now", "lenders_of"]
 
 ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
 
@@ -56,7 +56,7 @@ class Places:
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
+class Whereabouts:
     """Where arrays lay when they came, to be compared with where they lie when they are read.
 
     Attributes:
@@ -96,7 +96,7 @@ class Contribution:
         addresses: Where each lies, with its dtype, as the device's kernels read it; 0 where there is nothing.
         lenders: Whose streams they are worked on.
         views: The gradients as the host's kernels read them; nothing on a GPU, which needs the addresses alone.
-        standing: Where they lay, where they are held and may move meanwhile.
+        whereabouts: Where they lay, where they are held and may move meanwhile.
     """
 
     places: Places
@@ -104,7 +104,7 @@ class Contribution:
     addresses: npt.NDArray[np.uint64]
     lenders: frozenset[Lender] = frozenset()
     views: Sequence[Buffer | None] = ()
-    standing: Standing | None = None
+    whereabouts: Whereabouts | None = None
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer, Lender, RawBuffer, UnknownStream
+from gradengine.buffer import Buffer, Lender, RawBuffer
 from gradengine.device_buffer import device_buffer, exporting_stream
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places, lenders_of
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, sum_in_order
@@ -76,7 +76,8 @@ class CudaKernels(Kernels):
         for (source, component), view in zip(named, views, strict=True):
             if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
                 self._place.refuse_foreign(view, component)  # nothing but an address says where it lies
-                behind.add(exporting_stream(source) or UnknownStream())
+                named_stream = exporting_stream(source)
+                behind |= {named_stream} if named_stream else set()
         self.wait_for(behind)
         return views
 
