@@ -1,30 +1,23 @@
-"""Where each component of a gradient set lies in the arena: integers and names only, no array is touched.
-
-Blocks come first and are contiguous, so that one block is one stretch of memory to exchange; every slot starts on a
-128-byte boundary, so that vector loads stay aligned whatever the sizes are. The padding between slots is always zero.
-"""
+"""Where each component of a gradient set lies in the arena: integers and names only, no array is touched."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgpack
 
-from gradengine.errors import LayoutMismatch
+from gradengine.errors import CallerError, LayoutMismatch
+from gradengine.slots import Block, Row, Slot, Span, place, refuse_bad_rows
+from gradengine.tensor_parallel import Partition, Shape, TensorParallelConfig, refuse_bad_tp_rank
 
 __all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout", "Slot", "Span"]
 
-ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
-
-Shape: TypeAlias = tuple[int, ...]
 
 
 @runtime_checkable
@@ -35,66 +28,18 @@ class Shaped(Protocol):
     def shape(self) -> Iterable[int]: ...
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A component's place in the arena; `offset` and `size` count fp32 elements."""
-
-    name: str
-    shape: Shape
-    offset: int
-    block: int | None
-
-    @property
-    def size(self) -> int:
-        """Elements of the component.
-
-        >>> Slot("w", (2, 3), 0, None).size
-        6
-        """
-        return math.prod(self.shape)
-
-    @property
-    def stop(self) -> int:
-        """One past the component's last element in the arena."""
-        return self.offset + self.size
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of the arena that is exchanged as one: a block (key: index) or a non-block component (key: name)."""
-
-    key: int | str
-    slots: tuple[Slot, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Block(Span):
-    """The components of one transformer layer, contiguous in the arena (padding included)."""
-
-    name: str
-
-    @property
-    def index(self) -> int:
-        """The block's number, counted from 0."""
-        assert isinstance(self.key, int)  # noqa: S101  (a block's key is its index by construction)
-        return self.key
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One line of the layout table: what identifies a slot on every worker."""
-
-    name: str
-    shape: Shape
-    block_name: str | None
-
-
 class GradientLayout:
     """Ordered slots of one gradient set and the arena they fill.
 
     Build one with `transformer`, `lora` or `of`. Two workers may exchange gradients when their fingerprints are equal.
+
+    Attributes:
+        slots: Each component's place, in the order in which sequences of gradients are passed.
+        blocks: The transformer blocks.
+        spans: What travels as one, in the order in which backward finishes it.
+        arena_size: Elements of the arena, padding counted.
+        tp_rank: Whose part of the model this is.
+        tp_size: Ranks that the model is cut for; 1 where it is whole.
 
     Example:
         >>> layout = GradientLayout.of({"layers.0.w": (2, 3), "layers.1.w": (2, 3), "head": (5,)})
@@ -104,10 +49,19 @@ class GradientLayout:
         ['head', 1, 0]
     """
 
-    def __init__(self, rows: Sequence[_Row], backward_order: Sequence[int | str] | None = None) -> None:
-        _refuse_bad_rows(rows)
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        backward_order: Sequence[int | str] | None = None,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        refuse_bad_rows(rows)
+        refuse_bad_tp_rank(tp_rank, tp_size)
+        self.tp_rank, self.tp_size = tp_rank, tp_size
         self._rows = tuple(rows)
-        self.blocks, non_block = _place(rows)
+        self.blocks, non_block = place(rows)
         by_key: dict[int | str, Span] = {span.key: span for span in (*self.blocks, *non_block)}
         by_name = {slot.name: slot for span in by_key.values() for slot in span.slots}
         self.slots = tuple(by_name[row.name] for row in rows)
@@ -119,7 +73,13 @@ class GradientLayout:
         self.arena_size = max(span.stop for span in self.spans)
 
     @staticmethod
-    def of(gradients: Mapping[str, Shaped | Shape] | Sequence[Shaped | Shape]) -> GradientLayout:
+    def of(
+        gradients: Mapping[str, Shaped | Shape] | Sequence[Shaped | Shape],
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        partitions: Mapping[str, Partition] | None = None,
+    ) -> GradientLayout:
         """The layout of arrays (or shapes) as they are given.
 
         Args:
@@ -128,16 +88,29 @@ class GradientLayout:
                 which block it belongs to: "layers.0.wq" lies in block "layers.0". Blocks are numbered by stem, then
                 by that number. Workers exchange in the reverse of this order, so give the components from the model's
                 input to its output where blocks shall travel while backward runs.
+            tp_rank: This rank in its tensor-parallel group; the shapes are those of its parts.
+            tp_size: Ranks of that group; 1 for a whole model.
+            partitions: Name -> "column", "row" or "replicated"; what is not named is replicated.
 
         Raises:
-            LayoutMismatch: Two components of one name, a negative or fractional dimension, or nothing at all.
+            LayoutMismatch: Two components of one name, a negative or fractional dimension, a partition of no component
+                or of no kind, or nothing at all.
+            CallerError: The rank is out of range.
 
         Example:
             >>> [slot.shape for slot in GradientLayout.of([(2, 3), (4,)]).slots]
             [(2, 3), (4,)]
+            >>> shard = GradientLayout.of({"w": (2, 3), "b": (4,)}, tp_rank=1, tp_size=2, partitions={"w": "column"})
+            >>> [slot.partition for slot in shard.slots]
+            ['column', 'replicated']
         """
         named = gradients if isinstance(gradients, Mapping) else {str(i): g for i, g in enumerate(gradients)}
-        return GradientLayout([_Row(name, _shape_of(name, g), _block_name(name)) for name, g in named.items()])
+        cut = partitions or {}
+        _refuse_bad_partitions(cut, named)
+        rows = [
+            Row(name, _shape_of(name, g), _block_name(name), cut.get(name, "replicated")) for name, g in named.items()
+        ]
+        return GradientLayout(rows, tp_rank=tp_rank, tp_size=tp_size)
 
     @staticmethod
     def transformer(
@@ -148,6 +121,7 @@ class GradientLayout:
         vocab_size: int,
         *,
         embedding: bool = True,
+        tensor_parallel: TensorParallelConfig | None = None,
     ) -> GradientLayout:
         """The nine components of each transformer block, then `lm_head`, `final_norm` and `embedding`.
 
@@ -158,9 +132,11 @@ class GradientLayout:
             intermediate_size: I; `gate` and `up` are (H, I), `down` is (I, H).
             vocab_size: V; `lm_head` and `embedding` are (V, H).
             embedding: False where the embedding is tied to the LM head or frozen.
+            tensor_parallel: Whose part of the model it is; all sizes above are the whole model's. None for the whole.
 
         Raises:
-            LayoutMismatch: A size that is not a whole number >= 0.
+            LayoutMismatch: A size that is not a whole number >= 0, or is not the configuration's.
+            CallerError: The vocabulary cannot be divided.
 
         Example:
             >>> layout = GradientLayout.transformer(24, 1024, 256, 4096, 32768, embedding=False)
@@ -173,14 +149,17 @@ class GradientLayout:
         tail = dict(zip(NON_BLOCK_COMPONENTS, ((v, h), (h,), (v, h)), strict=True))
         if not embedding:
             del tail["embedding"]
-        rows += [_Row(name, _shape_of(name, shape), None) for name, shape in tail.items()]
+        rows += [Row(name, _shape_of(name, shape), None) for name, shape in tail.items()]
         order: list[int | str] = [
             "lm_head",
             "final_norm",
             *reversed(range(num_blocks)),
             *(["embedding"] if embedding else []),
         ]
-        return GradientLayout(rows, order)
+        if tensor_parallel is None:
+            return GradientLayout(rows, order)
+        local = [_part_of(row, tensor_parallel) for row in rows]
+        return GradientLayout(local, order, tp_rank=tensor_parallel.tp_rank, tp_size=tensor_parallel.tp_size)
 
     @staticmethod
     def lora(num_blocks: int, hidden_size: int, kv_hidden_size: int, rank: int) -> GradientLayout:
@@ -221,10 +200,13 @@ class GradientLayout:
     def table(self) -> bytes:
         """The layout as msgpack: rows [name, shape, block name or nil], then the spans' keys in backward order.
 
-        This is what the fingerprint is taken of and what the handshake sends and compares.
+        Of a part of a model there follows [tp_rank, tp_size, each row's partition]: workers whose parts differ have
+        equal shapes, and must not sum them. This is what the fingerprint is taken of and what the handshake sends and
+        compares.
         """
         rows = [[row.name, list(row.shape), row.block_name] for row in self._rows]
-        packed = msgpack.packb([rows, [span.key for span in self.spans]])
+        part = [[self.tp_rank, self.tp_size, [row.partition for row in self._rows]]] if self.tp_size > 1 else []
+        packed = msgpack.packb([rows, [span.key for span in self.spans], *part])
         assert isinstance(packed, bytes)  # noqa: S101  (packb's stub says Any)
         return packed
 
@@ -262,8 +244,9 @@ class GradientLayout:
         return hash(self.fingerprint)
 
     def __repr__(self) -> str:
+        part = f"part {self.tp_rank} of {self.tp_size}, " if self.tp_size > 1 else ""
         return (
-            f"GradientLayout({len(self.slots)} components in {len(self.blocks)} blocks, "
+            f"GradientLayout({part}{len(self.slots)} components in {len(self.blocks)} blocks, "
             f"{self.num_elements} elements, {self.fingerprint[:12]})"
         )
 
@@ -280,21 +263,24 @@ def layout_from_table(table: bytes) -> GradientLayout:
         True
     """
     try:
-        table_rows, order = msgpack.unpackb(table)
+        table_rows, order, *part = msgpack.unpackb(table)
+        tp_rank, tp_size, partitions = part[0] if part else (0, 1, ["replicated"] * len(table_rows))
         rows = [
-            _Row(str(name), _shape_of(str(name), tuple(shape)), None if block is None else str(block))
-            for name, shape, block in table_rows
+            Row(str(name), _shape_of(str(name), tuple(shape)), None if block is None else str(block), partition)
+            for (name, shape, block), partition in zip(table_rows, partitions, strict=True)
         ]
-        return GradientLayout(rows, order)
-    except (ValueError, TypeError, msgpack.UnpackException) as fault:
+        return GradientLayout(rows, order, tp_rank=tp_rank, tp_size=tp_size)
+    except LayoutMismatch:
+        raise
+    except (ValueError, TypeError, CallerError, msgpack.UnpackException) as fault:
         raise LayoutMismatch(f"a layout table cannot be read ({fault})") from None
 
 
-def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[_Row]:
+def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Row]:
     if not (hasattr(num_blocks, "__index__") and num_blocks >= 0):
         raise LayoutMismatch("num_blocks is not a count", got=repr(num_blocks), expected="a whole number >= 0")
     return [
-        _Row(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
+        Row(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
         for b in range(num_blocks)
         for name, shape in zip(names, shapes, strict=True)
     ]
@@ -323,51 +309,15 @@ def _block_name(name: str) -> str | None:
     return None
 
 
-def _refuse_bad_rows(rows: Sequence[_Row]) -> None:
-    if not rows:
-        raise LayoutMismatch("a layout needs at least one component", got=0)
-    seen: set[str] = set()
-    for row in rows:
-        if row.name in seen:
-            raise LayoutMismatch("two components have one name", got=repr(row.name), expected="names that differ")
-        seen.add(row.name)
+def _part_of(row: Row, config: TensorParallelConfig) -> Row:
+    shard = config.shard_of(row.name, row.shape)
+    return Row(row.name, shard.local_shape, row.block_name, shard.partition)
 
 
-def _place(rows: Sequence[_Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
-    """Blocks first, in the order of their numbers, then the rest in the order given; each slot aligned."""
-    members: dict[str, list[_Row]] = {}
-    for row in rows:
-        if row.block_name is not None:
-            members.setdefault(row.block_name, []).append(row)
-    blocks, cursor = [], 0
-    for index, name in enumerate(_numbered(members)):
-        slots, stop = _slots(members[name], cursor, index)
-        blocks.append(Block(index, slots, cursor, stop, name))
-        cursor = stop
-    non_block = []
-    for row in rows:
-        if row.block_name is None:
-            slots, stop = _slots([row], cursor, None)
-            non_block.append(Span(row.name, slots, cursor, stop))
-            cursor = stop
-    return tuple(blocks), tuple(non_block)
-
-
-def _slots(rows: Sequence[_Row], start: int, block: int | None) -> tuple[tuple[Slot, ...], int]:
-    slots = []
-    for row in rows:
-        slots.append(Slot(row.name, row.shape, start, block))
-        start = -(-slots[-1].stop // ALIGNMENT) * ALIGNMENT
-    return tuple(slots), start
-
-
-def _numbered(block_names: Iterable[str]) -> list[str]:
-    stems: dict[str, int] = {}
-    keys = {}
-    for name in block_names:
-        stem, _, number = name.rpartition(".")
-        keys[name] = (stems.setdefault(stem, len(stems)), int(number))
-    return sorted(keys, key=keys.__getitem__)
+def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str, object]) -> None:
+    for name in partitions:
+        if name not in named:
+            raise LayoutMismatch("a partition of no component", got=repr(name), expected=_few(named))
 
 
 def _refuse_bad_order(order: Sequence[int | str], spans: Mapping[int | str, Span]) -> None:

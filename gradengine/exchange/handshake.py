@@ -96,7 +96,7 @@ def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
         >>> print(differing_rows(a.table(), b.table()))
         row 0: here 'w' (2, 3), there 'w' (3, 2)
     """
-    (ours, order), (others, other_order) = msgpack.unpackb(mine), msgpack.unpackb(theirs)
+    (ours, order, *part), (others, other_order, *other_part) = msgpack.unpackb(mine), msgpack.unpackb(theirs)
     pad = max(len(ours), len(others))
     pairs = zip(ours + [None] * (pad - len(ours)), others + [None] * (pad - len(others)), strict=True)
     lines = [f"row {i}: here {_shown(a)}, there {_shown(b)}" for i, (a, b) in enumerate(pairs) if a != b]
@@ -104,8 +104,19 @@ def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
         first = next((i for i, (a, b) in enumerate(zip(order, other_order, strict=False)) if a != b), 0)
         here, there = order[first : first + limit], other_order[first : first + limit]
         lines = [f"backward order from {first}: here {here}, there {there}"]
+    if part != other_part:
+        lines.insert(0, f"part of a model: here {_shown_part(part)}, there {_shown_part(other_part)}")
     more = [f"and {len(lines) - limit} more rows"] if len(lines) > limit else []
     return "\n".join(lines[:limit] + more)
+
+
+def _shown_part(part: list[list[object]]) -> str:
+    if not part:
+        return "the whole"
+    tp_rank, tp_size, partitions = part[0]
+    assert isinstance(partitions, list)  # noqa: S101  (tables are validated before they are compared)
+    counts = ", ".join(f"{partitions.count(kind)} {kind}" for kind in dict.fromkeys(partitions))
+    return f"tp_rank {tp_rank} of {tp_size} ({counts})"
 
 
 def _shown(row: list[object] | None) -> str:
