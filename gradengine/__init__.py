@@ -20,6 +20,7 @@ from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect,
 from gradengine.gpu_accumulate import GpuGradientAccumulator
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
+from gradengine.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
 from gradengine.trainer import DistributedTrainer, shard_batches
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockGradientSet",
     "CallerError",
+    "ColumnParallelShard",
     "DistributedTrainer",
     "Exchange",
     "ExchangeError",
@@ -39,7 +41,9 @@ __all__ = [
     "NonFiniteGradient",
     "PerBlockGradientAccumulator",
     "RawBuffer",
+    "RowParallelShard",
     "StepResult",
+    "TensorParallelConfig",
     "WorkerClient",
     "__version__",
     "clip_by_global_norm",

@@ -13,7 +13,7 @@ from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Float64
 from gradengine.window import ordered_sum
 
-__all__ = ["Tally", "agree"]
+__all__ = ["Tally", "agree", "gathered", "refuse_diverged"]
 
 _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
 
@@ -45,15 +45,27 @@ def agree(exchange: Exchange, mine: Tally) -> Tally:
         ExchangeError: A rank has other settings than rank 0; or other sums: memory or the network corrupted a gradient.
         PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
     """
-    tallies = [_unpacked(rank, part, mine) for rank, part in enumerate(exchange.gather(_packed(mine)))]
+    tallies = gathered(exchange, mine)
     for rank, tally in enumerate(tallies):
-        _refuse_other_settings(rank, tally.settings, tallies[0].settings)
-        _refuse_diverged(rank, tally.totals, tallies[0].totals)
+        refuse_diverged(rank, tally.totals, tallies[0].totals)
     return Tally(
         weight=ordered_sum(tally.weight for tally in tallies),
         micro_batches=sum(tally.micro_batches for tally in tallies),
         totals=tallies[0].totals,
     )
+
+
+def gathered(exchange: Exchange, mine: Tally) -> list[Tally]:
+    """Each rank's tally, in rank order, once it is known that all have the same settings.
+
+    Raises:
+        ExchangeError: A rank has other settings than rank 0.
+        PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
+    """
+    tallies = [_unpacked(rank, part, mine) for rank, part in enumerate(exchange.gather(_packed(mine)))]
+    for rank, tally in enumerate(tallies):
+        _refuse_other_settings(rank, tally.settings, tallies[0].settings)
+    return tallies
 
 
 def _packed(tally: Tally) -> bytes:
@@ -88,7 +100,8 @@ def _refuse_other_settings(rank: int, settings: Mapping[str, str], first: Mappin
             )
 
 
-def _refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:
+def refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:
+    """Raise `ExchangeError` where a rank's squared sums differ from rank 0's by more than their rounding."""
     if not np.allclose(totals, first, rtol=_SAME_SUMS, atol=0.0, equal_nan=True):
         raise ExchangeError(
             f"rank {rank} holds other sums than rank 0",

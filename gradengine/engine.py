@@ -24,6 +24,7 @@ from gradengine.layout import GradientLayout
 from gradengine.result import StepResult, result_of
 from gradengine.settings import Average, OnNonFinite, Settings
 from gradengine.sharing import Sharing
+from gradengine.tensor_parallel_group import Replicated, TensorParallelGroup
 
 __all__ = ["GradientEngine"]
 
@@ -43,7 +44,7 @@ class GradientEngine:
         layout: Where each component lies.
         device: "cpu", "cuda" (the first GPU), "cuda:1", or kernels.
         max_norm: Bound of the global norm, or one by group name; None clips nothing.
-        exchange: The sum over workers; None for one worker.
+        exchange: The sum over workers; None for one worker. Of a part of a model, over the workers with the same part.
         on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" it on unclipped.
         micro_batches: Micro-batches of a window, if known: the last one takes the norm in the same pass, and its spans
             leave for the other workers at once.
@@ -51,9 +52,13 @@ class GradientEngine:
         groups: Components that share a norm: None (global), "block", "component", or a mapping or function by slot.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means.
         loss_scale: What the loss was multiplied by; undone in the same multiplication.
+        tensor_parallel: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
+            part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's.
+        replicated: What these ranks hold of replicated gradients: the "same", whole on each rank (checked); parts that
+            "sum" up, as under sequence parallelism; or copies that differ by their rounding, to "average".
 
     Raises:
-        CallerError: An argument is out of range.
+        CallerError: An argument is out of range, or a part of a model is to be clipped or skipped by itself.
         DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has not the memory.
         HandshakeRefused, PeerLost: The workers do not come together.
 
@@ -79,19 +84,26 @@ class GradientEngine:
         groups: Groups = None,
         average: Average = "weighted",
         loss_scale: float = 1.0,
+        tensor_parallel: Exchange | None = None,
+        replicated: Replicated = "same",
     ) -> None:
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
+        if tensor_parallel is None:
+            self._settings.refuse_lone_part(layout)
         self.layout = layout
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold)
         self._kernels = self.accumulator.kernels
-        self._sharing = Sharing(self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared)
+        model = TensorParallelGroup(self.accumulator, replicated)
+        self._sharing = Sharing(
+            self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared, model=model
+        )
         self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
         self._admission = Admission(self._settings, self.accumulator, self._sharing, self._late)
         self._captured: CapturedWindow | None = None
         self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
-        if exchange is not None:
-            self.reconnect(exchange)
+        if exchange is not None or tensor_parallel is not None:
+            self.reconnect(exchange, tensor_parallel=tensor_parallel)
 
     @property
     def current_step(self) -> int:
@@ -102,6 +114,11 @@ class GradientEngine:
     def exchange(self) -> Exchange | None:
         """The exchange that is joined, if there is one."""
         return self._sharing.exchange
+
+    @property
+    def tensor_parallel(self) -> Exchange | None:
+        """The exchange over the other parts of this worker's model, if there is one."""
+        return self._sharing.model.exchange
 
     @property
     def micro_batches(self) -> int | None:
@@ -246,7 +263,7 @@ class GradientEngine:
             self._kernels.hand_over(accumulator.lenders)
             if decision.bad is None:
                 self._late.send()
-            self._sharing.progress.next_step()
+            self._sharing.next_step()
         self._clear_window()
         return result
 
@@ -288,16 +305,24 @@ class GradientEngine:
         self._sharing.discard()
         self.accumulator.zero_all()
 
-    def reconnect(self, exchange: Exchange) -> None:
+    def reconnect(self, exchange: Exchange | None = None, *, tensor_parallel: Exchange | None = None) -> None:
         """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
 
         Close the old exchange first, on rank 0 above all: its coordinator still has the address. Only what was not yet
         summed travels, and the result is the bytes of an undisturbed run.
 
+        Args:
+            exchange: In place of the one over workers; None leaves it as it is.
+            tensor_parallel: In place of the one over the parts of this worker's model; None leaves it as it is.
+
         Raises:
+            CallerError: The tensor-parallel exchange is not of the layout's rank and size.
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps.
         """
-        self._sharing.connect(exchange)
+        if tensor_parallel is not None:
+            self._sharing.model.connect(tensor_parallel)
+        if exchange is not None:
+            self._sharing.connect(exchange)
 
     # ---- the decision ----
 
@@ -374,5 +399,5 @@ class GradientEngine:
         self._late.send()
         self.accumulator.changes += 1
         step = self.current_step
-        self._sharing.progress.next_step()
+        self._sharing.next_step()
         return dataclasses.replace(recorded, step=step, is_current=self._still())

@@ -85,16 +85,27 @@ class NonFiniteGradient(GradientError):
         index: The first flat index within the component.
         value: The value found there (of the local contribution where it is still known, else of the sum).
         rank: The worker that contributed it; None where the sum itself overflowed or there is one worker.
+        tp_rank: The tensor-parallel rank whose part holds it; `index` counts in that part. None without such a group.
         step: The step it happened in.
         is_late: Whether that step is over: a GPU's verdict, read without waiting for it.
     """
 
     def __init__(
-        self, component: str, index: int, value: float, *, step: int, rank: int | None = None, is_late: bool = False
+        self,
+        component: str,
+        index: int,
+        value: float,
+        *,
+        step: int,
+        rank: int | None = None,
+        tp_rank: int | None = None,
+        is_late: bool = False,
     ) -> None:
         self.component, self.index, self.value = component, index, value
-        self.step, self.rank, self.is_late = step, rank, is_late
-        source = "" if rank is None else f" of rank {rank}"
+        self.step, self.rank, self.tp_rank, self.is_late = step, rank, tp_rank, is_late
+        ranks = (("rank", rank), ("tensor-parallel rank", tp_rank))
+        named = ", ".join(f"{what} {number}" for what, number in ranks if number is not None)
+        source = f" of {named}" if named else ""
         super().__init__(
             f"step {step}: gradient '{component}'{source} is not finite at index {index}",
             got=value,
@@ -106,7 +117,7 @@ class NonFiniteGradient(GradientError):
 
     def __reduce__(self) -> tuple[object, ...]:
         rebuild = functools.partial(
-            type(self), step=self.step, rank=self.rank, is_late=self.is_late
+            type(self), step=self.step, rank=self.rank, tp_rank=self.tp_rank, is_late=self.is_late
         )  # pickle knows no keyword arguments
         return rebuild, (self.component, self.index, self.value), self.__dict__
 

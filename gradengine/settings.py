@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Literal, TypeAlias, final
 
 from gradengine.errors import CallerError
 from gradengine.kernels import ClipPlan
+from gradengine.layout import GradientLayout
 
 __all__ = ["Average", "OnNonFinite", "Settings"]
 
@@ -59,6 +61,17 @@ class Settings:
             raise CallerError("loss_scale is out of range", got=value, expected="2**-64..2**64")
         self._loss_scale = float(value)
         self.shared["loss_scale"] = repr(self._loss_scale)
+
+    def refuse_lone_part(self, layout: GradientLayout) -> None:
+        """Raise `CallerError` where one part of a model would be clipped or skipped without a word to the others."""
+        clips = any(bound < math.inf for bound in self.plan.max_norms)
+        if layout.tp_size > 1 and (clips or not self.raises):
+            raise CallerError(
+                "the norm of one part of a model is not the model's",
+                got=f"part {layout.tp_rank} of {layout.tp_size}, and no tensor_parallel exchange",
+                expected="tensor_parallel=, an exchange over the group",
+                do="or build the engine with max_norm=None and on_non_finite='raise'",
+            )
 
 
 def _refuse_unknown(name: str, value: str, known: tuple[str, ...]) -> None:

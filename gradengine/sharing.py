@@ -7,7 +7,8 @@ from which a span leaves when it is complete, and whose sums go back as a whole 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import final
 
@@ -19,7 +20,9 @@ from gradengine.errors import ExchangeError, NonFiniteGradient
 from gradengine.exchange.interface import Exchange, Progress
 from gradengine.kernels import Decision
 from gradengine.kernels.mirror import Mirror
-from gradengine.layout import GradientLayout, Span
+from gradengine.layout import GradientLayout
+from gradengine.slots import Span
+from gradengine.tensor_parallel_group import TensorParallelGroup
 
 __all__ = ["Sharing"]
 
@@ -32,12 +35,19 @@ class Sharing:
         accumulator: Whose spans travel.
         per_worker: Whether each worker's sum is divided by its own weight before it leaves.
         settings: What all workers must have set alike.
+        model: The tensor-parallel group, whose ranks hold the other parts of this worker's model.
     """
 
     def __init__(
-        self, accumulator: PerBlockGradientAccumulator, *, per_worker: bool, settings: Mapping[str, str]
+        self,
+        accumulator: PerBlockGradientAccumulator,
+        *,
+        per_worker: bool,
+        settings: Mapping[str, str],
+        model: TensorParallelGroup,
     ) -> None:
         self._accumulator, self._per_worker, self._settings = accumulator, per_worker, settings
+        self.model = model
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
         self.progress = Progress()
@@ -50,7 +60,11 @@ class Sharing:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to exchange with."""
+        """Whether there is nobody to agree with: no other worker, and no other part of the model."""
+        return self._is_only_worker and self.model.is_alone
+
+    @property
+    def _is_only_worker(self) -> bool:
         return self.exchange is None or self.exchange.world_size == 1
 
     @cached_property
@@ -67,7 +81,7 @@ class Sharing:
 
     def start(self, spans: Iterable[Span]) -> None:
         """The spans hold all that this worker contributes: they may leave."""
-        if self.exchange is None or self.is_alone:
+        if self.exchange is None or self._is_only_worker:
             return
         for span in spans:
             if span.key not in self.started:
@@ -88,41 +102,49 @@ class Sharing:
         if self.agreed is not None and not self.is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
         self._kernels.wait_for(self._accumulator.lenders)  # refuses one that records a graph, before anything is done
-        self._accumulator.close(measure=self.is_alone)
-        if self.exchange is None or self.is_alone:
+        self._accumulator.close(measure=self._is_only_worker)
+        if self.is_alone:
             self._accumulator.measure_rest()
             self.agreed = self._tally(np.empty(0))
         else:
-            self.agreed = self._agree(self.exchange)
+            self.agreed = self._agree()
         return self.agreed
 
     def divisor(self, tally: Tally) -> float:
         """What makes the sum the average: with one worker its own mean is the mean over all."""
-        if self._per_worker and self.exchange is not None and not self.is_alone:
+        if self._per_worker and self.exchange is not None and not self._is_only_worker:
             return self.exchange.world_size
         return tally.weight
 
     def find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
-        """What is not finite, where the host knows it now; of a worker's contribution rather than of the sum."""
+        """What is not finite, where the host knows it now; of a worker's contribution rather than of the sum.
+
+        Raises:
+            PeerLost, ProtocolError, DeadlineExceeded: The tensor-parallel group failed; the window is kept.
+        """
         if not decision.bad:
             return None
-        step = self.progress.step
-        for bad in self.progress.bad:
-            for slot in self._layout.slots:
-                if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
-                    return NonFiniteGradient(slot.name, bad.index - slot.offset, bad.value, step=step, rank=bad.rank)
-        slot, target = self._layout.slots[decision.bad[0]], self._accumulator.targets[decision.bad[0]]
-        index, value = self._kernels.first_non_finite(target) or (0, math.nan)
-        return NonFiniteGradient(slot.name, index, value, step=step)
+        with self._failing():
+            found = self.model.first_found(self._found_here(self.model.own_of(decision.bad)))
+        found = found or self._found_here(decision.bad)
+        return found or NonFiniteGradient(
+            self._layout.slots[decision.bad[0]].name, 0, math.nan, step=self.progress.step
+        )
+
+    def next_step(self) -> None:
+        """The step is over on all ranks."""
+        self.progress.next_step()
+        self.model.progress.next_step()
 
     def discard(self) -> None:
-        """Forget the window. What is under way already the exchange cannot take back: it is closed."""
+        """Forget the window. What is under way already the exchanges cannot take back: they are closed."""
         if self.agreed is not None:
-            self.progress.next_step()
+            self.next_step()
         else:
             if self.started and self.exchange is not None:
                 self.exchange.close()
             self.progress.restart()
+            self.model.discard()
         self.clear()
 
     def clear(self) -> None:
@@ -130,20 +152,49 @@ class Sharing:
         self.started, self._landed = set(), {}
         self.failed = self._is_summed = False
         self.agreed = None
+        self.model.clear()
 
     # ---- inside ----
 
-    def _agree(self, exchange: Exchange) -> Tally:
+    def _agree(self) -> Tally:
+        with self._failing():
+            self._sum_over_workers()
+            tally = self.model.agree(self._tally(self._kernels.totals(self._accumulator.sums)))
+            if self.exchange is not None and not self._is_only_worker:
+                tally = agree(self.exchange, tally)
+        self.model.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
+        return tally
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Where the exchange fails in it, the window is kept as it is and takes no more."""
         try:
-            self.start(self._layout.spans)
-            if not self._is_summed:
-                self.progress.bad = list(exchange.wait())
-                self._is_summed = True
-            self._measure_landed()
-            return agree(exchange, self._tally(self._kernels.totals(self._accumulator.sums)))
+            yield
         except ExchangeError:
             self.failed = True
             raise
+
+    def _sum_over_workers(self) -> None:
+        if self.exchange is None or self._is_only_worker:
+            self._accumulator.measure_rest()
+            return
+        self.start(self._layout.spans)
+        if not self._is_summed:
+            self.progress.bad = list(self.exchange.wait())
+            self._is_summed = True
+        self._measure_landed()
+
+    def _found_here(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
+        step = self.progress.step
+        for bad in self.progress.bad:
+            for slot in self._layout.slots:
+                if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
+                    return NonFiniteGradient(slot.name, bad.index - slot.offset, bad.value, step=step, rank=bad.rank)
+        for position in suspects:
+            found = self._kernels.first_non_finite(self._accumulator.targets[position])
+            if found is not None:
+                return NonFiniteGradient(self._layout.slots[position].name, *found, step=step)
+        return None
 
     def _tally(self, totals: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tally:
         accumulator = self._accumulator

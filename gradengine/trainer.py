@@ -16,6 +16,7 @@ from gradengine.gradients import Gradients
 from gradengine.host_buffer import host_buffer
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
+from gradengine.tensor_parallel_group import Replicated
 from gradengine.window import checked_weight, ordered_sum
 
 __all__ = ["DistributedTrainer", "LocalTrainer", "shard_batches", "weights_digest"]
@@ -60,6 +61,9 @@ class DistributedTrainer:
         hold: Micro-batches folded in one pass.
         max_steps: After so many steps `reached_max_steps` is True, and a further one is refused.
         check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
+        tensor_parallel: The exchange over the ranks that hold the other parts of this worker's model; all of them train
+            on the same micro-batches.
+        replicated: What these ranks hold of replicated gradients, as for `GradientEngine`.
 
     Raises:
         CallerError: An argument is out of range.
@@ -91,6 +95,8 @@ class DistributedTrainer:
         hold: int = 1,
         max_steps: int | None = None,
         check_every: int = 0,
+        tensor_parallel: Exchange | None = None,
+        replicated: Replicated = "same",
     ) -> None:
         if max_steps is not None and max_steps < 0:
             raise CallerError("max_steps is out of range", got=max_steps, expected="at least 0, or None")
@@ -111,6 +117,8 @@ class DistributedTrainer:
             hold=hold,
             groups=groups,
             average=average,
+            tensor_parallel=tensor_parallel,
+            replicated=replicated,
         )
 
     @property

@@ -12,6 +12,7 @@ from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.errors import ExchangeError, PeerLost, WindowError
 from gradengine.sharing import Sharing
+from gradengine.tensor_parallel_group import TensorParallelGroup
 
 LAYOUT = GradientLayout.transformer(2, 8, 4, 12, 16)
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
@@ -287,7 +288,8 @@ class TestMirror:
     def test_there_is_one_for_all_exchanges_of_an_engine(self, backend):
         """What has landed in it is nowhere else until the sum is whole."""
         accumulator = PerBlockGradientAccumulator(SMALL, backend.kernels)
-        sharing = Sharing(accumulator, per_worker=False, settings={})
+        model = TensorParallelGroup(accumulator, "same")
+        sharing = Sharing(accumulator, per_worker=False, settings={}, model=model)
         assert sharing._mirror is sharing._mirror
         assert sharing._mirror.is_arena == backend.is_host
         assert sharing._mirror.data.shape == (SMALL.arena_size,)
