@@ -81,7 +81,7 @@ class Shard(ABC):
         """
         whole = _sliceable(array, "the whole component")
         _refuse_other_shape(whole, self.full_shape, f"a {self.partition} shard is cut from")
-        part = whole[self._cut_of(self.tp_rank)]
+        part = whole[self._index_of(self.tp_rank)]
         return _copied(part) if copy else part
 
     def merge_shards(self, arrays: Sequence[Array], out: Array | None = None) -> Array:
@@ -110,14 +110,22 @@ class Shard(ABC):
         parts = [_sliceable(array, f"rank {rank}'s part") for rank, array in enumerate(arrays)]
         for rank, part in enumerate(parts):
             _refuse_other_shape(part, self.local_shape, f"rank {rank}'s part is")
-            _refuse_other_kind(part, parts[0], rank)
+            _refuse_other_kind(part, parts[0], f"rank {rank}'s part")
         if out is None and is_jax(parts[0]):
             return self._joined_by(sys.modules["jax"].numpy, parts)
         whole = _empty_like(parts[0], self.full_shape) if out is None else _writable(out)
         _refuse_other_shape(whole, self.full_shape, "the parts are merged into")
-        for rank, part in enumerate(parts):
-            whole[self._cut_of(rank)] = part
+        _refuse_other_kind(whole, parts[0], "the destination")
+        for rank in self._distinct_ranks:
+            whole[self._index_of(rank)] = parts[rank]
         return whole if out is None else out
+
+    def _index_of(self, rank: int) -> tuple[Any, ...]:
+        return (*self._cut_of(rank), ...)  # with the ellipsis, a part of no dimensions is an array too
+
+    @property
+    def _distinct_ranks(self) -> range:
+        return range(self.tp_size)
 
     @abstractmethod
     def _cut_of(self, rank: int) -> tuple[slice, ...]:
@@ -231,6 +239,10 @@ class Replica(Shard):
         """Rank 0's copy of the component; the others must have its shape, their values are not compared."""
         return super().merge_shards(arrays, out)
 
+    @property
+    def _distinct_ranks(self) -> range:
+        return range(1)
+
     def _cut_of(self, rank: int) -> tuple[slice, ...]:
         return (slice(None),) * len(self.full_shape)
 
@@ -247,7 +259,9 @@ def refuse_bad_tp_rank(tp_rank: int, tp_size: int) -> None:
     """
     whole_number("tp_size", tp_size, 1)
     if not _is_whole(tp_rank) or not 0 <= tp_rank < tp_size:
-        raise CallerError("tp_rank is out of range", got=tp_rank, expected=f"0..{tp_size - 1} for tp_size={tp_size}")
+        raise CallerError(
+            "tp_rank is out of range", got=repr(tp_rank), expected=f"0..{tp_size - 1} for tp_size={tp_size}"
+        )
 
 
 def whole_number(name: str, value: int, least: int) -> int:
@@ -318,10 +332,10 @@ def _refuse_other_shape(array: Array, shape: Shape, what: str) -> None:
         raise LayoutMismatch(f"{what} another shape", got=tuple(array.shape), expected=shape)
 
 
-def _refuse_other_kind(part: Array, first: Array, rank: int) -> None:
-    if part.dtype != first.dtype or type(part) is not type(first):
+def _refuse_other_kind(array: Array, first: Array, what: str) -> None:
+    if array.dtype != first.dtype or type(array) is not type(first):
         raise LayoutMismatch(
-            f"rank {rank}'s part is of another kind than rank 0's",
-            got=f"{type(part).__name__} of {part.dtype}",
+            f"{what} is of another kind than rank 0's part",
+            got=f"{type(array).__name__} of {array.dtype}",
             expected=f"{type(first).__name__} of {first.dtype}",
         )
