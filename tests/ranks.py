@@ -11,6 +11,31 @@ def on_ranks(work, world_size, **options):
     return _on_each(work, local_group(world_size, **options))
 
 
+def on_grid(work, dp_size, tp_size, **options):
+    """Run work(data_parallel, tensor_parallel) on a thread for each rank of a grid; outcomes[dp_rank][tp_rank]."""
+    options = {"timeout": 20.0, "join_timeout": 10.0, **options}
+    columns = [local_group(dp_size, **options) for _ in range(tp_size)]
+    rows = [local_group(tp_size, **options) for _ in range(dp_size)]
+    places = [(d, t) for d in range(dp_size) for t in range(tp_size)]
+    outcomes = dict.fromkeys(places)
+
+    def run(place):
+        d, t = place
+        try:
+            outcomes[place] = work(columns[t][d], rows[d][t])
+        except Exception as error:
+            outcomes[place] = error
+            columns[t][d].close()
+            rows[d][t].close()
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [[outcomes[d, t] for t in range(tp_size)] for d in range(dp_size)]
+
+
 def on_tcp(work):
     """The same for two ranks over TCP."""
     first = connect("tcp://127.0.0.1:0", 0, 2, timeout=20.0, join_timeout=10.0)

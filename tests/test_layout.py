@@ -9,7 +9,8 @@ import strategies as draw
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.errors import LayoutMismatch
+from gradengine import TensorParallelConfig
+from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import (
     BLOCK_COMPONENTS,
@@ -389,3 +390,121 @@ class TestDifferingRows:
         here, there = (msgpack.packb([r, [key]]) for r, key in zip(rows, ("w", 0), strict=True))
         shown = differing_rows(here, there)
         assert shown == "row 0: here 'w' (1,), there 'w' (1,) in 'layers.0'"
+
+
+TP = {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "num_kv_heads": 4}
+
+
+class TestPartOfAModel:
+    def test_each_component_is_marked_and_has_its_local_shape(self):
+        config = TensorParallelConfig(1, 2, **TP)
+        part = GradientLayout.transformer(**LARGE, tensor_parallel=config)
+        block = {slot.name.rpartition(".")[2]: (slot.shape, slot.partition) for slot in part.blocks[3].slots}
+        assert block == {
+            **dict.fromkeys(("w_k", "w_v"), ((1024, 128), "column")),
+            **dict.fromkeys(("gate", "up"), ((1024, 2048), "column")),
+            "w_q": ((1024, 512), "column"),
+            "w_o": ((512, 1024), "row"),
+            "down": ((2048, 1024), "row"),
+            **dict.fromkeys(("input_norm", "post_attn_norm"), ((1024,), "replicated")),
+        }
+        assert [(slot.shape, slot.partition) for slot in part.slots[-3:]] == [
+            *(((32768, 1024), "replicated"), ((1024,), "replicated"), ((32768, 1024), "replicated")),
+        ]
+        assert (part.tp_rank, part.tp_size) == (1, 2)
+
+    def test_names_blocks_and_backward_order_are_the_models(self):
+        whole, part = (
+            GradientLayout.transformer(**LARGE, tensor_parallel=c) for c in (None, TensorParallelConfig(0, 4, **TP))
+        )
+        assert [slot.name for slot in part.slots] == [slot.name for slot in whole.slots]
+        assert [span.key for span in part.spans] == [span.key for span in whole.spans]
+        assert (whole.tp_rank, whole.tp_size) == (0, 1)
+        assert {slot.partition for slot in whole.slots} == {"replicated"}
+
+    def test_a_vocabulary_is_cut_by_rows_where_it_is_asked_for(self):
+        config = TensorParallelConfig(0, 4, **TP, vocab_parallel=True)
+        part = GradientLayout.transformer(**LARGE, tensor_parallel=config)
+        assert [(slot.shape, slot.partition) for slot in part.slots[-3:]] == [
+            *(((8192, 1024), "row"), ((1024,), "replicated"), ((8192, 1024), "row")),
+        ]
+        with pytest.raises(CallerError, match="vocab_size cannot be divided by tp_size: got 32766 / 4, which leaves 2"):
+            GradientLayout.transformer(**{**LARGE, "vocab_size": 32766}, tensor_parallel=config)
+
+    def test_sizes_are_the_configurations(self):
+        config = TensorParallelConfig(0, 2, **TP)
+        with pytest.raises(
+            LayoutMismatch, match=r"'blocks.0.w_k' is not of this model: got \(1024, 512\), expected \(1024, 256\)"
+        ):
+            GradientLayout.transformer(**{**LARGE, "kv_hidden_size": 512}, tensor_parallel=config)
+
+    def test_a_group_of_one_has_the_whole_layout(self):
+        assert GradientLayout.transformer(**LARGE, tensor_parallel=TensorParallelConfig(0, 1, **TP)) == (
+            GradientLayout.transformer(**LARGE)
+        )
+
+    def test_parts_of_equal_shapes_have_different_fingerprints(self):
+        """Workers may sum equal parts only; which part it is no shape says."""
+        parts = [
+            GradientLayout.transformer(2, 8, 4, 12, 16, tensor_parallel=TensorParallelConfig(r, 2, 8, 12, 4, 2))
+            for r in (0, 1)
+        ]
+        assert [slot.shape for slot in parts[0].slots] == [slot.shape for slot in parts[1].slots]
+        assert parts[0].fingerprint != parts[1].fingerprint
+
+    @pytest.mark.parametrize("embedding", [True, False])
+    def test_its_table_is_read_back(self, embedding):
+        config = TensorParallelConfig(1, 2, 8, 12, 4, 2)
+        part = GradientLayout.transformer(2, 8, 4, 12, 16, embedding=embedding, tensor_parallel=config)
+        read = layout_from_table(part.table())
+        assert read == part
+        assert [slot.partition for slot in read.slots] == [slot.partition for slot in part.slots]
+        assert (read.tp_rank, read.tp_size, read.arena_size) == (1, 2, part.arena_size)
+
+    def test_the_table_of_a_whole_model_is_what_it_was(self):
+        assert msgpack.unpackb(GradientLayout.of({"w": (2, 3)}).table()) == [[["w", [2, 3], None]], ["w"]]
+
+    def test_of_any_arrays(self):
+        part = GradientLayout.of(
+            {**BASE, "bias": (4,)}, tp_rank=1, tp_size=3, partitions={"head": "row", "layers.0.a": "column"}
+        )
+        assert [slot.partition for slot in part.slots] == ["column", "replicated", "row", "replicated"]
+        assert repr(part).startswith("GradientLayout(part 1 of 3, 4 components")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"partitions": {"tail": "row"}}, "a partition of no component: got 'tail', expected one of 'layers.0.a'"),
+            ({"partitions": {"head": "rows"}}, "component 'head' has an unknown partition: got 'rows'"),
+            ({"partitions": {"head": None}}, "component 'head' has an unknown partition: got None"),
+            ({"tp_rank": 2}, r"tp_rank is out of range: got 2, expected 0\.\.1"),
+            ({"tp_size": 0}, "tp_size is out of range: got 0"),
+        ],
+    )
+    def test_what_is_no_part_is_refused(self, arguments, message):
+        with pytest.raises(CallerError, match=message):
+            GradientLayout.of(BASE, **{"tp_rank": 0, "tp_size": 2, **arguments})
+
+    @pytest.mark.parametrize(
+        "part",
+        [
+            *([0], [0, 2], [2, 2, ["row"]], [0, 0, ["row"]], [0, 2, ["rows"]], [0, 2, []], [0, 2, ["row", "row"]]),
+            *("x", 7, None, [0, 2, [[]]], [0.5, 2, ["row"]], [0, 2, 3], [0, 2, {"row": 1}, 4], [True, 2, ["row"]]),
+        ],
+    )
+    def test_a_table_of_no_part_is_refused(self, part):
+        with pytest.raises(LayoutMismatch):
+            layout_from_table(msgpack.packb([[["w", [2, 3], None]], ["w"], part]))
+
+    def test_of_layouts_that_differ_the_part_is_shown_first(self):
+        first, second = (
+            GradientLayout.of({"w": (2, 3)}, tp_rank=r, tp_size=2, partitions={"w": "row"}) for r in (0, 1)
+        )
+        whole = GradientLayout.of({"w": (2, 6)})
+        assert differing_rows(first.table(), second.table()) == (
+            "part of a model: here tp_rank 0 of 2 (1 row), there tp_rank 1 of 2 (1 row)"
+        )
+        assert differing_rows(first.table(), whole.table()).splitlines() == [
+            "part of a model: here tp_rank 0 of 2 (1 row), there the whole",
+            "row 0: here 'w' (2, 3), there 'w' (2, 6)",
+        ]
