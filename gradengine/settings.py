@@ -64,13 +64,13 @@ class Settings:
 
     def refuse_lone_part(self, layout: GradientLayout) -> None:
         """Raise `CallerError` where one part of a model would be clipped or skipped without a word to the others."""
-        clips = any(bound < math.inf for bound in self.plan.max_norms)
-        if layout.tp_size > 1 and (clips or not self.raises):
+        clips, skips = any(bound < math.inf for bound in self.plan.max_norms), self.zero_if_bad and not self.raises
+        if layout.tp_size > 1 and (clips or skips):
             raise CallerError(
                 "the norm of one part of a model is not the model's",
                 got=f"part {layout.tp_rank} of {layout.tp_size}, and no tensor_parallel exchange",
                 expected="tensor_parallel=, an exchange over the group",
-                do="or build the engine with max_norm=None and on_non_finite='raise'",
+                do="or build the engine with max_norm=None and on_non_finite='raise' or 'pass'",
             )
 
 

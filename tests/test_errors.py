@@ -78,6 +78,21 @@ def test_a_non_finite_gradient_says_where_and_survives_pickling(rank):
     assert str(copy) == str(error)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ({"tp_rank": 1}, "'w' of tensor-parallel rank 1 is"),
+        ({"rank": 2, "tp_rank": 0}, "'w' of rank 2, tensor-parallel rank 0 is"),
+        ({}, "'w' is"),
+    ],
+)
+def test_the_part_of_a_model_is_named_too(ranks, named):
+    error = NonFiniteGradient("w", 0, 1.0, step=0, **ranks)
+    copy = pickle.loads(pickle.dumps(error))
+    assert named in str(error)
+    assert (str(copy), copy.tp_rank) == (str(error), ranks.get("tp_rank"))
+
+
 @pytest.mark.parametrize("error", [BufferRefused("what"), NonFiniteGradient("w", 0, 1.0, step=0)])
 def test_notes_are_kept_by_pickling(error):
     error.context = "while loading"

@@ -1,5 +1,6 @@
 """Settings: checked once, told to all workers, and the one of them that may change between windows."""
 
+import math
 import threading
 
 import numpy as np
@@ -53,6 +54,29 @@ def test_what_all_workers_are_told():
     assert all(isinstance(value, str) for value in found.shared.values())
     found.loss_scale = 512
     assert found.shared["loss_scale"] == "512.0"
+
+
+class TestPartOfAModel:
+    PART = GradientLayout.of({"w": (3,)}, tp_rank=1, tp_size=2)
+
+    @pytest.mark.parametrize("plan", [PLAN, ClipPlan((0, 1), (math.inf, 2.0))])
+    def test_is_not_clipped_alone(self, plan):
+        with pytest.raises(
+            CallerError, match="got part 1 of 2, and no tensor_parallel exchange, expected tensor_parallel="
+        ):
+            Settings(plan, "raise", "weighted", None, 1.0).refuse_lone_part(self.PART)
+
+    @pytest.mark.parametrize(("on_non_finite", "is_refused"), [("skip", True), ("raise", False), ("pass", False)])
+    def test_is_not_skipped_alone(self, on_non_finite, is_refused):
+        unclipped = Settings(ClipPlan((0,), (math.inf,)), on_non_finite, "weighted", None, 1.0)
+        if is_refused:
+            with pytest.raises(CallerError, match="the norm of one part of a model is not the model's"):
+                unclipped.refuse_lone_part(self.PART)
+        else:
+            unclipped.refuse_lone_part(self.PART)
+
+    def test_a_whole_model_is_clipped_as_ever(self):
+        settings(on_non_finite="skip").refuse_lone_part(LAYOUT)
 
 
 class TestDynamicLossScale:
