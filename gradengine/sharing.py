@@ -125,7 +125,7 @@ class Sharing:
         if not decision.bad:
             return None
         with self._failing():
-            found = self.model.first_found(self._found_here(self.model.own_of(decision.bad)))
+            found = self.model.first_found(self._found_here(self.model.own_of(decision.bad)), self.progress.step)
         found = found or self._found_here(decision.bad)
         return found or NonFiniteGradient(
             self._layout.slots[decision.bad[0]].name, 0, math.nan, step=self.progress.step

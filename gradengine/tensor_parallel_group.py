@@ -77,7 +77,8 @@ class TensorParallelGroup:
             HandshakeRefused, PeerLost: The ranks do not come together, or hold parts of different models.
         """
         _refuse_other_group(exchange, self._accumulator.layout)
-        exchange.bind(self._layout, self._replicas.data, self.progress, _do_nothing)
+        with _named():
+            exchange.bind(self._layout, self._replicas.data, self.progress, _do_nothing)
         self.exchange, self._is_summed = exchange, False
         for span in self._layout.spans:
             if span.key in self._started:
@@ -111,8 +112,12 @@ class TensorParallelGroup:
         """Those of these components whose gradient in the arena is this rank's own, and not a sum over the group."""
         return [p for p in positions if not self._is_traveller(self._slots[p])]
 
-    def first_found(self, mine: NonFiniteGradient | None) -> NonFiniteGradient | None:
+    def first_found(self, mine: NonFiniteGradient | None, step: int) -> NonFiniteGradient | None:
         """Of what each rank found that is not finite, the first in layout order; all ranks ask, and are told the same.
+
+        Args:
+            mine: What this rank found in what is its own.
+            step: The engine's, for the error.
 
         Raises:
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
@@ -121,17 +126,20 @@ class TensorParallelGroup:
             return mine
         if self._found is None:
             with _named():
-                parts = self.exchange.gather(_packed(mine or self._found_in_sums()))
-            found = [_unpacked(part, rank, self.progress.step) for rank, part in enumerate(parts)]
+                parts = self.exchange.gather(_packed(mine or self._found_in_sums(step)))
+            found = [_unpacked(part, rank, step) for rank, part in enumerate(parts)]
             order = {slot.name: i for i, slot in enumerate(self._slots)}
             self._found = min((f for f in found if f is not None), key=lambda f: order[f.component], default=None)
         return self._found
 
     def discard(self) -> None:
         """Forget the window. What is under way already the exchange cannot take back: it is closed."""
-        if self._started and self.agreed is None and self.exchange is not None:
-            self.exchange.close()
-        self.progress.restart()
+        if self.agreed is not None:
+            self.progress.next_step()
+        else:
+            if self._started and self.exchange is not None:
+                self.exchange.close()
+            self.progress.restart()
         self.clear()
 
     def clear(self) -> None:
@@ -152,7 +160,7 @@ class TensorParallelGroup:
     @cached_property
     def _layout(self) -> GradientLayout:
         """What the handshake compares: every component, but only what travels has elements."""
-        shapes = {f"replicated={self._replicated}": (0,)}
+        shapes: dict[str, tuple[int, ...]] = {f"replicated={self._replicated}": (0,)}
         for slot in self._slots:
             shapes[slot.name] = slot.shape if self._is_traveller(slot) else (0, *slot.shape)
         return GradientLayout.of(shapes)
@@ -185,11 +193,11 @@ class TensorParallelGroup:
         for tally in tallies:
             totals += tally.totals
         replicas = np.array([tally.totals[self._is_replicated] for tally in tallies])
-        if np.isfinite(replicas).all():
-            for rank, replica in enumerate(replicas):
-                self._refuse_other_replicas(rank, replica, replicas[0])
-            totals[self._is_replicated] = replicas[0]
-        # Else the sum over the ranks stands: it is not finite where one of theirs is not, and the step is refused.
+        is_finite = np.isfinite(replicas).all(axis=0)
+        for rank, replica in enumerate(replicas):
+            self._refuse_other_replicas(rank, np.where(is_finite, replica, 0), np.where(is_finite, replicas[0], 0))
+        # Where one rank's is not finite the sum over the ranks is not either: all of them refuse the step.
+        totals[self._is_replicated] = np.where(is_finite, replicas[0], totals[self._is_replicated])
         return replace(first, totals=totals)
 
     def _refuse_other_replicas(self, rank: int, replica: Float64, first: Float64) -> None:
@@ -207,12 +215,12 @@ class TensorParallelGroup:
                 "'average' where the copies differ by their rounding",
             )
 
-    def _found_in_sums(self) -> NonFiniteGradient | None:
+    def _found_in_sums(self, step: int) -> NonFiniteGradient | None:
         """What this rank gave to a sum of replicas that was not finite."""
         for bad in self.progress.bad:
             for slot in self._layout.slots:
                 if slot.offset <= bad.index < slot.stop and bad.rank == self._accumulator.layout.tp_rank:
-                    return NonFiniteGradient(slot.name, bad.index - slot.offset, bad.value, step=self.progress.step)
+                    return NonFiniteGradient(slot.name, bad.index - slot.offset, bad.value, step=step)
         return None
 
 

@@ -419,6 +419,21 @@ class TestNonFinite:
             assert not any(gradient.any() for gradient in result.gradients.values())
             assert result.non_finite.tp_rank == 1
 
+    @pytest.mark.parametrize("form", FORMS)
+    def test_passed_on_the_other_components_norms_are_right(self, form):
+        def gradients(c):
+            part = part_of(contribution(0, 0), c, form)
+            part["final_norm"][0] = math.nan if c.tp_rank else part["final_norm"][0]
+            return part
+
+        whole = GradientEngine(WHOLE)
+        whole.add(contribution(0, 0))
+        expected = list(whole.step().component_norms)
+        expected[[slot.name for slot in WHOLE.slots].index("final_norm")] = math.nan
+        for result in self.steps(gradients, form, on_non_finite="pass"):
+            assert math.isnan(result.norm)
+            assert list(result.component_norms) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
     def test_the_next_step_is_a_good_one(self):
         def work(exchange):
             c = config(exchange.rank, 2)
@@ -697,6 +712,39 @@ class TestRunAgain:
 
         spares = local_group(2, timeout=20.0)
         assert on_ranks(work, 2) == pytest.approx([whole_step().norm] * 2, rel=1e-6)
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_a_window_dropped_after_the_group_agreed_leaves_it_in_step(self, form):
+        """All four lose their data-parallel group behind the other's agreement; the tensor-parallel one goes on."""
+        spares = spare_groups()
+
+        def work(data_parallel, tensor_parallel):
+            d, t = data_parallel.rank, tensor_parallel.rank
+            c = config(t, 2)
+            engine = GradientEngine(
+                layout_of(c), exchange=Faulty(data_parallel, "gather"), tensor_parallel=tensor_parallel, replicated=form
+            )
+            engine.add(part_of(contribution(7, 0), c, form))
+            with pytest.raises(PeerLost):
+                engine.step()
+            engine.discard()
+            engine.reconnect(spares[t][d])
+            norms = []
+            for k in range(MICRO_BATCHES):
+                engine.add(part_of(contribution(d, k), c, form))
+                norms.append(engine.step().norm)
+            return norms
+
+        def unsharded(exchange):
+            engine, norms = GradientEngine(WHOLE, exchange=exchange), []
+            for k in range(MICRO_BATCHES):
+                engine.add(contribution(exchange.rank, k))
+                norms.append(engine.step().norm)
+            return norms
+
+        expected = on_ranks(unsharded, 2)[0]
+        for norms in itertools.chain(*on_grid(work, 2, 2)):
+            assert norms == pytest.approx(expected, rel=1e-6)
 
     def test_a_rank_that_never_comes_is_named_with_its_group(self):
         exchanges = local_group(2, timeout=0.5)
