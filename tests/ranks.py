@@ -11,11 +11,14 @@ def on_ranks(work, world_size, **options):
     return _on_each(work, local_group(world_size, **options))
 
 
-def on_grid(work, dp_size, tp_size, **options):
-    """Run work(data_parallel, tensor_parallel) on a thread for each rank of a grid; outcomes[dp_rank][tp_rank]."""
-    options = {"timeout": 20.0, "join_timeout": 10.0, **options}
+def on_grid(work, dp_size, tp_size, rows=None):
+    """Run work(data_parallel, tensor_parallel) on a thread for each rank of a grid; outcomes[dp_rank][tp_rank].
+
+    Each worker's tensor-parallel group is a row: of threads, if none are given.
+    """
+    options = {"timeout": 20.0, "join_timeout": 10.0}
     columns = [local_group(dp_size, **options) for _ in range(tp_size)]
-    rows = [local_group(tp_size, **options) for _ in range(dp_size)]
+    rows = rows or [local_group(tp_size, **options) for _ in range(dp_size)]
     places = [(d, t) for d in range(dp_size) for t in range(tp_size)]
     outcomes = dict.fromkeys(places)
 

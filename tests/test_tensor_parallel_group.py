@@ -249,6 +249,17 @@ class TestOneGroup:
             layout = TensorParallelGroup(accumulator, form)._layout
             assert least <= layout.arena_size <= most
 
+    def test_no_memory_that_others_wrote_leaves_in_the_padding(self, monkeypatch):
+        def poisoned(size):
+            buffer = allocate(size)
+            buffer.data[:] = math.nan
+            return buffer
+
+        accumulator = PerBlockGradientAccumulator(layout_of(config(0, 2)))
+        allocate = accumulator.kernels.allocate
+        monkeypatch.setattr(accumulator.kernels, "allocate", poisoned)
+        assert not TensorParallelGroup(accumulator, "sum")._replicas.data.any()
+
 
 class TestGrid:
     """Two groups at once: workers with the same part, and the parts of one worker's model."""
@@ -733,6 +744,7 @@ class TestRunAgain:
             for k in range(MICRO_BATCHES):
                 engine.add(part_of(contribution(d, k), c, form))
                 norms.append(engine.step().norm)
+            tensor_parallel.barrier()
             return norms
 
         def unsharded(exchange):
@@ -743,7 +755,9 @@ class TestRunAgain:
             return norms
 
         expected = on_ranks(unsharded, 2)[0]
-        for norms in itertools.chain(*on_grid(work, 2, 2)):
+        with group(Transport.TCP, 2, timeout=20.0) as first, group(Transport.TCP, 2, timeout=20.0) as second:
+            found = on_grid(work, 2, 2, rows=[first, second])
+        for norms in itertools.chain(*found):
             assert norms == pytest.approx(expected, rel=1e-6)
 
     def test_a_rank_that_never_comes_is_named_with_its_group(self):
