@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol, get_args, runtime_checkable
 
 import msgpack
 
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.slots import Block, Row, Slot, Span, place, refuse_bad_rows
-from gradengine.tensor_parallel import Partition, Shape, TensorParallelConfig, refuse_bad_tp_rank
+from gradengine.tensor_parallel import Partition, Shape, TensorParallelConfig, checked_tp_rank
 
 __all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout", "Slot", "Span"]
 
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
+PARTITIONS = get_args(Partition)
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
 
 
@@ -58,8 +59,7 @@ class GradientLayout:
         tp_size: int = 1,
     ) -> None:
         refuse_bad_rows(rows)
-        refuse_bad_tp_rank(tp_rank, tp_size)
-        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
         self._rows = tuple(rows)
         self.blocks, non_block = place(rows)
         by_key: dict[int | str, Span] = {span.key: span for span in (*self.blocks, *non_block)}
@@ -77,7 +77,7 @@ class GradientLayout:
         gradients: Mapping[str, Shaped | Shape] | Sequence[Shaped | Shape],
         *,
         tp_rank: int = 0,
-        tp_size: int = 1,
+        tp_size: int | None = None,
         partitions: Mapping[str, Partition] | None = None,
     ) -> GradientLayout:
         """The layout of arrays (or shapes) as they are given.
@@ -89,28 +89,31 @@ class GradientLayout:
                 by that number. Workers exchange in the reverse of this order, so give the components from the model's
                 input to its output where blocks shall travel while backward runs.
             tp_rank: This rank in its tensor-parallel group; the shapes are those of its parts.
-            tp_size: Ranks of that group; 1 for a whole model.
-            partitions: Name -> "column", "row" or "replicated"; what is not named is replicated.
+            tp_size: Ranks of that group; 1, if it is not given, for a whole model.
+            partitions: Name -> "column", "row" or "replicated", for each component of a part of a model. To the norm
+                "column" and "row" are one: the component's elements are this rank's alone.
 
         Raises:
             LayoutMismatch: Two components of one name, a negative or fractional dimension, a partition of no component
-                or of no kind, or nothing at all.
-            CallerError: The rank is out of range.
+                or of no kind, a component of a part without one, or nothing at all.
+            CallerError: The rank is out of range, or there are partitions and no `tp_size`.
 
         Example:
             >>> [slot.shape for slot in GradientLayout.of([(2, 3), (4,)]).slots]
             [(2, 3), (4,)]
-            >>> shard = GradientLayout.of({"w": (2, 3), "b": (4,)}, tp_rank=1, tp_size=2, partitions={"w": "column"})
+            >>> cut = {"w": "column", "norm": "replicated"}
+            >>> shard = GradientLayout.of({"w": (2, 3), "norm": (4,)}, tp_rank=1, tp_size=2, partitions=cut)
             >>> [slot.partition for slot in shard.slots]
             ['column', 'replicated']
         """
         named = gradients if isinstance(gradients, Mapping) else {str(i): g for i, g in enumerate(gradients)}
         cut = partitions or {}
-        _refuse_bad_partitions(cut, named)
+        checked_tp_rank(tp_rank, 1 if tp_size is None else tp_size)
+        _refuse_bad_partitions(cut, named, tp_size)
         rows = [
             Row(name, _shape_of(name, g), _block_name(name), cut.get(name, "replicated")) for name, g in named.items()
         ]
-        return GradientLayout(rows, tp_rank=tp_rank, tp_size=tp_size)
+        return GradientLayout(rows, tp_rank=tp_rank, tp_size=1 if tp_size is None else tp_size)
 
     @staticmethod
     def transformer(
@@ -314,10 +317,15 @@ def _part_of(row: Row, config: TensorParallelConfig) -> Row:
     return Row(row.name, shard.local_shape, row.block_name, shard.partition)
 
 
-def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str, object]) -> None:
+def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str, object], tp_size: int | None) -> None:
     for name in partitions:
         if name not in named:
             raise LayoutMismatch("a partition of no component", got=repr(name), expected=_few(named))
+    if partitions and tp_size is None:
+        raise CallerError("partitions of a whole model", got="no tp_size", expected="tp_rank= and tp_size= too")
+    for name in named if tp_size is not None and tp_size > 1 else ():
+        if name not in partitions:  # taken for replicated, a forgotten shard would be counted once, or summed
+            raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(PARTITIONS))
 
 
 def _refuse_bad_order(order: Sequence[int | str], spans: Mapping[int | str, Span]) -> None:

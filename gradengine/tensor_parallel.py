@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from gradengine.errors import LayoutMismatch
+from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.shards import (
     ColumnParallelShard,
     Partition,
@@ -18,8 +18,8 @@ from gradengine.shards import (
     RowParallelShard,
     Shape,
     Shard,
+    checked_tp_rank,
     divided,
-    refuse_bad_tp_rank,
     whole_number,
 )
 
@@ -31,7 +31,7 @@ __all__ = [
     "Shape",
     "Shard",
     "TensorParallelConfig",
-    "refuse_bad_tp_rank",
+    "checked_tp_rank",
 ]
 
 _COLUMN_PARALLEL = ("w_q", "w_k", "w_v", "gate", "up")
@@ -78,13 +78,20 @@ class TensorParallelConfig:
     vocab_parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        refuse_bad_tp_rank(self.tp_rank, self.tp_size)
+        plain = dict(zip(("tp_rank", "tp_size"), checked_tp_rank(self.tp_rank, self.tp_size), strict=True))
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
-            whole_number(name, getattr(self, name), 1)
+            plain[name] = whole_number(name, getattr(self, name), 1)
+        for name, value in plain.items():  # NumPy's integers would overflow in the products below
+            object.__setattr__(self, name, value)
+        if not isinstance(self.vocab_parallel, bool):
+            raise CallerError(
+                "vocab_parallel is no truth value", got=repr(self.vocab_parallel), expected="True or False"
+            )
         divided("hidden_size", self.hidden_size, self.num_heads, "num_heads")
         divided("num_heads", self.num_heads, self.num_kv_heads, "num_kv_heads")
-        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-            divided(name, getattr(self, name), self.tp_size)
+        divided("num_heads", self.num_heads, self.tp_size)
+        divided("num_kv_heads", self.num_kv_heads, self.tp_size, do="ranks cannot share a key-value head here")
+        divided("intermediate_size", self.intermediate_size, self.tp_size)
 
     @property
     def head_size(self) -> int:
@@ -127,8 +134,8 @@ class TensorParallelConfig:
         Raises:
             CallerError: The vocabulary is to be divided and cannot be.
         """
-        whole_number("vocab_size", vocab_size, 0)
-        return divided("vocab_size", vocab_size, self.tp_size) if self.vocab_parallel else vocab_size
+        rows = whole_number("vocab_size", vocab_size, 0)
+        return divided("vocab_size", rows, self.tp_size) if self.vocab_parallel else rows
 
     def weight_memory_fraction(self, num_blocks: int = 1, vocab_size: int = 0, *, embedding: bool = True) -> float:
         """What this rank keeps of the model's weights: 1 / tp_size of what is divided, and all of what is replicated.
@@ -149,10 +156,10 @@ class TensorParallelConfig:
             >>> f"{config.weight_memory_fraction():.4f} {config.weight_memory_fraction(24, 32768):.4f}"
             '0.2501 0.3666'
         """
-        local_vocab = self.local_vocab_size(vocab_size)
-        whole_number("num_blocks", num_blocks, 0 if vocab_size else 1)
+        local_vocab, vocab_size = self.local_vocab_size(vocab_size), whole_number("vocab_size", vocab_size, 0)
+        blocks = whole_number("num_blocks", num_blocks, 0 if vocab_size else 1)
         h, kv, i = self.hidden_size, self.kv_hidden_size, self.intermediate_size
-        matrices, norms = num_blocks * (2 * h * h + 2 * h * kv + 3 * h * i), num_blocks * 2 * h
+        matrices, norms = blocks * (2 * h * h + 2 * h * kv + 3 * h * i), blocks * 2 * h
         tail = 1 + embedding if vocab_size else 0
         final_norm = h if vocab_size else 0
         local = matrices // self.tp_size + norms + final_norm + tail * local_vocab * h

@@ -465,25 +465,43 @@ class TestPartOfAModel:
         assert msgpack.unpackb(GradientLayout.of({"w": (2, 3)}).table()) == [[["w", [2, 3], None]], ["w"]]
 
     def test_of_any_arrays(self):
-        part = GradientLayout.of(
-            {**BASE, "bias": (4,)}, tp_rank=1, tp_size=3, partitions={"head": "row", "layers.0.a": "column"}
-        )
+        cut = {"head": "row", "layers.0.a": "column", **dict.fromkeys(("layers.0.b", "bias"), "replicated")}
+        part = GradientLayout.of({**BASE, "bias": (4,)}, tp_rank=np.int64(1), tp_size=np.int64(3), partitions=cut)
         assert [slot.partition for slot in part.slots] == ["column", "replicated", "row", "replicated"]
         assert repr(part).startswith("GradientLayout(part 1 of 3, 4 components")
+        assert layout_from_table(part.table()) == part
+
+    def test_nothing_of_a_part_is_taken_for_replicated(self):
+        """A shard that was forgotten would be counted once, or summed with another."""
+        with pytest.raises(
+            LayoutMismatch, match=r"component 'layers.0.b' of a part has no partition: expected one of 'col"
+        ):
+            GradientLayout.of(BASE, tp_rank=0, tp_size=2, partitions={"layers.0.a": "row"})
+
+    def test_nor_a_part_for_the_whole(self):
+        with pytest.raises(CallerError, match="partitions of a whole model: got no tp_size"):
+            GradientLayout.of({"w": (2,)}, partitions={"w": "row"})
+        assert GradientLayout.of({"w": (2,)}, tp_size=1, partitions={"w": "row"}) == GradientLayout.of({"w": (2,)})
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             ({"partitions": {"tail": "row"}}, "a partition of no component: got 'tail', expected one of 'layers.0.a'"),
-            ({"partitions": {"head": "rows"}}, "component 'head' has an unknown partition: got 'rows'"),
-            ({"partitions": {"head": None}}, "component 'head' has an unknown partition: got None"),
+            (
+                {"partitions": {**dict.fromkeys(BASE, "row"), "head": "rows"}},
+                "component 'head' has an unknown partition: got 'rows'",
+            ),
+            (
+                {"partitions": {**dict.fromkeys(BASE, "row"), "head": None}},
+                "component 'head' has an unknown partition: got None",
+            ),
             ({"tp_rank": 2}, r"tp_rank is out of range: got 2, expected 0\.\.1"),
             ({"tp_size": 0}, "tp_size is out of range: got 0"),
         ],
     )
     def test_what_is_no_part_is_refused(self, arguments, message):
         with pytest.raises(CallerError, match=message):
-            GradientLayout.of(BASE, **{"tp_rank": 0, "tp_size": 2, **arguments})
+            GradientLayout.of(BASE, **{"tp_rank": 0, "tp_size": 2, "partitions": {}, **arguments})
 
     @pytest.mark.parametrize(
         "part",

@@ -57,7 +57,7 @@ def test_what_all_workers_are_told():
 
 
 class TestPartOfAModel:
-    PART = GradientLayout.of({"w": (3,)}, tp_rank=1, tp_size=2)
+    PART = GradientLayout.of({"w": (3,)}, tp_rank=1, tp_size=2, partitions={"w": "row"})
 
     @pytest.mark.parametrize("plan", [PLAN, ClipPlan((0, 1), (math.inf, 2.0))])
     def test_is_not_clipped_alone(self, plan):

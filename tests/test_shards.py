@@ -160,7 +160,7 @@ class TestFrameworks:
             assert (merged == whole).all()
         replica = Replica((4, 6), 1, 2)
         assert (replica.merge_shards([replica.extract_shard(whole), whole + 1]) == whole).all()
-        with pytest.raises(BufferRefused, match="cannot be written there: got a read-only"):
+        with pytest.raises(BufferRefused, match="the destination cannot be written to: got a read-only"):
             RowParallelShard(4, 6, 0, 2).merge_shards([matrix()[:2], matrix()[2:]], out=whole)
 
     def test_what_offers_dlpack_alone_becomes_numpys(self):
@@ -203,6 +203,56 @@ class TestFrameworks:
             RowParallelShard(4, 6, 0, 2).merge_shards([matrix()[:2], thing])
 
 
+class TestNumPysOtherArrays:
+    def test_parts_that_lie_in_files_are_merged(self, tmp_path):
+        whole = matrix()
+        for rank in (0, 1):
+            np.save(tmp_path / f"{rank}.npy", whole[:, 3 * rank : 3 * rank + 3])
+        parts = [np.load(tmp_path / f"{rank}.npy", mmap_mode="r") for rank in (0, 1)]
+        merged = ColumnParallelShard(4, 6, 0, 2).merge_shards(parts)
+        assert merged.tolist() == whole.tolist()
+        assert ColumnParallelShard(4, 6, 0, 2).merge_shards([parts[0], np.array(parts[1])]).tolist() == whole.tolist()
+
+    def test_into_a_file_too(self, tmp_path):
+        out = np.lib.format.open_memmap(tmp_path / "whole.npy", "w+", np.float32, (4, 6))
+        RowParallelShard(4, 6, 0, 2).merge_shards([matrix()[:2], matrix()[2:]], out=out)
+        out.flush()
+        assert np.load(tmp_path / "whole.npy").tolist() == matrix().tolist()
+
+    def test_masked_arrays_would_lose_their_mask(self):
+        with pytest.raises(BufferRefused, match=r"the whole component is masked: got MaskedArray; pass \.filled"):
+            RowParallelShard(4, 6, 0, 2).extract_shard(np.ma.masked_array(matrix(), mask=True))
+
+    @pytest.mark.parametrize("integer", [np.uint8, np.int32, np.int64])
+    def test_numpys_integers_are_numbers(self, integer):
+        shard = RowParallelShard(integer(100), integer(2), integer(3), integer(4))
+        assert shard == RowParallelShard(100, 2, 3, 4)
+        assert shard.extract_shard(np.arange(200).reshape(100, 2))[0].tolist() == [150, 151]
+
+    def test_parts_may_come_one_by_one(self):
+        parts = (matrix()[2 * rank : 2 * rank + 2] for rank in (0, 1))
+        assert RowParallelShard(4, 6, 0, 2).merge_shards(parts).tolist() == matrix().tolist()
+
+    def test_a_shard_may_be_larger_than_any_memory(self):
+        assert RowParallelShard(2**70, 1, 1, 2).local_shape == (2**69, 1)
+
+
+class TestTorchsOtherTensors:
+    def test_sparse_ones_are_refused(self):
+        torch = pytest.importorskip("torch")
+        with pytest.raises(BufferRefused, match=r"the whole component is sparse: got torch.sparse_coo; pass .to_dense"):
+            RowParallelShard(4, 6, 0, 2).extract_shard(torch.zeros(4, 6).to_sparse())
+
+    def test_destinations_that_torch_does_not_write_to_are_refused(self):
+        torch = pytest.importorskip("torch")
+        parts = [torch.ones(2, 6), torch.ones(2, 6)]
+        with torch.inference_mode():
+            inference = torch.zeros(4, 6)
+        for out in (torch.zeros(1, 6).expand(4, 6), inference):
+            with pytest.raises(BufferRefused, match="the destination cannot be written to"):
+                RowParallelShard(4, 6, 0, 2).merge_shards(parts, out=out)
+
+
 class TestRefused:
     @pytest.mark.parametrize("shape", [(4, 7), (6, 4), (24,), (4, 6, 1), ()])
     def test_another_shape_names_both(self, shape):
@@ -217,7 +267,10 @@ class TestRefused:
             ColumnParallelShard(4, 6, 0, 2).merge_shards([np.zeros((4, 3)), np.zeros((4, 4))])
 
     def test_parts_of_two_kinds(self):
-        with pytest.raises(LayoutMismatch, match=r"rank 1's part is of another kind .*got ndarray of float64"):
+        with pytest.raises(
+            LayoutMismatch,
+            match=r"rank 1's part is of another kind than rank 0's: got numpy of float64, expected numpy of float32",
+        ):
             ColumnParallelShard(4, 6, 0, 2).merge_shards([np.zeros((4, 3), np.float32), np.zeros((4, 3))])
 
     @pytest.mark.parametrize("count", [0, 1, 3])
@@ -231,14 +284,14 @@ class TestRefused:
             shard.merge_shards(parts, out=np.zeros((6, 4)))
         out = np.zeros((4, 6))
         out.flags.writeable = False
-        with pytest.raises(BufferRefused, match="the whole component cannot be written there: got a read-only ndarray"):
+        with pytest.raises(BufferRefused, match="the destination cannot be written to: got a read-only ndarray"):
             shard.merge_shards(parts, out=out)
         assert not out.any()
 
     def test_a_destination_of_another_dtype(self):
         parts = [np.full((2, 6), 1.5, np.float32)] * 2
         with pytest.raises(
-            LayoutMismatch, match=r"the destination is of another kind .*got ndarray of int64, expected"
+            LayoutMismatch, match=r"the destination is of another kind .*got numpy of int64, expected numpy of float32"
         ):
             RowParallelShard(4, 6, 0, 2).merge_shards(parts, out=np.zeros((4, 6), np.int64))
 

@@ -186,7 +186,10 @@ class TestRefused:
         [
             ({"num_heads": 15}, "hidden_size cannot be divided by num_heads: got 1024 / 15, which leaves 4"),
             ({"num_kv_heads": 5}, "num_heads cannot be divided by num_kv_heads: got 16 / 5, which leaves 1"),
-            ({"num_kv_heads": 1}, "num_kv_heads cannot be divided by tp_size: got 1 / 2, which leaves 1"),
+            (
+                {"num_kv_heads": 1},
+                "num_kv_heads cannot be divided by tp_size: got 1 / 2, which leaves 1, .*ranks cannot share",
+            ),
             (
                 {"intermediate_size": 4097},
                 "intermediate_size cannot be divided by tp_size: got 4097 / 2, which leaves 1",
@@ -208,6 +211,18 @@ class TestRefused:
     def test_the_vocabulary_is_a_word_of_its_own(self):
         with pytest.raises(TypeError):
             TensorParallelConfig(0, 2, 1024, 4096, 16, 4, True)
+
+    @pytest.mark.parametrize("word", ["no", 1, None])
+    def test_and_a_truth_value(self, word):
+        with pytest.raises(CallerError, match="vocab_parallel is no truth value: got "):
+            config(vocab_parallel=word)
+
+    @pytest.mark.parametrize("integer", [np.int16, np.int32, np.uint64])
+    def test_numpys_integers_do_not_overflow(self, integer):
+        large = TensorParallelConfig(*map(integer, (0, 8, 8192, 28672, 64, 8)))
+        assert large == TensorParallelConfig(0, 8, 8192, 28672, 64, 8)
+        fraction = large.weight_memory_fraction(integer(80), np.int32(128256))
+        assert fraction == TensorParallelConfig(0, 8, 8192, 28672, 64, 8).weight_memory_fraction(80, 128256)
 
     def test_it_cannot_be_changed(self):
         with pytest.raises(dataclasses.FrozenInstanceError):

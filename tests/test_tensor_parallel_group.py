@@ -180,7 +180,8 @@ class TestOneGroup:
                 part[name] = parts[0][name]
 
         def work(exchange):
-            layout = GradientLayout.of(parts[0], tp_rank=exchange.rank, tp_size=tp_size, partitions=cut)
+            partitions = {name: cut.get(name, "replicated") for name in names}
+            layout = GradientLayout.of(parts[0], tp_rank=exchange.rank, tp_size=tp_size, partitions=partitions)
             engine = GradientEngine(layout, max_norm=None, tensor_parallel=exchange, replicated=form)
             engine.add(parts[exchange.rank])
             return engine.step().norm
@@ -196,7 +197,9 @@ class TestOneGroup:
         values = [np.array([value], np.float32) for value in (0.1, 0.2, 0.4)]
 
         def work(exchange):
-            layout = GradientLayout.of({"norm": (1,)}, tp_rank=exchange.rank, tp_size=3)
+            layout = GradientLayout.of(
+                {"norm": (1,)}, tp_rank=exchange.rank, tp_size=3, partitions={"norm": "replicated"}
+            )
             engine = GradientEngine(layout, max_norm=None, tensor_parallel=exchange, replicated="average")
             engine.add({"norm": values[exchange.rank]})
             return engine.step().gradients["norm"].tobytes()
