@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gradengine.demo.learner import Learner
-from gradengine.demo.model import LlamaConfig
+from gradengine.demo.model import LlamaConfig, initial_weights
 from gradengine.demo.proofs import Proof, prove
 from gradengine.demo.record import Record
 from gradengine.demo.run import replay_all, train
@@ -24,6 +23,7 @@ __all__ = ["demo"]
 
 def demo(
     workers: Annotated[int, typer.Option(min=1, max=64, help="Ranks that train together.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, max=64, help="Shards of each worker's model (tensor parallelism).")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each worker in each step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
     transport: Annotated[Transport, typer.Option(help="local: threads of one process.")] = Transport.TCP,
@@ -33,6 +33,8 @@ def demo(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
     sequence_length: Annotated[int, typer.Option(min=1, help="Bytes that each sequence predicts.")] = 64,
     hidden_size: Annotated[int, typer.Option(min=8, help="Of the model, a multiple of 8.")] = 96,
+    heads: Annotated[int, typer.Option(min=1, help="Of the model, a divisor of the hidden size.")] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Of the model, a divisor of the heads.")] = 2,
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 2,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="After warm-up.")] = 6e-3,
     seed: Annotated[int, typer.Option(min=0, help="Of the first weights and the micro-batches.")] = 0,
@@ -44,6 +46,7 @@ def demo(
     """
     settings = Settings(
         workers=workers,
+        tensor_parallel=tp,
         micro_batches=micro_batches,
         steps=steps,
         transport=transport,
@@ -52,22 +55,38 @@ def demo(
         learning_rate=learning_rate,
         seed=seed,
         compared_steps=min(compared_steps, steps),
-        model=_model(blocks, hidden_size, sequence_length),
+        model=_model(blocks, hidden_size, heads, kv_heads, sequence_length),
     )
+    _refuse_uncut(settings)
     if not all(proof.holds for proof in _run(settings, _texts(text, sequence_length), plot)):
         raise typer.Exit(1)
 
 
-def _model(blocks: int, hidden_size: int, sequence_length: int) -> LlamaConfig:
+def _model(blocks: int, hidden_size: int, heads: int, kv_heads: int, sequence_length: int) -> LlamaConfig:
     try:
         return LlamaConfig(
             num_blocks=blocks,
             hidden_size=hidden_size,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
             sequence_length=sequence_length,
         )
     except ValueError as fault:
-        raise CallerError("there is no such model", got=f"--hidden-size={hidden_size} ({fault})") from None
+        got = f"--heads={heads} --kv-heads={kv_heads} --hidden-size={hidden_size} ({fault})"
+        raise CallerError("there is no such model", got=got) from None
+
+
+def _refuse_uncut(settings: Settings) -> None:
+    """Say before anything is started that the model cannot be cut into so many shards, and what could be changed."""
+    try:
+        settings.shard(tp_rank=0)
+    except CallerError as fault:
+        tp, model = settings.tensor_parallel, settings.model
+        do = f"pass --heads and --kv-heads that {tp} divides, or another --tp"
+        if model.num_heads % tp == model.num_kv_heads % tp == 0:
+            do = "pass another --hidden-size, of which this is 8/3, rounded up to a multiple of 32; or another --tp"
+        raise CallerError(f"--tp={tp}: {fault.what}", got=fault.got, expected=fault.expected, do=do) from None
 
 
 def _texts(path: Path | None, sequence_length: int) -> Texts:
@@ -83,7 +102,7 @@ def _run(settings: Settings, texts: Texts, path: Path) -> list[Proof]:
 
     refuse_bad_path(path)
     begin = time.perf_counter()
-    screen, initial = Screen(settings), Learner(settings, texts).weights
+    screen, initial = Screen(settings), initial_weights(settings.model, settings.seed)
     entropy = unigram_entropy(texts.held_out)
     screen.introduce(texts, sum(weight.size for weight in initial.values()), entropy)
     with screen:
@@ -98,8 +117,8 @@ def _run(settings: Settings, texts: Texts, path: Path) -> list[Proof]:
 
 def _proofs(settings: Settings, texts: Texts, record: Record, screen: Screen) -> list[Proof]:
     screen.note("replay", f"the first {settings.compared_steps} steps again, in one process")
-    proofs = prove(
-        record, replay_all(settings, texts), Learner(settings, texts).weights, unigram_entropy(texts.held_out)
-    )
+    replays = replay_all(settings, texts)
+    initial = initial_weights(settings.model, settings.seed)
+    proofs = prove(record, replays.weights, initial, unigram_entropy(texts.held_out), replays.comparison)
     screen.show(proofs)
     return proofs

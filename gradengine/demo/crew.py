@@ -34,7 +34,8 @@ __all__ = ["Crew", "Member"]
 Work: TypeAlias = "Callable[..., None]"  # picklable; called with report=
 
 _PARTING_SECONDS = 2.0  # given to a process that was told to end
-_CONFESSION_SECONDS = 3.0  # given to who is at fault, after others missed it: rank 0 parts from them in up to two
+_CONFESSION_SECONDS = 5.0  # given to who is at fault, after others missed it: rank 0 parts from them in up to two, and
+# its threads wait for each other's word
 
 _ENVIRONMENT = {
     # One BLAS thread each: workers share the cores, and a product's bits may depend on how it is divided.

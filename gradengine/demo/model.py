@@ -6,10 +6,15 @@ size of one head, K the key-value heads, G the query heads that share one of the
 
 `xp` is NumPy or CuPy: only functions that both have are used, and nothing here reads a value back from a device. All
 arithmetic is in the dtype of the weights: float32 to train, float64 to check gradients.
+
+The weights may be those of a shard (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053, section 3): it has its
+share of the heads and of the intermediate columns, and all else whole. What a block adds to the residual, and the
+gradients of what it read there, are then partial sums, which `all_reduce` adds up over the shards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -25,6 +30,9 @@ __all__ = [
 
 Array: TypeAlias = Any  # of the module passed as `xp`
 ArrayModule: TypeAlias = Any  # NumPy or CuPy
+AllReduce: TypeAlias = Callable[
+    [Array], Array
+]  # a shard's partial sum (N, H) to the sum over all shards, maybe in place
 Saved: TypeAlias = tuple[Any, ...]  # what a layer's backward takes over from its forward
 Weights: TypeAlias = "Mapping[str, Any]"  # by name, as `initial_weights` gives them
 GradientStream: TypeAlias = "Iterator[tuple[str | int, Any]]"  # a name and its array, or a block's index and its nine
@@ -135,6 +143,11 @@ def _scaled(name: str, values: Array, config: LlamaConfig) -> Array:
     return values * np.float32((values.shape[0] * writes) ** -0.5)
 
 
+def only_shard(partial: Array) -> Array:
+    """The all-reduce of a model in one piece: its partial sums are whole."""
+    return partial
+
+
 class Context(NamedTuple):
     """What all blocks of one forward and its backward share: `turns` (T, D/2) complex, `mask` (T, T) of 0 and -inf."""
 
@@ -142,14 +155,16 @@ class Context(NamedTuple):
     xp: ArrayModule
     turns: Array
     mask: Array
+    all_reduce: AllReduce
 
 
-def make_context(config: LlamaConfig, length: int, dtype: Any, xp: ArrayModule) -> Context:
+def make_context(config: LlamaConfig, length: int, dtype: Any, xp: ArrayModule, all_reduce: AllReduce) -> Context:
     """Build the tables for sequences of `length` tokens: turns e^(i t theta^(-2j/D)), and who may look at whom."""
     positions = xp.arange(length)
     angles = positions[:, None] * config.rope_theta ** (-xp.arange(0, config.head_size, 2) / config.head_size)
     mask = xp.where(positions[:, None] >= positions, 0.0, -xp.inf).astype(dtype)
-    return Context(config, xp, xp.exp(1j * angles).astype(xp.result_type(dtype, xp.complex64)), mask)
+    turns = xp.exp(1j * angles).astype(xp.result_type(dtype, xp.complex64))
+    return Context(config, xp, turns, mask, all_reduce)
 
 
 def linear_backward(gradient: Array, x: Array, weight: Array) -> tuple[Array, Array]:
@@ -172,11 +187,11 @@ def rms_norm_backward(gradient: Array, weight: Array, saved: Saved) -> tuple[Arr
     return (gradient * weight - scaled * mean) * inverse_rms, product.sum(axis=0)
 
 
-def split_heads(rows: Array, context: Context) -> Array:
+def split_heads(rows: Array, kv_heads: int, context: Context) -> Array:
     """Copy rows (N, K*G*D) to heads (B, K, G, T, D); G is 1 for keys and values."""
-    config = context.config
-    groups = rows.shape[1] // config.kv_hidden_size
-    heads = rows.reshape(-1, len(context.mask), config.num_kv_heads, groups, config.head_size)
+    size = context.config.head_size
+    groups = rows.shape[1] // (kv_heads * size)
+    heads = rows.reshape(-1, len(context.mask), kv_heads, groups, size)
     return context.xp.ascontiguousarray(heads.transpose(0, 2, 3, 1, 4))
 
 
@@ -207,10 +222,11 @@ def causal_softmax(scores: Array, context: Context) -> Array:
 
 def attention(x: Array, w: BlockArrays, context: Context) -> tuple[Array, Saved]:
     """Rows (N, H) look back: softmax(q k^T + mask) v w_o, q = rope(x w_q) / sqrt(D), k = rope(x w_k), v = x w_v."""
-    queries = rotate(split_heads(x @ w.w_q, context), context.turns)
+    kv_heads = w.w_k.shape[1] // context.config.head_size  # a shard has its share of them
+    queries = rotate(split_heads(x @ w.w_q, kv_heads, context), context.turns)
     queries *= context.config.head_size**-0.5
-    keys = rotate(split_heads(x @ w.w_k, context), context.turns)
-    values = split_heads(x @ w.w_v, context)
+    keys = rotate(split_heads(x @ w.w_k, kv_heads, context), context.turns)
+    values = split_heads(x @ w.w_v, kv_heads, context)
     probabilities = causal_softmax(queries @ keys.swapaxes(-1, -2), context)
     attended = probabilities @ values
     return merge_heads(attended) @ w.w_o, (x, queries, keys, values, probabilities, attended)
@@ -220,7 +236,8 @@ def attention_backward(gradient: Array, w: BlockArrays, saved: Saved, context: C
     """Return dx, dw_q, dw_k, dw_v, dw_o from dy (N, H)."""
     x, *heads, attended = saved
     attended_gradient, w_o = linear_backward(gradient, merge_heads(attended), w.w_o)
-    queries, keys, values = attend_backward(split_heads(attended_gradient, context), heads, attended, context)
+    attended_heads = split_heads(attended_gradient, attended.shape[1], context)
+    queries, keys, values = attend_backward(attended_heads, heads, attended, context)
     x_gradient, w_q = linear_backward(merge_heads(queries), x, w.w_q)
     from_keys, w_k = linear_backward(merge_heads(keys), x, w.w_k)
     from_values, w_v = linear_backward(merge_heads(values), x, w.w_v)
@@ -264,10 +281,12 @@ def feed_forward_backward(gradient: Array, w: BlockArrays, saved: Saved) -> tupl
 def block(x: Array, w: BlockArrays, context: Context) -> tuple[Array, Saved]:
     """One transformer layer: h = x + attention(norm(x)), y = h + feed_forward(norm(h)); all (N, H)."""
     normed, input_norm = rms_norm(x, w.input_norm, context)
-    residual, attention_saved = attention(normed, w, context)
+    attended, attention_saved = attention(normed, w, context)
+    residual = context.all_reduce(attended)
     residual += x
     normed, post_attn_norm = rms_norm(residual, w.post_attn_norm, context)
-    y, feed_forward_saved = feed_forward(normed, w, context.xp)
+    fed, feed_forward_saved = feed_forward(normed, w, context.xp)
+    y = context.all_reduce(fed)
     y += residual
     return y, (input_norm, attention_saved, post_attn_norm, feed_forward_saved)
 
@@ -276,10 +295,10 @@ def block_backward(gradient: Array, w: BlockArrays, saved: Saved, context: Conte
     """Return dx and the nine gradients from dy (N, H)."""
     input_saved, attention_saved, post_attn_saved, feed_forward_saved = saved
     inner, gate, up, down = feed_forward_backward(gradient, w, feed_forward_saved)
-    residual, post_attn_norm = rms_norm_backward(inner, w.post_attn_norm, post_attn_saved)
+    residual, post_attn_norm = rms_norm_backward(context.all_reduce(inner), w.post_attn_norm, post_attn_saved)
     residual += gradient
     inner, w_q, w_k, w_v, w_o = attention_backward(residual, w, attention_saved, context)
-    x_gradient, input_norm = rms_norm_backward(inner, w.input_norm, input_saved)
+    x_gradient, input_norm = rms_norm_backward(context.all_reduce(inner), w.input_norm, input_saved)
     x_gradient += residual
     return x_gradient, BlockArrays(w_q, w_k, w_v, w_o, gate, up, down, input_norm, post_attn_norm)
 
@@ -313,21 +332,24 @@ def block_weights(weights: Weights, index: int) -> BlockArrays:
     return BlockArrays(*(weights[name] for name in block_names(index)))
 
 
-def forward(weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np) -> tuple[Array, Saved]:
+def forward(
+    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np, all_reduce: AllReduce = only_shard
+) -> tuple[Array, Saved]:
     """Predict the byte after each byte: return the logits (B, T, V), and what the backward needs.
 
     Args:
-        weights: Of the dtype to compute in.
+        weights: Of the dtype to compute in; all of them, or those of a shard.
         tokens: (B, T) of any integer dtype, each below `config.vocab_size`, T at most `config.sequence_length`.
-        config: The sizes.
+        config: The sizes of the whole model.
         xp: NumPy or CuPy, whichever the weights belong to.
+        all_reduce: Adds up the partial sums of all shards: twice in each block here, and twice in its backward.
 
     Raises:
         ValueError: `tokens` is not a matrix of integers of a length the model takes.
     """
     tokens = _checked_tokens(xp.asarray(tokens), config.sequence_length, xp)
     batch, length = tokens.shape
-    context = make_context(config, length, weights["embedding"].dtype, xp)
+    context = make_context(config, length, weights["embedding"].dtype, xp, all_reduce)
     x = weights["embedding"][tokens.reshape(-1)]
     saved_blocks = []
     for index in range(config.num_blocks):
@@ -365,26 +387,28 @@ def backward_blocks(logits_gradient: Array, saved: Saved, weights: Weights) -> G
 
 
 def stream_gradients(
-    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np
+    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np, all_reduce: AllReduce = only_shard
 ) -> tuple[Array, GradientStream]:
-    """Run the forward on `tokens` (B, T+1); return the loss, a scalar of `xp`, and `backward_blocks` yet to run."""
+    """Run `forward` on `tokens` (B, T+1); return the loss, a scalar of `xp`, and `backward_blocks` yet to run."""
     tokens = xp.asarray(tokens)
-    logits, saved = forward(weights, tokens[:, :-1], config, xp)
+    logits, saved = forward(weights, tokens[:, :-1], config, xp, all_reduce)
     targets = tokens[:, 1:].reshape(-1)
     value, logits_gradient = cross_entropy(logits.reshape(len(targets), -1), targets, xp)
     return value, backward_blocks(logits_gradient, saved, weights)
 
 
-def loss(weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np) -> float:
+def loss(
+    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np, all_reduce: AllReduce = only_shard
+) -> float:
     """Return the mean cross-entropy of `tokens` (B, T+1) in nats per byte: each but the first of a row is a target."""
-    return float(stream_gradients(weights, tokens, config, xp)[0])
+    return float(stream_gradients(weights, tokens, config, xp, all_reduce)[0])
 
 
 def forward_backward(
-    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np
+    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np, all_reduce: AllReduce = only_shard
 ) -> tuple[float, dict[str, Array]]:
     """Return the loss of `tokens` (B, T+1) and its gradients, by name, in the order of the weights."""
-    value, stream = stream_gradients(weights, tokens, config, xp)
+    value, stream = stream_gradients(weights, tokens, config, xp, all_reduce)
     found: dict[str, Array] = {}
     for key, gradients in stream:
         found |= zip(block_names(key), gradients, strict=True) if isinstance(key, int) else {key: gradients}

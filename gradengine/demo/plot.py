@@ -78,8 +78,9 @@ def _smoothed(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _dress(axes: Axes, record: Record) -> None:
     settings = record.settings
+    shards = f"x {settings.tensor_parallel} shards " if settings.tensor_parallel > 1 else ""
     axes.set_title(
-        f"byte-level Llama on {settings.workers} workers x {settings.micro_batches} micro-batches a step, "
+        f"byte-level Llama on {settings.workers} workers {shards}x {settings.micro_batches} micro-batches a step, "
         f"{settings.transport.value}, {record.seconds:.0f} s",
         fontsize=11,
     )

@@ -5,6 +5,9 @@ Why W workers are not one process bit for bit: each rank adds its own micro-batc
 amplifies last places. So the workers are held to two things: to be no further from one process than that process is
 from itself with its micro-batches added in reverse order; and to be equal, byte for byte, to one process that adds in
 their order. With one micro-batch for each worker both orders are the same, and so must all bytes be.
+
+Shards of a model (tensor parallelism) each add up their own heads and columns before the sums meet, so they never are
+one process bit for bit: there the process that is the measure adds heads and columns in reverse order too.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gradengine.demo.record import Record
-    from gradengine.demo.reports import Weights
+    from gradengine.demo.reports import Compared, Weights
+    from gradengine.demo.settings import Settings
 
 __all__ = ["Proof", "distance", "largest_difference", "prove"]
 
@@ -32,6 +36,17 @@ as rounding or more."""
 LARGEST_TOLERANCE = 1e-2
 """Half of what one micro-batch lost in the last of 20 steps does: where order alone moves the weights as far, too many
 steps are compared to show anything."""
+
+SHARD_TOLERANCE = 1e-5
+"""Of outputs and gradients, in parts of the largest: fp32 rounds at 6e-8, sums of hundreds of terms and what a softmax
+makes of them at about 1e-6. A missing all-reduce changes a third of the largest and more."""
+
+NORM_TOLERANCE = 1e-6
+"""Of the global norm, which is summed in fp64."""
+
+STEP_TOLERANCE = 1e-2
+"""Of the weights after one step, in parts of it. AdamW's first step is as long where a gradient is nothing but rounding
+as where it is large, so this says less than the gradients do: that no weight was left behind."""
 
 _NOT_BITWISE = (
     "3a is not bit for bit: each rank adds its own first, (a + c) + (b + d), one process ((a + b) + c) + d,"
@@ -51,24 +66,54 @@ class Proof:
     remark: str = ""
 
 
-def prove(record: Record, replays: Mapping[str, Weights], initial: Weights, entropy: float) -> list[Proof]:
+_NOT_BITWISE_IN_SHARDS = (
+    "3a is not bit for bit: each shard adds up its own heads and columns first, one process all of them in a row, and"
+    " fp32 rounds these differently; so does each rank's sum over its own micro-batches, where it has several."
+)
+
+
+def prove(
+    record: Record,
+    replays: Mapping[str, Weights],
+    initial: Weights,
+    entropy: float,
+    comparison: Compared | None = None,
+) -> list[Proof]:
     """Hold a run against its claims.
 
     Args:
         record: The run.
-        replays: As `replay_all` gives them.
+        replays: The weights of each replay, as `replay_all` gives them.
         initial: The weights that all began with.
         entropy: Unigram entropy of the held-out text in nats per byte.
+        comparison: Of shards with the model in one piece, where the run had shards.
     """
-    return [_same_on_all_ranks(record), _learned(record, entropy), *_same_as_one_process(record, replays, initial)]
+    shards = [] if comparison is None else [_shards_are_whole(comparison, record.settings)]
+    return [
+        _same_on_all_ranks(record),
+        _learned(record, entropy),
+        *_same_as_one_process(record, replays, initial),
+        *shards,
+    ]
 
 
 def _same_on_all_ranks(record: Record) -> Proof:
     digests = [record.digests.get(rank, "none") for rank in range(record.settings.workers)]
     shown = ", ".join(f"{digest[:12]}" for digest in dict.fromkeys(digests))
     holds = len(set(digests)) == 1 and len(set(record.kept_digests.values())) == 1
-    claim = f"all {len(digests)} ranks hold the same weights after {len(record.steps)} steps"
+    after = f"after {len(record.steps)} steps"
+    claim = f"all {len(digests)} ranks hold the same weights {after}"
+    if record.settings.tensor_parallel > 1:
+        holds = holds and _shards_agree(record)
+        claim = f"{claim}, and all their shards the same norms, embedding and LM head"
     return Proof("1", claim, f"sha256 {shown}", "must be one sha256", holds)
+
+
+def _shards_agree(record: Record) -> bool:
+    """Whether all shards of all ranks reported one digest of what they all hold."""
+    settings = record.settings
+    replicated = [digest for rank in range(settings.workers) for digest in record.replicated_digests.get(rank, ())]
+    return len(replicated) == settings.workers * settings.tensor_parallel and len(set(replicated)) == 1
 
 
 def _learned(record: Record, entropy: float) -> Proof:
@@ -83,19 +128,40 @@ def _same_as_one_process(record: Record, replays: Mapping[str, Weights], initial
     settings = record.settings
     first = f"{settings.compared_steps} steps"
     one = f"{first} of one process with all {settings.micro_batches_in_all} micro-batches give the same weights"
-    if settings.workers == 1 or settings.micro_batches == 1:
+    has_shards = settings.tensor_parallel > 1
+    if not has_shards and (settings.workers == 1 or settings.micro_batches == 1):
         return [_equal("3", f"{one}, bit for bit", record.kept, replays["one"])]
-    same_order = f"{first} of one process that adds in the workers' order give the same weights, bit for bit"
-    return [_near("3a", one, record.kept, replays, initial), _equal("3b", same_order, record.kept, replays["ranks"])]
+    order = f"the workers' order, with {settings.tensor_parallel} shards each," if has_shards else "the workers' order"
+    same_order = f"{first} of one process that adds in {order} give the same weights, bit for bit"
+    remark = _NOT_BITWISE_IN_SHARDS if has_shards else _NOT_BITWISE
+    return [
+        _near("3a", one, record.kept, replays, initial, remark),
+        _equal("3b", same_order, record.kept, replays["ranks"]),
+    ]
 
 
-def _near(name: str, claim: str, weights: Weights, replays: Mapping[str, Weights], initial: Weights) -> Proof:
+def _near(
+    name: str, claim: str, weights: Weights, replays: Mapping[str, Weights], initial: Weights, remark: str
+) -> Proof:
     one = replays["one"]
     apart, order = distance(weights, one, initial), distance(replays["reversed"], one, initial)
     tolerance = min(ORDER_FACTOR * order, LARGEST_TOLERANCE)
     measured = f"{apart:.1e} of the way trained apart, no weight by more than {largest_difference(weights, one):.1e}"
     required = f"must be at most {tolerance:.1e}: adding in reverse order makes {order:.1e}"
-    return Proof(name, claim, measured, required, apart <= tolerance, _NOT_BITWISE)
+    return Proof(name, claim, measured, required, apart <= tolerance, remark)
+
+
+def _shards_are_whole(comparison: Compared, settings: Settings) -> Proof:
+    claim = f"one micro-batch and one step of {settings.tensor_parallel} shards are those of the model in one piece"
+    pairs = {
+        "outputs": (comparison.outputs, SHARD_TOLERANCE),
+        "gradients": (comparison.gradients, SHARD_TOLERANCE),
+        "norm": (comparison.norm, NORM_TOLERANCE),
+        "weights": (comparison.weights, STEP_TOLERANCE),
+    }
+    measured = "\n".join(f"{name} {apart:.1e}, limit {tolerance:.0e}" for name, (apart, tolerance) in pairs.items())
+    holds = all(apart <= tolerance for apart, tolerance in pairs.values())
+    return Proof("4", claim, measured, "relative differences, by C-TP-001", holds)
 
 
 def _equal(name: str, claim: str, weights: Weights, others: Weights) -> Proof:

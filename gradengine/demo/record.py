@@ -34,6 +34,7 @@ class Record:
         steps: The steps that all ranks have made.
         evaluations: Held-out losses, by steps made.
         digests: Of the last weights, by rank.
+        replicated_digests: Of each shard's copy of what all shards hold, by rank.
         kept_digests: Of the weights after the compared steps, by rank.
         kept: Rank 0's weights then.
         seconds: How long training took.
@@ -43,6 +44,7 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
+    replicated_digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
     kept_digests: dict[int, str] = field(default_factory=dict)
     kept: Weights = field(default_factory=dict)
     seconds: float = 0.0
@@ -56,6 +58,7 @@ class Record:
             self.evaluations[report.step] = report.loss
         elif isinstance(report, Finished):
             self.digests[report.rank] = report.digest
+            self.replicated_digests[report.rank] = report.replicated
         elif isinstance(report, Kept):
             self.kept_digests[report.rank] = report.digest
             self.kept = report.weights or self.kept

@@ -1,19 +1,21 @@
 """The first steps of a run once more, by another path: what the workers' weights are compared with.
 
 Workers stream blocks into the exchange while backward runs; here micro-batches are added whole, in one process. With
-one rank it takes them all, in order; with as many ranks as the run had workers, each is a thread with its shard, and
-every addition is the workers' own.
+one rank it takes them all, in order; with as many ranks as the run had workers, each is a thread for each of its shards
+with its share, and every addition is the workers' own.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gradengine.demo.learner import Learner, layout_of
+from gradengine.demo.model import initial_weights
 from gradengine.demo.reports import Replayed
+from gradengine.demo.shards import TensorParallelRank, mirrored, tensor_parallel_group, united
 from gradengine.demo.text import step_indexes
+from gradengine.demo.together import together
 from gradengine.exchange import Exchange, local_group
 from gradengine.trainer import DistributedTrainer
 
@@ -33,32 +35,47 @@ def report_replay(
     ranks: int,
     *,
     backwards: bool = False,
+    mirror: bool = False,
     report: Callable[[Report], None],
 ) -> None:
     """Replay, and report the weights under a name."""
-    report(Replayed(name, replay(settings, texts, ranks, backwards=backwards)))
+    report(Replayed(name, replay(settings, texts, ranks, backwards=backwards, mirror=mirror)))
 
 
-def replay(settings: Settings, texts: Texts, ranks: int, *, backwards: bool = False) -> Weights:
-    """The weights after the run's first `compared_steps` steps, with all its micro-batches on `ranks` threads.
+def replay(settings: Settings, texts: Texts, ranks: int, *, backwards: bool = False, mirror: bool = False) -> Weights:
+    """The weights after the run's first `compared_steps` steps, with all its micro-batches on `ranks` workers.
 
     Args:
-        settings: Those of the run.
+        settings: Those of the run; with `tensor_parallel` 1 the model stays in one piece.
         texts: Those of the run.
         ranks: 1 to add all micro-batches in order; the run's `workers` to add as they did.
         backwards: Each rank takes its micro-batches of a step in reverse order.
+        mirror: The model adds up its heads and intermediate columns in reverse order.
     """
-    with ThreadPoolExecutor(ranks) as pool:
-        work = partial(_replay_rank, settings, texts, backwards)
-        learners = list(pool.map(work, local_group(ranks)))
-    return learners[0].weights
+    model = settings.model
+    initial = initial_weights(model, settings.seed)
+    if mirror:
+        initial = mirrored(initial, model)
+    groups = [local_group(ranks) for _ in range(settings.tensor_parallel)]
+    works = [
+        partial(_replay_shard, settings, texts, backwards, initial, exchange, tp)
+        for exchanges in zip(*groups, strict=True)
+        for exchange, tp in zip(exchanges, tensor_parallel_group(settings.tensor_parallel), strict=True)
+    ]
+    weights = united(settings, together(works)[: settings.tensor_parallel])
+    return mirrored(weights, model) if mirror else weights
 
 
-def _replay_rank(settings: Settings, texts: Texts, backwards: bool, exchange: Exchange) -> Learner:
-    learner = Learner(settings, texts)
-    with exchange:
-        trainer = DistributedTrainer(learner, exchange, layout_of(settings), max_norm=settings.max_norm)
+def _replay_shard(
+    settings: Settings, texts: Texts, backwards: bool, initial: Weights, exchange: Exchange, tp: TensorParallelRank
+) -> Weights:
+    with exchange, tp:
+        learner = Learner(settings, texts, tp, initial)
+        layout = layout_of(settings, tp.tp_rank)
+        trainer = DistributedTrainer(
+            learner, exchange, layout, max_norm=settings.max_norm, tensor_parallel=tp.gradients
+        )
         for step in range(settings.compared_steps):
-            shard = step_indexes(step, settings.micro_batches_in_all, exchange.rank, exchange.world_size)
-            trainer.train_batch(reversed(shard) if backwards else shard)
-    return learner
+            share = step_indexes(step, settings.micro_batches_in_all, exchange.rank, exchange.world_size)
+            trainer.train_batch(reversed(share) if backwards else share)
+    return learner.weights

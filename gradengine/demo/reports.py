@@ -9,16 +9,27 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Evaluated", "Failed", "Finished", "Kept", "Listening", "Replayed", "Report", "Stepped", "Weights"]
+__all__ = [
+    "Compared",
+    "Evaluated",
+    "Failed",
+    "Finished",
+    "Kept",
+    "Listening",
+    "Replayed",
+    "Report",
+    "Stepped",
+    "Weights",
+]
 
 Weights: TypeAlias = "dict[str, npt.NDArray[np.float32]]"
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Rank 0 takes connections at `url`."""
+    """Rank 0 takes connections, for each shard at a url of its own."""
 
-    url: str
+    urls: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Kept:
-    """Rank 0's weights after the steps that are compared; the other ranks send only the digest."""
+    """Rank 0's weights after the steps that are compared, its shards united; the other ranks send only the digest."""
 
     rank: int
     digest: str
@@ -58,10 +69,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class Finished:
-    """A rank made all its steps."""
+    """A rank made all its steps.
+
+    Attributes:
+        digest: Of its last weights, all shards united.
+        replicated: For each shard, the digest of the weights that every shard holds whole.
+    """
 
     rank: int
     digest: str
+    replicated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,23 @@ class Replayed:
 
     name: str
     weights: Weights
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How far shards are from the model in one piece, on one micro-batch at the first weights.
+
+    Attributes:
+        outputs: The largest difference of a logit, in parts of the largest logit.
+        gradients: The same for the gradient of each weight, and of these the largest.
+        norm: The difference of the global norm, in parts of it.
+        weights: The distance (L2) of the weights after one step, in parts of the way of that step.
+    """
+
+    outputs: float
+    gradients: float
+    norm: float
+    weights: float
 
 
 @dataclass(frozen=True)
@@ -85,4 +119,4 @@ class Failed:
     lost_peer: bool
 
 
-Report: TypeAlias = Listening | Stepped | Evaluated | Kept | Finished | Replayed | Failed
+Report: TypeAlias = Listening | Stepped | Evaluated | Kept | Finished | Replayed | Compared | Failed

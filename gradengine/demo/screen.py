@@ -46,7 +46,8 @@ class Screen:
     def introduce(self, texts: Texts, weights: int, entropy: float) -> None:
         """Say what is going to be done."""
         settings, model = self._settings, self._settings.model
-        self._line("model", f"byte-level Llama, {model.num_blocks} blocks, {weights:,} weights")
+        shards = f", in {settings.tensor_parallel} shards" if settings.tensor_parallel > 1 else ""
+        self._line("model", f"byte-level Llama, {model.num_blocks} blocks, {weights:,} weights{shards}")
         self._line("text", f"{texts.source}: {_size(texts.train)} to learn, {_size(texts.held_out)} held out")
         self._line("", f"entropy of the held-out bytes: {entropy:.3f} nats each")
         self._line(
@@ -59,9 +60,10 @@ class Screen:
         """See `Watcher.started`."""
         self._line("workers", ", ".join(f"{name}: process {process}" for name, process in processes.items()))
 
-    def listening(self, url: str) -> None:
+    def listening(self, urls: Sequence[str]) -> None:
         """See `Watcher.listening`."""
-        self._line("", f"over {url}")
+        for tp_rank, url in enumerate(urls):
+            self._line("", f"over {url}" + (f", shard {tp_rank}" if len(urls) > 1 else ""))
 
     def stepped(self, step: Step) -> None:
         """See `Watcher.stepped`."""

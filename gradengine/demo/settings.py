@@ -8,12 +8,13 @@ from enum import Enum
 from gradengine.demo.model import LlamaConfig
 from gradengine.demo.text import split
 from gradengine.errors import CallerError
+from gradengine.tensor_parallel import TensorParallelConfig
 
 __all__ = ["Settings", "Texts", "Transport", "divide"]
 
 
 class Transport(str, Enum):
-    """How gradients travel: `TCP` and `UNIX` start one process for each rank, `LOCAL` one thread."""
+    """How gradients travel: `TCP` and `UNIX` start one process for each rank, `LOCAL` one thread for each shard."""
 
     TCP = "tcp"
     UNIX = "unix"
@@ -26,6 +27,7 @@ class Settings:
 
     Attributes:
         workers: Ranks that train together.
+        tensor_parallel: Shards that the model of each worker is cut into; each has a thread of its own.
         micro_batches: Micro-batches of each worker in each step.
         steps: Optimizer steps.
         batch_size: Sequences of a micro-batch.
@@ -40,6 +42,7 @@ class Settings:
     """
 
     workers: int = 2
+    tensor_parallel: int = 1
     micro_batches: int = 2
     steps: int = 400
     batch_size: int = 8
@@ -56,6 +59,27 @@ class Settings:
     def micro_batches_in_all(self) -> int:
         """Micro-batches of all workers in each step."""
         return self.workers * self.micro_batches
+
+    @property
+    def activation_size(self) -> int:
+        """Elements of what an all-reduce inside the model adds up: (B*T, H)."""
+        return self.batch_size * self.model.sequence_length * self.model.hidden_size
+
+    def shard(self, tp_rank: int) -> TensorParallelConfig:
+        """How a shard of the model is cut.
+
+        Raises:
+            CallerError: The model cannot be cut into so many.
+        """
+        model = self.model
+        return TensorParallelConfig(
+            tp_rank,
+            self.tensor_parallel,
+            model.hidden_size,
+            model.intermediate_size,
+            model.num_heads,
+            model.num_kv_heads,
+        )
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the held-out loss is taken after `step` steps; always after the last.
