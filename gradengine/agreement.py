@@ -27,12 +27,14 @@ class Tally:
         micro_batches: How many there were.
         totals: Squared sum of each component.
         settings: What all workers must have set alike.
+        step: Which step it is of, counted from 0.
     """
 
     weight: float
     micro_batches: int
     totals: Float64
     settings: Mapping[str, str] = field(default_factory=dict)
+    step: int = 0
 
 
 def agree(exchange: Exchange, mine: Tally) -> Tally:
@@ -56,28 +58,29 @@ def agree(exchange: Exchange, mine: Tally) -> Tally:
 
 
 def gathered(exchange: Exchange, mine: Tally) -> list[Tally]:
-    """Each rank's tally, in rank order, once it is known that all have the same settings.
+    """Each rank's tally, in rank order, once it is known that all are of one step and have the same settings.
 
     Raises:
-        ExchangeError: A rank has other settings than rank 0.
+        ExchangeError: A rank is at another step than rank 0, or has other settings.
         PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
     """
     tallies = [_unpacked(rank, part, mine) for rank, part in enumerate(exchange.gather(_packed(mine)))]
     for rank, tally in enumerate(tallies):
+        _refuse_other_step(rank, tally.step, tallies[0].step)
         _refuse_other_settings(rank, tally.settings, tallies[0].settings)
     return tallies
 
 
 def _packed(tally: Tally) -> bytes:
     totals = tally.totals.astype("<f8").tobytes()
-    packed: bytes = msgpack.packb([tally.weight, tally.micro_batches, totals, dict(tally.settings)])
+    packed: bytes = msgpack.packb([tally.weight, tally.micro_batches, totals, dict(tally.settings), tally.step])
     return packed
 
 
 def _unpacked(rank: int, part: bytes, mine: Tally) -> Tally:
     try:
-        weight, micro_batches, totals, settings = msgpack.unpackb(part)
-        tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"), dict(settings))
+        weight, micro_batches, totals, settings, step = msgpack.unpackb(part)
+        tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"), dict(settings), int(step))
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as fault:
         raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
     if tally.totals.size != mine.totals.size or not 0 < tally.weight < np.inf or tally.micro_batches < 1:
@@ -87,6 +90,16 @@ def _unpacked(rank: int, part: bytes, mine: Tally) -> Tally:
             expected=f"weight above 0, at least 1 micro-batch, {mine.totals.size} components",
         )
     return tally
+
+
+def _refuse_other_step(rank: int, step: int, first: int) -> None:
+    if step != first:
+        raise ExchangeError(
+            f"rank {rank} is at another step than rank 0",
+            got=step,
+            expected=first,
+            do="a step was finished on some ranks and dropped on others: restart all from one checkpoint",
+        )
 
 
 def _refuse_other_settings(rank: int, settings: Mapping[str, str], first: Mapping[str, str]) -> None:

@@ -52,7 +52,7 @@ class GradientEngine:
         groups: Components that share a norm: None (global), "block", "component", or a mapping or function by slot.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means.
         loss_scale: What the loss was multiplied by; undone in the same multiplication.
-        tensor_parallel: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
+        tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
             part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's.
         replicated: What these ranks hold of replicated gradients: the "same", whole on each rank (checked); parts that
             "sum" up, as under sequence parallelism; or copies that differ by their rounding, to "average".
@@ -84,12 +84,12 @@ class GradientEngine:
         groups: Groups = None,
         average: Average = "weighted",
         loss_scale: float = 1.0,
-        tensor_parallel: Exchange | None = None,
+        tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
-        if tensor_parallel is None:
+        if tp_exchange is None:
             self._settings.refuse_lone_part(layout)
         self.layout = layout
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold)
@@ -102,8 +102,8 @@ class GradientEngine:
         self._admission = Admission(self._settings, self.accumulator, self._sharing, self._late)
         self._captured: CapturedWindow | None = None
         self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
-        if exchange is not None or tensor_parallel is not None:
-            self.reconnect(exchange, tensor_parallel=tensor_parallel)
+        if exchange is not None or tp_exchange is not None:
+            self.reconnect(exchange, tp_exchange=tp_exchange)
 
     @property
     def current_step(self) -> int:
@@ -116,7 +116,7 @@ class GradientEngine:
         return self._sharing.exchange
 
     @property
-    def tensor_parallel(self) -> Exchange | None:
+    def tp_exchange(self) -> Exchange | None:
         """The exchange over the other parts of this worker's model, if there is one."""
         return self._sharing.model.exchange
 
@@ -305,7 +305,7 @@ class GradientEngine:
         self._sharing.discard()
         self.accumulator.zero_all()
 
-    def reconnect(self, exchange: Exchange | None = None, *, tensor_parallel: Exchange | None = None) -> None:
+    def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
         """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
 
         Close the old exchange first, on rank 0 above all: its coordinator still has the address. Only what was not yet
@@ -313,14 +313,18 @@ class GradientEngine:
 
         Args:
             exchange: In place of the one over workers; None leaves it as it is.
-            tensor_parallel: In place of the one over the parts of this worker's model; None leaves it as it is.
+            tp_exchange: In place of the one over the parts of this worker's model; None leaves it as it is.
 
         Raises:
             CallerError: The tensor-parallel exchange is not of the layout's rank and size.
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps.
         """
-        if tensor_parallel is not None:
-            self._sharing.model.connect(tensor_parallel)
+        if exchange is not None and exchange is tp_exchange:
+            raise CallerError(
+                "exchange and tp_exchange are one", expected="a group over the workers, and one over the parts"
+            )
+        if tp_exchange is not None:
+            self._sharing.model.connect(tp_exchange)
         if exchange is not None:
             self._sharing.connect(exchange)
 

@@ -68,8 +68,8 @@ class Settings:
         if layout.tp_size > 1 and (clips or skips):
             raise CallerError(
                 "the norm of one part of a model is not the model's",
-                got=f"part {layout.tp_rank} of {layout.tp_size}, and no tensor_parallel exchange",
-                expected="tensor_parallel=, an exchange over the group",
+                got=f"part {layout.tp_rank} of {layout.tp_size}, and no tp_exchange",
+                expected="tp_exchange=, over the ranks with the other parts",
                 do="or build the engine with max_norm=None and on_non_finite='raise' or 'pass'",
             )
 

@@ -198,7 +198,8 @@ class Sharing:
 
     def _tally(self, totals: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tally:
         accumulator = self._accumulator
-        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, self._settings)
+        settings = {**self._settings, "tp_exchange": self.model.form}
+        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, settings, self.progress.step)
 
     def _to_mean_of_worker(self, span: Span) -> None:
         if self._per_worker and self._accumulator.total_weight != 1:

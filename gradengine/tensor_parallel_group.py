@@ -8,7 +8,7 @@ data-parallel workers until these have all got it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +20,7 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.agreement import Tally, gathered, refuse_diverged
 from gradengine.buffer import Buffer
-from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient
+from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange.interface import Exchange, Progress
 from gradengine.kernels import Float64
 from gradengine.kernels.mirror import Mirror
@@ -62,7 +62,12 @@ class TensorParallelGroup:
         self.agreed: Tally | None = None
         self._started: set[int | str] = set()
         self._is_summed = False
-        self._found: NonFiniteGradient | None = None
+        self._found: list[NonFiniteGradient] | None = None
+
+    @property
+    def form(self) -> str:
+        """What the workers of a grid must have alike: the group's size, and how it treats replicated gradients."""
+        return "none" if self.exchange is None else f"of {self.exchange.world_size}, replicated={self._replicated}"
 
     @property
     def is_alone(self) -> bool:
@@ -79,7 +84,8 @@ class TensorParallelGroup:
         _refuse_other_group(exchange, self._accumulator.layout)
         with _named():
             exchange.bind(self._layout, self._replicas.data, self.progress, _do_nothing)
-        self.exchange, self._is_summed = exchange, False
+        # What the old exchange agreed on may have reached this rank alone: all of them agree anew.
+        self.exchange, self._is_summed, self.agreed, self._found = exchange, False, None, None
         for span in self._layout.spans:
             if span.key in self._started:
                 exchange.start(span)
@@ -125,21 +131,18 @@ class TensorParallelGroup:
         if self.exchange is None or self.is_alone:
             return mine
         if self._found is None:
+            order = {slot.name: i for i, slot in enumerate(self._slots)}
             with _named():
                 parts = self.exchange.gather(_packed(mine or self._found_in_sums(step)))
-            found = [_unpacked(part, rank, step) for rank, part in enumerate(parts)]
-            order = {slot.name: i for i, slot in enumerate(self._slots)}
-            self._found = min((f for f in found if f is not None), key=lambda f: order[f.component], default=None)
-        return self._found
+                found = [_unpacked(part, rank, step, order) for rank, part in enumerate(parts)]
+            self._found = sorted((f for f in found if f is not None), key=lambda f: order[f.component])
+        return self._found[0] if self._found else None
 
     def discard(self) -> None:
         """Forget the window. What is under way already the exchange cannot take back: it is closed."""
-        if self.agreed is not None:
-            self.progress.next_step()
-        else:
-            if self._started and self.exchange is not None:
-                self.exchange.close()
-            self.progress.restart()
+        if self._started and self.exchange is not None:
+            self.exchange.close()
+        self.progress.restart()
         self.clear()
 
     def clear(self) -> None:
@@ -162,13 +165,20 @@ class TensorParallelGroup:
         """What the handshake compares: every component, but only what travels has elements."""
         shapes: dict[str, tuple[int, ...]] = {f"replicated={self._replicated}": (0,)}
         for slot in self._slots:
-            shapes[slot.name] = slot.shape if self._is_traveller(slot) else (0, *slot.shape)
+            name = f"{slot.name} ({slot.partition})"
+            shapes[name] = slot.shape if self._is_traveller(slot) else (0, *slot.shape)
         return GradientLayout.of(shapes)
 
     @cached_property
+    def _travellers(self) -> list[tuple[Slot, Slot]]:
+        """Of each component that travels its slot in the arena and in what travels."""
+        pairs = zip(self._slots, self._layout.slots[1:], strict=True)
+        return [(slot, travelling) for slot, travelling in pairs if self._is_traveller(slot)]
+
+    @cached_property
     def _replicas(self) -> _Replicas:
-        names = [slot.name for slot in self._slots if self._is_traveller(slot)]
-        return _Replicas(self._accumulator, self._layout, names, average=self._replicated == "average")
+        slots = [travelling for _, travelling in self._travellers]
+        return _Replicas(self._accumulator, self._layout, slots, average=self._replicated == "average")
 
     def _is_traveller(self, slot: Slot) -> bool:
         return self._travels and slot.partition == "replicated"
@@ -218,9 +228,9 @@ class TensorParallelGroup:
     def _found_in_sums(self, step: int) -> NonFiniteGradient | None:
         """What this rank gave to a sum of replicas that was not finite."""
         for bad in self.progress.bad:
-            for slot in self._layout.slots:
-                if slot.offset <= bad.index < slot.stop and bad.rank == self._accumulator.layout.tp_rank:
-                    return NonFiniteGradient(slot.name, bad.index - slot.offset, bad.value, step=step)
+            for slot, place in self._travellers:
+                if place.offset <= bad.index < place.stop and bad.rank == self._accumulator.layout.tp_rank:
+                    return NonFiniteGradient(slot.name, bad.index - place.offset, bad.value, step=step)
         return None
 
 
@@ -229,14 +239,13 @@ class _Replicas:
     """Memory for the replicated gradients that travel: side by side, and on a GPU a mirror on the host."""
 
     def __init__(
-        self, accumulator: PerBlockGradientAccumulator, layout: GradientLayout, names: Sequence[str], *, average: bool
+        self, accumulator: PerBlockGradientAccumulator, layout: GradientLayout, slots: Sequence[Slot], *, average: bool
     ) -> None:
         self._kernels, self._factor, self._divisor = accumulator.kernels, np.float32(1), 1.0
         if average:
             self._factor, self._divisor = np.float32(1 / accumulator.layout.tp_size), float(accumulator.layout.tp_size)
         self._arena = self._kernels.allocate(layout.arena_size)
         self._kernels.fill_zero([self._arena])
-        slots = [layout.slot(name) for name in names]
         self._parts = [self._arena.part(slot.offset, slot.stop) for slot in slots]
         self._sums = self._kernels.squared_sums([slot.size for slot in slots])
 
@@ -277,7 +286,7 @@ def _do_nothing(span: Span, upto: int) -> None:
 def _refuse_other_group(exchange: Exchange, layout: GradientLayout) -> None:
     if (exchange.rank, exchange.world_size) != (layout.tp_rank, layout.tp_size):
         raise CallerError(
-            "the tensor-parallel exchange is not the layout's",
+            "tp_exchange is not the layout's",
             got=f"rank {exchange.rank} of {exchange.world_size}",
             expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
             do="connect each rank as its tp_rank of its TensorParallelConfig",
@@ -310,9 +319,15 @@ def _packed(found: NonFiniteGradient | None) -> bytes:
     return packed
 
 
-def _unpacked(part: bytes, tp_rank: int, step: int) -> NonFiniteGradient | None:
-    facts = msgpack.unpackb(part)
-    if facts is None:
-        return None
-    component, index, value, rank = facts
-    return NonFiniteGradient(component, index, value, step=step, rank=rank, tp_rank=tp_rank)
+def _unpacked(part: bytes, tp_rank: int, step: int, known: Container[str]) -> NonFiniteGradient | None:
+    try:
+        facts = msgpack.unpackb(part)
+        if facts is None:
+            return None
+        component, index, value, rank = facts
+        found = NonFiniteGradient(component, int(index), float(value), step=step, rank=rank, tp_rank=tp_rank)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as fault:
+        raise ProtocolError(f"what rank {tp_rank} found cannot be read ({fault})") from None
+    if not isinstance(component, str) or component not in known or not isinstance(rank, (int, type(None))):
+        raise ProtocolError(f"rank {tp_rank} found something that cannot be", got=f"{component!r} of rank {rank!r}")
+    return found

@@ -21,6 +21,7 @@ from gradengine.window import checked_weight, ordered_sum
 
 __all__ = ["DistributedTrainer", "LocalTrainer", "shard_batches", "weights_digest"]
 
+_NOTHING = object()
 MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)
 
 
@@ -61,7 +62,7 @@ class DistributedTrainer:
         hold: Micro-batches folded in one pass.
         max_steps: After so many steps `reached_max_steps` is True, and a further one is refused.
         check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
-        tensor_parallel: The exchange over the ranks that hold the other parts of this worker's model; all of them train
+        tp_exchange: The exchange over the ranks that hold the other parts of this worker's model; all of them train
             on the same micro-batches.
         replicated: What these ranks hold of replicated gradients, as for `GradientEngine`.
 
@@ -95,7 +96,7 @@ class DistributedTrainer:
         hold: int = 1,
         max_steps: int | None = None,
         check_every: int = 0,
-        tensor_parallel: Exchange | None = None,
+        tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
         if max_steps is not None and max_steps < 0:
@@ -106,6 +107,7 @@ class DistributedTrainer:
         self.step = 0
         self._losses: list[tuple[float, float]] = []
         self._loss = 0.0
+        self._loss_came_through: object = _NOTHING
         self._unapplied: StepResult | None = None
         self.last_result: StepResult | None = None
         self.engine = GradientEngine(
@@ -117,7 +119,7 @@ class DistributedTrainer:
             hold=hold,
             groups=groups,
             average=average,
-            tensor_parallel=tensor_parallel,
+            tp_exchange=tp_exchange,
             replicated=replicated,
         )
 
@@ -165,7 +167,7 @@ class DistributedTrainer:
                 expected="none",
                 do="run finish_step() again, or drop the window by engine.discard() on every rank",
             )
-        self._losses = []
+        self._losses, self._loss_came_through = [], _NOTHING
         for count, micro_batch in enumerate(micro_batches, start=1):
             weight = self._weight(micro_batch)
             last = count == self.engine.micro_batches
@@ -182,23 +184,20 @@ class DistributedTrainer:
         Raises:
             WindowError, NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
-        if self._unapplied is not None:  # the step is done; it was apply_gradients that failed
-            return self._apply(self._loss)
-        # Before the step, so that a failure here leaves the step to be run again.
-        loss = self._loss = self._global_loss()
-        self.last_result = self._unapplied = self.engine.step()
-        return self._apply(loss)
+        if self._unapplied is None:  # else the step is done, and it was apply_gradients that failed
+            # Before the step, so that a failure here leaves the step to be run again.
+            self._share_loss()
+            self.last_result = self._unapplied = self.engine.step()
+        return self._apply(self._unapplied)
 
-    def _apply(self, loss: float) -> float:
-        result = self._unapplied
-        assert result is not None  # noqa: S101  (called with one at hand only)
+    def _apply(self, result: StepResult) -> float:
         if not result.skipped:
             self.trainer.apply_gradients(result.gradients)
         self._unapplied = None
         self.step += 1
         if self.check_every and self.step % self.check_every == 0:
             self._compare_weights()
-        return loss
+        return self._loss
 
     @property
     def _streams(self) -> bool:
@@ -222,6 +221,11 @@ class DistributedTrainer:
     def _weight(self, micro_batch: object) -> float:
         weight = getattr(self.trainer, "weight", None)
         return 1.0 if weight is None else float(checked_weight(weight(micro_batch)))
+
+    def _share_loss(self) -> None:
+        """Once through each exchange: where a step is run again through the same one, the others are past it."""
+        if self._loss_came_through is not self.engine.exchange:
+            self._loss, self._loss_came_through = self._global_loss(), self.engine.exchange
 
     def _global_loss(self) -> float:
         if not self._losses:

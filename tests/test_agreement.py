@@ -24,8 +24,8 @@ class Gathering:
         return [data if part is None else part for part in self._parts]
 
 
-def packed(weight=1.0, micro_batches=1, totals=(4.0, 9.0)):
-    return msgpack.packb([weight, micro_batches, np.asarray(totals, "<f8").tobytes(), {}])
+def packed(weight=1.0, micro_batches=1, totals=(4.0, 9.0), settings=None, step=0):
+    return msgpack.packb([weight, micro_batches, np.asarray(totals, "<f8").tobytes(), settings or {}, step])
 
 
 MINE = Tally(1.0, 1, np.array([4.0, 9.0]))
@@ -78,14 +78,17 @@ def test_other_sums_than_rank_0s_are_an_error(other):
         msgpack.packb([1.0, 1]),
         msgpack.packb([1.0, 1, b"", 0]),
         msgpack.packb({"weight": 1}),
-        msgpack.packb(["heavy", 1, bytes(16), {}]),
-        msgpack.packb([None, 1, bytes(16), {}]),
-        msgpack.packb([1.0, math.inf, bytes(16), {}]),
-        msgpack.packb([1.0, math.nan, bytes(16), {}]),
-        msgpack.packb([1.0, 1, "text", {}]),
-        msgpack.packb([1.0, 1, [4.0, 9.0], {}]),
-        msgpack.packb([1.0, 1, bytes(15), {}]),
-        msgpack.packb([1.0, 1, msgpack.ExtType(5, bytes(16)), {}]),
+        msgpack.packb([1.0, 1, bytes(16), {}]),
+        msgpack.packb([1.0, 1, bytes(16), {}, "first"]),
+        msgpack.packb([1.0, 1, bytes(16), {}, None]),
+        msgpack.packb(["heavy", 1, bytes(16), {}, 0]),
+        msgpack.packb([None, 1, bytes(16), {}, 0]),
+        msgpack.packb([1.0, math.inf, bytes(16), {}, 0]),
+        msgpack.packb([1.0, math.nan, bytes(16), {}, 0]),
+        msgpack.packb([1.0, 1, "text", {}, 0]),
+        msgpack.packb([1.0, 1, [4.0, 9.0], {}, 0]),
+        msgpack.packb([1.0, 1, bytes(15), {}, 0]),
+        msgpack.packb([1.0, 1, msgpack.ExtType(5, bytes(16)), {}, 0]),
     ],
 )
 def test_tally_that_cannot_be_read(part):
@@ -116,11 +119,17 @@ def test_tally_that_cannot_be(part, says):
         agree(Gathering(None, part), MINE)
 
 
+def test_a_rank_at_another_step_is_named():
+    """A step that some ranks finished and others dropped: their next gathers would be of two steps."""
+    mine = Tally(1.0, 1, np.array([4.0, 9.0]), step=7)
+    with pytest.raises(ExchangeError, match=r"rank 1 is at another step than rank 0: got 6, expected 7; .*checkpoint"):
+        agree(Gathering(None, packed(step=6)), mine)
+
+
 @pytest.mark.parametrize(("theirs", "says"), [({"average": "per_worker"}, "per_worker"), ({}, "got nothing")])
 def test_settings_that_differ_are_named(theirs, says):
     mine = Tally(1.0, 1, np.array([4.0]), {"average": "weighted"})
-    other = msgpack.packb([1.0, 1, np.array([4.0], "<f8").tobytes(), theirs])
-    own = msgpack.packb([1.0, 1, np.array([4.0], "<f8").tobytes(), {"average": "weighted"}])
+    other, own = packed(totals=[4.0], settings=theirs), packed(totals=[4.0], settings={"average": "weighted"})
     with pytest.raises(
         ExchangeError, match=rf"rank 1 has another average than rank 0: got .*{says.split()[-1]}.*weighted"
     ):

@@ -61,9 +61,7 @@ class TestPartOfAModel:
 
     @pytest.mark.parametrize("plan", [PLAN, ClipPlan((0, 1), (math.inf, 2.0))])
     def test_is_not_clipped_alone(self, plan):
-        with pytest.raises(
-            CallerError, match="got part 1 of 2, and no tensor_parallel exchange, expected tensor_parallel="
-        ):
+        with pytest.raises(CallerError, match="got part 1 of 2, and no tp_exchange, expected tp_exchange="):
             Settings(plan, "raise", "weighted", None, 1.0).refuse_lone_part(self.PART)
 
     @pytest.mark.parametrize(("on_non_finite", "is_refused"), [("skip", True), ("raise", False), ("pass", False)])

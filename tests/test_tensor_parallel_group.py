@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 import math
 import threading
+import types
 
+import msgpack
 import numpy as np
 import pytest
 import strategies as draw
@@ -25,7 +27,7 @@ from gradengine import (
     local_group,
 )
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.errors import HandshakeRefused, PeerLost, WindowError
+from gradengine.errors import HandshakeRefused, PeerLost, ProtocolError, WindowError
 from gradengine.tensor_parallel_group import TensorParallelGroup
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,7 +105,7 @@ class TestOneGroup:
     def test_sharded_is_unsharded(self, backend, tp_size, form, vocab_parallel):
         def work(exchange):
             c = config(exchange.rank, tp_size, vocab_parallel=vocab_parallel)
-            engine = GradientEngine(layout_of(c), backend.kernels, tensor_parallel=exchange, replicated=form)
+            engine = GradientEngine(layout_of(c), backend.kernels, tp_exchange=exchange, replicated=form)
             for k in range(MICRO_BATCHES):
                 engine.add(put_all(backend, part_of(contribution(0, k), c, form)))
             result = engine.step()
@@ -128,7 +130,7 @@ class TestOneGroup:
     def test_over_every_transport_the_bytes_are_the_same(self, transport):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange, replicated="sum")
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum")
             norms = []
             for step in range(3):
                 engine.add(part_of(contribution(step, 0), c, "sum"))
@@ -147,7 +149,7 @@ class TestOneGroup:
     def test_groups_of_components_are_the_whole_models(self, options):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange, **options)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, **options)
             for k in range(MICRO_BATCHES):
                 engine.add(part_of(contribution(0, k), c))
             result = engine.step()
@@ -182,7 +184,7 @@ class TestOneGroup:
         def work(exchange):
             partitions = {name: cut.get(name, "replicated") for name in names}
             layout = GradientLayout.of(parts[0], tp_rank=exchange.rank, tp_size=tp_size, partitions=partitions)
-            engine = GradientEngine(layout, max_norm=None, tensor_parallel=exchange, replicated=form)
+            engine = GradientEngine(layout, max_norm=None, tp_exchange=exchange, replicated=form)
             engine.add(parts[exchange.rank])
             return engine.step().norm
 
@@ -200,7 +202,7 @@ class TestOneGroup:
             layout = GradientLayout.of(
                 {"norm": (1,)}, tp_rank=exchange.rank, tp_size=3, partitions={"norm": "replicated"}
             )
-            engine = GradientEngine(layout, max_norm=None, tensor_parallel=exchange, replicated="average")
+            engine = GradientEngine(layout, max_norm=None, tp_exchange=exchange, replicated="average")
             engine.add({"norm": values[exchange.rank]})
             return engine.step().gradients["norm"].tobytes()
 
@@ -210,7 +212,7 @@ class TestOneGroup:
     def test_a_deferred_step_leaves_the_sum_of_the_replicas(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange, replicated="sum")
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum")
             engine.add(part_of(contribution(0, 0), c, "sum"))
             result = engine.step(deferred=True)
             return np.array(result.gradients["final_norm"]), float(result.factor)
@@ -226,7 +228,7 @@ class TestOneGroup:
         def work(exchange):
             c = config(exchange.rank, 2)
             layout = layout_of(c)
-            engine = GradientEngine(layout, loss_scale=4.0, tensor_parallel=exchange, micro_batches=1)
+            engine = GradientEngine(layout, loss_scale=4.0, tp_exchange=exchange, micro_batches=1)
             engine.add(part_of(contribution(0, 0, 4.0), c))
             out = {slot.name: np.zeros(slot.shape, np.float16) for slot in layout.slots}
             engine.step(out=out)
@@ -238,7 +240,7 @@ class TestOneGroup:
 
     def test_a_group_of_one_is_no_group(self):
         (exchange,) = local_group(1)
-        alone = GradientEngine(WHOLE, tensor_parallel=exchange, replicated="average")
+        alone = GradientEngine(WHOLE, tp_exchange=exchange, replicated="average")
         alone.add(contribution(0, 0))
         whole = GradientEngine(WHOLE)
         whole.add(contribution(0, 0))
@@ -283,7 +285,7 @@ class TestGrid:
             engine = GradientEngine(
                 layout_of(c),
                 exchange=data_parallel,
-                tensor_parallel=tensor_parallel,
+                tp_exchange=tensor_parallel,
                 replicated=form,
                 micro_batches=MICRO_BATCHES,
             )
@@ -311,7 +313,7 @@ class TestGrid:
             def one(data_parallel, tensor_parallel):
                 c = config(tensor_parallel.rank, 2)
                 engine = GradientEngine(
-                    layout_of(c), exchange=data_parallel, tensor_parallel=tensor_parallel, average=average
+                    layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, average=average
                 )
                 for k in range(MICRO_BATCHES):
                     engine.add(part_of(contribution(data_parallel.rank, k), c), weight=1.0 + k + 3 * data_parallel.rank)
@@ -360,7 +362,7 @@ class TestGrid:
 
         def work(data_parallel, tensor_parallel):
             local = Local(config(tensor_parallel.rank, 2))
-            trainer = DistributedTrainer(local, data_parallel, layout_of(local.c), tensor_parallel=tensor_parallel)
+            trainer = DistributedTrainer(local, data_parallel, layout_of(local.c), tp_exchange=tensor_parallel)
             loss = trainer.train_batch([2 * data_parallel.rank, 2 * data_parallel.rank + 1])
             return loss, local.shares[0]
 
@@ -386,7 +388,7 @@ class TestNonFinite:
     def steps(self, gradients, form="same", tp_size=2, **options):
         def work(exchange):
             c = config(exchange.rank, tp_size)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange, replicated=form, **options)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated=form, **options)
             engine.add(gradients(c))
             return engine.step()
 
@@ -448,10 +450,38 @@ class TestNonFinite:
             assert math.isnan(result.norm)
             assert list(result.component_norms) == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
+    def test_a_sum_that_overflows_is_told_again_without_a_word_to_the_others(self):
+        def work(exchange):
+            c = config(exchange.rank, 2)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum")
+            part = part_of(contribution(0, 0), c)
+            part["final_norm"][7] = 3e38
+            engine.add(part)
+            for _ in range(2 if exchange.rank == 0 else 1):
+                with pytest.raises(NonFiniteGradient):
+                    engine.step()
+            return True
+
+        assert on_ranks(work, 2) == [True, True]
+
+    @pytest.mark.parametrize(
+        "found",
+        [
+            *(b"", b"\xc1"),
+            *map(msgpack.packb, ([], [1], 7, "text", [None] * 4, ["nope", 0, 1.0, None], [["final_norm"], 0, 1.0, 0])),
+            *(msgpack.packb(["final_norm", *rest]) for rest in (["x", 1.0, None], [0, "x", 0], [0, 1.0, "x"])),
+        ],
+    )
+    def test_what_another_rank_found_is_read_with_care(self, found):
+        group = TensorParallelGroup(PerBlockGradientAccumulator(layout_of(config(0, 2))), "same")
+        group.exchange = types.SimpleNamespace(world_size=2, gather=lambda mine: [mine, found])
+        with pytest.raises(ProtocolError, match=r"in the tensor-parallel group: (what )?rank 1 found"):
+            group.first_found(None, 3)
+
     def test_the_next_step_is_a_good_one(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange, replicated="average")
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="average")
             engine.add(self.poisoned("blocks.0.w_q", 0, math.nan, tp_rank=0)(c))
             with pytest.raises(NonFiniteGradient):
                 engine.step()
@@ -470,9 +500,7 @@ class TestNonFinite:
     def test_on_a_grid_rank_and_part_are_named(self):
         def work(data_parallel, tensor_parallel):
             c = config(tensor_parallel.rank, 2)
-            engine = GradientEngine(
-                layout_of(c), exchange=data_parallel, tensor_parallel=tensor_parallel, replicated="sum"
-            )
+            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated="sum")
             part = part_of(contribution(data_parallel.rank, 0), c)
             if (data_parallel.rank, tensor_parallel.rank) == (1, 0):
                 part["blocks.0.down"].reshape(-1)[2] = -math.inf
@@ -491,7 +519,7 @@ class TestRefused:
     def test_replicas_that_differ_are_named_and_what_to_do(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
             engine.add(part_of(contribution(0, 0), c, "sum"))
             engine.step()
 
@@ -508,7 +536,7 @@ class TestRefused:
     def test_one_small_replica_of_many_is_enough(self, share):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
             part = part_of(contribution(0, 0, magnitude=1e-3), c)
             part["final_norm"] *= np.float32(share if exchange.rank else 1)
             engine.add(part)
@@ -520,7 +548,7 @@ class TestRefused:
     def test_a_replica_that_differs_by_rounding_is_the_same(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
             engine.add(part_of(contribution(0, 0), c, "average"))
             return engine.step().norm
 
@@ -531,7 +559,7 @@ class TestRefused:
     def test_another_window_than_rank_0s(self, weight, expected):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
             for k in range(1 + exchange.rank):
                 engine.add(part_of(contribution(0, k), c), weight=1.0 if exchange.rank else weight)
             engine.step()
@@ -543,7 +571,7 @@ class TestRefused:
     def test_other_settings_than_rank_0s(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange, max_norm=1.0 + exchange.rank)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, max_norm=1.0 + exchange.rank)
             engine.add(part_of(contribution(0, 0), c))
             engine.step()
 
@@ -554,8 +582,8 @@ class TestRefused:
         ("of_rank_1", "row"),
         [
             ({"replicated": "sum"}, "'replicated=sum'"),
-            ({"vocab_parallel": True}, "'lm_head'"),
-            ({"intermediate_size": 32}, "'blocks.0.gate'"),
+            ({"vocab_parallel": True}, "'lm_head (row)'"),
+            ({"intermediate_size": 32}, "'blocks.0.gate (column)'"),
         ],
     )
     def test_parts_of_other_models_do_not_join(self, of_rank_1, row):
@@ -564,19 +592,59 @@ class TestRefused:
             form = changed.pop("replicated", "same")
             c = dataclasses.replace(config(exchange.rank, 2), **changed)
             layout = GradientLayout.transformer(2, 16, 16, c.intermediate_size, 12, tensor_parallel=c)
-            GradientEngine(layout, tensor_parallel=exchange, replicated=form)
+            GradientEngine(layout, tp_exchange=exchange, replicated=form)
 
         for error in self.outcomes(work):
             assert isinstance(error, HandshakeRefused)
             assert row in str(error)
 
+    def test_a_shard_that_one_rank_takes_for_a_replica(self):
+        """Of equal shapes, and with gradients of equal norms: only the partitions say it."""
+
+        def work(exchange):
+            partition = "replicated" if exchange.rank else "column"
+            layout = GradientLayout.of({"w": (4,)}, tp_rank=exchange.rank, tp_size=2, partitions={"w": partition})
+            GradientEngine(layout, tp_exchange=exchange)
+
+        for error in self.outcomes(work):
+            assert isinstance(error, HandshakeRefused)
+            assert "in the tensor-parallel group: layouts differ" in str(error)
+            assert "'w (column)'" in str(error)
+            assert "'w (replicated)'" in str(error)
+
+    def test_workers_that_treat_replicas_in_two_ways(self):
+        def work(data_parallel, tensor_parallel):
+            c, form = config(tensor_parallel.rank, 2), ("same", "average")[data_parallel.rank]
+            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form)
+            engine.add(part_of(contribution(0, 0), c))
+            engine.step()
+
+        for error in itertools.chain(*on_grid(work, 2, 2)):
+            assert "rank 1 has another tp_exchange than rank 0: got of 2, replicated=average" in str(error)
+
+    def test_a_worker_without_its_group(self):
+        def work(data_parallel, tensor_parallel):
+            c = config(tensor_parallel.rank, 2)
+            group_of_mine = tensor_parallel if data_parallel.rank == 0 else None
+            engine = GradientEngine(layout_of(c), max_norm=None, exchange=data_parallel, tp_exchange=group_of_mine)
+            engine.add(part_of(contribution(0, 0), c))
+            engine.step()
+
+        for error in itertools.chain(*on_grid(work, 2, 2)):
+            assert "rank 1 has another tp_exchange than rank 0: got none, expected of 2, replicated=same" in str(error)
+
+    def test_one_exchange_for_both_groups(self):
+        exchange = local_group(2)[0]
+        with pytest.raises(CallerError, match="exchange and tp_exchange are one"):
+            GradientEngine(layout_of(config(0, 2)), exchange=exchange, tp_exchange=exchange)
+
     def test_an_exchange_of_another_rank_or_size(self):
         exchanges = local_group(4)
-        message = "the tensor-parallel exchange is not the layout's: got rank 1 of 4, expected tp_rank 0 of tp_size 2"
+        message = "tp_exchange is not the layout's: got rank 1 of 4, expected tp_rank 0 of tp_size 2"
         with pytest.raises(CallerError, match=message):
-            GradientEngine(layout_of(config(0, 2)), tensor_parallel=exchanges[1])
+            GradientEngine(layout_of(config(0, 2)), tp_exchange=exchanges[1])
         with pytest.raises(CallerError, match="expected tp_rank 0 of tp_size 1"):
-            GradientEngine(WHOLE, tensor_parallel=exchanges[0])
+            GradientEngine(WHOLE, tp_exchange=exchanges[0])
 
     @pytest.mark.parametrize(
         "options", [{}, {"max_norm": 3.0}, {"max_norm": None, "on_non_finite": "skip"}, {"groups": "block"}]
@@ -602,7 +670,7 @@ class TestRefused:
     def test_a_captured_step(self, device):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), device.kernels, tensor_parallel=exchange)
+            engine = GradientEngine(layout_of(c), device.kernels, tp_exchange=exchange)
             with pytest.raises(CallerError, match="a step with an exchange waits for other workers"):
                 engine.capture()
 
@@ -644,6 +712,31 @@ class Faulty:
                 raise PeerLost("the line went dead")
 
 
+class Deaf(Faulty):
+    """An exchange whose first gather is complete, but is not heard of here."""
+
+    def __init__(self, exchange):
+        super().__init__(exchange, "gather")
+
+    def gather(self, data):
+        parts = self.exchange.gather(data)
+        self._fail_at("gather")
+        return parts
+
+
+def norms_of_two_workers():
+    """Of a step with each worker's first micro-batch, then of one with its second."""
+
+    def work(exchange):
+        engine, norms = GradientEngine(WHOLE, exchange=exchange), []
+        for k in range(MICRO_BATCHES):
+            engine.add(contribution(exchange.rank, k))
+            norms.append(engine.step().norm)
+        return norms
+
+    return on_ranks(work, 2)[0]
+
+
 def spare_groups():
     return [local_group(2, timeout=20.0) for _ in range(2)]
 
@@ -665,7 +758,7 @@ class TestRunAgain:
                     data_parallel = Faulty(data_parallel, call) if which == "data" else data_parallel
                     tensor_parallel = Faulty(tensor_parallel, call) if which == "tensor" else tensor_parallel
                 engine = GradientEngine(
-                    layout_of(c), exchange=data_parallel, tensor_parallel=tensor_parallel, replicated=form
+                    layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form
                 )
                 failures = 0
                 for step in range(2):
@@ -677,11 +770,11 @@ class TestRunAgain:
                         told.append("tensor-parallel group" in str(lost))
                         with pytest.raises(WindowError):
                             engine.add(part_of(contribution(d, step), c, form))
-                        (engine.exchange if which == "data" else engine.tensor_parallel).close()
+                        (engine.exchange if which == "data" else engine.tp_exchange).close()
                         if which == "data":
                             engine.reconnect(spares["data"])
                         else:
-                            engine.reconnect(tensor_parallel=spares["tensor"])
+                            engine.reconnect(tp_exchange=spares["tensor"])
                         result = engine.step()
                 return failures, figures(result), engine.accumulator.arena.data.tobytes()
 
@@ -706,7 +799,7 @@ class TestRunAgain:
             d, t = data_parallel.rank, tensor_parallel.rank
             c, data_parallel = config(t, 2), Faulty(data_parallel, "gather")
             engine = GradientEngine(
-                layout_of(c), max_norm=None, exchange=data_parallel, tensor_parallel=tensor_parallel, replicated="sum"
+                layout_of(c), max_norm=None, exchange=data_parallel, tp_exchange=tensor_parallel, replicated="sum"
             )
             engine.add(part_of(contribution(d, 0), c, "sum"))
             with pytest.raises(PeerLost):
@@ -727,12 +820,12 @@ class TestRunAgain:
     def test_a_window_dropped_half_way_closes_the_group(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=Faulty(exchange, "wait"), replicated="sum")
+            engine = GradientEngine(layout_of(c), tp_exchange=Faulty(exchange, "wait"), replicated="sum")
             engine.add(part_of(contribution(0, 0), c, "sum"))
             with pytest.raises(PeerLost):
                 engine.step()
             engine.discard()
-            engine.reconnect(tensor_parallel=spares[exchange.rank])
+            engine.reconnect(tp_exchange=spares[exchange.rank])
             for k in range(MICRO_BATCHES):
                 engine.add(part_of(contribution(0, k), c, "sum"))
             return engine.step().norm
@@ -741,40 +834,113 @@ class TestRunAgain:
         assert on_ranks(work, 2) == pytest.approx([whole_step().norm] * 2, rel=1e-6)
 
     @pytest.mark.parametrize("form", FORMS)
-    def test_a_window_dropped_after_the_group_agreed_leaves_it_in_step(self, form):
-        """All four lose their data-parallel group behind the other's agreement; the tensor-parallel one goes on."""
+    def test_a_window_dropped_after_the_group_agreed_may_be_followed_by_another(self, form):
+        """All four lose their data-parallel group behind the other's agreement, and drop the window."""
         spares = spare_groups()
 
         def work(data_parallel, tensor_parallel):
             d, t = data_parallel.rank, tensor_parallel.rank
             c = config(t, 2)
             engine = GradientEngine(
-                layout_of(c), exchange=Faulty(data_parallel, "gather"), tensor_parallel=tensor_parallel, replicated=form
+                layout_of(c), exchange=Faulty(data_parallel, "gather"), tp_exchange=tensor_parallel, replicated=form
             )
             engine.add(part_of(contribution(7, 0), c, form))
             with pytest.raises(PeerLost):
                 engine.step()
             engine.discard()
-            engine.reconnect(spares[t][d])
+            engine.reconnect(spares[t][d], tp_exchange=None if form == "same" else second_rows[d][t])
             norms = []
             for k in range(MICRO_BATCHES):
                 engine.add(part_of(contribution(d, k), c, form))
                 norms.append(engine.step().norm)
-            tensor_parallel.barrier()
             return norms
 
-        def unsharded(exchange):
-            engine, norms = GradientEngine(WHOLE, exchange=exchange), []
-            for k in range(MICRO_BATCHES):
-                engine.add(contribution(exchange.rank, k))
-                norms.append(engine.step().norm)
-            return norms
-
-        expected = on_ranks(unsharded, 2)[0]
+        second_rows = spare_groups()
         with group(Transport.TCP, 2, timeout=20.0) as first, group(Transport.TCP, 2, timeout=20.0) as second:
             found = on_grid(work, 2, 2, rows=[first, second])
         for norms in itertools.chain(*found):
-            assert norms == pytest.approx(expected, rel=1e-6)
+            assert norms == pytest.approx(norms_of_two_workers(), rel=1e-6)
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_both_groups_may_be_joined_anew(self, form):
+        """As after the death of a process: each rank closes both, joins both and steps again; the next steps too."""
+        spare_columns, spare_rows = spare_groups(), spare_groups()
+
+        def work(data_parallel, tensor_parallel):
+            d, t = data_parallel.rank, tensor_parallel.rank
+            c, is_first = config(t, 2), t == 0
+            # Column 0 loses its workers behind the agreement of its parts; column 1 never hears that these agreed.
+            data_parallel = Faulty(data_parallel, "gather") if is_first else data_parallel
+            tensor_parallel = tensor_parallel if is_first else Deaf(tensor_parallel)
+            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form)
+            engine.add(part_of(contribution(d, 0), c, form))
+            with pytest.raises(PeerLost):
+                engine.step()
+            engine.exchange.close()
+            engine.tp_exchange.close()
+            engine.reconnect(spare_columns[t][d], tp_exchange=spare_rows[d][t])
+            norms = [engine.step().norm]
+            engine.add(part_of(contribution(d, 1), c, form))
+            return [*norms, engine.step().norm]
+
+        for norms in itertools.chain(*on_grid(work, 2, 2)):
+            assert norms == pytest.approx(norms_of_two_workers(), rel=1e-6)
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_a_step_that_some_finished_and_others_dropped_is_not_mixed_with_the_next(self, form):
+        """Column 1 loses its workers in the last agreement and drops the window; column 0 has made the step."""
+        spares = spare_groups()
+
+        def work(data_parallel, tensor_parallel):
+            d, t = data_parallel.rank, tensor_parallel.rank
+            c = config(t, 2)
+            data_parallel = Faulty(data_parallel, "gather") if t == 1 else data_parallel
+            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form)
+            engine.add(part_of(contribution(0, 0), c, form))
+            if t == 1:
+                with pytest.raises(PeerLost):
+                    engine.step()
+                engine.discard()
+                engine.reconnect(spares[t][d])
+            else:
+                engine.step()
+            engine.add(part_of(contribution(0, 0), c, form))
+            engine.step()
+
+        for error in itertools.chain(*on_grid(work, 2, 2)):
+            assert isinstance(error, ExchangeError)
+            if form == "same":
+                assert "rank 1 is at another step than rank 0: got 0, expected 1" in str(error)
+
+    def test_the_trainer_finishes_a_step_whose_parts_lost_each_other(self):
+        """Only row 0 loses its group; the other row is in the step already, past the exchange of the losses."""
+        spare_row = local_group(2, timeout=20.0)
+
+        class Local:
+            def __init__(self, c, rank):
+                self.c, self.rank, self.applied = c, rank, []
+
+            def forward_backward(self, batch):
+                return float(self.rank), part_of(contribution(self.rank, batch), self.c)
+
+            def apply_gradients(self, gradients):
+                self.applied.append(gradients["final_norm"].tobytes())
+
+        def work(data_parallel, tensor_parallel):
+            d, t = data_parallel.rank, tensor_parallel.rank
+            local = Local(config(t, 2), d)
+            row = Faulty(tensor_parallel, "gather") if (d, t) == (0, 1) else tensor_parallel
+            trainer = DistributedTrainer(local, data_parallel, layout_of(local.c), tp_exchange=row)
+            try:
+                losses = [trainer.train_batch([0])]
+            except PeerLost:
+                trainer.engine.reconnect(tp_exchange=spare_row[t])
+                losses = [trainer.finish_step()]
+            return [*losses, trainer.train_batch([1])], local.applied
+
+        found = list(itertools.chain(*on_grid(work, 2, 2)))
+        assert [losses for losses, _ in found] == [[0.5, 0.5]] * 4
+        assert len({tuple(applied) for _, applied in found}) == 1
 
     def test_a_rank_that_never_comes_is_named_with_its_group(self):
         exchanges = local_group(2, timeout=0.5)
@@ -782,7 +948,7 @@ class TestRunAgain:
 
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tensor_parallel=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
             engine.add(part_of(contribution(0, 0), c))
             met.wait(10)
             return engine.step() if exchange.rank == 0 else None
@@ -799,7 +965,7 @@ def test_on_a_device_what_is_the_same_costs_no_copy(device):
 
     def work(exchange):
         c = config(exchange.rank, 2)
-        engine = GradientEngine(layout_of(c), device.kernels, tensor_parallel=exchange)
+        engine = GradientEngine(layout_of(c), device.kernels, tp_exchange=exchange)
         engine.add(put_all(device, part_of(contribution(0, 0), c)))
         engine.step()
         engine.add(put_all(device, part_of(contribution(0, 0), c)))

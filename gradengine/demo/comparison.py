@@ -65,7 +65,7 @@ def _first_step(settings: Settings, texts: Texts, tp: TensorParallelRank) -> _Fi
         learner = Learner(settings, texts, tp)
         logits, (_, gradients) = learner.logits(0), learner.forward_backward(0)
         layout = layout_of(settings, tp.tp_rank)
-        trainer = DistributedTrainer(learner, None, layout, max_norm=settings.max_norm, tensor_parallel=tp.gradients)
+        trainer = DistributedTrainer(learner, None, layout, max_norm=settings.max_norm, tp_exchange=tp.gradients)
         trainer.train_batch([0])
     norm = trainer.last_result.norm if trainer.last_result else 0.0
     return _FirstStep(logits, gradients, norm, learner.weights)

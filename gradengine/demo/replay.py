@@ -72,9 +72,7 @@ def _replay_shard(
     with exchange, tp:
         learner = Learner(settings, texts, tp, initial)
         layout = layout_of(settings, tp.tp_rank)
-        trainer = DistributedTrainer(
-            learner, exchange, layout, max_norm=settings.max_norm, tensor_parallel=tp.gradients
-        )
+        trainer = DistributedTrainer(learner, exchange, layout, max_norm=settings.max_norm, tp_exchange=tp.gradients)
         for step in range(settings.compared_steps):
             share = step_indexes(step, settings.micro_batches_in_all, exchange.rank, exchange.world_size)
             trainer.train_batch(reversed(share) if backwards else share)

@@ -119,7 +119,7 @@ class _Worker:
             layout_of(settings, tp.tp_rank),
             max_norm=settings.max_norm,
             micro_batches=settings.micro_batches,
-            tensor_parallel=tp.gradients,
+            tp_exchange=tp.gradients,
         )
 
     def make_step(self, step: int) -> None:
