@@ -28,7 +28,7 @@ def line(report: dict, row: dict) -> str:
 def table(results: Path) -> str:
     """All recorded results of CPUs as Markdown."""
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith("gpu-")]
-    reports = [json.loads(path.read_text()) for path in paths]
+    reports = [report for report in (json.loads(path.read_text()) for path in paths) if "rows" in report]
     rows = [line(report, row) for report in reports for row in report["rows"] if row["variant"] not in YARDSTICKS]
     head = ["| benchmark | variant | median ms | GB/s counted | time, in times of ours |", "|---|---|---|---|---|"]
     return "\n".join([BEGIN, "", *head, *rows, "", END])

@@ -21,11 +21,13 @@ from gradengine.gpu_accumulate import GpuGradientAccumulator
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
 from gradengine.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
+from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
 from gradengine.trainer import DistributedTrainer, shard_batches
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bandwidth",
     "BlockGradientSet",
     "CallerError",
     "ColumnParallelShard",
@@ -44,6 +46,7 @@ __all__ = [
     "RowParallelShard",
     "StepResult",
     "TensorParallelConfig",
+    "TensorParallelCost",
     "WorkerClient",
     "__version__",
     "clip_by_global_norm",

@@ -1,4 +1,4 @@
-"""The command line: `gradengine demo`, `bench` and `serve`."""
+"""The command line: `gradengine demo`, `bench`, `plan` and `serve`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gradengine.bench.command import bench
 from gradengine.demo.command import demo
 from gradengine.errors import CallerError
 from gradengine.exchange import GradientServer
+from gradengine.plan.command import plan
 
 __all__ = ["app"]
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(plan)
 app.add_typer(bench, name="bench")
 
 

@@ -615,6 +615,7 @@ PAGE = f"before\n{draw.BEGIN}\nold\n{draw.END}\n\nafter\n"
 
 
 def test_without_results_of_a_gpu_the_page_has_no_word_of_it(tmp_path):
+    (tmp_path / "cpu-other.json").write_text('{"format": 1}')  # a result of another kind has no place in the table
     page = draw.drawn(PAGE, tmp_path)
     assert page.startswith("before\n")
     assert page.endswith(f"{draw.END}\n\nafter\n")

@@ -228,11 +228,11 @@ def invoke(*arguments):
 def test_help_names_the_commands():
     shown = invoke("--help")
     assert shown.exit_code == 0
-    for command in ("demo", "bench", "serve"):
+    for command in ("demo", "bench", "plan", "serve"):
         assert re.search(rf"\b{command}\b", shown.output)
 
 
-@pytest.mark.parametrize("command", ["demo", "bench", "serve"])
+@pytest.mark.parametrize("command", ["demo", "bench", "plan", "serve"])
 def test_every_command_has_help(command):
     assert invoke(command, "--help").exit_code == 0
 

@@ -12,11 +12,16 @@ PACKAGE = Path(__file__).parent.parent / "gradengine"
 # Reading down is the data's way; a file imports only what stands above it.
 ORDER = [
     "errors",
+    "tensor_parallel_cost",
     "dlpack",
     "buffer",
     "frameworks",
     "host_buffer",
     "device_buffer",
+    "foreign_arrays",
+    "shards",
+    "tensor_parallel",
+    "slots",
     "layout",
     "kernels.contribution",
     "kernels.decision",
@@ -51,6 +56,7 @@ ORDER = [
     "exchange.tcp",
     "exchange",
     "agreement",
+    "tensor_parallel_group",
     "sharing",
     "destinations",
     "result",
@@ -62,7 +68,7 @@ ORDER = [
     "trainer",
     "",
 ]
-FREE = ("bench", "demo", "cli", "__main__", "torch", "jax")  # these use the package; nothing in it uses them
+FREE = ("bench", "demo", "plan", "cli", "__main__", "torch", "jax")  # these use the package; nothing in it uses them
 FRAMEWORKS = {"torch", "jax", "cupy", "tensorflow", "mlx"}
 
 

@@ -47,11 +47,11 @@ from gradengine.layout import GradientLayout, layout_from_table
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GradientServer"]
+__all__ = ["BUCKETS_IN_FLIGHT", "GradientServer"]
 
 _HANDSHAKE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
-_BUCKETS_IN_FLIGHT = 8  # received from one worker and not yet summed: 16 MB a worker at the default bucket
+BUCKETS_IN_FLIGHT = 8  # received from one worker and not yet summed: 16 MB a worker at the default bucket
 
 
 @final
@@ -305,7 +305,7 @@ class _RemoteMember(Member):
 
     def welcome(self, summed: int) -> None:
         size = max((bucket.stop - bucket.start for bucket in self._group.buckets), default=0)
-        self._free = [np.empty(size, np.float32) for _ in range(_BUCKETS_IN_FLIGHT)]
+        self._free = [np.empty(size, np.float32) for _ in range(BUCKETS_IN_FLIGHT)]
         self._outgoing.put((Welcome(summed=summed, bucket_bytes=self._group.bucket_bytes), b""))
 
     def dismiss(self, failure: ExchangeError) -> None:

@@ -1,0 +1,272 @@
+"""What tensor parallelism sends: the bytes of a step's all-reduces, and the seconds for a bandwidth with a unit."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import final
+
+from gradengine.errors import CallerError
+
+__all__ = ["Bandwidth", "TensorParallelCost"]
+
+_PREFIXES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_BITS_A_BYTE = 8
+_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+)\s*(?P<unit>[A-Za-z/]*)\s*", re.ASCII)
+# "b" alone is a bit only where a capital prefix shows that its writer minds capitals; "gb/s" may be either.
+_UNIT = re.compile(r"(?P<prefix>[kKMGT]?)(?P<binary>i?)(?P<what>[bB]it/s|B/s|Bps)|(?P<capital>[MGT])(?:b/s|bps)")
+_AMBIGUOUS = re.compile(r"(?P<prefix>[kmgt]?)b(?:/s|ps)", re.IGNORECASE)
+_LONGEST_TEXT = 100
+_SAME = 1e-9  # what two writings of one bandwidth may differ by, for their digits are cut
+
+
+@final
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes a second over one link, one way: made from a number whose unit is said, shown in bytes and in bits.
+
+    Args:
+        bytes_per_second: The rate; `gigabytes`, `gigabits` and `parse` are plainer to read.
+
+    Raises:
+        CallerError: The rate is NaN, infinite, or not above 0.
+
+    Example:
+        >>> print(Bandwidth.gigabits(10))
+        1.25 GB/s = 10 Gbit/s
+        >>> Bandwidth.parse("10 Gbit/s") == Bandwidth.gigabytes(1.25)
+        True
+    """
+
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        rate = self.bytes_per_second
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:  # NaN is refused
+            raise CallerError("a bandwidth is out of range", got=f"{rate} bytes/s", expected="above 0 and finite")
+
+    @staticmethod
+    def gigabytes(per_second: float) -> Bandwidth:
+        """From 10^9 bytes a second.
+
+        Raises:
+            CallerError: It is NaN, infinite, or not above 0.
+
+        Example:
+            >>> Bandwidth.gigabytes(1.25).gigabits_per_second
+            10.0
+        """
+        return Bandwidth(_scaled(per_second, 1e9))
+
+    @staticmethod
+    def gigabits(per_second: float) -> Bandwidth:
+        """From 10^9 bits a second, as network links are sold.
+
+        Raises:
+            CallerError: It is NaN, infinite, or not above 0.
+
+        Example:
+            >>> Bandwidth.gigabits(10).gigabytes_per_second
+            1.25
+        """
+        return Bandwidth(_scaled(per_second, 1e9 / _BITS_A_BYTE))
+
+    @staticmethod
+    def parse(text: str) -> Bandwidth:
+        """From a number and its unit, as a person writes it.
+
+        Args:
+            text: "10 Gbit/s", "10 Gbps", "1.25GB/s", "900 MB/s", "3.35 TB/s", "12 GiB/s"; or what `str` shows. Bits
+                are bit/s, and b/s or bps behind a capital M, G or T; bytes are B/s or Bps, with a capital B.
+
+        Raises:
+            CallerError: There is no number, no unit, a unit that may mean bits or bytes, or a rate out of range.
+
+        Example:
+            >>> Bandwidth.parse("900 MB/s").gigabytes_per_second
+            0.9
+            >>> Bandwidth.parse("10")
+            Traceback (most recent call last):
+            gradengine.errors.CallerError: a bandwidth without a unit: got '10', expected '10 Gbit/s' or '10 GB/s'; ...
+        """
+        if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
+            raise CallerError(
+                "a bandwidth is text", got=_shortened(text), expected="a number and a unit, such as '10 Gbit/s'"
+            )
+        first, *others = (_parsed(part) for part in text.split("="))
+        for other in others:
+            if not math.isclose(first.bytes_per_second, other.bytes_per_second, rel_tol=_SAME):
+                raise CallerError("two bandwidths that are not the same", got=repr(text), expected=f"'{first}'")
+        return first
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """10^9 bytes a second."""
+        return self.bytes_per_second / 1e9
+
+    @property
+    def gigabits_per_second(self) -> float:
+        """10^9 bits a second."""
+        return self.bytes_per_second * _BITS_A_BYTE / 1e9
+
+    def __str__(self) -> str:
+        return f"{self.gigabytes_per_second:.10g} GB/s = {self.gigabits_per_second:.10g} Gbit/s"
+
+
+@final
+@dataclass(frozen=True)
+class TensorParallelCost:
+    """What the ranks of a tensor-parallel group send each other in one optimizer step.
+
+    Each transformer block takes two all-reduces of its activations in the forward and two in the backward (Megatron-LM,
+    Shoeybi et al. 2019, arXiv:1909.08053, section 3). `bytes_per_step` counts one way, the forward alone;
+    `bytes_per_step_both_ways` counts the backward too. Neither depends on `tp_size`: they are the sizes of the buffers
+    that are reduced. `link_bytes_per_step` is what travels, 0 for a group of one. What a vocabulary that is cut adds
+    is not counted: one all-reduce more each way, and a few floats for each token.
+
+    Args:
+        hidden_size: H of the whole model.
+        num_blocks: Transformer blocks.
+        sequence_length: S, tokens of a sequence.
+        tp_size: Ranks of the group.
+        batch_size: Sequences of a micro-batch.
+        micro_batches: Micro-batches of an optimizer step.
+        bytes_per_element: Of an activation: 4 in fp32, 2 in bf16.
+
+    Raises:
+        CallerError: A number is no whole number above 0.
+
+    Example:
+        >>> cost = TensorParallelCost(hidden_size=1024, num_blocks=24, sequence_length=1024, tp_size=2)
+        >>> cost.bytes_per_all_reduce, cost.bytes_per_step, cost.bytes_per_step_both_ways
+        (4194304, 201326592, 402653184)
+        >>> cost.link_bytes_per_step, cost.seconds_per_step(Bandwidth.gigabytes(4.02653184))
+        (402653184, 0.1)
+    """
+
+    hidden_size: int
+    num_blocks: int
+    sequence_length: int
+    tp_size: int
+    batch_size: int = 1
+    micro_batches: int = 1
+    bytes_per_element: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CallerError(f"{name} is out of range", got=repr(value), expected="a whole number >= 1")
+
+    @property
+    def bytes_per_all_reduce(self) -> int:
+        """Bytes of the activations that one all-reduce sums: S x H x batch x bytes of an element.
+
+        >>> TensorParallelCost(1024, 24, 1024, tp_size=2).bytes_per_all_reduce
+        4194304
+        """
+        return self.sequence_length * self.hidden_size * self.batch_size * self.bytes_per_element
+
+    @property
+    def all_reduces_per_step(self) -> int:
+        """All-reduces of a step one way, the forward's: two a block and micro-batch. The backward has as many.
+
+        >>> TensorParallelCost(1024, 24, 1024, tp_size=2).all_reduces_per_step
+        48
+        """
+        return 2 * self.num_blocks * self.micro_batches
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that a step's all-reduces sum one way, in the forward.
+
+        >>> TensorParallelCost(1024, 24, 1024, tp_size=2).bytes_per_step
+        201326592
+        """
+        return self.all_reduces_per_step * self.bytes_per_all_reduce
+
+    @property
+    def bytes_per_step_both_ways(self) -> int:
+        """Bytes that a step's all-reduces sum in forward and backward."""
+        return 2 * self.bytes_per_step
+
+    @property
+    def link_bytes_per_step(self) -> int:
+        """Bytes that each rank's link carries each way in a step, by a ring: 2 (T - 1) / T of those of both ways.
+
+        Rounded up to a whole byte; 0 for a group of one.
+
+        >>> TensorParallelCost(1024, 24, 1024, tp_size=1).link_bytes_per_step
+        0
+        """
+        return -(-2 * (self.tp_size - 1) * self.bytes_per_step_both_ways // self.tp_size)
+
+    def seconds_per_step(self, bandwidth: Bandwidth, latency_seconds: float = 0.0) -> float:
+        """Seconds that a step's all-reduces take, forward and backward, by a ring; nothing else runs meanwhile.
+
+        Args:
+            bandwidth: Of each rank's link, each way.
+            latency_seconds: Of one message: 2 (T - 1) follow each other in an all-reduce.
+
+        Raises:
+            CallerError: The bandwidth names no unit, or the latency is negative or not finite.
+
+        Example:
+            >>> cost = TensorParallelCost(1024, 24, 1024, tp_size=2)
+            >>> round(cost.seconds_per_step(Bandwidth.gigabits(10), latency_seconds=50e-6), 4)
+            0.3317
+        """
+        if not isinstance(bandwidth, Bandwidth):
+            raise CallerError(
+                "a bandwidth must name its unit", got=repr(bandwidth), expected="Bandwidth.gigabits or .gigabytes"
+            )
+        if not (isinstance(latency_seconds, (int, float)) and 0 <= latency_seconds < math.inf):
+            raise CallerError("latency is out of range", got=f"{latency_seconds} s", expected="seconds >= 0")
+        messages = 2 * self.all_reduces_per_step * 2 * (self.tp_size - 1)
+        return self.link_bytes_per_step / bandwidth.bytes_per_second + messages * latency_seconds
+
+
+def _scaled(number: float, factor: float) -> float:
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise CallerError("a bandwidth is no number", got=repr(number), expected="a number, or Bandwidth.parse(text)")
+    return number * factor
+
+
+def _parsed(text: str) -> Bandwidth:
+    found = _QUANTITY.fullmatch(text)
+    if found is None:
+        raise CallerError(
+            "a bandwidth cannot be read", got=_shortened(text), expected="a number and a unit, such as '10 Gbit/s'"
+        )
+    number, unit = found["number"], found["unit"]
+    if not unit:
+        raise _two_readings("a bandwidth without a unit", number, number, "G")
+    kind, ambiguous = _UNIT.fullmatch(unit), _AMBIGUOUS.fullmatch(unit)
+    if kind is not None:
+        return Bandwidth(float(number) * _bytes_of(kind))
+    if ambiguous is not None:
+        raise _two_readings("a unit that may mean bits or bytes", text.strip(), number, ambiguous["prefix"].upper())
+    raise CallerError("an unknown unit of bandwidth", got=repr(unit), expected="one such as Gbit/s, GB/s or GiB/s")
+
+
+def _bytes_of(unit: re.Match[str]) -> float:
+    if unit["capital"]:
+        return float(1000 ** _PREFIXES[unit["capital"]] / _BITS_A_BYTE)
+    scale = (1024 if unit["binary"] else 1000) ** _PREFIXES[unit["prefix"]]
+    return scale / _BITS_A_BYTE if unit["what"][1:].startswith("it") else float(scale)
+
+
+def _two_readings(what: str, got: str, number: str, prefix: str) -> CallerError:
+    bits, whole, rate = f"{number} {prefix}bit/s", f"{number} {prefix}B/s", float(number)
+    return CallerError(
+        what,
+        got=repr(got),
+        expected=f"'{bits}' or '{whole}'",
+        do=f"they differ by 8: {bits} is {rate / _BITS_A_BYTE:g} {prefix}B/s, "
+        f"{whole} is {rate * _BITS_A_BYTE:g} {prefix}bit/s",
+    )
+
+
+def _shortened(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= _LONGEST_TEXT else f"{shown[:40]}... ({len(shown)} characters)"

@@ -1,0 +1,146 @@
+"""The script that holds predictions against this machine: its logic, at sizes where nothing takes time."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+
+from gradengine.errors import GradientError
+from gradengine.plan.machine import Rates
+
+ROOT = Path(__file__).parent.parent
+ELEMENTS = 32 * 1024
+RESULT = ROOT / "bench/results/cpu-2core-plan.json"
+
+
+@pytest.fixture
+def plan_check(monkeypatch):
+    """The script as a module; workers' processes find it by the same path."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.delitem(sys.modules, "plan_check", raising=False)
+    import plan_check
+
+    return plan_check
+
+
+def assert_sound(checks):
+    assert all(0 < check.predicted < math.inf and 0 < check.measured < math.inf for check in checks)
+
+
+def test_exchanges_are_predicted_and_measured_in_one_run(plan_check):
+    checks, rates = plan_check.exchange_checks(2, ELEMENTS, rounds=1)
+    assert [check.what.rpartition(", ")[2] for check in checks] == ["tcp://", "unix://", "threads"]
+    assert_sound(checks)
+    assert min(rates.tcp, rates.unix, rates.check, rates.add, rates.copy) > 0
+    assert checks[0].predicted == rates.by_tcp(4 * ELEMENTS, 2)
+    assert checks[2].predicted == rates.by_threads(4 * ELEMENTS, 2)
+
+
+def test_a_real_engine_is_overlapped_with_a_wait(plan_check):
+    checks = plan_check.overlap_checks(ELEMENTS, [0.01], rounds=1)
+    assert [check.kind for check in checks] == ["overlap"]
+    assert_sound(checks)
+
+
+def test_memory_is_predicted_for_rank_0_and_the_last(plan_check):
+    checks = plan_check.memory_checks(1 << 20, [1, 2])
+    if not checks:
+        pytest.skip("this system keeps no peak of a process's memory")
+    assert [re.search(r"rank \d", check.what)[0] for check in checks] == ["rank 0", "rank 0", "rank 1"]
+    alone, first, last = (check.predicted for check in checks)
+    assert alone == last == 4 << 20
+    assert first == (4 << 20) + 8 * (2 << 20)
+    assert_sound(checks)
+
+
+def test_what_computes_something_else_is_not_timed(plan_check):
+    class Wrong:
+        def prepare(self): ...
+        def run(self): ...
+        def error(self):
+            return math.nan
+
+    with pytest.raises(GradientError, match="'ours' computes something else"):
+        plan_check.refuse_wrong("ours", Wrong())
+
+
+def test_the_wait_that_is_predicted_falls_with_a_longer_backward_to_what_comes_after_it(plan_check):
+    rates = Rates(2, 4e9, 8e9, check=20e9, add=20e9, copy=10e9)
+    alone = {"adding": 0.02, "step": 0.005, "gather": 0.001}
+    elements = 25 << 20
+    waits = [plan_check.predicted_wait(rates, elements, 2, backward, alone) for backward in (0.0, 0.05, 0.1, 10.0)]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] > rates.by_tcp(4 * elements, 2) + 0.026
+    last = (1 << 22) * (0.02 / (4 * elements) + 1 / 20e9) + rates.by_tcp(1 << 22, 2)
+    assert waits[-1] == pytest.approx(last + 0.006)
+
+
+def test_samples_are_taken_in_turn_and_the_first_round_is_dropped(plan_check, monkeypatch):
+    monkeypatch.setattr(plan_check, "REST_SECONDS", 0.0)
+    order, values = [], iter([100.0, 1.0, 5.0, 3.0])
+
+    def said():
+        order.append("a")
+        return {"check": next(values)}
+
+    found = plan_check.medians(
+        {"a": (said, lambda: order.append("prepared")), "b": (lambda: order.append("b"), lambda: None)}, rounds=3
+    )
+    assert found["a"] == {"check": 3.0}
+    assert found["b"]["seconds"] >= 0
+    assert order == ["prepared", "a", "b"] * 4
+
+
+def test_errors_are_relative_to_what_was_measured(plan_check):
+    def check(what, predicted, measured):
+        return plan_check.Check("exchange", what, "s", predicted, measured)
+
+    checks = [check("2 workers, 8 MB, tcp://", 8, 10), check("3 workers, 8 MB, tcp://", 14, 10)]
+    assert [each.error for each in checks] == [pytest.approx(-0.2), pytest.approx(0.4)]
+    assert plan_check.medians_of_error(checks) == {"exchange tcp://": pytest.approx(0.3)}
+
+
+def test_what_was_found_is_shown_and_written(plan_check, tmp_path, monkeypatch, capsys):
+    rates = Rates(2, 4e9, 8e9, check=20e9, add=20e9, copy=10e9)
+    asked = []
+
+    def exchanges(workers, elements, rounds):
+        asked.append((workers, 4e-6 * elements, rounds))
+        return [plan_check.Check("exchange", f"{workers} workers, 1 MB, tcp://", "s", 0.011, 0.010)], rates
+
+    monkeypatch.setattr(plan_check, "exchange_checks", exchanges)
+    monkeypatch.setattr(plan_check, "overlap_checks", lambda *_: [plan_check.Check("overlap", "wait", "s", 0.1, 0.2)])
+    monkeypatch.setattr(plan_check, "memory_checks", lambda *_: [plan_check.Check("memory", "rank 0", "B", 1e6, 1e6)])
+    path = tmp_path / "plan.json"
+    sizes = ["--workers", "2", "3", "--megabytes", "0.128", "1.28"]
+    monkeypatch.setattr(sys, "argv", ["plan_check.py", "--rounds", "1", *sizes, "--json", str(path)])
+    plan_check.main()
+    assert asked == [(2, 0.128, 1), (2, 1.28, 1), (3, 0.128, 1), (3, 1.28, 1)]
+    shown, kept = capsys.readouterr().out, json.loads(path.read_text())
+    assert re.search(r"tcp://.* 11\.0 ms .* 10\.0 ms .*\+10%", shown)
+    assert re.search(r"median, overlap .*50%", shown)
+    assert {"machine", "versions", "load", "rates", "checks", "median_absolute_error"} <= set(kept)
+    assert kept["median_absolute_error"] == {"exchange tcp://": pytest.approx(0.1), "overlap": 0.5, "memory": 0.0}
+    assert kept["rates"][0]["tcp"] == 4e9
+    assert kept["parameters"]["rounds"] == 1
+
+
+# ---- what is recorded ----
+
+
+def test_the_page_says_how_far_off_the_recorded_run_was():
+    kept = json.loads(RESULT.read_text())
+    page = (ROOT / "docs/plan.md").read_text()
+    for kind, error in kept["median_absolute_error"].items():
+        assert re.search(rf"^\| {re.escape(kind)} \| {error:.0%} \|", page, re.MULTILINE), f"{kind}: {error:.0%}"
+
+
+def test_the_recorded_errors_are_those_of_its_figures():
+    kept = json.loads(RESULT.read_text())
+    for check in kept["checks"]:
+        assert check["error"] == pytest.approx(check["predicted"] / check["measured"] - 1)

@@ -1,0 +1,222 @@
+"""A question's answer as a whole: its properties, its JSON, and what cannot be asked."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.errors import CallerError
+from gradengine.plan.memory import DTYPES
+from gradengine.plan.models import NAMED, load_model
+from gradengine.plan.prediction import Question, predict
+from gradengine.tensor_parallel_cost import Bandwidth
+
+ROOT = Path(__file__).parent.parent
+TEN_GIGABITS = Bandwidth.gigabits(10)
+QUESTION = Question(load_model("350m"), workers=4, bandwidth=TEN_GIGABITS, tp=2)
+
+questions = st.builds(
+    Question,
+    st.sampled_from([NAMED["350m"], NAMED["1b"]]),
+    st.integers(1, 300),
+    st.floats(1e6, 1e12).map(Bandwidth),
+    tp=st.sampled_from([1, 2, 4]),
+    latency_seconds=st.floats(0, 1e-2),
+    batch_size=st.integers(1, 64),
+    micro_batches=st.integers(1, 16),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    vocab_parallel=st.booleans(),
+)
+
+
+@given(questions)
+def test_exposed_and_hidden_make_the_exchange(question):
+    for traffic, overlap in predict(question).exchanges.values():
+        assert 0 <= overlap.exposed_seconds <= overlap.seconds
+        assert overlap.hidden_seconds + overlap.exposed_seconds == pytest.approx(overlap.seconds)
+        assert overlap.seconds == pytest.approx(traffic.seconds)
+
+
+@given(questions)
+def test_tensor_parallelism_divides_what_workers_exchange(question):
+    one, two = (predict(dataclasses.replace(question, tp=tp)) for tp in (1, 2))
+    share = 0.5 if question.vocab_parallel else 0.45
+    assert share * one.layout.nbytes <= two.layout.nbytes < one.layout.nbytes
+    assert two.memory.on_device < one.memory.on_device
+
+
+def test_a_cut_vocabulary_adds_two_all_reduces_a_micro_batch():
+    whole, cut = (predict(dataclasses.replace(QUESTION, vocab_parallel=cut)).tp_seconds for cut in (False, True))
+    assert cut / whole == pytest.approx(98 / 96)
+
+
+def test_within_a_worker_the_bandwidth_is_its_own_where_it_is_given():
+    fast = dataclasses.replace(QUESTION, tp_bandwidth=Bandwidth.gigabytes(900), tp_latency_seconds=0.0)
+    assert predict(fast).tp_seconds == pytest.approx(402653184 / 900e9)
+
+
+def test_activations_have_the_dtype_of_the_gradients():
+    assert dataclasses.replace(QUESTION, dtype="bfloat16").cost.bytes_per_all_reduce == 2097152
+
+
+def numbers_of(found):
+    if isinstance(found, dict):
+        for inner in found.values():
+            yield from numbers_of(inner)
+    elif isinstance(found, (int, float)):
+        yield found
+
+
+@given(
+    st.sampled_from([NAMED["350m"], NAMED["70b"]]),
+    st.sampled_from([1, 1 << 20]),
+    st.sampled_from([1.0, 1e18]),
+    st.sampled_from([0.0, 1e3]),
+    st.sampled_from([1, 1 << 20]),
+    st.sampled_from([1e-9, 1e9]),
+    st.sampled_from([None, 1e-9, 1e9]),
+)
+def test_nothing_overflows_at_the_limits(model, workers, rate, latency, count, tflops, backward):
+    asked = Question(
+        model,
+        workers,
+        Bandwidth(rate),
+        tp=8 if model.num_blocks == 80 else 4,
+        latency_seconds=latency,
+        tp_latency_seconds=latency,
+        sequence_length=count,
+        batch_size=count,
+        micro_batches=count,
+        tflops=tflops,
+        backward_seconds=backward,
+    )
+    found = predict(asked).as_json()
+    assert all(math.isfinite(number) and number >= 0 for number in numbers_of(found))
+    json.dumps(found, allow_nan=False)
+
+
+@given(questions)
+def test_the_choice_is_that_of_the_exchanges(question):
+    plan = predict(question)
+    step = plan.compute_seconds + plan.exchanges["star"][1].exposed_seconds
+    assert (plan.choice.transport == "none") == (question.workers == 1)
+    assert plan.choice.saves_seconds == pytest.approx(plan.choice.of_step * step)
+
+
+def test_more_micro_batches_make_the_exchange_rarer_and_no_longer():
+    one, many = (predict(dataclasses.replace(QUESTION, micro_batches=n)) for n in (1, 8))
+    assert one.exchanges["star"][1] == many.exchanges["star"][1]
+    assert many.compute_seconds == pytest.approx(8 * one.compute_seconds)
+    assert many.tp_seconds == pytest.approx(8 * one.tp_seconds)
+
+
+def test_a_slower_process_limits_the_star_alone():
+    slow = predict(dataclasses.replace(QUESTION, socket_bandwidth=Bandwidth.gigabits(1)))
+    fast = predict(QUESTION)
+    assert slow.exchanges["star"][1].seconds > 9 * fast.exchanges["star"][1].seconds
+    assert slow.exchanges["ring"] == fast.exchanges["ring"]
+
+
+NUMBER = (int, float)
+SCHEMA = {
+    "format": int,
+    "model": dict.fromkeys(
+        [
+            *("hidden_size", "num_blocks", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size"),
+            *("kv_hidden_size", "parameters", "elements_per_rank"),
+        ],
+        int,
+    )
+    | {"name": str, "source": str, "embedding": str},
+    "question": dict.fromkeys(["workers", "tp", "ranks", "sequence_length", "batch_size", "micro_batches"], int)
+    | dict.fromkeys(["latency_seconds", "tp_latency_seconds", "tflops"], NUMBER)
+    | {f"{name}bandwidth_bytes_per_second": NUMBER for name in ("", "tp_", "socket_")}
+    | {
+        "dtype": str,
+        "optimizer": str,
+        "device": str,
+        "vocab_parallel": bool,
+        "backward_seconds": (*NUMBER, type(None)),
+    },
+    "memory_bytes_per_rank": dict.fromkeys(
+        ["weights", "gradients", "arena", "master_weights", "optimizer", "host_mirror", "coordinator", "on_device"], int
+    ),
+    "tensor_parallel": dict.fromkeys(
+        [
+            *("bytes_per_all_reduce", "all_reduces_per_step"),
+            *("bytes_per_step", "bytes_per_step_both_ways", "link_bytes_per_step"),
+        ],
+        int,
+    )
+    | {"seconds_per_step": NUMBER},
+    "compute": dict.fromkeys(["forward_seconds", "backward_seconds", "seconds_per_step"], NUMBER) | {"source": str},
+    "exchange": dict.fromkeys(
+        ["star", "ring", "ordered", "nccl"],
+        dict.fromkeys(["busiest_link_bytes", "other_link_bytes", "total_bytes", "messages", "latency_steps"], int)
+        | dict.fromkeys(["seconds", "hidden_seconds", "exposed_seconds"], NUMBER),
+    ),
+    "choice": {
+        "transport": str,
+        "reason": str,
+        "needed": (str, type(None)),
+        "saves_seconds": NUMBER,
+        "of_step": NUMBER,
+    },
+}
+
+
+def assert_fits(found, schema, path="plan"):
+    if isinstance(schema, dict):
+        assert set(found) == set(schema), path
+        for key, inner in schema.items():
+            assert_fits(found[key], inner, f"{path}.{key}")
+    else:
+        assert isinstance(found, schema), path
+
+
+def test_every_key_of_the_json_is_on_the_page():
+    page = (ROOT / "docs/plan.md").read_text()
+    found = predict(QUESTION).as_json()
+    keys = {*found, *(key for part in found.values() if isinstance(part, dict) for key in part)}
+    keys |= set(found["exchange"]["star"])
+    assert sorted(key for key in keys if f"`{key}`" not in page) == []
+
+
+def test_the_json_of_every_named_model_fits():
+    for model in NAMED.values():
+        assert_fits(predict(dataclasses.replace(QUESTION, model=model)).as_json(), SCHEMA)
+
+
+# ---- what cannot be asked ----
+
+
+@pytest.mark.parametrize("field", ["dtype", "optimizer", "device"])
+def test_unknown_names_are_refused_with_the_known_ones(field):
+    with pytest.raises(CallerError, match=rf"unknown {field}: got 'x', expected one of \w+, "):
+        dataclasses.replace(QUESTION, **{field: "x"})
+
+
+@pytest.mark.parametrize("field", ["workers", "tp", "sequence_length", "batch_size", "micro_batches"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None])
+def test_counts_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(CallerError, match=f"{field} is out of range"):
+        dataclasses.replace(QUESTION, **{field: value})
+
+
+@pytest.mark.parametrize("field", ["latency_seconds", "tp_latency_seconds", "tflops", "backward_seconds"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 1e300, True, "1"])
+def test_figures_out_of_range_are_refused_with_the_range(field, value):
+    with pytest.raises(CallerError, match=rf"{field} is out of range: got .*, expected .*\.\."):
+        dataclasses.replace(QUESTION, **{field: value})
+
+
+@pytest.mark.parametrize("field", ["bandwidth", "tp_bandwidth", "socket_bandwidth"])
+@pytest.mark.parametrize("rate", [0.5, 1e19])
+def test_bandwidths_beyond_any_link_are_refused(field, rate):
+    with pytest.raises(CallerError, match=rf"^{field} is out of range: got {re.escape(str(rate))}"):
+        dataclasses.replace(QUESTION, **{field: Bandwidth(rate)})

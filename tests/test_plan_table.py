@@ -1,0 +1,127 @@
+"""A plan on terminals of any width."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+
+pytest.importorskip("rich")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gradengine.plan.models import NAMED, Model, load_model
+from gradengine.plan.prediction import Question, predict
+from gradengine.plan.table import show, size
+from gradengine.tensor_parallel_cost import Bandwidth
+
+TEN_GIGABITS = Bandwidth.gigabits(10)
+QUESTION = Question(load_model("350m"), workers=4, bandwidth=TEN_GIGABITS, tp=2)
+
+
+def shown(question, width):
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    show(predict(question), console)
+    return console.file.getvalue()
+
+
+def squeezed(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("changes", [{}, {"workers": 512, "tp": 4}, {"micro_batches": 1000, "latency_seconds": 0.5}])
+def test_it_fits_the_terminal_and_cuts_nothing(width, name, changes):
+    text = shown(dataclasses.replace(QUESTION, model=load_model(name), **changes), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\u2026" not in text
+
+
+def test_it_says_what_workers_and_ranks_are():
+    assert "4 data-parallel workers x 2 tensor-parallel ranks = 8 ranks" in squeezed(shown(QUESTION, 120))
+
+
+def test_it_says_what_was_assumed():
+    text = squeezed(shown(QUESTION, 120))
+    assert "1.25 GB/s = 10 Gbit/s" in text
+    assert "assumed: 100 TFLOP/s a rank" in text
+    measured = dataclasses.replace(QUESTION, backward_seconds=0.5)
+    assert "500 ms a micro-batch, measured by you" in squeezed(shown(measured, 120))
+
+
+def test_a_wide_terminal_has_the_exact_bytes_of_the_busiest_link():
+    exact = f"{QUESTION.model.layout(2).nbytes * 3:,}"
+    assert exact in shown(QUESTION, 120)
+    assert exact not in shown(QUESTION, 80)
+
+
+def test_planned_transports_are_marked_as_such():
+    text = squeezed(shown(QUESTION, 120))
+    assert "ordered mpi:// *" in text
+    assert "NCCL nccl:// *" in text
+    assert "* planned, not in this version" in text
+
+
+def test_a_tied_head_is_pointed_out_with_what_to_do():
+    tied = dataclasses.replace(load_model("1b"), embedding="tied")
+    assert "GradientLayout.of" in shown(dataclasses.replace(QUESTION, model=tied), 120)
+    assert "GradientLayout.of" not in shown(QUESTION, 120)
+
+
+def test_a_file_may_be_called_anything(tmp_path):
+    path = tmp_path / "[bold]x[;y].json"
+    path.write_text(
+        json.dumps(
+            {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "vocab_size": 256,
+            }
+        )
+    )
+    text = squeezed(shown(dataclasses.replace(QUESTION, model=load_model(str(path))), 200))
+    assert "[bold]x[;y] ([bold]x[;y].json, taken as a Llama): " in text
+
+
+def test_one_of_anything_is_no_plural():
+    tiny = Model("tiny", "by hand", 64, 1, 1, 1, 128, 256)
+    text = squeezed(shown(Question(tiny, 1, TEN_GIGABITS, sequence_length=1), 120))
+    for words in (
+        "1 block, ",
+        "1 head, ",
+        "1 KV head, ",
+        "1 data-parallel worker of",
+        "1 micro-batch of 1 sequence of 1 token",
+    ):
+        assert words in text
+
+
+def test_one_worker_has_neither_coordinator_nor_mirror():
+    text = shown(dataclasses.replace(QUESTION, workers=1), 120)
+    assert "coordinator" not in text
+    assert "mirror" not in text
+    assert "exposed" not in text
+    assert "choose  no exchange: one worker" in text
+
+
+def test_without_a_group_nothing_travels_and_the_sizes_are_there():
+    text = squeezed(shown(dataclasses.replace(QUESTION, tp=1), 120))
+    assert "Tensor parallel over 1 rank, of a step: nothing travels" in text
+    assert "each rank's link carries, each way 0 0 B" in text
+
+
+def test_a_cpu_has_no_mirror():
+    assert "mirror" not in shown(dataclasses.replace(QUESTION, device="cpu"), 120)
+
+
+@given(st.integers(0, 10**17))
+def test_sizes_are_what_they_say(nbytes):
+    number, unit = size(nbytes).split()
+    scale = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[unit]
+    assert float(number) * scale == pytest.approx(nbytes, rel=0.006)
+    assert float(number) < 1000 or unit == "TB"

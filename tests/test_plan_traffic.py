@@ -1,0 +1,227 @@
+"""What each algorithm sends, beside counts by hand, by playing it, and by the real exchange."""
+
+import itertools
+import math
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine import GradientLayout, connect
+from gradengine.exchange import Progress
+from gradengine.exchange.channel import Channel
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, buckets_of
+from gradengine.exchange.wire import Gradient, Sum
+from gradengine.plan.memory import coordinator_bytes
+from gradengine.plan.models import load_model
+from gradengine.plan.traffic import ALGORITHMS, Network, nccl, ordered, ring, span_bytes, star, tree_latency_steps
+from gradengine.tensor_parallel_cost import Bandwidth
+
+FAST = Bandwidth(1e18)
+LAYOUT = GradientLayout.transformer(4, 64, 32, 128, 512)
+SPANS = span_bytes(LAYOUT)
+
+spans = st.lists(st.integers(1, 1 << 32), min_size=1, max_size=12)
+workers = st.integers(1, 100)
+bandwidths = st.floats(1e6, 1e12).map(Bandwidth)
+latencies = st.floats(0, 1e-2)
+
+
+def network(bandwidth=1e9, latency=0.0, sockets=FAST):
+    return Network(Bandwidth(bandwidth), latency, sockets)
+
+
+# ---- bytes ----
+
+
+def test_spans_travel_with_their_padding_in_backward_order():
+    assert sum(SPANS) == LAYOUT.nbytes
+    assert [span.key for span in LAYOUT.spans] == ["lm_head", "final_norm", 3, 2, 1, 0, "embedding"]
+    assert SPANS[1] == 4 * 64
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_worker_sends_nothing(algorithm):
+    traffic = ALGORITHMS[algorithm](SPANS, 1, network(latency=1.0))
+    assert (traffic.busiest_link_bytes, traffic.total_bytes, traffic.messages, traffic.seconds) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_workers_send_each_other_the_set_whatever_the_algorithm(algorithm):
+    traffic = ALGORITHMS[algorithm](SPANS, 2, network())
+    assert traffic.busiest_link_bytes == traffic.other_link_bytes == LAYOUT.nbytes
+    assert traffic.total_bytes == 2 * LAYOUT.nbytes
+
+
+def test_the_known_model_over_four_workers():
+    sizes = span_bytes(load_model("350m").layout())
+    found = {name: algorithm(sizes, 4, network()) for name, algorithm in ALGORITHMS.items()}
+    assert found["star"].busiest_link_bytes == 3 * 1594036224
+    assert found["star"].other_link_bytes == 1594036224
+    assert found["ring"].busiest_link_bytes == found["ordered"].busiest_link_bytes == 1594036224 * 3 // 2
+    assert {traffic.total_bytes for traffic in found.values()} == {6 * 1594036224}
+
+
+def played(world, chunks, sends):
+    """Bytes that each rank sends and receives, of messages (source, target, chunk)."""
+    out, into = [0] * world, [0] * world
+    for source, target, chunk in sends:
+        out[source] += chunks[chunk]
+        into[target] += chunks[chunk]
+    return out, into
+
+
+def ring_messages(world):
+    """A ring, message by message: W - 1 rounds that reduce, W - 1 that gather."""
+    for step, rank in itertools.product(range(2 * (world - 1)), range(world)):
+        yield rank, (rank + 1) % world, (rank - step) % world
+
+
+def ordered_messages(world):
+    """Each rank sends its part of chunk c to rank c, which sends the sum to all."""
+    for source, target in itertools.permutations(range(world), 2):
+        yield source, target, target
+        yield source, target, source
+
+
+@pytest.mark.parametrize(("algorithm", "messages"), [(ring, ring_messages), (ordered, ordered_messages)])
+@pytest.mark.parametrize("world", [2, 3, 4, 7])
+def test_even_algorithms_send_what_playing_them_sends(algorithm, messages, world):
+    sends = list(messages(world))
+    out, into = played(world, [100] * world, sends)
+    traffic = algorithm([100 * world], world, network())
+    assert set(out) == set(into) == {traffic.busiest_link_bytes}
+    assert sum(out) == traffic.total_bytes
+    assert len(sends) == world * traffic.messages
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 7])
+def test_the_star_sends_what_its_code_sends(world):
+    """A bucket of each other rank to rank 0, and its sum to each."""
+    buckets = buckets_of(LAYOUT, DEFAULT_BUCKET_BYTES)
+    nbytes = [4 * (bucket.stop - bucket.start) for bucket in buckets]
+    sends = [message for i in range(len(buckets)) for r in range(1, world) for message in ((r, 0, i), (0, r, i))]
+    out, into = played(world, nbytes, sends)
+    traffic = star(SPANS, world, network())
+    assert out[0] == into[0] == traffic.busiest_link_bytes == max(out)
+    assert out[1] == into[1] == traffic.other_link_bytes == min(out)
+    assert sum(out) == traffic.total_bytes
+    assert sum(source == 0 for source, _, _ in sends) == traffic.messages
+
+
+@given(spans, st.integers(2, 100))
+def test_a_rings_links_carry_no_more_than_the_stars_busiest(sizes, world):
+    assert ring(sizes, world, network()).busiest_link_bytes <= star(sizes, world, network()).busiest_link_bytes
+
+
+@given(spans, st.integers(2, 100), bandwidths, latencies)
+def test_no_link_carries_more_than_the_busiest_nor_all_more_than_there_are_links(sizes, world, bandwidth, latency):
+    for algorithm in ALGORITHMS.values():
+        traffic = algorithm(sizes, world, Network(bandwidth, latency, FAST))
+        assert traffic.other_link_bytes <= traffic.busiest_link_bytes <= traffic.total_bytes
+        assert traffic.total_bytes <= world * traffic.busiest_link_bytes
+        assert traffic.total_bytes == 2 * (world - 1) * sum(sizes)
+
+
+# ---- seconds ----
+
+
+def test_the_star_takes_what_rank_0s_link_takes_and_its_last_bucket_once_more():
+    sizes = [10 * DEFAULT_BUCKET_BYTES, 3 * DEFAULT_BUCKET_BYTES + 100]
+    traffic = star(sizes, 3, network(1e6, latency=0.5))
+    assert traffic.seconds == pytest.approx(2 * (sum(sizes) + 100) / 1e6 + 4 * 0.5)
+
+
+def test_sockets_limit_the_star_alone():
+    slow = network(1e9, sockets=Bandwidth(1e6))
+    assert star([10**6], 2, slow).seconds == pytest.approx(2.0)
+    assert ring([10**6], 2, slow).seconds == pytest.approx(1e-3)
+
+
+def test_a_rings_messages_wait_for_each_other_in_every_span():
+    traffic = ring([4, 4, 4], 5, network(1e18, latency=1e-3))
+    assert traffic.latency_steps == 3 * 8 + 2
+    assert traffic.seconds == pytest.approx(26e-3)
+
+
+@given(st.integers(2, 1 << 20))
+def test_a_tree_is_as_deep_as_a_binary_tree(world):
+    assert tree_latency_steps(world) == 2 * math.ceil(math.log2(world))
+
+
+def test_nccl_takes_the_tree_where_latency_counts_and_the_ring_where_bytes_do():
+    small, large = (nccl([nbytes], 64, network(1e9, latency=1e-5)) for nbytes in (1 << 10, 1 << 32))
+    assert (small.latency_steps, small.busiest_link_bytes) == (12 + 2, 2 << 10)
+    assert large.latency_steps == 126 + 2
+    assert large.busiest_link_bytes == (1 << 32) * 126 // 64
+
+
+@given(spans, workers, bandwidths, latencies)
+def test_nccl_is_never_slower_than_a_ring(sizes, world, bandwidth, latency):
+    given_network = Network(bandwidth, latency, FAST)
+    assert nccl(sizes, world, given_network).seconds <= ring(sizes, world, given_network).seconds * (1 + 1e-9)
+
+
+# ---- the real exchange ----
+
+REAL = GradientLayout.of({"head": (100,), "layers.0.w": (3 << 19,), "layers.1.w": (1 << 18,)})
+
+
+def exchanged(world, watch):
+    """One step of the real exchange over TCP, a thread for each rank; what `watch` says of rank 0's end before it."""
+    first = connect("tcp://127.0.0.1:0", 0, world)
+    exchanges = [first, *(connect(first.url, rank, world) for rank in range(1, world))]
+
+    def work(exchange):
+        arena, progress = np.full(REAL.arena_size, exchange.rank + 1, np.float32), Progress()
+        exchange.bind(REAL, arena, progress, lambda *_: None)
+        seen = watch(first) if exchange.rank == 0 else None
+        for span in REAL.spans:
+            exchange.start(span)
+        exchange.wait()
+        assert (arena == world * (world + 1) // 2).all()
+        return seen
+
+    try:
+        with ThreadPoolExecutor(world) as pool:
+            seen, *_ = pool.map(work, exchanges)
+            return seen
+    finally:
+        for exchange in reversed(exchanges):
+            exchange.close()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_real_exchange_sends_the_bytes_and_messages_that_are_counted(world, monkeypatch):
+    sent, messages, lock, send = Counter(), Counter(), threading.Lock(), Channel.send
+
+    def counted(self, message, payload=b""):
+        with lock:
+            sent[type(message)] += memoryview(payload).nbytes * isinstance(message, (Gradient, Sum))
+            messages[type(message)] += 1
+        send(self, message, payload)
+
+    monkeypatch.setattr(Channel, "send", counted)
+    exchanged(world, watch=lambda _: None)
+    traffic = star(span_bytes(REAL), world, network())
+    assert sent[Sum] == sent[Gradient] == traffic.busiest_link_bytes
+    assert sent[Sum] + sent[Gradient] == traffic.total_bytes
+    assert messages[Sum] == messages[Gradient] == traffic.messages
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_real_coordinator_takes_the_memory_that_is_counted(world):
+    def buffers(exchange):
+        members = [exchange._group.members[rank] for rank in range(1, world)]
+        kept = [[*member._free, *member._arrived] for member in members]
+        return max(len(each) for each in kept), sum(array.nbytes for each in kept for array in each)
+
+    most, nbytes = exchanged(world, watch=buffers)
+    assert most <= 8
+    assert 0 < nbytes <= coordinator_bytes(REAL, world)
+    # One that is being filled or summed just then is in neither list.
+    assert nbytes >= coordinator_bytes(REAL, world) - 2 * (world - 1) * DEFAULT_BUCKET_BYTES

@@ -1,0 +1,212 @@
+"""Bandwidths that nobody can misread, and what tensor parallelism sends."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.errors import CallerError
+from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
+
+rates = st.floats(1e-3, 1e18)
+sizes = st.integers(1, 1 << 16)
+groups = st.integers(1, 64)
+
+
+class TestBandwidth:
+    @pytest.mark.parametrize(
+        ("text", "bytes_per_second"),
+        [
+            ("10 Gbit/s", 1.25e9),
+            ("10Gbit/s", 1.25e9),
+            ("10 GBit/s", 1.25e9),
+            ("10 Gbps", 1.25e9),
+            ("10 Gb/s", 1.25e9),
+            ("100 Mbps", 12.5e6),
+            ("1.6 Tbit/s", 2e11),
+            ("8 Gibit/s", float(1 << 30)),
+            ("64 kbit/s", 8000.0),
+            ("8 bit/s", 1.0),
+            ("1.25GB/s", 1.25e9),
+            ("10 GBps", 1e10),
+            ("900 MB/s", 9e8),
+            ("3.35 TB/s", 3.35e12),
+            ("12GiB/s", 12.0 * (1 << 30)),
+            ("512 KiB/s", 524288.0),
+            ("5 B/s", 5.0),
+            ("  2e3 MB/s ", 2e9),
+            (".5 GB/s", 5e8),
+            ("1. GB/s", 1e9),
+        ],
+    )
+    def test_known_units_are_read(self, text, bytes_per_second):
+        assert Bandwidth.parse(text).bytes_per_second == pytest.approx(bytes_per_second, rel=1e-15)
+
+    @pytest.mark.parametrize("text", ["10", " 10 ", "1.25", "1e9"])
+    def test_a_number_without_a_unit_is_refused_and_both_readings_are_named(self, text):
+        with pytest.raises(CallerError, match="without a unit") as refusal:
+            Bandwidth.parse(text)
+        assert "Gbit/s" in str(refusal.value)
+        assert "GB/s" in str(refusal.value)
+        assert "differ by 8" in str(refusal.value)
+
+    def test_the_two_readings_are_the_numbers_of_the_text(self):
+        with pytest.raises(CallerError, match=r"10 Gbit/s is 1\.25 GB/s, 10 GB/s is 80 Gbit/s"):
+            Bandwidth.parse("10")
+
+    @pytest.mark.parametrize(
+        "text", ["10 gb/s", "10 gbps", "10 GB/S", "10 gB/s", "10 mb/s", "10 kb/s", "10 bps", "1 b/s"]
+    )
+    def test_a_unit_that_may_mean_bits_or_bytes_is_refused(self, text):
+        with pytest.raises(CallerError, match=r"bits or bytes.*differ by 8"):
+            Bandwidth.parse(text)
+
+    def test_a_refusal_speaks_of_the_prefix_that_was_written(self):
+        with pytest.raises(CallerError, match=r"8 Mbit/s is 1 MB/s, 8 MB/s is 64 Mbit/s"):
+            Bandwidth.parse("8 mb/s")
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            " ",
+            "fast",
+            "GB/s",
+            "10 GB",
+            "10 GB/h",
+            "-1 GB/s",
+            "+1 GB/s",
+            "nan GB/s",
+            "inf GB/s",
+            "1e GB/s",
+            "1,5 GB/s",
+            "0x10 GB/s",
+            "1_000 GB/s",
+            "10 PB/s",
+            "10 GB/s/s",
+            "10 GB/s ja",
+            "=",
+            "1 GB/s =",
+            "1e9999 GB/s",
+            "\u0661 GB/s",
+            "9" * 400 + " GB/s",
+            "1 GB/s" + " " * 400,
+        ],
+    )
+    def test_what_is_no_bandwidth_is_refused(self, text):
+        with pytest.raises(CallerError) as refusal:
+            Bandwidth.parse(text)
+        assert len(str(refusal.value)) < 400
+
+    @pytest.mark.parametrize("given", [10, 1.25e9, None, b"10 GB/s", ["10 GB/s"]])
+    def test_what_is_no_text_is_refused(self, given):
+        with pytest.raises(CallerError, match="is text"):
+            Bandwidth.parse(given)
+
+    @given(st.text(max_size=30))
+    def test_any_text_is_a_bandwidth_or_an_error_of_the_caller(self, text):
+        try:
+            found = Bandwidth.parse(text)
+        except CallerError:
+            return
+        assert 0 < found.bytes_per_second < math.inf
+
+    @given(rates)
+    def test_what_is_shown_can_be_read(self, rate):
+        shown = str(Bandwidth(rate))
+        assert Bandwidth.parse(shown).bytes_per_second == pytest.approx(rate, rel=1e-9)
+
+    def test_it_always_shows_bytes_and_bits(self):
+        assert str(Bandwidth.gigabits(10)) == "1.25 GB/s = 10 Gbit/s"
+        assert str(Bandwidth.gigabytes(10)) == "10 GB/s = 80 Gbit/s"
+
+    def test_two_halves_that_differ_are_refused(self):
+        with pytest.raises(CallerError, match=r"not the same.*expected '10 GB/s = 80 Gbit/s'"):
+            Bandwidth.parse("10 GB/s = 10 Gbit/s")
+
+    @given(rates)
+    def test_a_byte_is_eight_bits(self, rate):
+        bandwidth = Bandwidth(rate)
+        assert bandwidth.gigabits_per_second == pytest.approx(8 * bandwidth.gigabytes_per_second)
+        assert Bandwidth.gigabits(8 * rate).bytes_per_second == pytest.approx(
+            Bandwidth.gigabytes(rate).bytes_per_second
+        )
+
+    @pytest.mark.parametrize("make", [Bandwidth, Bandwidth.gigabytes, Bandwidth.gigabits])
+    @pytest.mark.parametrize("rate", [0, 0.0, -1, math.nan, math.inf, -math.inf, True, "10", None, 1 + 0j])
+    def test_rates_out_of_range_are_refused(self, make, rate):
+        with pytest.raises(CallerError, match="bandwidth is"):
+            make(rate)
+
+    def test_it_cannot_be_changed(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            Bandwidth.gigabits(1).bytes_per_second = 2.0
+
+
+class TestCost:
+    """H = 1024, L = 24, S = 1024, fp32: the model with 350 million weights in its blocks."""
+
+    cost = TensorParallelCost(hidden_size=1024, num_blocks=24, sequence_length=1024, tp_size=2)
+
+    def test_known_values(self):
+        assert self.cost.bytes_per_all_reduce == 4194304
+        assert self.cost.all_reduces_per_step == 48
+        assert self.cost.bytes_per_step == 201326592
+        assert self.cost.bytes_per_step_both_ways == 402653184
+
+    @pytest.mark.parametrize(("tp", "share"), [(1, 0.0), (2, 1.0), (4, 1.5), (8, 1.75)])
+    def test_a_ring_carries_its_share_each_way(self, tp, share):
+        cost = dataclasses.replace(self.cost, tp_size=tp)
+        assert cost.link_bytes_per_step == share * 402653184
+        assert cost.bytes_per_step == 201326592
+
+    def test_a_group_of_one_takes_no_time(self):
+        alone = dataclasses.replace(self.cost, tp_size=1)
+        assert alone.seconds_per_step(Bandwidth.gigabits(1), latency_seconds=1.0) == 0
+
+    def test_ten_gigabits_are_not_ten_gigabytes(self):
+        bits, whole = (self.cost.seconds_per_step(make(10)) for make in (Bandwidth.gigabits, Bandwidth.gigabytes))
+        assert bits == pytest.approx(402653184 / 1.25e9)
+        assert bits == pytest.approx(8 * whole)
+
+    def test_latency_counts_for_each_message_that_waits_for_another(self):
+        fast = Bandwidth(1e18)
+        cost = dataclasses.replace(self.cost, tp_size=4)
+        assert cost.seconds_per_step(fast, 1e-3) == pytest.approx(2 * 48 * 6 * 1e-3, rel=1e-6)
+
+    @pytest.mark.parametrize("bandwidth", [10, 1.25e9, "10 GB/s", None])
+    def test_a_bandwidth_without_a_unit_is_refused(self, bandwidth):
+        with pytest.raises(CallerError, match="must name its unit"):
+            self.cost.seconds_per_step(bandwidth)
+
+    @pytest.mark.parametrize("latency", [-1e-9, math.nan, math.inf, "1 ms", None])
+    def test_a_latency_out_of_range_is_refused(self, latency):
+        with pytest.raises(CallerError, match="latency is out of range"):
+            self.cost.seconds_per_step(Bandwidth.gigabits(1), latency)
+
+    @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TensorParallelCost)])
+    @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "2"])
+    def test_sizes_out_of_range_are_refused_by_name(self, name, value):
+        with pytest.raises(CallerError, match=rf"{name} is out of range: got .*expected a whole number >= 1"):
+            dataclasses.replace(self.cost, **{name: value})
+
+    @given(sizes, sizes, sizes, groups, st.integers(1, 16), st.integers(1, 16), st.sampled_from([2, 4]))
+    def test_counts_are_products(self, hidden, blocks, length, tp, batch, micro_batches, width):
+        cost = TensorParallelCost(hidden, blocks, length, tp, batch, micro_batches, width)
+        assert cost.bytes_per_all_reduce == length * hidden * batch * width
+        assert cost.bytes_per_step == 2 * blocks * micro_batches * cost.bytes_per_all_reduce
+        exact = 2 * (tp - 1) * cost.bytes_per_step_both_ways
+        assert exact <= cost.link_bytes_per_step * tp < exact + tp
+
+    @given(sizes, sizes, sizes, groups)
+    def test_a_larger_group_sends_no_less_and_less_than_twice_the_sum(self, hidden, blocks, length, tp):
+        small, large = (TensorParallelCost(hidden, blocks, length, size) for size in (tp, tp + 1))
+        assert small.link_bytes_per_step <= large.link_bytes_per_step <= 2 * large.bytes_per_step_both_ways
+
+    @given(sizes, groups, rates, rates, st.floats(0, 1))
+    def test_more_bandwidth_never_takes_longer(self, hidden, tp, one, other, latency):
+        cost = TensorParallelCost(hidden, 2, 16, tp)
+        slow, fast = sorted((one, other))
+        assert cost.seconds_per_step(Bandwidth(fast), latency) <= cost.seconds_per_step(Bandwidth(slow), latency)
