@@ -83,9 +83,14 @@ class GradientAccumulator(ABC):
         return bool((counts == counts[0]).all())
 
     @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each micro-batch of the window, in order."""
+        return tuple(float(weight) for weight in self._window.weights)
+
+    @property
     def total_weight(self) -> float:
         """Sum of the window's weights, in fp64, in order."""
-        return ordered_sum(float(weight) for weight in self._window.weights)
+        return ordered_sum(self.weights)
 
     @property
     def lenders(self) -> AbstractSet[Lender]:

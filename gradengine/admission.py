@@ -49,11 +49,11 @@ class Admission:
         self.of_call(captured)
         if self._sharing.failed:
             raise WindowError(
-                f"step {self._sharing.progress.step} failed, and its window is kept",
+                f"step {self._sharing.step} failed, and its window is kept",
                 do="run step() again (after reconnect() where the exchange was lost), or discard() it",
             )
         count = self._accumulator.accumulated_count
-        if self._sharing.started and (key is None or key in self._sharing.started):
+        if self._sharing.workers.started and (key is None or key in self._sharing.workers.started):
             raise WindowError(
                 "the window is complete and on its way to the other workers"
                 if key is None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import msgpack
 import numpy as np
+import numpy.typing as npt
 
 from gradengine.errors import ExchangeError, ProtocolError
-from gradengine.exchange.interface import Exchange
+from gradengine.group_sum import GroupSum
 from gradengine.kernels import Float64
 from gradengine.window import ordered_sum
 
-__all__ = ["Tally", "agree", "gathered", "refuse_diverged"]
+__all__ = ["Tally", "agree", "refuse_diverged", "same_sums", "tallies_of"]
 
 _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
 
@@ -27,17 +28,17 @@ class Tally:
         micro_batches: How many there were.
         totals: Squared sum of each component.
         settings: What all workers must have set alike.
-        step: Which step it is of, counted from 0.
+        place: Which step and window it is of, in words.
     """
 
     weight: float
     micro_batches: int
     totals: Float64
     settings: Mapping[str, str] = field(default_factory=dict)
-    step: int = 0
+    place: str = ""
 
 
-def agree(exchange: Exchange, mine: Tally) -> Tally:
+def agree(group: GroupSum, mine: Tally) -> Tally:
     """The same tally on all ranks: weights and counts summed in rank order, rank 0's squared sums.
 
     All ranks hold the same sums, but a CPU with other vector units may round their squares differently in the last
@@ -47,7 +48,7 @@ def agree(exchange: Exchange, mine: Tally) -> Tally:
         ExchangeError: A rank has other settings than rank 0; or other sums: memory or the network corrupted a gradient.
         PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
     """
-    tallies = gathered(exchange, mine)
+    tallies = tallies_of(group, mine)
     for rank, tally in enumerate(tallies):
         refuse_diverged(rank, tally.totals, tallies[0].totals)
     return Tally(
@@ -57,31 +58,31 @@ def agree(exchange: Exchange, mine: Tally) -> Tally:
     )
 
 
-def gathered(exchange: Exchange, mine: Tally) -> list[Tally]:
-    """Each rank's tally, in rank order, once it is known that all are of one step and have the same settings.
+def tallies_of(group: GroupSum, mine: Tally) -> list[Tally]:
+    """Each rank's tally, in rank order, once it is known that all are of one window and have the same settings.
 
     Raises:
-        ExchangeError: A rank is at another step than rank 0, or has other settings.
+        ExchangeError: A rank is at another window than rank 0, or has other settings.
         PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
     """
-    tallies = [_unpacked(rank, part, mine) for rank, part in enumerate(exchange.gather(_packed(mine)))]
+    totals = mine.totals.astype("<f8").tobytes()
+    told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, dict(mine.settings)])
+    tallies = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]
     for rank, tally in enumerate(tallies):
-        _refuse_other_step(rank, tally.step, tallies[0].step)
         _refuse_other_settings(rank, tally.settings, tallies[0].settings)
     return tallies
 
 
-def _packed(tally: Tally) -> bytes:
-    totals = tally.totals.astype("<f8").tobytes()
-    packed: bytes = msgpack.packb([tally.weight, tally.micro_batches, totals, dict(tally.settings), tally.step])
-    return packed
+def same_sums(totals: Float64, first: Float64) -> npt.NDArray[np.bool_]:
+    """Which squared sums differ by no more than their rounding."""
+    return np.isclose(totals, first, rtol=_SAME_SUMS, atol=0.0, equal_nan=True)
 
 
-def _unpacked(rank: int, part: bytes, mine: Tally) -> Tally:
+def _checked(rank: int, facts: Any, mine: Tally) -> Tally:
     try:
-        weight, micro_batches, totals, settings, step = msgpack.unpackb(part)
-        tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"), dict(settings), int(step))
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as fault:
+        weight, micro_batches, totals, settings = facts
+        tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"), dict(settings), mine.place)
+    except (ValueError, TypeError, OverflowError) as fault:
         raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
     if tally.totals.size != mine.totals.size or not 0 < tally.weight < np.inf or tally.micro_batches < 1:
         raise ProtocolError(
@@ -90,16 +91,6 @@ def _unpacked(rank: int, part: bytes, mine: Tally) -> Tally:
             expected=f"weight above 0, at least 1 micro-batch, {mine.totals.size} components",
         )
     return tally
-
-
-def _refuse_other_step(rank: int, step: int, first: int) -> None:
-    if step != first:
-        raise ExchangeError(
-            f"rank {rank} is at another step than rank 0",
-            got=step,
-            expected=first,
-            do="a step was finished on some ranks and dropped on others: restart all from one checkpoint",
-        )
 
 
 def _refuse_other_settings(rank: int, settings: Mapping[str, str], first: Mapping[str, str]) -> None:
@@ -115,7 +106,7 @@ def _refuse_other_settings(rank: int, settings: Mapping[str, str], first: Mappin
 
 def refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:
     """Raise `ExchangeError` where a rank's squared sums differ from rank 0's by more than their rounding."""
-    if not np.allclose(totals, first, rtol=_SAME_SUMS, atol=0.0, equal_nan=True):
+    if not same_sums(totals, first).all():
         raise ExchangeError(
             f"rank {rank} holds other sums than rank 0",
             got=f"squared norm {totals.sum():.9g}",

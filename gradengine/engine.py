@@ -94,9 +94,9 @@ class GradientEngine:
         self.layout = layout
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold)
         self._kernels = self.accumulator.kernels
-        model = TensorParallelGroup(self.accumulator, replicated)
+        parts = TensorParallelGroup(self.accumulator, replicated)
         self._sharing = Sharing(
-            self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared, model=model
+            self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared, parts=parts
         )
         self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
         self._admission = Admission(self._settings, self.accumulator, self._sharing, self._late)
@@ -108,17 +108,17 @@ class GradientEngine:
     @property
     def current_step(self) -> int:
         """The number of the step whose window is open, counted from 0."""
-        return self._sharing.progress.step
+        return self._sharing.step
 
     @property
     def exchange(self) -> Exchange | None:
         """The exchange that is joined, if there is one."""
-        return self._sharing.exchange
+        return self._sharing.workers.exchange
 
     @property
     def tp_exchange(self) -> Exchange | None:
         """The exchange over the other parts of this worker's model, if there is one."""
-        return self._sharing.model.exchange
+        return self._sharing.parts.group.exchange
 
     @property
     def micro_batches(self) -> int | None:
@@ -323,10 +323,7 @@ class GradientEngine:
             raise CallerError(
                 "exchange and tp_exchange are one", expected="a group over the workers, and one over the parts"
             )
-        if tp_exchange is not None:
-            self._sharing.model.connect(tp_exchange)
-        if exchange is not None:
-            self._sharing.connect(exchange)
+        self._sharing.connect(exchange, tp_exchange)
 
     # ---- the decision ----
 

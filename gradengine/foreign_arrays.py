@@ -16,21 +16,30 @@ import numpy as np
 from gradengine.errors import BufferRefused, LayoutMismatch
 from gradengine.frameworks import is_jax, is_torch
 
-__all__ = ["Array", "assign", "copied", "empty_like", "joined", "refuse_other_kind", "sliceable", "writable"]
+__all__ = [
+    "Array",
+    "as_sliceable",
+    "as_writable",
+    "assign",
+    "copied",
+    "empty_like",
+    "joined_by_jax",
+    "refuse_other_kind",
+]
 
 Array: TypeAlias = Any  # of any framework
 
 _DLPACK_CPU = 1
 
 
-def sliceable(array: Array, what: str) -> Array:
+def as_sliceable(array: Array, what: str) -> Array:
     """What `array[...]` cuts views from: the array itself, detached from autograd, or a view of what offers DLPack.
 
     Raises:
         BufferRefused: It is no array, or has no elements to view: sparse, masked, of a dtype unknown to NumPy.
 
     Example:
-        >>> sliceable([1, 2], "the whole")
+        >>> as_sliceable([1, 2], "the whole")
         Traceback (most recent call last):
         gradengine.errors.BufferRefused: the whole is no array: got list, expected an array, or DLPack
     """
@@ -65,14 +74,14 @@ def empty_like(array: Array, shape: tuple[int, ...]) -> Array:
     return _module_of(array).empty(shape, array.dtype)
 
 
-def joined(arrays: Sequence[Array], dimension: int) -> Array:
+def joined_by_jax(arrays: Sequence[Array], dimension: int) -> Array:
     """JAX's immutable arrays one after the other along a dimension."""
     return sys.modules["jax"].numpy.concatenate(arrays, axis=dimension)
 
 
-def writable(out: Array, what: str) -> Array:
+def as_writable(out: Array, what: str) -> Array:
     """What parts can be written into; raises `BufferRefused` where nothing can."""
-    whole = sliceable(out, what)
+    whole = as_sliceable(out, what)
     if is_jax(out) or not getattr(getattr(whole, "flags", None), "writeable", True):
         raise BufferRefused(f"{what} cannot be written to", got=f"a read-only {type(out).__name__}")
     return whole

@@ -17,13 +17,13 @@ import numpy as np
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.foreign_arrays import (
     Array,
+    as_sliceable,
+    as_writable,
     assign,
     copied,
     empty_like,
-    joined,
+    joined_by_jax,
     refuse_other_kind,
-    sliceable,
-    writable,
 )
 from gradengine.frameworks import is_jax
 
@@ -83,7 +83,7 @@ class Shard(ABC):
             array([[2, 3],
                    [6, 7]])
         """
-        whole = sliceable(array, "the whole component")
+        whole = as_sliceable(array, "the whole component")
         _refuse_other_shape(whole, self.full_shape, f"a {self.partition} shard is cut from")
         part = whole[self._index_of(self.tp_rank)]
         return copied(part) if copy else part
@@ -107,7 +107,7 @@ class Shard(ABC):
             >>> shard.merge_shards([np.array([[1], [2]]), np.array([[3], [4]])])[:, 0]
             array([1, 2, 3, 4])
         """
-        parts = [sliceable(array, f"rank {rank}'s part") for rank, array in enumerate(arrays)]
+        parts = [as_sliceable(array, f"rank {rank}'s part") for rank, array in enumerate(arrays)]
         if len(parts) != self.tp_size:
             raise LayoutMismatch(
                 "the parts of a component are not one for each rank", got=f"{len(parts)} parts", expected=self.tp_size
@@ -116,8 +116,8 @@ class Shard(ABC):
             _refuse_other_shape(part, self.local_shape, f"rank {rank}'s part is")
             refuse_other_kind(part, parts[0], f"rank {rank}'s part")
         if out is None and is_jax(parts[0]):
-            return self._joined(parts)
-        whole = empty_like(parts[0], self.full_shape) if out is None else writable(out, "the destination")
+            return self._joined_by_jax(parts)
+        whole = empty_like(parts[0], self.full_shape) if out is None else as_writable(out, "the destination")
         _refuse_other_shape(whole, self.full_shape, "the parts are merged into")
         refuse_other_kind(whole, parts[0], "the destination")
         self._write(whole, parts)
@@ -132,7 +132,7 @@ class Shard(ABC):
         """Make the whole of parts."""
 
     @abstractmethod
-    def _joined(self, parts: Sequence[Array]) -> Array:
+    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
         """The whole of immutable parts."""
 
 
@@ -170,8 +170,8 @@ class _MatrixShard(Shard):
         for rank, part in enumerate(parts):
             assign(whole, self._index_of(rank), part, "the destination")
 
-    def _joined(self, parts: Sequence[Array]) -> Array:
-        return joined(parts, self._dimension)
+    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
+        return joined_by_jax(parts, self._dimension)
 
 
 @final
@@ -253,7 +253,7 @@ class Replica(Shard):
     def _write(self, whole: Array, parts: Sequence[Array]) -> None:
         assign(whole, (...,), parts[0], "the destination")
 
-    def _joined(self, parts: Sequence[Array]) -> Array:
+    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
         return parts[0]
 
 

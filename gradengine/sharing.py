@@ -17,7 +17,8 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.agreement import Tally, agree
 from gradengine.errors import ExchangeError, NonFiniteGradient
-from gradengine.exchange.interface import Exchange, Progress
+from gradengine.exchange.interface import Exchange
+from gradengine.group_sum import GroupSum
 from gradengine.kernels import Decision
 from gradengine.kernels.mirror import Mirror
 from gradengine.layout import GradientLayout
@@ -35,7 +36,13 @@ class Sharing:
         accumulator: Whose spans travel.
         per_worker: Whether each worker's sum is divided by its own weight before it leaves.
         settings: What all workers must have set alike.
-        model: The tensor-parallel group, whose ranks hold the other parts of this worker's model.
+        parts: The tensor-parallel group, whose ranks hold the other parts of this worker's model.
+
+    Attributes:
+        workers: The sum over the workers that hold the same part.
+        window: The number of the open window, counted from 0; one that was dropped counts, if others know of it.
+        failed: Whether the window is kept as it is and takes no more.
+        agreed: What all ranks know, once they do.
     """
 
     def __init__(
@@ -44,53 +51,51 @@ class Sharing:
         *,
         per_worker: bool,
         settings: Mapping[str, str],
-        model: TensorParallelGroup,
+        parts: TensorParallelGroup,
     ) -> None:
         self._accumulator, self._per_worker, self._settings = accumulator, per_worker, settings
-        self.model = model
+        self.parts, self.workers = parts, GroupSum()
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
-        self.progress = Progress()
-        self.exchange: Exchange | None = None
-        self.started: set[int | str] = set()
+        self.window = 0
         self.failed = False
         self.agreed: Tally | None = None
         self._landed: dict[int | str, int] = {}
-        self._is_summed = False
 
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with: no other worker, and no other part of the model."""
-        return self._is_only_worker and self.model.is_alone
+        return self.workers.is_alone and self.parts.is_alone
 
     @property
-    def _is_only_worker(self) -> bool:
-        return self.exchange is None or self.exchange.world_size == 1
+    def step(self) -> int:
+        """The number of the open step, counted from 0."""
+        return self.workers.progress.step
 
     @cached_property
     def _mirror(self) -> Mirror:
         """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have landed."""
         return self._kernels.mirror(self._accumulator.arena)
 
-    def connect(self, exchange: Exchange) -> None:
-        """Join a group, and let leave again what had left through another exchange."""
-        exchange.bind(self._layout, self._mirror.data, self.progress, self._take_landed)
-        self.exchange, self._is_summed = exchange, False
-        for span in [span for span in self._layout.spans if span.key in self.started]:
-            exchange.start(span)
+    def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
+        """Join groups, and let leave again what had left through other exchanges."""
+        self.agreed = None  # it may have reached this rank alone
+        if tp_exchange is not None:
+            self.parts.join(tp_exchange)
+        if exchange is not None:
+            self.workers.join(exchange, self._layout, self._mirror.data, self._take_landed)
 
     def start(self, spans: Iterable[Span]) -> None:
         """The spans hold all that this worker contributes: they may leave."""
-        if self.exchange is None or self._is_only_worker:
+        if self.workers.is_alone:
             return
         for span in spans:
-            if span.key not in self.started:
+            if span.key not in self.workers.started:
                 self._accumulator.settle_span(span)
                 with self._accumulator.changing():
                     self._to_mean_of_worker(span)
                 self._mirror.fetch(span.start, span.stop)
-                self.started.add(span.key)
-                self.exchange.start(span)
+                self.workers.start(span)
 
     def agree(self) -> Tally:
         """Local sums become sums over all workers, and all workers know the same facts about them.
@@ -102,7 +107,7 @@ class Sharing:
         if self.agreed is not None and not self.is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
         self._kernels.wait_for(self._accumulator.lenders)  # refuses one that records a graph, before anything is done
-        self._accumulator.close(measure=self._is_only_worker)
+        self._accumulator.close(measure=self.workers.is_alone)
         if self.is_alone:
             self._accumulator.measure_rest()
             self.agreed = self._tally(np.empty(0))
@@ -112,8 +117,9 @@ class Sharing:
 
     def divisor(self, tally: Tally) -> float:
         """What makes the sum the average: with one worker its own mean is the mean over all."""
-        if self._per_worker and self.exchange is not None and not self._is_only_worker:
-            return self.exchange.world_size
+        exchange = self.workers.exchange
+        if self._per_worker and exchange is not None and exchange.world_size > 1:
+            return exchange.world_size
         return tally.weight
 
     def find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
@@ -125,44 +131,49 @@ class Sharing:
         if not decision.bad:
             return None
         with self._failing():
-            found = self.model.first_found(self._found_here(self.model.own_of(decision.bad)), self.progress.step)
-        found = found or self._found_here(decision.bad)
-        return found or NonFiniteGradient(
-            self._layout.slots[decision.bad[0]].name, 0, math.nan, step=self.progress.step
-        )
+            mine = self._first_found(self.parts.own_of(decision.bad))
+            found = self.parts.tell_non_finite(mine, self._place, self.step)
+        found = found or self._first_found(decision.bad)  # nobody's own: a sum overflowed, the same on all ranks
+        return found or NonFiniteGradient(self._layout.slots[decision.bad[0]].name, 0, math.nan, step=self.step)
 
     def next_step(self) -> None:
-        """The step is over on all ranks."""
-        self.progress.next_step()
-        self.model.progress.next_step()
+        """The step is over on this rank."""
+        self.window += 1
+        self.workers.next_step()
+        self.parts.next_step()
+        self.clear()
 
     def discard(self) -> None:
         """Forget the window. What is under way already the exchanges cannot take back: they are closed."""
-        if self.agreed is not None:
+        if self.agreed is not None:  # the groups are through with the step, and stand before the next
             self.next_step()
-        else:
-            if self.started and self.exchange is not None:
-                self.exchange.close()
-            self.progress.restart()
-            self.model.discard()
+            return
+        self.window += bool(self.failed or self.workers.started)
+        self.workers.drop()
+        self.parts.drop()
         self.clear()
 
     def clear(self) -> None:
         """The next window begins."""
-        self.started, self._landed = set(), {}
-        self.failed = self._is_summed = False
-        self.agreed = None
-        self.model.clear()
+        self._landed = {}
+        self.failed, self.agreed = False, None
+        self.workers.clear()
+        self.parts.clear()
 
     # ---- inside ----
+
+    @property
+    def _place(self) -> str:
+        """A step that others finished and this rank dropped has another number, a window that was dropped as well."""
+        return f"step {self.step}, window {self.window}"
 
     def _agree(self) -> Tally:
         with self._failing():
             self._sum_over_workers()
-            tally = self.model.agree(self._tally(self._kernels.totals(self._accumulator.sums)))
-            if self.exchange is not None and not self._is_only_worker:
-                tally = agree(self.exchange, tally)
-        self.model.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
+            tally = self.parts.agree(self._tally(self._kernels.totals(self._accumulator.sums)))
+            if not self.workers.is_alone:
+                tally = agree(self.workers, tally)
+        self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
         return tally
 
     @contextmanager
@@ -175,31 +186,29 @@ class Sharing:
             raise
 
     def _sum_over_workers(self) -> None:
-        if self.exchange is None or self._is_only_worker:
+        if self.workers.is_alone:
             self._accumulator.measure_rest()
             return
         self.start(self._layout.spans)
-        if not self._is_summed:
-            self.progress.bad = list(self.exchange.wait())
-            self._is_summed = True
+        self.workers.wait()
         self._measure_landed()
 
-    def _found_here(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
-        step = self.progress.step
-        for bad in self.progress.bad:
+    def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
+        for bad in self.workers.progress.bad:
             for slot in self._layout.slots:
                 if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
-                    return NonFiniteGradient(slot.name, bad.index - slot.offset, bad.value, step=step, rank=bad.rank)
+                    index = bad.index - slot.offset
+                    return NonFiniteGradient(slot.name, index, bad.value, step=self.step, rank=bad.rank)
         for position in suspects:
             found = self._kernels.first_non_finite(self._accumulator.targets[position])
             if found is not None:
-                return NonFiniteGradient(self._layout.slots[position].name, *found, step=step)
+                return NonFiniteGradient(self._layout.slots[position].name, *found, step=self.step)
         return None
 
     def _tally(self, totals: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tally:
         accumulator = self._accumulator
-        settings = {**self._settings, "tp_exchange": self.model.form}
-        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, settings, self.progress.step)
+        settings = {**self._settings, "tensor-parallel group": self.parts.described}
+        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, settings, self._place)
 
     def _to_mean_of_worker(self, span: Span) -> None:
         if self._per_worker and self._accumulator.total_weight != 1:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from typing import final
 
 from gradengine.errors import CallerError
@@ -18,7 +21,7 @@ _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+)
 _UNIT = re.compile(r"(?P<prefix>[kKMGT]?)(?P<binary>i?)(?P<what>[bB]it/s|B/s|Bps)|(?P<capital>[MGT])(?:b/s|bps)")
 _AMBIGUOUS = re.compile(r"(?P<prefix>[kmgt]?)b(?:/s|ps)", re.IGNORECASE)
 _LONGEST_TEXT = 100
-_SAME = 1e-9  # what two writings of one bandwidth may differ by, for their digits are cut
+_SAME = 1e-9  # what two writings of one bandwidth may differ by, where a person has cut their digits
 
 
 @final
@@ -42,9 +45,14 @@ class Bandwidth:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        rate = self.bytes_per_second
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:  # NaN is refused
-            raise CallerError("a bandwidth is out of range", got=f"{rate} bytes/s", expected="above 0 and finite")
+        rate = _number(self.bytes_per_second)
+        if rate is None or not 0 < rate < math.inf:  # NaN is refused
+            raise CallerError(
+                "a bandwidth is out of range",
+                got=f"{_shortened(self.bytes_per_second)} bytes/s",
+                expected="above 0 and finite",
+            )
+        object.__setattr__(self, "bytes_per_second", rate)
 
     @staticmethod
     def gigabytes(per_second: float) -> Bandwidth:
@@ -57,7 +65,7 @@ class Bandwidth:
             >>> Bandwidth.gigabytes(1.25).gigabits_per_second
             10.0
         """
-        return Bandwidth(_scaled(per_second, 1e9))
+        return Bandwidth(_scaled(per_second, Fraction(10**9)))
 
     @staticmethod
     def gigabits(per_second: float) -> Bandwidth:
@@ -70,7 +78,7 @@ class Bandwidth:
             >>> Bandwidth.gigabits(10).gigabytes_per_second
             1.25
         """
-        return Bandwidth(_scaled(per_second, 1e9 / _BITS_A_BYTE))
+        return Bandwidth(_scaled(per_second, Fraction(10**9, _BITS_A_BYTE)))
 
     @staticmethod
     def parse(text: str) -> Bandwidth:
@@ -111,7 +119,9 @@ class Bandwidth:
         return self.bytes_per_second * _BITS_A_BYTE / 1e9
 
     def __str__(self) -> str:
-        return f"{self.gigabytes_per_second:.10g} GB/s = {self.gigabits_per_second:.10g} Gbit/s"
+        # In decimals and not by a division, so that what is shown is read as the very same float.
+        gigabytes = Decimal(repr(self.bytes_per_second)).scaleb(-9)
+        return f"{_plain(gigabytes)} GB/s = {_plain(gigabytes * _BITS_A_BYTE)} Gbit/s"
 
 
 @final
@@ -122,8 +132,8 @@ class TensorParallelCost:
     Each transformer block takes two all-reduces of its activations in the forward and two in the backward (Megatron-LM,
     Shoeybi et al. 2019, arXiv:1909.08053, section 3). `bytes_per_step` counts one way, the forward alone;
     `bytes_per_step_both_ways` counts the backward too. Neither depends on `tp_size`: they are the sizes of the buffers
-    that are reduced. `link_bytes_per_step` is what travels, 0 for a group of one. What a vocabulary that is cut adds
-    is not counted: one all-reduce more each way, and a few floats for each token.
+    that are reduced. `link_bytes_per_step` is what travels, 0 for a group of one. A vocabulary that is cut adds one
+    all-reduce each way, the embedding's and the LM head's; the few floats that its loss takes a token are not counted.
 
     Args:
         hidden_size: H of the whole model.
@@ -133,9 +143,10 @@ class TensorParallelCost:
         batch_size: Sequences of a micro-batch.
         micro_batches: Micro-batches of an optimizer step.
         bytes_per_element: Of an activation: 4 in fp32, 2 in bf16.
+        vocab_parallel: Whether embedding and LM head are cut too.
 
     Raises:
-        CallerError: A number is no whole number above 0.
+        CallerError: A number is no whole number above 0, or `vocab_parallel` no bool.
 
     Example:
         >>> cost = TensorParallelCost(hidden_size=1024, num_blocks=24, sequence_length=1024, tp_size=2)
@@ -152,11 +163,15 @@ class TensorParallelCost:
     batch_size: int = 1
     micro_batches: int = 1
     bytes_per_element: int = 4
+    vocab_parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CallerError(f"{name} is out of range", got=repr(value), expected="a whole number >= 1")
+        if not isinstance(self.vocab_parallel, bool):
+            raise CallerError(
+                "vocab_parallel is no bool", got=_shortened(self.vocab_parallel), expected="True or False"
+            )
+        for name in sorted(vars(self).keys() - {"vocab_parallel"}):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
 
     @property
     def bytes_per_all_reduce(self) -> int:
@@ -173,8 +188,10 @@ class TensorParallelCost:
 
         >>> TensorParallelCost(1024, 24, 1024, tp_size=2).all_reduces_per_step
         48
+        >>> TensorParallelCost(1024, 24, 1024, tp_size=2, vocab_parallel=True).all_reduces_per_step
+        49
         """
-        return 2 * self.num_blocks * self.micro_batches
+        return (2 * self.num_blocks + self.vocab_parallel) * self.micro_batches
 
     @property
     def bytes_per_step(self) -> int:
@@ -201,7 +218,7 @@ class TensorParallelCost:
         """
         return -(-2 * (self.tp_size - 1) * self.bytes_per_step_both_ways // self.tp_size)
 
-    def seconds_per_step(self, bandwidth: Bandwidth, latency_seconds: float = 0.0) -> float:
+    def seconds_per_step(self, bandwidth: Bandwidth, *, latency_seconds: float = 0.0) -> float:
         """Seconds that a step's all-reduces take, forward and backward, by a ring; nothing else runs meanwhile.
 
         Args:
@@ -218,18 +235,57 @@ class TensorParallelCost:
         """
         if not isinstance(bandwidth, Bandwidth):
             raise CallerError(
-                "a bandwidth must name its unit", got=repr(bandwidth), expected="Bandwidth.gigabits or .gigabytes"
+                "a bandwidth must name its unit", got=_shortened(bandwidth), expected="Bandwidth.gigabits or .gigabytes"
             )
-        if not (isinstance(latency_seconds, (int, float)) and 0 <= latency_seconds < math.inf):
-            raise CallerError("latency is out of range", got=f"{latency_seconds} s", expected="seconds >= 0")
+        latency = _number(latency_seconds)
+        if latency is None or not 0 <= latency < math.inf:
+            raise CallerError(
+                "latency is out of range", got=f"{_shortened(latency_seconds)} s", expected="seconds >= 0"
+            )
         messages = 2 * self.all_reduces_per_step * 2 * (self.tp_size - 1)
-        return self.link_bytes_per_step / bandwidth.bytes_per_second + messages * latency_seconds
+        return self.link_bytes_per_step / bandwidth.bytes_per_second + messages * latency
 
 
-def _scaled(number: float, factor: float) -> float:
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise CallerError("a bandwidth is no number", got=repr(number), expected="a number, or Bandwidth.parse(text)")
-    return number * factor
+def _number(value: object) -> float | None:
+    """As a float; None for what is no number, or larger than any float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _whole(name: str, value: object) -> int:
+    """Any library's integer as Python's, of which products never overflow."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise CallerError(f"{name} is out of range", got=_shortened(value), expected="a whole number >= 1")
+    return number
+
+
+def _scaled(value: object, factor: Fraction) -> float:
+    number = _number(value)
+    if number is None:
+        raise CallerError(
+            "a bandwidth is no number", got=_shortened(value), expected="a number, or Bandwidth.parse(text)"
+        )
+    return _rounded(Fraction(number) * factor) if math.isfinite(number) else number
+
+
+def _rounded(exact: Fraction) -> float:
+    """The nearest float; infinity, which is refused, where there is none."""
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf
+
+
+def _plain(number: Decimal) -> str:
+    return f"{number.normalize():{'f' if 1e-6 <= number < 1e15 else 'E'}}"
 
 
 def _parsed(text: str) -> Bandwidth:
@@ -243,17 +299,17 @@ def _parsed(text: str) -> Bandwidth:
         raise _two_readings("a bandwidth without a unit", number, number, "G")
     kind, ambiguous = _UNIT.fullmatch(unit), _AMBIGUOUS.fullmatch(unit)
     if kind is not None:
-        return Bandwidth(float(number) * _bytes_of(kind))
+        return Bandwidth(_rounded(Fraction(number) * _bytes_of(kind)))
     if ambiguous is not None:
         raise _two_readings("a unit that may mean bits or bytes", text.strip(), number, ambiguous["prefix"].upper())
     raise CallerError("an unknown unit of bandwidth", got=repr(unit), expected="one such as Gbit/s, GB/s or GiB/s")
 
 
-def _bytes_of(unit: re.Match[str]) -> float:
+def _bytes_of(unit: re.Match[str]) -> Fraction:
     if unit["capital"]:
-        return float(1000 ** _PREFIXES[unit["capital"]] / _BITS_A_BYTE)
+        return Fraction(1000 ** _PREFIXES[unit["capital"]], _BITS_A_BYTE)
     scale = (1024 if unit["binary"] else 1000) ** _PREFIXES[unit["prefix"]]
-    return scale / _BITS_A_BYTE if unit["what"][1:].startswith("it") else float(scale)
+    return Fraction(scale, _BITS_A_BYTE if unit["what"][1:].startswith("it") else 1)
 
 
 def _two_readings(what: str, got: str, number: str, prefix: str) -> CallerError:
@@ -267,6 +323,9 @@ def _two_readings(what: str, got: str, number: str, prefix: str) -> CallerError:
     )
 
 
-def _shortened(text: object) -> str:
-    shown = repr(text)
+def _shortened(value: object) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # Python shows no integer of thousands of digits
+        return "a number of thousands of digits"
     return shown if len(shown) <= _LONGEST_TEXT else f"{shown[:40]}... ({len(shown)} characters)"

@@ -8,28 +8,32 @@ data-parallel workers until these have all got it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, TypeAlias, final, get_args
+from typing import Any, Literal, TypeAlias, final, get_args
 
-import msgpack
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.agreement import Tally, gathered, refuse_diverged
+from gradengine.agreement import Tally, refuse_diverged, same_sums, tallies_of
 from gradengine.buffer import Buffer
 from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
-from gradengine.exchange.interface import Exchange, Progress
+from gradengine.exchange.interface import Exchange
+from gradengine.group_sum import GroupSum
 from gradengine.kernels import Float64
 from gradengine.kernels.mirror import Mirror
 from gradengine.layout import GradientLayout
 from gradengine.slots import Slot, Span
+from gradengine.telling import in_group
 
 __all__ = ["Replicated", "TensorParallelGroup"]
 
 Replicated: TypeAlias = Literal["same", "sum", "average"]
+
+_WEIGHTS_SHOWN = 8
 
 
 @final
@@ -42,8 +46,7 @@ class TensorParallelGroup:
             under sequence parallelism; or copies that differ by their rounding, to "average".
 
     Attributes:
-        exchange: The group's, if it is joined.
-        progress: Where its step stands.
+        group: The sum over the group.
         agreed: The tally of the whole model, once the group has one.
 
     Raises:
@@ -54,27 +57,25 @@ class TensorParallelGroup:
         if replicated not in get_args(Replicated):
             raise CallerError("unknown replicated", got=repr(replicated), expected=f"one of {get_args(Replicated)}")
         self._accumulator, self._replicated = accumulator, replicated
-        self._kernels = accumulator.kernels
         self._slots = accumulator.layout.slots
         self._is_replicated = np.array([slot.partition == "replicated" for slot in self._slots])
-        self.exchange: Exchange | None = None
-        self.progress = Progress()
+        self._travels = replicated != "same" and accumulator.layout.tp_size > 1
+        self.group = GroupSum()
         self.agreed: Tally | None = None
-        self._started: set[int | str] = set()
-        self._is_summed = False
-        self._found: list[NonFiniteGradient] | None = None
-
-    @property
-    def form(self) -> str:
-        """What the workers of a grid must have alike: the group's size, and how it treats replicated gradients."""
-        return "none" if self.exchange is None else f"of {self.exchange.world_size}, replicated={self._replicated}"
+        self._told: list[NonFiniteGradient] | None = None  # kept, as one rank may run the step again and the others not
 
     @property
     def is_alone(self) -> bool:
         """Whether this rank holds the whole model."""
-        return self.exchange is None or self.exchange.world_size == 1
+        return self.group.is_alone
 
-    def connect(self, exchange: Exchange) -> None:
+    @property
+    def described(self) -> str:
+        """What the workers of a grid must have alike."""
+        exchange = self.group.exchange
+        return "none" if exchange is None else f"{exchange.world_size} ranks with replicated={self._replicated!r}"
+
+    def join(self, exchange: Exchange) -> None:
         """Join the group, and let leave again what had left through another exchange.
 
         Raises:
@@ -83,12 +84,8 @@ class TensorParallelGroup:
         """
         _refuse_other_group(exchange, self._accumulator.layout)
         with _named():
-            exchange.bind(self._layout, self._replicas.data, self.progress, _do_nothing)
-        # What the old exchange agreed on may have reached this rank alone: all of them agree anew.
-        self.exchange, self._is_summed, self.agreed, self._found = exchange, False, None, None
-        for span in self._layout.spans:
-            if span.key in self._started:
-                exchange.start(span)
+            self.group.join(exchange, self._layout, self._replicas.data, _do_nothing)
+        self.agreed = self._told = None  # the old exchange may have brought them to this rank alone
 
     def agree(self, mine: Tally) -> Tally:
         """The whole model's tally from this rank's: the same on all ranks of the group.
@@ -98,19 +95,16 @@ class TensorParallelGroup:
                 the same.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
         """
-        if self.exchange is None or self.agreed is not None:
-            return self.agreed or mine
-        with _named():
-            totals = mine.totals.copy()
-            if self._travels:
-                self._sum_replicas(self.exchange)
-                totals[self._is_replicated] = self._replicas.totals()
-            self.agreed = self._of_the_model(gathered(self.exchange, replace(mine, totals=totals)))
+        if self.is_alone:
+            return mine
+        if self.agreed is None:
+            with _named():
+                self.agreed = self._of_all_parts(mine)
         return self.agreed
 
     def put_back(self) -> None:
         """Have the arena's replicated components be what the group made of them; may be done twice."""
-        if self._travels and not self.is_alone:
+        if self._travels:
             with self._accumulator.changing():
                 self._replicas.put_back(self._targets)
 
@@ -118,43 +112,43 @@ class TensorParallelGroup:
         """Those of these components whose gradient in the arena is this rank's own, and not a sum over the group."""
         return [p for p in positions if not self._is_traveller(self._slots[p])]
 
-    def first_found(self, mine: NonFiniteGradient | None, step: int) -> NonFiniteGradient | None:
-        """Of what each rank found that is not finite, the first in layout order; all ranks ask, and are told the same.
+    def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
+        """Tell all ranks what this one found; of what all found, the first in layout order is returned to each.
 
         Args:
             mine: What this rank found in what is its own.
-            step: The engine's, for the error.
+            place: The engine's step and window, as in its tally.
+            step: The engine's step, for the error.
 
         Raises:
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
         """
-        if self.exchange is None or self.is_alone:
+        if self.is_alone:
             return mine
-        if self._found is None:
+        if self._told is None:
             order = {slot.name: i for i, slot in enumerate(self._slots)}
             with _named():
-                parts = self.exchange.gather(_packed(mine or self._found_in_sums(step)))
-                found = [_unpacked(part, rank, step, order) for rank, part in enumerate(parts)]
-            self._found = sorted((f for f in found if f is not None), key=lambda f: order[f.component])
-        return self._found[0] if self._found else None
+                told = self.group.tell(f"finding in {place}", _facts_of(mine or self._found_in_sums(step)))
+                found = [_found_by(rank, facts, step, order) for rank, facts in enumerate(told)]
+            self._told = sorted((f for f in found if f is not None), key=lambda f: order[f.component])
+        return self._told[0] if self._told else None
 
-    def discard(self) -> None:
-        """Forget the window. What is under way already the exchange cannot take back: it is closed."""
-        if self._started and self.exchange is not None:
-            self.exchange.close()
-        self.progress.restart()
-        self.clear()
+    def next_step(self) -> None:
+        """The step is over on this rank."""
+        self.group.next_step()
+        self.agreed = self._told = None
+
+    def drop(self) -> None:
+        """Forget the window."""
+        self.group.drop()
+        self.agreed = self._told = None
 
     def clear(self) -> None:
-        """The next window begins."""
-        self._started, self._is_summed, self._found = set(), False, None
-        self.agreed = None
+        """Nothing of the step has been told."""
+        self.group.clear()
+        self.agreed = self._told = None
 
     # ---- inside ----
-
-    @property
-    def _travels(self) -> bool:
-        return self._replicated != "same"
 
     @cached_property
     def _targets(self) -> list[Buffer]:
@@ -183,38 +177,38 @@ class TensorParallelGroup:
     def _is_traveller(self, slot: Slot) -> bool:
         return self._travels and slot.partition == "replicated"
 
-    def _sum_replicas(self, exchange: Exchange) -> None:
-        if not self._started:
+    def _of_all_parts(self, mine: Tally) -> Tally:
+        totals, settings = mine.totals.copy(), {**mine.settings, "window": _described(self._accumulator.weights)}
+        if self._travels:
+            self._sum_replicas()
+            totals[self._is_replicated] = self._replicas.totals()
+        tallies = tallies_of(self.group, replace(mine, totals=totals, settings=settings))
+        return replace(mine, totals=self._totals_of_the_model([tally.totals for tally in tallies]))
+
+    def _sum_replicas(self) -> None:
+        if not self.group.started:
             self._replicas.take(self._targets)
         for span in self._layout.spans:
-            if span.key not in self._started:
-                self._started.add(span.key)
-                exchange.start(span)
-        if not self._is_summed:
-            self.progress.bad = list(exchange.wait())
-            self._is_summed = True
+            if span.key not in self.group.started:
+                self.group.start(span)
+        self.group.wait()
         self._replicas.land()
 
-    def _of_the_model(self, tallies: Sequence[Tally]) -> Tally:
-        first = tallies[0]
-        for rank, tally in enumerate(tallies):
-            _refuse_other_window(rank, tally, first)
-        totals = np.zeros(len(self._slots))
-        for tally in tallies:
-            totals += tally.totals
-        replicas = np.array([tally.totals[self._is_replicated] for tally in tallies])
+    def _totals_of_the_model(self, parts: Sequence[Float64]) -> Float64:
+        totals: Float64 = np.add.accumulate(parts)[-1]
+        replicas = np.array(parts)[:, self._is_replicated]
         is_finite = np.isfinite(replicas).all(axis=0)
         for rank, replica in enumerate(replicas):
             self._refuse_other_replicas(rank, np.where(is_finite, replica, 0), np.where(is_finite, replicas[0], 0))
         # Where one rank's is not finite the sum over the ranks is not either: all of them refuse the step.
         totals[self._is_replicated] = np.where(is_finite, replicas[0], totals[self._is_replicated])
-        return replace(first, totals=totals)
+        return totals
 
     def _refuse_other_replicas(self, rank: int, replica: Float64, first: Float64) -> None:
         if self._travels:
             refuse_diverged(rank, replica, first)
             return
-        differs = np.flatnonzero(~np.isclose(replica, first, rtol=1e-5, atol=0.0))
+        differs = np.flatnonzero(~same_sums(replica, first))
         if differs.size:
             slot = [s for s in self._slots if s.partition == "replicated"][differs[0]]
             raise ExchangeError(
@@ -227,7 +221,7 @@ class TensorParallelGroup:
 
     def _found_in_sums(self, step: int) -> NonFiniteGradient | None:
         """What this rank gave to a sum of replicas that was not finite."""
-        for bad in self.progress.bad:
+        for bad in self.group.progress.bad:
             for slot, place in self._travellers:
                 if place.offset <= bad.index < place.stop and bad.rank == self._accumulator.layout.tp_rank:
                     return NonFiniteGradient(slot.name, bad.index - place.offset, bad.value, step=step)
@@ -241,9 +235,8 @@ class _Replicas:
     def __init__(
         self, accumulator: PerBlockGradientAccumulator, layout: GradientLayout, slots: Sequence[Slot], *, average: bool
     ) -> None:
-        self._kernels, self._factor, self._divisor = accumulator.kernels, np.float32(1), 1.0
-        if average:
-            self._factor, self._divisor = np.float32(1 / accumulator.layout.tp_size), float(accumulator.layout.tp_size)
+        self._kernels = accumulator.kernels
+        self._divisor = accumulator.layout.tp_size if average else 1
         self._arena = self._kernels.allocate(layout.arena_size)
         self._kernels.fill_zero([self._arena])
         self._parts = [self._arena.part(slot.offset, slot.stop) for slot in slots]
@@ -270,13 +263,13 @@ class _Replicas:
             self._mirror.put_back()
 
     def totals(self) -> Float64:
-        """Squared sums of what will be put back."""
+        """Squared sums of what will be put back: the memory holds sums until then, as it may be put back twice."""
         self._kernels.measure_all(self._parts, self._sums)
         return self._kernels.totals(self._sums) / self._divisor**2
 
     def put_back(self, targets: Sequence[Buffer]) -> None:
         """Copy sums, or averages, to the arena."""
-        self._kernels.scale(self._parts, self._factor, targets)
+        self._kernels.scale(self._parts, np.float32(1 / self._divisor), targets)
 
 
 def _do_nothing(span: Span, upto: int) -> None:
@@ -293,40 +286,29 @@ def _refuse_other_group(exchange: Exchange, layout: GradientLayout) -> None:
         )
 
 
-def _refuse_other_window(rank: int, tally: Tally, first: Tally) -> None:
-    if (tally.weight, tally.micro_batches) != (first.weight, first.micro_batches):
-        raise ExchangeError(
-            f"rank {rank} has another window than rank 0",
-            got=f"{tally.micro_batches} micro-batches of weight {tally.weight:g} in all",
-            expected=f"{first.micro_batches} of {first.weight:g}",
-            do="give all ranks of a tensor-parallel group the same micro-batches",
-        )
+def _described(weights: Sequence[float]) -> str:
+    """A window's micro-batches, in words that are the same only where all weights are."""
+    shown = ", ".join(f"{weight:.9g}" for weight in weights)
+    if len(weights) > _WEIGHTS_SHOWN:
+        shown = f"{shown.split(', ')[0]}, ... (sha256 {hashlib.sha256(shown.encode()).hexdigest()[:12]})"
+    return f"{len(weights)} micro-batches of weight {shown}"
 
 
-@contextmanager
-def _named() -> Iterator[None]:
-    """Have errors say which of a worker's two groups they are of."""
+def _named() -> AbstractContextManager[None]:
+    return in_group("in the tensor-parallel group")
+
+
+def _facts_of(found: NonFiniteGradient | None) -> list[object] | None:
+    return None if found is None else [found.component, found.index, float(found.value), found.rank]
+
+
+def _found_by(tp_rank: int, facts: Any, step: int, known: Container[str]) -> NonFiniteGradient | None:
+    if facts is None:
+        return None
     try:
-        yield
-    except ExchangeError as fault:
-        what = f"in the tensor-parallel group: {fault.what}"
-        raise type(fault)(what, got=fault.got, expected=fault.expected, do=fault.do) from fault
-
-
-def _packed(found: NonFiniteGradient | None) -> bytes:
-    facts = None if found is None else [found.component, found.index, float(found.value), found.rank]
-    packed: bytes = msgpack.packb(facts)
-    return packed
-
-
-def _unpacked(part: bytes, tp_rank: int, step: int, known: Container[str]) -> NonFiniteGradient | None:
-    try:
-        facts = msgpack.unpackb(part)
-        if facts is None:
-            return None
         component, index, value, rank = facts
         found = NonFiniteGradient(component, int(index), float(value), step=step, rank=rank, tp_rank=tp_rank)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as fault:
+    except (ValueError, TypeError, OverflowError) as fault:
         raise ProtocolError(f"what rank {tp_rank} found cannot be read ({fault})") from None
     if not isinstance(component, str) or component not in known or not isinstance(rank, (int, type(None))):
         raise ProtocolError(f"rank {tp_rank} found something that cannot be", got=f"{component!r} of rank {rank!r}")

@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar, final
 
-import msgpack
-
 from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, WindowError
@@ -16,6 +14,7 @@ from gradengine.gradients import Gradients
 from gradengine.host_buffer import host_buffer
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
+from gradengine.telling import tell_all
 from gradengine.tensor_parallel_group import Replicated
 from gradengine.window import checked_weight, ordered_sum
 
@@ -109,6 +108,7 @@ class DistributedTrainer:
         self._loss = 0.0
         self._loss_came_through: object = _NOTHING
         self._unapplied: StepResult | None = None
+        self._is_uncompared = False
         self.last_result: StepResult | None = None
         self.engine = GradientEngine(
             layout,
@@ -160,7 +160,7 @@ class DistributedTrainer:
         """
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
-        if self._unapplied is not None or self.engine.accumulator.accumulated_count:
+        if self._unapplied is not None or self._is_uncompared or self.engine.accumulator.accumulated_count:
             raise WindowError(
                 f"step {self.engine.current_step} of an earlier batch is not finished",
                 got=f"{self.engine.accumulator.accumulated_count} micro-batches in the window",
@@ -184,6 +184,8 @@ class DistributedTrainer:
         Raises:
             WindowError, NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
+        if self._is_uncompared:  # the step is done and applied; it was the comparison that failed
+            return self._compare_weights()
         if self._unapplied is None:  # else the step is done, and it was apply_gradients that failed
             # Before the step, so that a failure here leaves the step to be run again.
             self._share_loss()
@@ -195,9 +197,8 @@ class DistributedTrainer:
             self.trainer.apply_gradients(result.gradients)
         self._unapplied = None
         self.step += 1
-        if self.check_every and self.step % self.check_every == 0:
-            self._compare_weights()
-        return self._loss
+        self._is_uncompared = bool(self.check_every and self.step % self.check_every == 0)
+        return self._compare_weights() if self._is_uncompared else self._loss
 
     @property
     def _streams(self) -> bool:
@@ -232,14 +233,13 @@ class DistributedTrainer:
             raise WindowError("step without a micro-batch", got="0 micro-batches", expected="at least 1")
         mine = (ordered_sum(loss * weight for loss, weight in self._losses), ordered_sum(w for _, w in self._losses))
         exchange = self.engine.exchange
-        sums = [mine] if exchange is None else [msgpack.unpackb(p) for p in exchange.gather(msgpack.packb(mine))]
+        sums = [mine] if exchange is None else tell_all(exchange, f"loss of step {self.step}", mine)
         return ordered_sum(loss for loss, _ in sums) / ordered_sum(weight for _, weight in sums)
 
-    def _compare_weights(self) -> None:
-        exchange = self.engine.exchange
-        if exchange is None:
-            return
-        digests = [part.decode() for part in exchange.gather(weights_digest(self.trainer.weights()).encode())]  # type: ignore[attr-defined]
+    def _compare_weights(self) -> float:
+        exchange, mine = self.engine.exchange, weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
+        digests = [mine] if exchange is None else tell_all(exchange, f"digest of weights after step {self.step}", mine)
+        self._is_uncompared = False
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise ExchangeError(
@@ -248,6 +248,7 @@ class DistributedTrainer:
                     expected=digests[0],
                     do="start all workers from the same weights, and apply nothing but the gradients handed back",
                 )
+        return self._loss
 
 
 def shard_batches(num_batches: int, rank: int, world_size: int) -> range:

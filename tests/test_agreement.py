@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gradengine.agreement import Tally, agree
 from gradengine.errors import ExchangeError, ProtocolError
+from gradengine.group_sum import GroupSum
 
 
 class Gathering:
@@ -24,16 +25,27 @@ class Gathering:
         return [data if part is None else part for part in self._parts]
 
 
-def packed(weight=1.0, micro_batches=1, totals=(4.0, 9.0), settings=None, step=0):
-    return msgpack.packb([weight, micro_batches, np.asarray(totals, "<f8").tobytes(), settings or {}, step])
+def group_of(*parts):
+    group = GroupSum()
+    group.exchange = Gathering(*parts)
+    return group
 
 
+def packed(weight=1.0, micro_batches=1, totals=(4.0, 9.0), settings=None, place=""):
+    return tally_of(weight, micro_batches, np.asarray(totals, "<f8").tobytes(), settings or {}, place=place)
+
+
+def tally_of(*facts, place=""):
+    return msgpack.packb([f"tally of {place}", facts])
+
+
+UNREADABLE = r"(rank 1's tally|what rank 1 tells) (cannot be|has no name)"
 MINE = Tally(1.0, 1, np.array([4.0, 9.0]))
 
 
 def test_weights_and_counts_are_summed_and_rank_0s_squares_are_used():
     squares = [4.0, math.nextafter(9.0, 10)]
-    tally = agree(Gathering(packed(0.5, 2, squares), None, packed(2.25, 3)), MINE)
+    tally = agree(group_of(packed(0.5, 2, squares), None, packed(2.25, 3)), MINE)
     assert (tally.weight, tally.micro_batches) == (3.75, 6)
     assert tally.totals.tolist() == squares
 
@@ -44,7 +56,7 @@ def test_every_rank_gets_the_same_tally(weights):
     tallies = []
     for rank, weight in enumerate(weights):
         own = [None if other == rank else part for other, part in enumerate(parts)]
-        tallies.append(agree(Gathering(*own), Tally(weight, 1, np.array([4.0, 9.0]))))
+        tallies.append(agree(group_of(*own), Tally(weight, 1, np.array([4.0, 9.0]))))
     total = 0.0
     for weight in weights:
         total += weight
@@ -53,20 +65,20 @@ def test_every_rank_gets_the_same_tally(weights):
 
 @pytest.mark.parametrize("other", [[4.0, 9.0 * (1 + 1e-6)], [4.0 * (1 - 1e-6), 9.0]])
 def test_squares_may_differ_by_their_rounding(other):
-    assert agree(Gathering(None, packed(totals=other)), MINE).totals.tolist() == [4.0, 9.0]
+    assert agree(group_of(None, packed(totals=other)), MINE).totals.tolist() == [4.0, 9.0]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_squares_that_are_not_finite_agree_with_themselves(value):
     mine = Tally(1.0, 1, np.array([4.0, value]))
-    tally = agree(Gathering(None, packed(totals=[4.0, value])), mine)
+    tally = agree(group_of(None, packed(totals=[4.0, value])), mine)
     assert repr(tally.totals.tolist()) == repr([4.0, value])
 
 
 @pytest.mark.parametrize("other", [[4.0, 9.001], [4.0, math.nan], [math.inf, 9.0], [0.0, 9.0], [4.0, -9.0]])
 def test_other_sums_than_rank_0s_are_an_error(other):
     with pytest.raises(ExchangeError, match=r"rank 2 holds other sums than rank 0.*restart from a checkpoint"):
-        agree(Gathering(packed(), None, packed(totals=other)), MINE)
+        agree(group_of(packed(), None, packed(totals=other)), MINE)
 
 
 @pytest.mark.parametrize(
@@ -75,31 +87,30 @@ def test_other_sums_than_rank_0s_are_an_error(other):
         b"",
         b"\xc1",
         msgpack.packb(7),
-        msgpack.packb([1.0, 1]),
-        msgpack.packb([1.0, 1, b"", 0]),
+        msgpack.packb(["tally of ", 7]),
+        tally_of(1.0, 1),
+        tally_of(1.0, 1, b"", 0),
         msgpack.packb({"weight": 1}),
-        msgpack.packb([1.0, 1, bytes(16), {}]),
-        msgpack.packb([1.0, 1, bytes(16), {}, "first"]),
-        msgpack.packb([1.0, 1, bytes(16), {}, None]),
-        msgpack.packb(["heavy", 1, bytes(16), {}, 0]),
-        msgpack.packb([None, 1, bytes(16), {}, 0]),
-        msgpack.packb([1.0, math.inf, bytes(16), {}, 0]),
-        msgpack.packb([1.0, math.nan, bytes(16), {}, 0]),
-        msgpack.packb([1.0, 1, "text", {}, 0]),
-        msgpack.packb([1.0, 1, [4.0, 9.0], {}, 0]),
-        msgpack.packb([1.0, 1, bytes(15), {}, 0]),
-        msgpack.packb([1.0, 1, msgpack.ExtType(5, bytes(16)), {}, 0]),
+        tally_of(1.0, 1, bytes(16), {}, 7),
+        tally_of("heavy", 1, bytes(16), {}),
+        tally_of(None, 1, bytes(16), {}),
+        tally_of(1.0, math.inf, bytes(16), {}),
+        tally_of(1.0, math.nan, bytes(16), {}),
+        tally_of(1.0, 1, "text", {}),
+        tally_of(1.0, 1, [4.0, 9.0], {}),
+        tally_of(1.0, 1, bytes(15), {}),
+        tally_of(1.0, 1, msgpack.ExtType(5, bytes(16)), {}),
     ],
 )
 def test_tally_that_cannot_be_read(part):
-    with pytest.raises(ProtocolError, match="rank 1's tally cannot be"):
-        agree(Gathering(None, part), MINE)
+    with pytest.raises(ProtocolError, match=UNREADABLE):
+        agree(group_of(None, part), MINE)
 
 
 @given(st.binary(max_size=60))
 def test_random_tally_is_a_protocol_error(part):
-    with pytest.raises(ProtocolError, match="rank 1's tally cannot be"):
-        agree(Gathering(None, part), MINE)
+    with pytest.raises(ProtocolError, match=UNREADABLE):
+        agree(group_of(None, part), MINE)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +127,15 @@ def test_random_tally_is_a_protocol_error(part):
 )
 def test_tally_that_cannot_be(part, says):
     with pytest.raises(ProtocolError, match=f"rank 1's tally cannot be: .*{says}"):
-        agree(Gathering(None, part), MINE)
+        agree(group_of(None, part), MINE)
 
 
 def test_a_rank_at_another_step_is_named():
-    """A step that some ranks finished and others dropped: their next gathers would be of two steps."""
-    mine = Tally(1.0, 1, np.array([4.0, 9.0]), step=7)
-    with pytest.raises(ExchangeError, match=r"rank 1 is at another step than rank 0: got 6, expected 7; .*checkpoint"):
-        agree(Gathering(None, packed(step=6)), mine)
+    """A window that some ranks finished and others dropped: their next tallies would be of two windows."""
+    mine = Tally(1.0, 1, np.array([4.0, 9.0]), place="step 7")
+    message = "rank 1 is elsewhere than rank 0: got its tally of step 6, expected its tally of step 7; .*checkpoint"
+    with pytest.raises(ExchangeError, match=message):
+        agree(group_of(None, packed(place="step 6")), mine)
 
 
 @pytest.mark.parametrize(("theirs", "says"), [({"average": "per_worker"}, "per_worker"), ({}, "got nothing")])
@@ -133,4 +145,4 @@ def test_settings_that_differ_are_named(theirs, says):
     with pytest.raises(
         ExchangeError, match=rf"rank 1 has another average than rank 0: got .*{says.split()[-1]}.*weighted"
     ):
-        agree(Gathering(own, other), mine)
+        agree(group_of(own, other), mine)

@@ -802,7 +802,7 @@ class TestSeveralWorkers:
 
         def again(exchange):
             engine = engines[exchange.rank]
-            assert engine._sharing.progress.summed > 0
+            assert engine._sharing.workers.progress.summed > 0
             engine.reconnect(exchange)
             return {n: a.tobytes() for n, a in engine.step().gradients.items()}
 

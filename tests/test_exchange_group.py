@@ -121,8 +121,8 @@ def test_lost_sums_are_sent_again_before_the_step_goes_on():
     group = new_group(2)
     arenas = contributions(SMALL, 2)
     cut = group.buckets_at = 5
-    first = Recorder(0, arenas[0], Progress(step=3, summed=cut))
-    behind = Recorder(1, arenas[1], Progress(step=3, summed=2, torn=True))
+    first = Recorder(0, arenas[0], Progress(step=3, summed=cut, contributed=cut))
+    behind = Recorder(1, arenas[1], Progress(step=3, summed=2, torn=True, contributed=cut))
     group.admit(behind, SMALL)
     group.admit(first, SMALL, first.arena)
     sums = [(3, bucket.start, arenas[0][bucket.start : bucket.stop].tobytes()) for bucket in group.buckets[:cut]]
@@ -138,8 +138,8 @@ def test_step_that_only_lacked_deliveries_ends_at_once():
     group = new_group(2)
     arenas = contributions(SMALL, 2)
     arenas[0][:] = 1
-    group.admit(Recorder(0, arenas[0], Progress(summed=COUNT)), SMALL, arenas[0])
-    behind = Recorder(1, arenas[1], Progress(summed=COUNT - 1))
+    group.admit(Recorder(0, arenas[0], Progress(summed=COUNT, contributed=COUNT)), SMALL, arenas[0])
+    behind = Recorder(1, arenas[1], Progress(summed=COUNT - 1, contributed=COUNT))
     group.admit(behind, SMALL)
     assert len(behind.sums) == 1
     assert behind.told == [("welcome", COUNT), ("end", 0, [])]

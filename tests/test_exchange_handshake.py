@@ -17,7 +17,7 @@ HELLO = Hello(rank=1, world_size=4, nonce=new_nonce())
 
 
 def join(token, hello, challenge):
-    return Join(proof(token, "worker", hello, challenge.nonce), 0, 0, 0)
+    return Join(proof(token, "worker", hello, challenge.nonce), 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("token", ["secret", "", None, "ключ"])
@@ -54,7 +54,7 @@ def test_proof_of_an_earlier_connection_is_refused():
 def test_own_proof_reflected_is_refused():
     challenge = answer_hello("secret", HELLO)
     with pytest.raises(HandshakeRefused, match="another token"):
-        check_proof("secret", HELLO, challenge, Join(challenge.proof, 0, 0, 0))
+        check_proof("secret", HELLO, challenge, Join(challenge.proof, 0, 0, 0, 0))
     worker_proof = join("secret", HELLO, challenge).proof
     with pytest.raises(HandshakeRefused, match="another token"):
         check_challenge("secret", HELLO, Challenge(challenge.nonce, worker_proof))
@@ -71,7 +71,7 @@ def test_proof_holds_for_no_other_hello(change):
 def test_proof_of_another_length_is_refused(cut):
     challenge = answer_hello("secret", HELLO)
     with pytest.raises(HandshakeRefused, match="another token"):
-        check_proof("secret", HELLO, challenge, Join(cut, 0, 0, 0))
+        check_proof("secret", HELLO, challenge, Join(cut, 0, 0, 0, 0))
 
 
 def test_nonces_are_fresh():

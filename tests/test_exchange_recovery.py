@@ -24,7 +24,7 @@ from transports import (
 )
 
 from gradengine import GradientEngine
-from gradengine.errors import ExchangeError, HandshakeRefused
+from gradengine.errors import ExchangeError, HandshakeRefused, NonFiniteGradient, PeerLost
 from gradengine.exchange import GradientServer, LocalExchange, WorkerClient, connect, local_group
 from gradengine.exchange.interface import buckets_of
 
@@ -362,3 +362,67 @@ def test_engines_discard_where_the_coordinator_lost_its_sums():
             return engine_step(engine)
 
         assert on_all(again, engines) == undisturbed()
+
+
+class TestOfAnEngine:
+    def test_a_rank_that_dropped_its_window_alone_does_not_take_the_next_for_the_sum(self):
+        """All sums of the step have landed; one rank then drops its window, joins again and adds another."""
+        second = local_group(2, timeout=5.0, join_timeout=5.0)
+
+        def work(exchange):
+            engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
+            engine.add([np.full(slot.shape, 1.0, np.float32) for slot in SMALL.slots])
+            engine._sharing.start(SMALL.spans)
+            exchange.wait()
+            exchange.close()
+            if exchange.rank == 1:
+                engine.discard()
+            with pytest.raises(HandshakeRefused, match=r"rank 1 has not contributed to what step 0 has summed"):
+                engine.reconnect(second[exchange.rank])
+            return True
+
+        assert on_all(work, local_group(2, timeout=5.0)) == [True, True]
+
+    def test_a_group_joined_anew_after_a_verdict_sums_the_next_window(self):
+        """What all agreed on belongs to the lost exchange; the new one is waited for, and left clean."""
+        second = local_group(2, timeout=5.0, join_timeout=5.0)
+
+        def work(exchange):
+            engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
+            bad = [np.full(slot.shape, np.nan, np.float32) for slot in SMALL.slots]
+            engine.add(bad)
+            with pytest.raises(NonFiniteGradient):
+                engine.step()
+            exchange.barrier()
+            exchange.close()
+            engine.reconnect(second[exchange.rank])
+            with pytest.raises(NonFiniteGradient):
+                engine.step()
+            engine.discard()
+            sums = []
+            for step in (1, 2):
+                engine.add([np.full(slot.shape, step + exchange.rank, np.float32) for slot in SMALL.slots])
+                sums.append(float(engine.step().gradients["head"][0]))
+            return sums
+
+        assert on_all(work, local_group(2, timeout=5.0)) == [[1.5, 2.5]] * 2
+
+    def test_a_window_dropped_right_after_joining_anew_says_what_to_do(self):
+        second, third = (local_group(2, timeout=5.0, join_timeout=5.0) for _ in range(2))
+
+        def work(exchange):
+            engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
+            engine.add([np.full(slot.shape, np.nan, np.float32) for slot in SMALL.slots])
+            with pytest.raises(NonFiniteGradient):
+                engine.step()
+            exchange.barrier()
+            exchange.close()
+            engine.reconnect(second[exchange.rank])
+            engine.discard()  # its spans are on their way again
+            engine.add([np.full(slot.shape, 1 + exchange.rank, np.float32) for slot in SMALL.slots])
+            with pytest.raises(PeerLost, match=r"dropped a window that was on its way; reconnect\(\) on all ranks"):
+                engine.step()
+            engine.reconnect(third[exchange.rank])
+            return float(engine.step().gradients["head"][0])
+
+        assert on_all(work, local_group(2, timeout=5.0)) == [1.5, 1.5]

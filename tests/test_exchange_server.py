@@ -82,10 +82,10 @@ EXPECTED = [rank_order_sum(contributions(SMALL, 3)).tobytes()] * 3
         encode_head(Hello(1, 3, bytes(32)))[:-1],
         encode_head(Gather(), 2**32 - 1),
         encode_head(Hello(1, 3, bytes(32)), 1 << 30),
-        encode_head(Join(bytes(32), 0, 0, 0)),
-        encode_head(Hello(1, 3, b"")) + encode_head(Join(b"", 0, 0, 0)),
-        encode_head(Hello(0, 1, bytes(32))) + encode_head(Join(bytes(32), 0, 0, 0)),
-        encode_head(Hello(9, 3, bytes(32))) + encode_head(Join(bytes(32), 9, 9, 1)),
+        encode_head(Join(bytes(32), 0, 0, 0, 0)),
+        encode_head(Hello(1, 3, b"")) + encode_head(Join(b"", 0, 0, 0, 0)),
+        encode_head(Hello(0, 1, bytes(32))) + encode_head(Join(bytes(32), 0, 0, 0, 0)),
+        encode_head(Hello(9, 3, bytes(32))) + encode_head(Join(bytes(32), 9, 9, 9, 1)),
     ],
 )
 @pytest.mark.parametrize("stays", [False, True], ids=["leaves", "stays"])
@@ -121,7 +121,7 @@ def test_replayed_and_reflected_proofs_are_refused_and_the_group_goes_on(hosted)
         with contextlib.closing(knock(server.address)) as channel:
             channel.send(hello)
             challenge, _ = channel.expect(Challenge)
-            channel.send(Join(answer(challenge), 0, 0, 0), SMALL.table())
+            channel.send(Join(answer(challenge), 0, 0, 0, 0), SMALL.table())
             assert b"rank 1 has another token" in channel.expect(Refused)[1]
     assert step_of_all(server, exchange) == EXPECTED
 

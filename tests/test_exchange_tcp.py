@@ -9,7 +9,7 @@ import time
 import msgpack
 import numpy as np
 import pytest
-from transports import Worker, contributions, package_threads
+from transports import SMALL, Worker, contributions, package_threads
 
 from gradengine.errors import (
     CallerError,
@@ -19,7 +19,7 @@ from gradengine.errors import (
     PeerLost,
     ProtocolError,
 )
-from gradengine.exchange import NonFiniteValue, Progress, WorkerClient, tcp
+from gradengine.exchange import GradientServer, NonFiniteValue, Progress, WorkerClient, tcp
 from gradengine.exchange.channel import Channel, listen_socket
 from gradengine.exchange.handshake import answer_hello
 from gradengine.exchange.interface import buckets_of, place
@@ -370,3 +370,22 @@ def test_gradients_leave_in_backward_order_from_the_arena():
             worker.exchange.barrier()
         arena = worker.arena
     assert got == [(Gradient(0, *place(b)), arena[b.start : b.stop].tobytes()) for b in BUCKETS]
+
+
+def test_closed_from_elsewhere_while_it_binds(monkeypatch):
+    """Its threads are joined once they run, and never before."""
+    server = GradientServer(1)
+    client = WorkerClient(server.address, 0, 1)
+    start = threading.Thread.start
+
+    def closing_first(thread):
+        if thread.name == "gradengine-sender":
+            client.close()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", closing_first)
+    Worker(client, SMALL, contributions(SMALL, 1)[0]).bind()
+    with pytest.raises(PeerLost, match="has left the group"):
+        client.gather(b"")
+    client.close()
+    server.close()

@@ -56,13 +56,13 @@ LITERAL = [
         a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
     ),
     (
-        Join(PROOF, 7, 2, 1),
+        Join(PROOF, 7, 2, 3, 1),
         5,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 54 cf 00 00 00 00 00 00 00 05
-        86 a4 6b 69 6e 64 a4 6a 6f 69 6e a5 70 72 6f 6f 66 c4 20 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70
+        94 a2 47 45 cc 01 ce 00 00 00 61 cf 00 00 00 00 00 00 00 05
+        87 a4 6b 69 6e 64 a4 6a 6f 69 6e a5 70 72 6f 6f 66 c4 20 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70
         71 72 73 74 75 76 77 78 79 7a 7b 7c 7d 7e 7f 80 81 82 83 a4 73 74 65 70 07 a6 73 75 6d 6d 65 64
-        02 a4 74 6f 72 6e 01 a7 70 61 79 6c 6f 61 64 c6 00 00 00 05""",
+        02 ab 63 6f 6e 74 72 69 62 75 74 65 64 03 a4 74 6f 72 6e 01 a7 70 61 79 6c 6f 61 64 c6 00 00 00 05""",
     ),
     (
         Welcome(3, 1 << 20),
@@ -188,7 +188,7 @@ integers = st.integers(0, 2**63 - 1)
 keys = st.one_of(integers, st.text(max_size=40))
 messages = st.one_of(
     st.builds(Hello, integers, integers, st.binary(max_size=64)),
-    st.builds(Join, st.binary(max_size=64), integers, integers, integers),
+    st.builds(Join, st.binary(max_size=64), integers, integers, integers, integers),
     st.builds(Gradient, integers, keys, integers, st.text(max_size=8)),
     st.builds(Sum, integers, keys, integers, st.text(max_size=8)),
     st.builds(Abort, st.text(max_size=40)),

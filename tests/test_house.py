@@ -55,6 +55,8 @@ ORDER = [
     "exchange.server",
     "exchange.tcp",
     "exchange",
+    "telling",
+    "group_sum",
     "agreement",
     "tensor_parallel_group",
     "sharing",

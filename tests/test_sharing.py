@@ -217,7 +217,7 @@ class TestAfterAFault:
 
         def again(exchange):
             engine = engines[exchange.rank]
-            assert engine._sharing.progress.summed > 0
+            assert engine._sharing.workers.progress.summed > 0
             engine.reconnect(exchange)
             first = bits_of(engine.step())
             add_window(engine, kernels_of(exchange.rank), exchange.rank, step=1)
@@ -288,8 +288,8 @@ class TestMirror:
     def test_there_is_one_for_all_exchanges_of_an_engine(self, backend):
         """What has landed in it is nowhere else until the sum is whole."""
         accumulator = PerBlockGradientAccumulator(SMALL, backend.kernels)
-        model = TensorParallelGroup(accumulator, "same")
-        sharing = Sharing(accumulator, per_worker=False, settings={}, model=model)
+        parts = TensorParallelGroup(accumulator, "same")
+        sharing = Sharing(accumulator, per_worker=False, settings={}, parts=parts)
         assert sharing._mirror is sharing._mirror
         assert sharing._mirror.is_arena == backend.is_host
         assert sharing._mirror.data.shape == (SMALL.arena_size,)

@@ -249,8 +249,12 @@ class TestOneGroup:
 
     def test_what_is_the_same_takes_no_memory_and_what_travels_only_its_own(self):
         travellers = sum(slot.size for slot in layout_of(config(0, 2)).slots if slot.partition == "replicated")
-        for form, least, most in (("same", 0, 0), ("sum", travellers, travellers + 32 * 7)):
-            accumulator = PerBlockGradientAccumulator(layout_of(config(0, 2)))
+        for tp_size, form, least, most in (
+            (2, "same", 0, 0),
+            (1, "sum", 0, 0),
+            (2, "sum", travellers, travellers + 32 * 7),
+        ):
+            accumulator = PerBlockGradientAccumulator(layout_of(config(0, tp_size)))
             layout = TensorParallelGroup(accumulator, form)._layout
             assert least <= layout.arena_size <= most
 
@@ -467,16 +471,16 @@ class TestNonFinite:
     @pytest.mark.parametrize(
         "found",
         [
-            *(b"", b"\xc1"),
-            *map(msgpack.packb, ([], [1], 7, "text", [None] * 4, ["nope", 0, 1.0, None], [["final_norm"], 0, 1.0, 0])),
-            *(msgpack.packb(["final_norm", *rest]) for rest in (["x", 1.0, None], [0, "x", 0], [0, 1.0, "x"])),
+            *([], [1], 7, "text", [None] * 4, ["nope", 0, 1.0, None], [["final_norm"], 0, 1.0, 0]),
+            *(["final_norm", *rest] for rest in (["x", 1.0, None], [0, "x", 0], [0, 1.0, "x"])),
         ],
     )
     def test_what_another_rank_found_is_read_with_care(self, found):
+        told = msgpack.packb(["finding in step 3", found])
         group = TensorParallelGroup(PerBlockGradientAccumulator(layout_of(config(0, 2))), "same")
-        group.exchange = types.SimpleNamespace(world_size=2, gather=lambda mine: [mine, found])
-        with pytest.raises(ProtocolError, match=r"in the tensor-parallel group: (what )?rank 1 found"):
-            group.first_found(None, 3)
+        group.group.exchange = types.SimpleNamespace(world_size=2, gather=lambda mine: [mine, told])
+        with pytest.raises(ProtocolError, match=r"in the tensor-parallel group: (what )?rank 1 (found|tells)"):
+            group.tell_non_finite(None, "step 3", 3)
 
     def test_the_next_step_is_a_good_one(self):
         def work(exchange):
@@ -555,18 +559,20 @@ class TestRefused:
         first, second = self.outcomes(work)
         assert first == second
 
-    @pytest.mark.parametrize(("weight", "expected"), [(1.0, "1 of 1"), (2.0, "1 of 2")])
-    def test_another_window_than_rank_0s(self, weight, expected):
+    @pytest.mark.parametrize(
+        ("weights", "shown"), [([1], "1"), ([2], "2"), ([3, 1], "3, 1"), ([1] * 9, "1, ... (sha256 ")]
+    )
+    def test_another_window_than_rank_0s(self, weights, shown):
         def work(exchange):
             c = config(exchange.rank, 2)
             engine = GradientEngine(layout_of(c), tp_exchange=exchange)
-            for k in range(1 + exchange.rank):
-                engine.add(part_of(contribution(0, k), c), weight=1.0 if exchange.rank else weight)
+            for weight in [1, 3] if exchange.rank else weights:
+                engine.add(part_of(contribution(0, 0), c), weight=weight)
             engine.step()
 
-        message = f"rank 1 has another window than rank 0: got 2 micro-batches of weight 2 in all, expected {expected}"
+        message = "rank 1 has another window than rank 0: got 2 micro-batches of weight 1, 3, expected "
         for error in self.outcomes(work):
-            assert message in str(error)
+            assert message + f"{len(weights)} micro-batches of weight {shown}" in str(error)
 
     def test_other_settings_than_rank_0s(self):
         def work(exchange):
@@ -620,7 +626,9 @@ class TestRefused:
             engine.step()
 
         for error in itertools.chain(*on_grid(work, 2, 2)):
-            assert "rank 1 has another tp_exchange than rank 0: got of 2, replicated=average" in str(error)
+            assert "rank 1 has another tensor-parallel group than rank 0: got 2 ranks with replicated='average'" in str(
+                error
+            )
 
     def test_a_worker_without_its_group(self):
         def work(data_parallel, tensor_parallel):
@@ -631,7 +639,7 @@ class TestRefused:
             engine.step()
 
         for error in itertools.chain(*on_grid(work, 2, 2)):
-            assert "rank 1 has another tp_exchange than rank 0: got none, expected of 2, replicated=same" in str(error)
+            assert "rank 1 has another tensor-parallel group than rank 0: got none, expected 2 ranks with" in str(error)
 
     def test_one_exchange_for_both_groups(self):
         exchange = local_group(2)[0]
@@ -910,7 +918,93 @@ class TestRunAgain:
         for error in itertools.chain(*on_grid(work, 2, 2)):
             assert isinstance(error, ExchangeError)
             if form == "same":
-                assert "rank 1 is at another step than rank 0: got 0, expected 1" in str(error)
+                assert "got its tally of step 0, window 1, expected its tally of step 1, window 1" in str(error)
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("on_non_finite", ["raise", "skip"])
+    def test_groups_joined_anew_after_a_verdict_serve_the_next_window(self, form, on_non_finite):
+        """A NaN; both groups are lost while its finder is told, or after it; all join anew, step again and go on."""
+        spare_columns, spare_rows = spare_groups(), spare_groups()
+
+        def work(data_parallel, tensor_parallel):
+            d, t = data_parallel.rank, tensor_parallel.rank
+            c = config(t, 2)
+            engine = GradientEngine(
+                layout_of(c),
+                exchange=data_parallel,
+                tp_exchange=Faulty(tensor_parallel, "gather", count=2),
+                replicated=form,
+                on_non_finite=on_non_finite,
+            )
+            bad = part_of(contribution(d, 7), c, form)
+            bad["final_norm"][0] = math.nan
+            engine.add(bad)
+            with pytest.raises(PeerLost):
+                engine.step()
+            engine.exchange.close()
+            engine.tp_exchange.close()
+            engine.reconnect(spare_columns[t][d], tp_exchange=spare_rows[d][t])
+            if on_non_finite == "raise":
+                with pytest.raises(NonFiniteGradient):
+                    engine.step()
+                engine.discard()
+            else:
+                assert engine.step().skipped
+            norms = []
+            for k in range(MICRO_BATCHES):
+                engine.add(part_of(contribution(d, k), c, form))
+                norms.append(engine.step().norm)
+            return norms
+
+        for norms in itertools.chain(*on_grid(work, 2, 2)):
+            assert norms == pytest.approx(norms_of_two_workers(), rel=1e-6)
+
+    def test_a_finding_does_not_meet_a_tally(self):
+        """Column 0 heard that its parts agreed, column 1 did not: joined anew, all agree anew before they tell."""
+        spare_columns, spare_rows = spare_groups(), spare_groups()
+
+        def work(data_parallel, tensor_parallel):
+            d, t = data_parallel.rank, tensor_parallel.rank
+            c = config(t, 2)
+            row = Deaf(tensor_parallel) if t else Faulty(tensor_parallel, "gather", count=2)
+            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=row)
+            bad = part_of(contribution(d, 7), c)
+            bad["blocks.0.w_q"][0, 0] = math.nan
+            engine.add(bad)
+            with pytest.raises(PeerLost):
+                engine.step()
+            engine.exchange.close()
+            engine.tp_exchange.close()
+            engine.reconnect(spare_columns[t][d], tp_exchange=spare_rows[d][t])
+            with pytest.raises(NonFiniteGradient) as caught:
+                engine.step()
+            return str(caught.value)
+
+        assert len(set(itertools.chain(*on_grid(work, 2, 2)))) == 1
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_a_window_dropped_while_the_other_part_waits_is_not_mixed_with_its(self, form):
+        """Column 0 loses its workers, drops the window and goes on; column 1 waits for it in the step's agreement."""
+        spares = spare_groups()
+
+        def work(data_parallel, tensor_parallel):
+            d, t = data_parallel.rank, tensor_parallel.rank
+            c = config(t, 2)
+            data_parallel = data_parallel if t else Faulty(data_parallel, "wait")
+            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form)
+            engine.add(part_of(contribution(0, 0), c, form))
+            if t == 0:
+                with pytest.raises(PeerLost):
+                    engine.step()
+                engine.discard()
+                engine.reconnect(spares[t][d])
+                engine.add(part_of(contribution(0, 0), c, form))
+            engine.step()
+
+        for error in itertools.chain(*on_grid(work, 2, 2)):
+            assert isinstance(error, ExchangeError)
+            if form == "same":
+                assert "got its tally of step 0, window 0, expected its tally of step 0, window 1" in str(error)
 
     def test_the_trainer_finishes_a_step_whose_parts_lost_each_other(self):
         """Only row 0 loses its group; the other row is in the step already, past the exchange of the losses."""

@@ -327,3 +327,43 @@ def test_gradients_that_could_not_be_applied_are_applied_by_finish_step():
     first, second = run_ranks(groups("local", 2), one)
     assert first == second
     assert first[1] == 1
+
+
+@pytest.mark.parametrize("who", ["both ranks", "one rank"])
+def test_a_comparison_that_was_lost_is_made_by_finish_step(who):
+    """The step is done and applied: neither the loss nor the gradients are exchanged again."""
+
+    class Faulty:
+        """An exchange that is lost at the comparison of weights."""
+
+        def __init__(self, exchange):
+            self.exchange, self.rank, self.world_size, self.url = exchange, exchange.rank, exchange.world_size, None
+            self.bind, self.start, self.wait, self.close = exchange.bind, exchange.start, exchange.wait, exchange.close
+
+        def gather(self, data):
+            if b"digest" in data:
+                self.exchange.close()
+                raise PeerLost("the line went dead")
+            return self.exchange.gather(data)
+
+    spares = local_group(2, timeout=20.0)
+
+    def one(exchange):
+        trainer = LinearRegression()
+        exchange = Faulty(exchange) if who == "both ranks" or exchange.rank == 1 else exchange
+        distributed = DistributedTrainer(trainer, exchange, LAYOUT, max_norm=0.5, check_every=1)
+        with pytest.raises(PeerLost):
+            distributed.train_batch([micro_batch(exchange.rank)])
+        with pytest.raises(WindowError, match="not finished"):
+            distributed.train_batch([micro_batch(9)])
+        distributed.engine.reconnect(spares[exchange.rank])
+        losses = [distributed.finish_step(), distributed.train_batch([micro_batch(2 + exchange.rank)])]
+        return losses, trainer.applied, weights_digest(trainer.weights())
+
+    def undisturbed(exchange):
+        trainer = LinearRegression()
+        distributed = DistributedTrainer(trainer, exchange, LAYOUT, max_norm=0.5, check_every=1)
+        losses = [distributed.train_batch([micro_batch(2 * step + exchange.rank)]) for step in (0, 1)]
+        return losses, trainer.applied, weights_digest(trainer.weights())
+
+    assert run_ranks(groups("local", 2), one) == run_ranks(groups("local", 2), undisturbed)

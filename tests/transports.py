@@ -194,6 +194,6 @@ def join_by_hand(server, rank, world_size, layout=SMALL, *, token=None, progress
     channel.send(hello)
     challenge, _ = channel.expect(Challenge)
     own_proof = proof(token, "worker", hello, challenge.nonce)
-    join = Join(own_proof, progress.step, progress.summed, int(progress.torn))
+    join = Join(own_proof, progress.step, progress.summed, progress.contributed, int(progress.torn))
     channel.send(join, layout.table() if table is None else table)
     return channel

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from gradengine.errors import BufferRefused, CallerError, ExchangeError
+from gradengine.errors import BufferRefused, CallerError
 from gradengine.exchange import Progress
 from gradengine.layout import GradientLayout
+from gradengine.telling import in_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from gradengine.demo.model import Array
     from gradengine.exchange import Exchange
     from gradengine.layout import Span
@@ -50,7 +48,7 @@ class ActivationAllReduce:
         self.max_size = max_size
         self._exchange, self._span, self._progress = exchange, layout.spans[0], Progress()
         self._arena = np.zeros(layout.arena_size, np.float32)
-        with _named():
+        with in_group("between the shards of a model"):
             exchange.bind(layout, self._arena, self._progress, _pass_over)
 
     def __call__(self, partial: Array) -> Array:
@@ -70,7 +68,7 @@ class ActivationAllReduce:
         shared = self._arena[: partial.size].reshape(partial.shape)
         np.copyto(shared, partial)
         self._arena[partial.size :] = 0.0  # sums of earlier calls would grow there without bound
-        with _named():
+        with in_group("between the shards of a model"):
             self._exchange.start(self._span)
             self._exchange.wait()
         self._progress.next_step()
@@ -85,16 +83,6 @@ class ActivationAllReduce:
             raise BufferRefused(
                 "a partial sum is too large", got=f"{partial.size} elements", expected=f"at most {self.max_size}"
             )
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """Have errors say that the ranks they speak of are shards."""
-    try:
-        yield
-    except ExchangeError as fault:
-        what = f"between the shards of a model: {fault.what}"
-        raise type(fault)(what, got=fault.got, expected=fault.expected, do=fault.do) from fault
 
 
 def _pass_over(span: Span, upto: int) -> None:

@@ -76,8 +76,17 @@ class Coordinator:
         """Positions whose sum a worker that came back must be sent again.
 
         Raises:
-            HandshakeRefused: It has overwritten contributions whose sums the coordinator lost.
+            HandshakeRefused: It has overwritten contributions whose sums the coordinator lost; or it has contributed
+                nothing to what is summed already, and would take the next window's gradients for that.
         """
+        summed = self.summed - self.step * self.num_buckets
+        if progress.contributed < summed:
+            raise HandshakeRefused(
+                f"rank {rank} has not contributed to what step {self.step} has summed",
+                got=f"{progress.contributed} buckets",
+                expected=f"at least {summed}",
+                do="a new process, or one that dropped its window: discard() it on every rank, and accumulate it again",
+            )
         has = self.step * self.num_buckets + progress.summed
         if has + progress.torn > self.summed:
             raise HandshakeRefused(

@@ -55,6 +55,7 @@ class Progress:
         step: Counted from 0.
         summed: Leading buckets of the backward order that hold the sum of all ranks; the others are still local.
         torn: The next bucket is half overwritten by its sum, which the coordinator still has.
+        contributed: Leading buckets to which this worker has contributed: at least those that are summed.
         bad: What the sums so far had to take that was not finite.
         bucket_bytes: The size of the buckets that `summed` counts; 0 before the first group.
     """
@@ -64,6 +65,7 @@ class Progress:
     torn: bool = False
     bad: list[NonFiniteValue] = field(default_factory=list)
     bucket_bytes: int = 0
+    contributed: int = 0
 
     def next_step(self) -> None:
         """The step is over on all ranks."""
@@ -72,7 +74,7 @@ class Progress:
 
     def restart(self) -> None:
         """The step begins anew: the arena holds nothing of it."""
-        self.summed, self.torn, self.bad = 0, False, []
+        self.summed, self.contributed, self.torn, self.bad = 0, 0, False, []
 
 
 @dataclass(frozen=True)

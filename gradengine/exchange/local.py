@@ -90,7 +90,9 @@ class LocalExchange(Exchange):
         member = self._bound()
         if self._outbox is None:
             self._outbox = Outbox(self._group.buckets, member.progress.summed)
-        self._group.contribute(self.rank, len(self._outbox.start(span)))
+        leaving = self._outbox.start(span)
+        member.progress.contributed = max(member.progress.contributed, leaving.stop)
+        self._group.contribute(self.rank, len(leaving))
 
     def wait(self) -> tuple[NonFiniteValue, ...]:
         """See `Exchange.wait`."""

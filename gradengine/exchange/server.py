@@ -237,7 +237,7 @@ class GradientServer:
             raise
         channel.peer = f"rank {hello.rank}"
         channel.set_deadline(None)
-        progress = Progress(join.step, join.summed, bool(join.torn))
+        progress = Progress(join.step, join.summed, bool(join.torn), contributed=join.contributed)
         member = _RemoteMember(hello.rank, progress, channel, group)
         group.admit(member, layout)
         return member

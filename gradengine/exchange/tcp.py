@@ -115,8 +115,9 @@ class WorkerClient(Exchange):
         self._channel = channel
         channel.set_deadline(None)
         for name, work in (("sender", self._send_all), ("receiver", self._receive_all)):
-            self._threads.append(threading.Thread(target=work, args=(channel,), name=f"gradengine-{name}", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=work, args=(channel,), name=f"gradengine-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)  # started: close() may come from another thread at any time
 
     def start(self, span: Span) -> None:
         """See `Exchange.start`."""
@@ -124,7 +125,9 @@ class WorkerClient(Exchange):
             raise not_bound(f"rank {self.rank}'s exchange")
         if self._outbox is None:
             self._outbox = Outbox(self._buckets, 0)
-        for index in self._outbox.start(span):
+        leaving = self._outbox.start(span)
+        self._progress.contributed = max(self._progress.contributed, leaving.stop)
+        for index in leaving:
             bucket = self._buckets[index]
             message = Gradient(self._progress.step, *place(bucket))
             self._outgoing.put((message, self._arena[bucket.start : bucket.stop].data))
@@ -186,7 +189,8 @@ class WorkerClient(Exchange):
         check_challenge(self._token, hello, challenge)
         progress = self._progress
         own_proof = proof(self._token, "worker", hello, challenge.nonce)
-        channel.send(Join(own_proof, progress.step, progress.summed, int(progress.torn)), layout.table())
+        standing = (progress.step, progress.summed, progress.contributed, int(progress.torn))
+        channel.send(Join(own_proof, *standing), layout.table())
         welcome = _expected(channel, Welcome)
         count_in(welcome.bucket_bytes, progress, self.rank)
         self._buckets = buckets_of(layout, max(4, welcome.bucket_bytes))

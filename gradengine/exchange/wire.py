@@ -81,6 +81,7 @@ class Join(Message):
     proof: bytes
     step: int
     summed: int
+    contributed: int
     torn: int
 
 

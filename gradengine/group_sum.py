@@ -1,0 +1,92 @@
+"""The sum over one group, which outlives the exchange that it began with: another of the same ranks takes it up."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from gradengine.errors import PeerLost
+from gradengine.exchange.interface import Arena, Exchange, Landed, Progress
+from gradengine.layout import GradientLayout
+from gradengine.slots import Span
+from gradengine.telling import tell_all
+
+__all__ = ["GroupSum"]
+
+
+@final
+class GroupSum:
+    """One rank's part in a group's sums, step by step.
+
+    Attributes:
+        exchange: What carries them; None before a group is joined.
+        progress: How far the step has come, whatever exchange carried it there.
+        started: Keys of the spans that this rank has contributed to.
+    """
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        self.progress = Progress()
+        self.started: set[int | str] = set()
+        self._is_summed = self._has_left = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to sum with."""
+        return self.exchange is None or self.exchange.world_size == 1
+
+    def join(self, exchange: Exchange, layout: GradientLayout, arena: Arena, landed: Landed) -> None:
+        """Join the group, and contribute again what had left through another exchange.
+
+        Raises:
+            HandshakeRefused, PeerLost: The ranks do not come together, or stand at different steps.
+        """
+        exchange.bind(layout, arena, self.progress, landed)
+        self.exchange, self._is_summed, self._has_left = exchange, False, False
+        for span in layout.spans:
+            if span.key in self.started:
+                exchange.start(span)
+
+    def start(self, span: Span) -> None:
+        """This rank's contribution to a span is complete and may travel."""
+        self.started.add(span.key)
+        if not self._has_left:
+            self._joined().start(span)
+
+    def wait(self) -> None:
+        """Return when all spans hold their sums.
+
+        Raises:
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
+        """
+        if not self._is_summed:
+            self.progress.bad = list(self._joined().wait())
+            self._is_summed = True
+
+    def tell(self, what: str, facts: object) -> list[Any]:
+        """Every rank's facts, in rank order; see `tell_all`."""
+        return tell_all(self._joined(), what, facts)
+
+    def next_step(self) -> None:
+        """The step is over on this rank."""
+        self.progress.next_step()
+        self.clear()
+
+    def drop(self) -> None:
+        """The step begins anew. What is under way already the exchange cannot take back: it is closed."""
+        if self.started and self.exchange is not None:
+            self.exchange.close()
+            self._has_left = True
+        self.progress.restart()
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing has been contributed."""
+        self.started, self._is_summed = set(), False
+
+    def _joined(self) -> Exchange:
+        if self.exchange is None or self._has_left:
+            raise PeerLost(
+                "this rank has left the group: it dropped a window that was on its way",
+                do="reconnect() on all ranks of the group",
+            )
+        return self.exchange

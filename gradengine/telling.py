@@ -1,0 +1,76 @@
+"""Small facts that all ranks of a group tell each other, each with what it is and of which step.
+
+A group that was lost and joined anew may find its ranks at different places: without these words one rank's loss would
+be read as another's tally, or a tally of one window be added to that of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+
+from gradengine.errors import ExchangeError, ProtocolError
+from gradengine.exchange.interface import Exchange
+
+__all__ = ["in_group", "tell_all"]
+
+
+def tell_all(exchange: Exchange, what: str, facts: object) -> list[Any]:
+    """Every rank's facts, in rank order, on every rank.
+
+    Args:
+        exchange: The group's.
+        what: What is told, and of which step or window: "loss of step 3".
+        facts: What msgpack carries.
+
+    Raises:
+        ExchangeError: A rank tells something else than rank 0.
+        PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
+
+    Example:
+        >>> from gradengine.exchange import Progress, local_group
+        >>> from gradengine.layout import GradientLayout
+        >>> (exchange,) = local_group(1)
+        >>> exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32), Progress(), lambda *_: None)
+        >>> tell_all(exchange, "loss of step 0", [2.5, 1.0])
+        [[2.5, 1.0]]
+    """
+    told = [_unpacked(rank, part) for rank, part in enumerate(exchange.gather(msgpack.packb([what, facts])))]
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise ExchangeError(
+                f"rank {rank} is elsewhere than rank 0",
+                got=f"its {theirs}",
+                expected=f"its {told[0][0]}",
+                do="a window was finished or dropped on some ranks only: restart all from one checkpoint",
+            )
+    return [facts for _, facts in told]
+
+
+@contextmanager
+def in_group(name: str) -> Iterator[None]:
+    """Within it, errors of an exchange say which of several groups they are of.
+
+    >>> with in_group("between the shards"):
+    ...     raise ExchangeError("rank 1 is late", got=3)
+    Traceback (most recent call last):
+    gradengine.errors.ExchangeError: between the shards: rank 1 is late: got 3
+    """
+    try:
+        yield
+    except ExchangeError as fault:
+        what = f"{name}: {fault.what}"
+        raise type(fault)(what, got=fault.got, expected=fault.expected, do=fault.do) from fault
+
+
+def _unpacked(rank: int, part: bytes) -> tuple[str, Any]:
+    try:
+        what, facts = msgpack.unpackb(part)
+    except (ValueError, TypeError, msgpack.UnpackException) as fault:
+        raise ProtocolError(f"what rank {rank} tells cannot be read ({fault})") from None
+    if not isinstance(what, str):
+        raise ProtocolError(f"what rank {rank} tells has no name", got=repr(what), expected="text")
+    return what, facts
