@@ -104,7 +104,7 @@ class TensorParallelGroup:
 
     def put_back(self) -> None:
         """Have the arena's replicated components be what the group made of them; may be done twice."""
-        if self._travels:
+        if self._travels and not self.is_alone:
             with self._accumulator.changing():
                 self._replicas.put_back(self._targets)
 

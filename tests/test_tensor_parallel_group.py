@@ -661,6 +661,18 @@ class TestRefused:
         with pytest.raises(CallerError, match=r"the norm of one part of a model is not the model's: got part 1 of 2"):
             GradientEngine(layout_of(config(1, 2)), **options)
 
+    @pytest.mark.parametrize("form", FORMS)
+    def test_nor_are_its_replicas_touched_where_workers_alone_sum(self, form):
+        def work(exchange):
+            c = config(1, 2)
+            engine = GradientEngine(layout_of(c), max_norm=None, exchange=exchange, replicated=form)
+            engine.add(part_of(contribution(exchange.rank, 0), c))
+            return dict(engine.step().gradients)
+
+        expected = (contribution(0, 0)["final_norm"] + contribution(1, 0)["final_norm"]) / 2
+        for gradients in on_ranks(work, 2):
+            np.testing.assert_array_equal(gradients["final_norm"], expected)
+
     def test_but_it_may_be_accumulated_and_averaged(self):
         c = config(1, 2)
         engine = GradientEngine(layout_of(c), max_norm=None)
