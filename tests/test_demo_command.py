@@ -12,6 +12,8 @@ import pytest
 
 import gradengine
 from gradengine.__main__ import main
+from gradengine.demo import command
+from gradengine.demo.settings import Settings, Transport
 
 SMALL = [
     "--hidden-size",
@@ -34,8 +36,8 @@ def environment():
 
 
 def run(*arguments, cwd):
-    command = [*PYTHON, "--steps", "30", "--compared-steps", "8", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    line = [*PYTHON, "--steps", "30", "--compared-steps", "8", *arguments]
+    return subprocess.run(line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,9 @@ def test_the_demo_proves_all_it_claims_of_shards(tmp_path, options):
     proofs = re.findall(r"^ (\w+) .* (yes|NO) *$", done.stdout, re.MULTILINE)
     assert proofs == [(name, "yes") for name in ("1", "2", "3a", "3b", "4")]
     assert f"in {options[1]} shards" in done.stdout
-    assert "C-TP-001" in done.stdout
+    assert "differences relative to the whole" in done.stdout
+    assert "3b runs the code of the shards twice" in done.stdout
+    assert "C-TP-001" not in done.stdout
     assert done.stderr == ""
 
 
@@ -84,6 +88,45 @@ def test_a_model_that_cannot_be_cut_is_said_so_before_anything_is_started(monkey
     assert re.search(message, error)
     assert "Traceback" not in error
     assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_a_rate_at_which_nothing_is_learned_is_a_mistake_of_usage(monkeypatch, capsys, rate, tp):
+    code, error = fails(monkeypatch, capsys, "--learning-rate", rate, "--tp", tp)
+    assert code == 2
+    assert "is not a finite number above 0" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("options", [["--tp", "2"], []])
+def test_weights_that_never_move_fail_the_proofs_without_a_traceback(tmp_path, options):
+    """So small a rate that fp32 rounds it away; options that come later count."""
+    done = run("--learning-rate", "1e-30", *options, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "the weights of one process have not moved" in " ".join(done.stdout.split())
+    assert done.stderr == ""
+    failed = re.findall(r"^ (\w+) .* NO *$", done.stdout, re.MULTILINE)
+    assert failed == ["2", "3a"] + (["4"] if options else [])
+
+
+@pytest.mark.parametrize(("port", "tp", "last"), [(65535, 2, 65536), (65533, 4, 65536), (65530, 16, 65545)])
+def test_ports_beyond_the_last_are_refused_before_anything_is_started(monkeypatch, capsys, port, tp, last):
+    begin = time.monotonic()
+    options = ["--port", port, "--tp", tp, "--heads", 16, "--kv-heads", 16, "--hidden-size", 96]
+    code, error = fails(monkeypatch, capsys, *options)
+    assert code == 1
+    assert f"--port={port} leaves too few ports for {tp} shards: got ports {port} to {last}, expected at most" in error
+    assert f"pass --port {65536 - tp} or less" in error
+    assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize(
+    ("port", "tp", "transport"), [(65534, 2, "tcp"), (65535, 1, "tcp"), (0, 2, "tcp"), (65535, 2, "local")]
+)
+def test_ports_up_to_the_last_are_not_refused(port, tp, transport):
+    settings = Settings(port=port, tensor_parallel=tp, transport=Transport(transport))
+    command._refuse_ports_beyond_last(settings)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

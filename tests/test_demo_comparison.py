@@ -2,17 +2,20 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from gradengine.demo import comparison
 from gradengine.demo.all_reduce import ActivationAllReduce
 from gradengine.demo.comparison import compare, report_comparison
-from gradengine.demo.learner import layout_of
+from gradengine.demo.learner import Learner, layout_of
 from gradengine.demo.model import LlamaConfig
-from gradengine.demo.proofs import NORM_TOLERANCE, SHARD_TOLERANCE, STEP_TOLERANCE
-from gradengine.demo.reports import Compared
+from gradengine.demo.proofs import NORM_TOLERANCE, SHARD_TOLERANCE, STEP_TOLERANCE, shards_are_whole
+from gradengine.demo.reports import Advanced, Compared
 from gradengine.demo.settings import Settings, divide
+from gradengine.demo.shards import WHOLE
 from gradengine.demo.text import standard_library_text
+from gradengine.engine import GradientEngine
 from gradengine.errors import ExchangeError
 from gradengine.layout import GradientLayout
 
@@ -25,6 +28,10 @@ def compared(tp_size, **changes):
     return compare(dataclasses.replace(SETTINGS, tensor_parallel=tp_size, **changes), TEXTS)
 
 
+def is_proved(found):
+    return shards_are_whole(found, SETTINGS).holds
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_shards_are_the_model_in_one_piece_within_the_tolerances(tp_size, seed):
@@ -32,21 +39,204 @@ def test_shards_are_the_model_in_one_piece_within_the_tolerances(tp_size, seed):
     assert 0 < found.outputs <= SHARD_TOLERANCE
     assert 0 < found.gradients <= SHARD_TOLERANCE
     assert found.norm <= NORM_TOLERANCE
+    assert found.scale <= NORM_TOLERANCE
+    assert 0 < found.clipped <= SHARD_TOLERANCE
+    assert 0 < found.descended <= SHARD_TOLERANCE
     assert 0 < found.weights <= STEP_TOLERANCE
+    assert is_proved(found)
 
 
 def test_one_shard_is_the_model_in_one_piece_bit_for_bit():
-    assert compared(1) == Compared(0.0, 0.0, 0.0, 0.0)
+    assert compared(1) == Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def test_the_norm_is_compared_where_it_is_not_clipped_too():
-    assert compared(2, max_norm=1e9).norm <= NORM_TOLERANCE
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e9])
+def test_the_gradient_is_clipped_whatever_the_bound_of_the_run(monkeypatch, max_norm):
+    scales = []
+    altered(monkeypatch, lambda layout, result: scales.append(result.scale) or result)
+    assert is_proved(compared(2, max_norm=max_norm))
+    assert scales == pytest.approx([0.01, 0.01], rel=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 60])
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize(("batch_size", "length"), [(1, 1), (8, 1), (1, 2)])
+def test_a_batch_whose_attention_has_nothing_to_choose_from_is_no_fault_of_the_shards(
+    batch_size, length, tp_size, steps
+):
+    """With one byte in a sequence the gradients of w_q and w_k are nothing but rounding."""
+    model = dataclasses.replace(MODEL, num_blocks=2, sequence_length=length)
+    for seed in range(3):
+        found = compared(tp_size, batch_size=batch_size, model=model, seed=seed, steps=steps)
+        assert is_proved(found), found
 
 
 def test_the_comparison_is_reported():
     reports = []
     report_comparison(dataclasses.replace(SETTINGS, tensor_parallel=2), TEXTS, reports.append)
-    assert reports == [compared(2)]
+    assert reports[-1] == compared(2)
+    assert set(reports[:-1]) == {Advanced()}
+
+
+# ---- what the engine hands back ----
+
+
+def altered(monkeypatch, change):
+    """Have the engines of shards hand back another result; that of the model in one piece is sound."""
+    sound = GradientEngine.step
+
+    def step(self, *arguments, **options):
+        result = sound(self, *arguments, **options)
+        return change(self.layout, result) if self.layout.tp_size > 1 else result
+
+    monkeypatch.setattr(GradientEngine, "step", step)
+
+
+def multiplied(result, factors):
+    gradients = {name: gradient * np.float32(factors(name)) for name, gradient in result.gradients.items()}
+    return dataclasses.replace(result, gradients=gradients)
+
+
+def doubled_where_sharded(layout, result):
+    partitions = {slot.name: slot.partition for slot in layout.slots}
+    return multiplied(result, lambda name: 1 if partitions[name] == "replicated" else 2)
+
+
+def not_clipped(layout, result):
+    return multiplied(result, lambda name: 1 / result.scale)
+
+
+def not_clipped_and_said_so(layout, result):
+    return dataclasses.replace(not_clipped(layout, result), scale=1.0)
+
+
+def one_shard_times_7(layout, result):
+    return multiplied(result, lambda name: 7 if layout.tp_rank == 1 else 1)
+
+
+def scale_off_by_a_hundred_thousandth(layout, result):
+    return dataclasses.replace(multiplied(result, lambda name: 1.00002), scale=result.scale * 1.00002)
+
+
+def one_component_forgotten(layout, result):
+    return multiplied(result, lambda name: 0 if name.endswith("w_k") else 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        doubled_where_sharded,
+        not_clipped,
+        not_clipped_and_said_so,
+        one_shard_times_7,
+        scale_off_by_a_hundred_thousandth,
+        one_component_forgotten,
+    ],
+)
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_a_wrong_gradient_of_the_shards_engines_fails_proof_4(monkeypatch, tp_size, change):
+    altered(monkeypatch, change)
+    found = compared(tp_size)
+    assert found.clipped > SHARD_TOLERANCE
+    assert found.descended > SHARD_TOLERANCE
+    assert not is_proved(found)
+    assert found.gradients <= SHARD_TOLERANCE  # backward's own are right
+
+
+def test_a_wrong_scale_alone_fails_proof_4(monkeypatch):
+    altered(monkeypatch, lambda layout, result: dataclasses.replace(result, scale=result.scale * 1.00001))
+    found = compared(2)
+    assert found.scale > NORM_TOLERANCE
+    assert not is_proved(found)
+
+
+def test_a_wrong_norm_on_one_shard_fails_proof_4(monkeypatch):
+    altered(
+        monkeypatch, lambda layout, result: dataclasses.replace(result, norm=result.norm * (1 + 1e-5 * layout.tp_rank))
+    )
+    found = compared(2)
+    assert found.norm > NORM_TOLERANCE
+    assert not is_proved(found)
+
+
+def test_an_optimizer_that_leaves_a_component_behind_fails_proof_4(monkeypatch):
+    """Of the gradients nothing is wrong, so only the weights after AdamW's step can tell."""
+    sound = Learner.apply_gradients
+
+    def partly(self, gradients):
+        before = self.weights["blocks.0.w_k"].copy()
+        sound(self, gradients)
+        if before.shape != MODEL.weight_shapes["blocks.0.w_k"]:
+            self.weights["blocks.0.w_k"][...] = before
+
+    monkeypatch.setattr(Learner, "apply_gradients", partly)
+    found = compared(2)
+    assert found.clipped <= SHARD_TOLERANCE
+    assert found.weights > STEP_TOLERANCE
+    assert not is_proved(found)
+
+
+# ---- not a number ----
+
+
+def with_nan(monkeypatch, where):
+    """Have shard 1 hold NaN, in a component that comes neither first nor last."""
+    begin = Learner.__init__
+
+    def noting(self, settings, texts, rank=WHOLE, *others):
+        self.tp_rank = rank.tp_rank
+        begin(self, settings, texts, rank, *others)
+
+    def spoilt(self, *arguments):
+        found = sound(self, *arguments)
+        if self.tp_rank == 1:
+            spoil(self, found)
+        return found
+
+    monkeypatch.setattr(Learner, "__init__", noting)
+    name, spoil = {
+        "outputs": ("logits", lambda learner, logits: logits.__setitem__((0, 1, 2), np.nan)),
+        "weights": ("apply_gradients", lambda learner, _: learner.weights["blocks.0.up"].__setitem__((1, 1), np.nan)),
+        "gradients": ("forward_backward", spoil_first_gradients),
+    }[where]
+    sound = getattr(Learner, name)
+    monkeypatch.setattr(Learner, name, spoilt)
+
+
+def spoil_first_gradients(learner, found):
+    """Those that are compared; the engine would refuse the next ones."""
+    if not hasattr(learner, "is_spoilt"):
+        learner.is_spoilt = True
+        found[1]["blocks.0.up"][1, 1] = np.nan
+
+
+@pytest.mark.parametrize("figure", ["outputs", "gradients", "weights"])
+def test_nan_in_what_a_shard_computes_is_its_figure_and_fails_proof_4(monkeypatch, figure):
+    with_nan(monkeypatch, figure)
+    found = compared(2)
+    assert [name for name, value in dataclasses.asdict(found).items() if np.isnan(value)] == [figure]
+    assert not is_proved(found)
+
+
+@pytest.mark.parametrize("figures", [["norm"], ["scale"], ["clipped", "descended"]])
+def test_nan_in_what_a_shards_engine_says_is_its_figure_and_fails_proof_4(monkeypatch, figures):
+    def spoilt(layout, result):
+        if layout.tp_rank == 0:
+            return result
+        if figures == ["clipped", "descended"]:
+            gradients = {name: gradient.copy() for name, gradient in result.gradients.items()}
+            gradients["blocks.0.up"][1, 1] = np.nan
+            return dataclasses.replace(result, gradients=gradients)
+        return dataclasses.replace(result, **{figures[0]: np.float32(np.nan)})
+
+    altered(monkeypatch, spoilt)
+    found = compared(2)
+    are_nan = [name for name, value in dataclasses.asdict(found).items() if np.isnan(value)]
+    assert [name for name in are_nan if name != "weights"] == figures  # AdamW moves by what it was handed
+    assert not is_proved(found)
+
+
+# ---- what the model computes ----
 
 
 def one_wrong(monkeypatch, position, outcome):
@@ -56,7 +246,7 @@ def one_wrong(monkeypatch, position, outcome):
 
     def some(self, partial):
         count = counts[id(self)] = counts.get(id(self), -1) + 1
-        # The logits take two of their own before the four of forward and backward.
+        # The logits take two of their own before the four of forward and backward; the whole model takes none.
         is_it = (count if count < 2 else (count - 2) % 4) == position
         return outcome(self, partial, whole) if is_it else whole(self, partial)
 
@@ -76,6 +266,8 @@ def test_an_all_reduce_that_all_shards_get_wrong_alike_is_in_the_figures(monkeyp
     found = compared(2)
     assert (found.outputs > 1000 * SHARD_TOLERANCE) == (position < 2)
     assert found.gradients > 1000 * SHARD_TOLERANCE
+    assert found.clipped > 1000 * SHARD_TOLERANCE
+    assert found.descended > 100 * SHARD_TOLERANCE
     assert found.norm > 100 * NORM_TOLERANCE
     assert found.weights > STEP_TOLERANCE
 

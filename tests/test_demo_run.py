@@ -12,24 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradengine.demo import run
 from gradengine.demo.crew import Crew
 from gradengine.demo.learner import Learner, layout_of
 from gradengine.demo.model import LlamaConfig
 from gradengine.demo.plot import refuse_bad_path, save_plot
-from gradengine.demo.proofs import distance, prove
+from gradengine.demo.proofs import distance, largest_difference, prove
 from gradengine.demo.record import Record, Step
 from gradengine.demo.replay import replay
 from gradengine.demo.reports import Evaluated, Finished, Kept, Stepped
 from gradengine.demo.run import train
 from gradengine.demo.settings import Settings, Transport, divide
 from gradengine.demo.text import standard_library_text
-from gradengine.errors import CallerError, ExchangeError, PeerLost
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost
 from gradengine.trainer import weights_digest
 
 MODEL = LlamaConfig(num_blocks=1, hidden_size=16, intermediate_size=32, sequence_length=16)
 SETTINGS = Settings(steps=6, batch_size=2, compared_steps=4, evaluations=2, model=MODEL)
 TEXTS = divide(standard_library_text(100_000), "the standard library", MODEL.sequence_length)
 
+
+DEADLINE = 4.0  # seconds; an interpreter starts in one
 
 # ---- the processes ----
 
@@ -41,6 +44,26 @@ def announce_and_wait(report):
 
 def miss_a_peer(report):
     raise PeerLost("somebody is gone")
+
+
+def report_and_stop(report):
+    report(Evaluated(os.getpid(), 0.0))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_amid_a_report(report):
+    os.write(report._connection.fileno(), (1000).to_bytes(4, "big"))  # the length of what never comes
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def report_slowly(report):
+    for second in range(6):
+        report(Evaluated(second, 0.0))
+        time.sleep(1)
+
+
+def take(text, report):
+    report(Evaluated(len(text), 0.0))
 
 
 def give_up(report):
@@ -100,6 +123,38 @@ def test_a_fault_of_the_program_is_told_too(capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
+def names_who_is_late(crew, name):
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=rf"^{name} \(process \d+\) reported nothing for {DEADLINE:g} s; "):
+        list(crew.reports())
+    assert time.monotonic() - begin < DEADLINE + 5
+
+
+@pytest.mark.parametrize("work", [report_and_stop, stop_amid_a_report])
+def test_a_process_that_is_stopped_is_named_when_the_deadline_passes(work):
+    with Crew(DEADLINE) as crew:
+        member = crew.start("sleeper")
+        member.give(work)
+        names_who_is_late(crew, "sleeper")
+    assert ended(member.process.pid)
+
+
+def test_a_process_that_is_stopped_before_it_takes_its_work_is_named():
+    with Crew(DEADLINE) as crew:
+        member, waiting = crew.start("sleeper"), crew.start("waiting")
+        os.kill(member.process.pid, signal.SIGSTOP)
+        member.give(partial(take, bytes(10_000_000)))  # more than a pipe holds
+        names_who_is_late(crew, "sleeper")
+    assert ended(member.process.pid)
+    assert ended(waiting.process.pid)
+
+
+def test_processes_that_report_are_given_all_the_time_they_need():
+    with Crew(DEADLINE) as crew:
+        crew_of(crew, slow=report_slowly)
+        assert [report.step for report in crew.reports()] == list(range(6))
+
+
 def test_the_environment_of_this_process_stays_as_it_was(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
@@ -146,6 +201,31 @@ def test_every_transport_gives_the_same_bytes(record, transport):
     other = train(dataclasses.replace(SETTINGS, transport=transport), TEXTS, Silent())
     assert other.digests == record.digests
     assert [(step.loss, step.norm) for step in other.steps] == [(step.loss, step.norm) for step in record.steps]
+
+
+def test_stopped_ranks_that_are_threads_end_the_run_too(monkeypatch):
+    class Stopping(Silent):
+        def stepped(self, step):
+            if step.number == 2:
+                os.kill(self.processes["all ranks"], signal.SIGSTOP)
+
+    monkeypatch.setattr(run, "Crew", partial(Crew, DEADLINE))
+    settings = dataclasses.replace(SETTINGS, transport=Transport.LOCAL, steps=10_000)
+    with pytest.raises(DeadlineExceeded, match=r"^all ranks \(process \d+\) reported nothing"):
+        train(settings, TEXTS, Stopping())
+
+
+def test_a_stopped_replay_ends_the_replays(monkeypatch):
+    class Stopping(Crew):
+        def start(self, name):
+            member = super().start(name)
+            if name == "the replay 'one'":
+                os.kill(member.process.pid, signal.SIGSTOP)
+            return member
+
+    monkeypatch.setattr(run, "Crew", partial(Stopping, DEADLINE))
+    with pytest.raises(DeadlineExceeded, match=r"^the replay 'one' \(process \d+\) reported nothing"):
+        run.replay_all(SETTINGS, TEXTS)
 
 
 # ---- replays and proofs ----
@@ -196,6 +276,47 @@ def test_weights_that_differ_between_ranks_are_found(record):
 
 def test_a_model_that_learned_nothing_is_found(record):
     assert verdicts(record, replays_of(SETTINGS), entropy=1.0)["2"] is False
+
+
+def test_a_run_too_short_to_learn_is_told_what_would_do(record):
+    short = prove(record, replays_of(SETTINGS), initial(), entropy=1.0)[1]
+    assert short.required.endswith(": 6 steps may be too few to get there, pass --steps 60 or more")
+    learned = prove(record, replays_of(SETTINGS), initial(), entropy=9.0)[1]
+    assert learned.required == "must be below 9.000, the bytes' entropy"
+    long = Record(dataclasses.replace(SETTINGS, steps=60), evaluations={60: 5.0}, kept=initial())
+    replays = dict.fromkeys(("one", "reversed", "ranks"), initial())
+    assert prove(long, replays, initial(), entropy=1.0)[1].required == "must be below 1.000, the bytes' entropy"
+
+
+def test_one_of_a_thing_is_not_called_all():
+    settings = small(1, 1, steps=1, compared_steps=1)
+    weights = replay(settings, TEXTS, 1)
+    record = Record(settings, [Step(1, 5.0, 1.0, 0.1)], {1: 5.0}, {0: "a"}, kept_digests={0: "a"}, kept=weights)
+    claims = [proof.claim for proof in prove(record, {"one": weights}, initial(), 9.0)]
+    assert claims[0] == "the only rank reported its weights after 1 step: there is no other that could differ"
+    assert claims[2] == "the weights after 1 step are those of one process with its only micro-batch, bit for bit"
+
+
+def test_weights_that_never_moved_are_no_measure():
+    weights = initial()
+    moved = {name: weight + np.float32(1) for name, weight in weights.items()}
+    assert distance(weights, weights, weights) == distance(moved, weights, weights) == float("inf")
+    record = Record(SETTINGS, evaluations={6: 5.0}, digests={0: "a", 1: "a"}, kept=weights)
+    near = prove(record, dict.fromkeys(("one", "reversed", "ranks"), weights), weights, 9.0)[2]
+    assert (near.name, near.holds) == ("3a", False)
+    assert near.measured == "the weights of one process have not moved"
+
+
+@pytest.mark.parametrize("component", ["blocks.0.w_q", "blocks.0.up", "embedding"])
+@pytest.mark.parametrize("which", ["kept", "one", "reversed"])
+def test_nan_anywhere_in_the_weights_fails_proof_3a(record, which, component):
+    replays = replays_of(SETTINGS) | {"kept": record.kept}
+    spoilt = {name: weight.copy() for name, weight in replays[which].items()}
+    spoilt[component][0, 0] = np.nan
+    replays[which] = spoilt
+    kept = replays.pop("kept")
+    assert verdicts(dataclasses.replace(record, kept=kept), replays)["3a"] is False
+    assert np.isnan(largest_difference(spoilt, initial()))
 
 
 def test_a_lost_micro_batch_is_found(record):

@@ -19,7 +19,7 @@ from gradengine.demo.reports import Compared, Finished, Kept, Listening, Stepped
 from gradengine.demo.run import replay_all, train
 from gradengine.demo.settings import Settings, Transport, divide
 from gradengine.demo.text import standard_library_text
-from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
+from gradengine.errors import CallerError, DeadlineExceeded, PeerLost, WindowError
 from gradengine.exchange import GradientServer
 from gradengine.trainer import weights_digest
 
@@ -149,17 +149,48 @@ def test_the_bits_are_those_of_the_shards_and_not_of_the_model_in_one_piece(repl
     assert weights_digest(whole) != weights_digest(replays.weights["ranks"])
 
 
-@pytest.mark.parametrize("figure", ["outputs", "gradients", "norm", "weights"])
-def test_each_figure_of_the_comparison_can_fail(record, replays, figure):
-    wrong = dataclasses.replace(replays.comparison, **{figure: 0.1})
-    assert verdicts(record, replays, comparison=wrong)["4"] is False
-    assert verdicts(record, replays, comparison=Compared(0.0, 0.0, 0.0, float("nan")))["4"] is False
+@pytest.mark.parametrize("wrong", [0.1, float("inf"), float("nan")])
+@pytest.mark.parametrize("figure", [field.name for field in dataclasses.fields(Compared)])
+def test_each_figure_of_the_comparison_can_fail(record, replays, figure, wrong):
+    comparison = dataclasses.replace(replays.comparison, **{figure: wrong})
+    assert verdicts(record, replays, comparison=comparison)["4"] is False
+
+
+def test_what_3b_shows_of_shards_is_said_with_it(record, replays):
+    proofs = {proof.name: proof for proof in prove(record, replays.weights, initial(), 9.0, replays.comparison)}
+    assert "twice" in proofs["3b"].remark
+    assert "3a and 4" in proofs["3b"].remark
+
+
+def test_proof_4_names_every_figure_and_no_contract(record, replays):
+    proof = prove(record, replays.weights, initial(), 9.0, replays.comparison)[-1]
+    names = [line.rpartition(", limit")[0].rpartition(" ")[0] for line in proof.measured.splitlines()]
+    assert names == ["outputs", "gradients", "norm", "clip scale", "clipped", "SGD step", "AdamW step"]
+    assert all(len(line) <= 31 for line in proof.measured.splitlines())  # a column of a terminal of 80
+    assert "C-TP" not in proof.claim + proof.measured + proof.required
+
+
+def test_one_worker_in_shards_is_not_called_all_ranks(record):
+    settings = dataclasses.replace(SETTINGS, workers=1, micro_batches=1, transport=Transport.LOCAL)
+    alone = train(settings, TEXTS, Silent())
+    replays = replay_all(settings, TEXTS)
+    proofs = prove(alone, replays.weights, initial(), 9.0, replays.comparison)
+    assert proofs[0].claim == "all 2 shards of the only rank hold the same norms, embedding and LM head after 6 steps"
+    assert proofs[2].claim == "the weights after 4 steps are those of one process with its only micro-batch"
+    same = "the weights after 4 steps are those of one process that runs the worker, cut into 2 shards, and adds in"
+    assert proofs[3].claim == f"{same} their order, bit for bit"
 
 
 def test_without_shards_nothing_is_compared():
     replays = replay_all(IN_ONE_PIECE, TEXTS)
     assert replays.comparison is None
     assert set(replays.weights) == {"one", "reversed", "ranks"}
+
+
+def test_a_worker_without_a_result_is_an_error_and_not_a_norm_of_0(monkeypatch):
+    monkeypatch.setattr(worker.DistributedTrainer, "train_batch", lambda self, shard: 1.0)
+    with pytest.raises(WindowError, match="the trainer has no result: got no step made"):
+        worker.train_as_threads(SETTINGS, TEXTS, lambda report: None)
 
 
 # ---- a shard that fails ----

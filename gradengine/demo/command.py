@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from pathlib import Path
@@ -16,9 +17,20 @@ from gradengine.demo.run import replay_all, train
 from gradengine.demo.screen import Screen
 from gradengine.demo.settings import Settings, Texts, Transport, divide
 from gradengine.demo.text import read_text, standard_library_text, unigram_entropy
+from gradengine.demo.words import counted
 from gradengine.errors import CallerError
 
 __all__ = ["demo"]
+
+
+_LAST_PORT = 65535
+
+
+def _above_zero(value: float) -> float:
+    """At rate 0 no weight moves, and there would be nothing to prove."""
+    if not 0.0 < value < math.inf:
+        raise typer.BadParameter(f"{value} is not a finite number above 0.")
+    return value
 
 
 def demo(
@@ -27,7 +39,7 @@ def demo(
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each worker in each step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
     transport: Annotated[Transport, typer.Option(help="local: threads of one process.")] = Transport.TCP,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of rank 0 on 127.0.0.1; 0: any free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=_LAST_PORT, help="Of rank 0 on 127.0.0.1; 0: any free one.")] = 0,
     text: Annotated[Path | None, typer.Option(help="File to learn; else Python's standard library.")] = None,
     plot: Annotated[Path, typer.Option(help="Where the losses are drawn.")] = Path("out/demo-loss.png"),
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
@@ -36,7 +48,7 @@ def demo(
     heads: Annotated[int, typer.Option(min=1, help="Of the model, a divisor of the hidden size.")] = 4,
     kv_heads: Annotated[int, typer.Option(min=1, help="Of the model, a divisor of the heads.")] = 2,
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 2,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="After warm-up.")] = 6e-3,
+    learning_rate: Annotated[float, typer.Option(callback=_above_zero, help="After warm-up; above 0.")] = 6e-3,
     seed: Annotated[int, typer.Option(min=0, help="Of the first weights and the micro-batches.")] = 0,
     compared_steps: Annotated[int, typer.Option(min=1, help="Steps to repeat in one process for proof 3.")] = 20,
 ) -> None:
@@ -58,6 +70,7 @@ def demo(
         model=_model(blocks, hidden_size, heads, kv_heads, sequence_length),
     )
     _refuse_uncut(settings)
+    _refuse_ports_beyond_last(settings)
     if not all(proof.holds for proof in _run(settings, _texts(text, sequence_length), plot)):
         raise typer.Exit(1)
 
@@ -89,6 +102,18 @@ def _refuse_uncut(settings: Settings) -> None:
         raise CallerError(f"--tp={tp}: {fault.what}", got=fault.got, expected=fault.expected, do=do) from None
 
 
+def _refuse_ports_beyond_last(settings: Settings) -> None:
+    """Each shard has a door of its own, at ports that follow each other where the first one was chosen."""
+    port, shards = settings.port, settings.tensor_parallel
+    if settings.transport is Transport.TCP and port and port + shards - 1 > _LAST_PORT:
+        raise CallerError(
+            f"--port={port} leaves too few ports for {counted(shards, 'shard')}",
+            got=f"ports {port} to {port + shards - 1}",
+            expected=f"at most {_LAST_PORT}",
+            do=f"pass --port {_LAST_PORT + 1 - shards} or less, or 0 for any free ones",
+        )
+
+
 def _texts(path: Path | None, sequence_length: int) -> Texts:
     if path is not None:
         return divide(read_text(path), str(path), sequence_length)
@@ -116,7 +141,8 @@ def _run(settings: Settings, texts: Texts, path: Path) -> list[Proof]:
 
 
 def _proofs(settings: Settings, texts: Texts, record: Record, screen: Screen) -> list[Proof]:
-    screen.note("replay", f"the first {settings.compared_steps} steps again, in one process")
+    first = "step" if settings.compared_steps == 1 else f"{settings.compared_steps} steps"
+    screen.note("replay", f"the first {first} again, in one process")
     replays = replay_all(settings, texts)
     initial = initial_weights(settings.model, settings.seed)
     proofs = prove(record, replays.weights, initial, unigram_entropy(texts.held_out), replays.comparison)

@@ -1,7 +1,8 @@
 """Fresh interpreters for the demo's jobs: started, watched, and gone when this one goes.
 
 Each gets its work over a pipe and reports over it. The end of a pipe is the end of its process, so a death is noticed
-at once and none is waited for in vain.
+at once and none is waited for in vain. One that is stopped has no end: after a deadline without a report it is killed,
+and then it has.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from gradengine.demo.reports import Failed
-from gradengine.errors import ExchangeError, GradientError, PeerLost
+from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Crew", "Member"]
 
 Work: TypeAlias = "Callable[..., None]"  # picklable; called with report=
+
+_DEADLINE_SECONDS = 120.0  # reports come every second or so, also from work that takes long
 
 _PARTING_SECONDS = 2.0  # given to a process that was told to end
 _CONFESSION_SECONDS = 5.0  # given to who is at fault, after others missed it: rank 0 parts from them in up to two, and
@@ -55,14 +58,21 @@ class Member:
     name: str
     process: SpawnProcess
     connection: Connection[Any, Any]
+    deadline: float = _DEADLINE_SECONDS
     failure: Failed | None = None
     at_work: bool = False
+    is_late: bool = False
 
     def give(self, work: Work) -> None:
-        """Send the process its work; if it has died, `Crew.reports` will say so."""
+        """Send the process its work; if it has died or does not take it, `Crew.reports` will say so."""
         self.at_work = True
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), _ending_late([self], self.deadline):
             self.connection.send(work)
+
+    def end_late(self) -> None:
+        """Kill it, as it is stopped or hangs; whoever waits for it finds the end of its pipe."""
+        self.is_late = True
+        self.process.kill()
 
     @property
     def has_lost_peer(self) -> bool:
@@ -84,13 +94,17 @@ class Member:
 class Crew:
     """Processes that live no longer than the `with` block.
 
+    Args:
+        deadline: Seconds without a report, of any of them, after which those at work are killed.
+
     Example:
         >>> with Crew() as crew:
         ...     list(crew.reports())
         []
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float = _DEADLINE_SECONDS) -> None:
+        self._deadline = deadline
         self._running: dict[Connection[Any, Any], Member] = {}
 
     def start(self, name: str) -> Member:
@@ -101,7 +115,7 @@ class Crew:
         with _environment(), _interrupts_blocked():
             process.start()
         there.close()
-        member = Member(name, process, here)
+        member = Member(name, process, here, self._deadline)
         self._running[here] = member
         return member
 
@@ -110,10 +124,14 @@ class Crew:
 
         Raises:
             PeerLost: One of them died.
+            DeadlineExceeded: Those at work reported nothing for too long.
             ExchangeError: One of them gave up, for the reason it gave.
         """
         while self._running:
-            for connection in wait(list(self._running)):
+            at_work = [member for member in self._running.values() if member.at_work]
+            with _ending_late(at_work, self._deadline):
+                ready = wait(list(self._running))
+            for connection in ready:
                 report, failed = self._next_report(self._running[connection])  # type: ignore[index]
                 if failed:
                     raise self._collapse(failed)
@@ -136,7 +154,8 @@ class Crew:
     def _next_report(self, member: Member) -> tuple[Report | None, Member | None]:
         """A member's next report, or the member itself where it failed or died."""
         try:
-            report: Report = member.connection.recv()
+            with _ending_late([member], self._deadline):
+                report: Report = member.connection.recv()
         except (EOFError, OSError):
             return None, self._bury(member)
         if isinstance(report, Failed):
@@ -153,6 +172,8 @@ class Crew:
 
     def _collapse(self, first: Member) -> ExchangeError:
         """The error for a crew of which one failed: who is at fault, not who noticed."""
+        if first.is_late:
+            return self._too_late(first)
         culprit = first
         deadline = time.monotonic() + _CONFESSION_SECONDS
         while culprit.has_lost_peer and (others := [c for c, member in self._running.items() if member.at_work]):
@@ -166,6 +187,29 @@ class Crew:
         culprit.process.join(_PARTING_SECONDS)  # it may still be printing what a bug report needs
         kind = PeerLost if culprit.failure is None else ExchangeError
         return kind(culprit.epitaph, do="the others have been stopped" if culprit.failure is None else None)
+
+    def _too_late(self, first: Member) -> DeadlineExceeded:
+        late = [first, *(member for member in self._running.values() if member.is_late)]
+        names = ", ".join(f"{member.name} (process {member.process.pid})" for member in late)
+        do = "it was stopped or hangs: the others have been ended too, run the demo again"
+        return DeadlineExceeded(f"{names} reported nothing for {self._deadline:g} s", do=do)
+
+
+@contextlib.contextmanager
+def _ending_late(members: Sequence[Member], deadline: float) -> Iterator[None]:
+    """Kill the members if the block takes longer than the deadline: a pipe's own calls cannot be given one."""
+
+    def end_all() -> None:
+        for member in members:
+            member.end_late()
+
+    timer = threading.Timer(deadline, end_all)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

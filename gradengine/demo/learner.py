@@ -11,6 +11,7 @@ from gradengine.demo.adamw import AdamW, warmup_cosine
 from gradengine.demo.model import GradientStream, forward, forward_backward, initial_weights, loss, stream_gradients
 from gradengine.demo.shards import WHOLE, TensorParallelRank, cut
 from gradengine.demo.text import evaluation_batches, micro_batch
+from gradengine.errors import WindowError
 from gradengine.layout import GradientLayout
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from gradengine.demo.model import Array
     from gradengine.demo.reports import Weights
     from gradengine.demo.settings import Settings, Texts
+    from gradengine.result import StepResult
+    from gradengine.trainer import DistributedTrainer
 
-__all__ = ["Learner", "layout_of"]
+__all__ = ["Learner", "layout_of", "result_of"]
 
 _EVALUATION_BATCHES = 24
 
@@ -38,6 +41,17 @@ def layout_of(settings: Settings, tp_rank: int = 0) -> GradientLayout:
         model.vocab_size,
         tensor_parallel=settings.shard(tp_rank),
     )
+
+
+def result_of(trainer: DistributedTrainer) -> StepResult:
+    """What the trainer's last step handed back.
+
+    Raises:
+        WindowError: It has made no step.
+    """
+    if trainer.last_result is None:
+        raise WindowError("the trainer has no result", got="no step made", expected="at least 1")
+    return trainer.last_result
 
 
 @final

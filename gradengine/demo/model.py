@@ -30,9 +30,8 @@ __all__ = [
 
 Array: TypeAlias = Any  # of the module passed as `xp`
 ArrayModule: TypeAlias = Any  # NumPy or CuPy
-AllReduce: TypeAlias = Callable[
-    [Array], Array
-]  # a shard's partial sum (N, H) to the sum over all shards, maybe in place
+# A shard's partial sum (N, H) to the sum over all shards, maybe in place.
+AllReduce: TypeAlias = Callable[[Array], Array]
 Saved: TypeAlias = tuple[Any, ...]  # what a layer's backward takes over from its forward
 Weights: TypeAlias = "Mapping[str, Any]"  # by name, as `initial_weights` gives them
 GradientStream: TypeAlias = "Iterator[tuple[str | int, Any]]"  # a name and its array, or a block's index and its nine

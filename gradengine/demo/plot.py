@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
+from gradengine.demo.words import counted
 from gradengine.errors import CallerError
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def _dress(axes: Axes, record: Record) -> None:
     settings = record.settings
     shards = f"x {settings.tensor_parallel} shards " if settings.tensor_parallel > 1 else ""
     axes.set_title(
-        f"byte-level Llama on {settings.workers} workers {shards}x {settings.micro_batches} micro-batches a step, "
+        f"byte-level Llama on {counted(settings.workers, 'worker')} {shards}"
+        f"x {counted(settings.micro_batches, 'micro-batch')} a step, "
         f"{settings.transport.value}, {record.seconds:.0f} s",
         fontsize=11,
     )

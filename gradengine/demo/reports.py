@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 __all__ = [
+    "Advanced",
     "Compared",
     "Evaluated",
     "Failed",
@@ -90,19 +91,33 @@ class Replayed:
 
 
 @dataclass(frozen=True)
+class Advanced:
+    """A process goes on with work of which it has nothing else to say."""
+
+
+@dataclass(frozen=True)
 class Compared:
     """How far shards are from the model in one piece, on one micro-batch at the first weights.
 
+    Each is NaN where anything that it is made of is NaN.
+
     Attributes:
         outputs: The largest difference of a logit, in parts of the largest logit.
-        gradients: The same for the gradient of each weight, and of these the largest.
+        gradients: The same for the gradient of each weight as backward gives it, and of these the largest; in parts of
+            a hundredth of the largest gradient of all where the weight's own is smaller.
         norm: The difference of the global norm, in parts of it.
-        weights: The distance (L2) of the weights after one step, in parts of the way of that step.
+        scale: The difference of the clip scale, in parts of it.
+        clipped: As `gradients`, of what the engine hands back: averaged and clipped to a hundredth of the norm.
+        descended: The distance (L2) of the weights after one step of plain gradient descent, in parts of that step.
+        weights: The same after one step of the optimizer.
     """
 
     outputs: float
     gradients: float
     norm: float
+    scale: float
+    clipped: float
+    descended: float
     weights: float
 
 
@@ -119,4 +134,4 @@ class Failed:
     lost_peer: bool
 
 
-Report: TypeAlias = Listening | Stepped | Evaluated | Kept | Finished | Replayed | Compared | Failed
+Report: TypeAlias = Listening | Stepped | Evaluated | Kept | Finished | Replayed | Advanced | Compared | Failed

@@ -49,6 +49,7 @@ def train(settings: Settings, texts: Texts, watcher: Watcher) -> Record:
 
     Raises:
         PeerLost: A worker died.
+        DeadlineExceeded: The workers reported nothing for too long.
         ExchangeError: A worker gave up.
     """
     record = Record(settings)
@@ -105,7 +106,7 @@ def replay_all(settings: Settings, texts: Texts) -> Replays:
     """Repeat the beginning of a run, each way in a process of its own.
 
     Raises:
-        ExchangeError: A replay failed.
+        PeerLost, DeadlineExceeded, ExchangeError: A replay died, reported nothing for too long, or failed.
     """
     in_one_piece, has_shards = replace(settings, tensor_parallel=1), settings.tensor_parallel > 1
     works = {

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from gradengine.demo.words import counted
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -47,13 +49,13 @@ class Screen:
         """Say what is going to be done."""
         settings, model = self._settings, self._settings.model
         shards = f", in {settings.tensor_parallel} shards" if settings.tensor_parallel > 1 else ""
-        self._line("model", f"byte-level Llama, {model.num_blocks} blocks, {weights:,} weights{shards}")
+        self._line("model", f"byte-level Llama, {counted(model.num_blocks, 'block')}, {weights:,} weights{shards}")
         self._line("text", f"{texts.source}: {_size(texts.train)} to learn, {_size(texts.held_out)} held out")
         self._line("", f"entropy of the held-out bytes: {entropy:.3f} nats each")
         self._line(
             "step",
-            f"{settings.workers} workers x {settings.micro_batches} micro-batches x {settings.batch_size} sequences"
-            f" of {model.sequence_length} bytes",
+            f"{counted(settings.workers, 'worker')} x {counted(settings.micro_batches, 'micro-batch')}"
+            f" x {counted(settings.batch_size, 'sequence')} of {counted(model.sequence_length, 'byte')}",
         )
 
     def started(self, processes: Mapping[str, int | None]) -> None:
@@ -79,7 +81,7 @@ class Screen:
         times = sorted(step.exchange_seconds for step in record.steps)
         self._line(
             "trained",
-            f"{len(record.steps)} steps in {record.seconds:.1f} s; the median step waited"
+            f"{counted(len(record.steps), 'step')} in {record.seconds:.1f} s; the median step waited"
             f" {1e3 * times[len(times) // 2]:.1f} ms for the exchange",
         )
 

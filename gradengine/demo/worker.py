@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, final
 
-from gradengine.demo.learner import Learner, layout_of
+from gradengine.demo.learner import Learner, layout_of, result_of
 from gradengine.demo.reports import Evaluated, Finished, Kept, Listening, Report, Stepped
 from gradengine.demo.shards import TensorParallelRank, replicated_part, tensor_parallel_group, united
+from gradengine.demo.signs_of_life import with_signs_of_life
 from gradengine.demo.text import step_indexes
 from gradengine.demo.together import together
 from gradengine.exchange import Exchange, GradientServer, LocalExchange, connect, local_group
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["train_as_rank_0", "train_as_threads", "train_at"]
 
-_PATIENCE_SECONDS = (
-    60.0  # a step takes a twentieth of a second; a worker that is stopped shall not stop the others long
-)
+# A step takes a twentieth of a second; a worker that is stopped shall not stop the others long.
+_PATIENCE_SECONDS = 60.0
 
 
 def train_as_rank_0(
@@ -126,9 +126,8 @@ class _Worker:
         """One optimizer step, counted from 1, and what there is to say about it."""
         trainer = self._trainer
         shard = step_indexes(step - 1, self._settings.micro_batches_in_all, trainer.rank, trainer.world_size)
-        loss = trainer.train_batch(shard)
-        norm = trainer.last_result.norm if trainer.last_result else 0.0
-        self._say(Stepped(trainer.rank, step, loss, norm, self._exchange_seconds))
+        loss = trainer.train_batch(with_signs_of_life(shard, self._say))
+        self._say(Stepped(trainer.rank, step, loss, result_of(trainer).norm, self._exchange_seconds))
         if step == self._settings.compared_steps:
             self.kept = {name: weight.copy() for name, weight in self.learner.weights.items()}
         if trainer.is_coordinator and self._settings.is_evaluated(step):
