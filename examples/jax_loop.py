@@ -105,6 +105,7 @@ def trained(averaged: Averaged) -> Iterator[tuple[float, Any]]:
         gradients, loss = averaged(parameters, batches)
         yield loss, gradients
         parameters, mean, square = adamw(parameters, gradients, mean, square, count)
+    jax.block_until_ready((parameters, mean, square))  # a process that ends while XLA still computes may be aborted
 
 
 def main() -> None:
