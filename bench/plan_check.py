@@ -3,15 +3,16 @@
 Run: python bench/plan_check.py [--rounds 15] [--json bench/results/cpu-2core-plan.json]
 
 The machine's constants (rate of plain sockets between two processes, of looking at, adding and copying a bucket) are
-measured in the same interleaved rounds as the exchanges that they predict. "backward" is a wait of known length: a GPU
-that is elsewhere. Medians; error = predicted / measured - 1.
+measured in the same interleaved rounds as the exchanges that they predict, by the classes that `--one-machine` uses.
+Every prediction is the figure that the command prints: with `--one-machine`, and for tcp:// also that of `--bandwidth`,
+given the measured rates as `--socket-bandwidth` and `--sum-bandwidth` and a link that limits nothing. "backward" is a
+wait of known length: a GPU that is elsewhere. Medians; error = predicted / measured - 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plan_workers import Duplex, Footprint, Stepper, Sum
+from plan_workers import Footprint, Stepper
 from rich.console import Console
 from rich.table import Table
 
@@ -31,15 +32,17 @@ from gradengine.bench.crew import Crew, ProcessCrew, ThreadCrew
 from gradengine.bench.machine import load, machine, versions
 from gradengine.bench.reduction import ExchangeReduction, span_layout
 from gradengine.errors import GradientError
-from gradengine.kernels.host import available_cpus
 from gradengine.plan.compute import ready_shares
-from gradengine.plan.machine import ON_ONE_MACHINE, Rates
+from gradengine.plan.machine import ON_ONE_MACHINE, Rates, on_one_machine, overlap_on_one_machine
+from gradengine.plan.measure import Sum, free_port, pairs, rates_of
 from gradengine.plan.memory import coordinator_bytes
-from gradengine.plan.overlap import overlapped
-from gradengine.plan.traffic import span_bytes
+from gradengine.plan.traffic import Network, span_bytes, star
+from gradengine.tensor_parallel_cost import Bandwidth
 
 TOLERANCE = 1e-5
 REST_SECONDS = 0.03
+LATENCY_SECONDS = 50e-6  # what the command takes where nothing is said
+NO_LIMIT = Bandwidth(1e18)
 
 
 @dataclass(frozen=True)
@@ -95,31 +98,9 @@ def crews(builds: dict[str, Callable[[], Crew]]) -> Iterator[dict[str, Crew]]:
         yield made
 
 
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def constants(folder: Path, elements: int) -> dict[str, Callable[[], Crew]]:
-    """The pairs of processes that measure plain sockets."""
-    return {
-        "plain tcp": lambda: ProcessCrew(partial(Duplex, ("127.0.0.1", free_port()), elements), 2),
-        "plain unix": lambda: ProcessCrew(partial(Duplex, str(folder / "plain"), elements), 2),
-    }
-
-
 def rates(found: dict[str, Any], elements: int) -> Rates:
     """The constants that one run measured."""
-    nbytes = 4 * elements
-    return Rates(
-        cores=available_cpus(),
-        tcp=2 * nbytes / found["plain tcp"]["seconds"],
-        unix=2 * nbytes / found["plain unix"]["seconds"],
-        **{name: nbytes / found["sum"][name] for name in ("check", "add", "copy")},
-    )
+    return rates_of(found["sum"] | {name: found[name]["seconds"] for name in ("tcp", "unix")}, elements)
 
 
 # ---- the exchange ----
@@ -130,7 +111,7 @@ def exchange_checks(workers: int, elements: int, rounds: int) -> tuple[list[Chec
     with TemporaryDirectory(prefix="gradengine-plan-") as name:
         folder, group = Path(name), local_group(workers)
         urls = {"tcp://": f"tcp://127.0.0.1:{free_port()}", "unix://": f"unix://{folder / 'group'}"}
-        builds: dict[str, Callable[[], Crew]] = constants(folder, elements)
+        builds: dict[str, Callable[[], Crew]] = pairs(folder, elements)
         for transport, url in urls.items():
             build = partial(ExchangeReduction.over, url, workers, elements)
             builds[transport] = partial(ProcessCrew, build, workers)
@@ -142,11 +123,26 @@ def exchange_checks(workers: int, elements: int, rounds: int) -> tuple[list[Chec
             found = medians(cases | {"sum": (Sum(elements).run, lambda: None)}, rounds)
     known = rates(found, elements)
     what = f"{workers} workers, {4e-6 * elements:.0f} MB, "
+    predicted = {name: (name, seconds) for name, seconds in predicted_exchanges(known, elements, workers).items()}
+    predicted["tcp:// by --bandwidth"] = "tcp://", predicted_star(known, elements, workers)
     checks = [
-        Check("exchange", what + name, "s", predict(known, 4 * elements, workers), found[name]["seconds"])
-        for name, predict in ON_ONE_MACHINE.items()
+        Check("exchange", what + name, "s", seconds, found[variant]["seconds"])
+        for name, (variant, seconds) in predicted.items()
     ]
     return checks, known
+
+
+def predicted_exchanges(known: Rates, elements: int, workers: int) -> dict[str, float]:
+    """Transport -> its seconds by `--one-machine`."""
+    spans = span_bytes(span_layout(elements))
+    return {name: on_one_machine(name, spans, workers, known).seconds for name in ON_ONE_MACHINE}
+
+
+def predicted_star(known: Rates, elements: int, workers: int) -> float:
+    """Seconds of the star by `--bandwidth`: of both processes' sending a process has half, and one rate sums."""
+    passes, one = 2 * workers - 1, known.sum_seconds(1, workers)
+    network = Network(NO_LIMIT, LATENCY_SECONDS, Bandwidth(known.tcp / 2), Bandwidth(passes / one))
+    return star(span_bytes(span_layout(elements)), workers, network).seconds
 
 
 def refuse_wrong(variant: str, crew: Crew) -> None:
@@ -165,39 +161,33 @@ def overlap_checks(elements: int, backwards: Sequence[float], rounds: int, worke
     """What a step waits after backward, for backwards of several lengths."""
     with TemporaryDirectory(prefix="gradengine-plan-") as name:
         folder = Path(name)
-        builds: dict[str, Callable[[], Crew]] = constants(folder, elements)
-        builds["alone"] = partial(ProcessCrew, partial(Stepper, None, workers, elements, 0.0), workers)
+        builds: dict[str, Callable[[], Crew]] = pairs(folder, elements)
         for backward in backwards:
             url = f"tcp://127.0.0.1:{free_port()}"
             builds[shown(backward)] = partial(ProcessCrew, partial(Stepper, url, workers, elements, backward), workers)
         with crews(builds) as made:
-            cases: dict[str, Any] = {n: (made[n].run, made[n].prepare) for n in ("plain tcp", "plain unix")}
-            steppers = ["alone", *map(shown, backwards)]
-            cases |= {n: (partial(slowest, made[n]), lambda: None) for n in steppers}
+            cases: dict[str, Any] = {n: (made[n].run, made[n].prepare) for n in ("tcp", "unix")}
+            cases |= {n: (partial(slowest, made[n]), lambda: None) for n in map(shown, backwards)}
             found = medians(cases | {"sum": (Sum(elements).run, lambda: None)}, rounds)
     known = rates(found, elements)
-    alone = found["alone"] | {"gather": min(found[shown(backward)]["gather"] for backward in backwards)}
     return [
         Check(
             "overlap",
             f"{workers} workers, {4e-6 * elements:.0f} MB, {shown(backward)}: what the step waits",
             "s",
-            predicted_wait(known, elements, workers, backward, alone),
+            predicted_wait(known, elements, workers, backward),
             found[shown(backward)]["exposed"],
         )
         for backward in backwards
     ]
 
 
-def predicted_wait(known: Rates, elements: int, workers: int, backward: float, alone: dict[str, float]) -> float:
-    """The plan's overlap, where a span takes the machine's time to be added, exchanged and looked at once more.
-
-    All workers add on the same cores as they exchange; what the step itself does is known from one without an exchange.
-    """
+def predicted_wait(known: Rates, elements: int, workers: int, backward: float) -> float:
+    """What `--one-machine` prints as exposed for tcp://."""
     layout = span_layout(elements)
-    adding = alone["adding"] / layout.nbytes * max(1.0, workers / known.cores)
-    spans = [nbytes * (adding + 1 / known.check) + known.by_tcp(nbytes, workers) for nbytes in span_bytes(layout)]
-    return overlapped(ready_shares(layout), backward, spans, alone["step"] + alone["gather"]).exposed_seconds
+    spans, shares = span_bytes(layout), ready_shares(layout)
+    traffic = on_one_machine("tcp://", spans, workers, known)
+    return overlap_on_one_machine(shares, backward, spans, traffic, workers, known).exposed_seconds
 
 
 def slowest(crew: Crew) -> dict[str, float]:

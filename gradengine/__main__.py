@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 from gradengine.errors import GradientError
@@ -25,6 +26,11 @@ def main() -> None:
         _end(2, f"the command line needs {package}, which is not installed: pip install 'gradengine[cli]'")
     except GradientError as fault:
         _end(1, str(fault))
+    except OSError as fault:
+        if fault.errno not in {errno.ENOSPC, errno.EPIPE}:
+            raise
+        sys.stdout = None  # its flush at the end of the process would fail again
+        _end(1, f"cannot write to stdout: {fault.strerror}")
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell says it; typer does the same once it runs
 

@@ -328,3 +328,13 @@ def test_serve_stops_at_ctrl_c(tmp_path):
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in error
+
+
+def test_a_full_disk_behind_stdout_is_one_line():
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    command = [*PYTHON, "plan", "--model", "350m", "--workers", "2", "--bandwidth", "10Gbit/s"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "gradengine: cannot write to stdout: No space left on device\n"

@@ -12,6 +12,10 @@ pytest.importorskip("rich")
 
 from gradengine.errors import GradientError
 from gradengine.plan.machine import Rates
+from gradengine.plan.measure import rates_of
+from gradengine.plan.models import Model
+from gradengine.plan.prediction import Question, predict
+from gradengine.tensor_parallel_cost import Bandwidth
 
 ROOT = Path(__file__).parent.parent
 ELEMENTS = 32 * 1024
@@ -34,11 +38,38 @@ def assert_sound(checks):
 
 def test_exchanges_are_predicted_and_measured_in_one_run(plan_check):
     checks, rates = plan_check.exchange_checks(2, ELEMENTS, rounds=1)
-    assert [check.what.rpartition(", ")[2] for check in checks] == ["tcp://", "unix://", "threads"]
+    names = [check.what.rpartition(", ")[2] for check in checks]
+    assert names == ["tcp://", "unix://", "threads", "tcp:// by --bandwidth"]
     assert_sound(checks)
     assert min(rates.tcp, rates.unix, rates.check, rates.add, rates.copy) > 0
     assert checks[0].predicted == rates.by_tcp(4 * ELEMENTS, 2)
     assert checks[2].predicted == rates.by_threads(4 * ELEMENTS, 2)
+    assert checks[3].measured == checks[0].measured
+    assert checks[3].predicted > checks[0].predicted
+
+
+# A model's layout in place of the benchmark's spans, so that the command's own path can be asked for the same figures.
+MODEL = Model("tiny", "", 256, 4, 4, 4, 1024, 512)
+RATES = Rates(2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_what_is_compared_with_runs_is_what_the_command_predicts(plan_check, monkeypatch, workers):
+    monkeypatch.setattr(plan_check, "span_layout", lambda _: MODEL.layout())
+    here = predict(Question(MODEL, workers, machine=RATES, backward_seconds=0.01)).exchanges
+    assert plan_check.predicted_exchanges(RATES, 0, workers) == {name: pair[1].seconds for name, pair in here.items()}
+    assert plan_check.predicted_wait(RATES, 0, workers, 0.01) == here["tcp://"][1].exposed_seconds
+    links = Question(
+        MODEL, workers, Bandwidth(1e18), socket_bandwidth=Bandwidth(2e9), sum_bandwidth=Bandwidth.gigabytes(20)
+    )
+    star = predict(links).exchanges["star"][1].seconds
+    assert plan_check.predicted_star(RATES, 0, workers) == pytest.approx(star)
+
+
+def test_the_constants_are_those_of_the_command(plan_check):
+    found = {"sum": {"check": 0.1, "add": 0.2, "copy": 0.3}, "tcp": {"seconds": 1.0}, "unix": {"seconds": 0.5}}
+    seconds = {"check": 0.1, "add": 0.2, "copy": 0.3, "tcp": 1.0, "unix": 0.5}
+    assert plan_check.rates(found, ELEMENTS) == rates_of(seconds, ELEMENTS)
 
 
 def test_a_real_engine_is_overlapped_with_a_wait(plan_check):
@@ -70,14 +101,12 @@ def test_what_computes_something_else_is_not_timed(plan_check):
 
 
 def test_the_wait_that_is_predicted_falls_with_a_longer_backward_to_what_comes_after_it(plan_check):
-    rates = Rates(2, 4e9, 8e9, check=20e9, add=20e9, copy=10e9)
-    alone = {"adding": 0.02, "step": 0.005, "gather": 0.001}
     elements = 25 << 20
-    waits = [plan_check.predicted_wait(rates, elements, 2, backward, alone) for backward in (0.0, 0.05, 0.1, 10.0)]
+    waits = [plan_check.predicted_wait(RATES, elements, 2, backward) for backward in (0.0, 0.05, 0.1, 10.0)]
     assert waits == sorted(waits, reverse=True)
-    assert waits[0] > rates.by_tcp(4 * elements, 2) + 0.026
-    last = (1 << 22) * (0.02 / (4 * elements) + 1 / 20e9) + rates.by_tcp(1 << 22, 2)
-    assert waits[-1] == pytest.approx(last + 0.006)
+    taking, clip = RATES.taking_seconds(4 * elements, 2), RATES.clip_seconds(4 * elements, 2)
+    assert waits[0] == pytest.approx(RATES.by_tcp(4 * elements, 2) + taking + clip)
+    assert waits[-1] == pytest.approx((RATES.by_tcp(4 * elements, 2) + taking) / 25 + clip)
 
 
 def test_samples_are_taken_in_turn_and_the_first_round_is_dropped(plan_check, monkeypatch):
@@ -138,6 +167,21 @@ def test_the_page_says_how_far_off_the_recorded_run_was():
     page = (ROOT / "docs/plan.md").read_text()
     for kind, error in kept["median_absolute_error"].items():
         assert re.search(rf"^\| {re.escape(kind)} \| {error:.0%} \|", page, re.MULTILINE), f"{kind}: {error:.0%}"
+
+
+def test_the_page_says_where_the_limits_of_rank_0_are_from():
+    rates = json.loads(RESULT.read_text())["rates"]
+    page = (ROOT / "docs/plan.md").read_text()
+    sockets = [each["tcp"] / 2e9 for each in rates]
+    summed = [each[name] / 1e9 for each in rates for name in ("check", "add")]
+    assert f"{min(sockets):.1f} to {max(sockets):.1f} GB/s" in page
+    assert f"{min(summed):.0f} to {max(summed):.0f} GB/s" in page
+
+
+def test_the_page_has_the_range_of_the_recorded_errors():
+    page = (ROOT / "docs/plan.md").read_text()
+    errors = [check["error"] for check in json.loads(RESULT.read_text())["checks"] if check["kind"] == "overlap"]
+    assert f"| {min(errors):+.0%} to {max(errors):+.0%} |" in page
 
 
 def test_the_recorded_errors_are_those_of_its_figures():

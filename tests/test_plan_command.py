@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from gradengine.cli import app
 from gradengine.errors import CallerError
-from gradengine.plan.command import Device, Dtype, Optimizer
-from gradengine.plan.memory import DEVICES, DTYPES, OPTIMIZERS
+from gradengine.plan import command
+from gradengine.plan.machine import Rates
 
+RATES = Rates(2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9)
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,6 +45,7 @@ def test_350m_prints_the_two_known_numbers_and_the_known_arena(columns, tp):
     assert re.search(r"\b4194304\b", output)
     assert re.search(r"\b201326592\b", output)
     assert ("1,594,036,224" in output) == (tp == 1)
+    assert ("nothing travels" in squeezed(output)) == (tp == 1)
 
 
 @pytest.mark.parametrize("more", [[], ["--backward-seconds", "0.5"], ["--workers", "1"]])
@@ -87,6 +89,34 @@ def test_an_existing_json_is_replaced(tmp_path):
     assert json.loads(path.read_text())["model"]["name"] == "350m"
 
 
+def test_json_to_stdout_is_json_alone(tmp_path):
+    output = planned("--model", "350m", "--bandwidth", "1 GB/s", "--json", "-")
+    assert_fits(json.loads(output), SCHEMA)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- one machine ----
+
+
+def test_one_machine_is_measured_and_predicted(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "measure_rates", lambda: RATES)
+    path = tmp_path / "plan.json"
+    output = squeezed(planned("--model", "350m", "--one-machine", "--workers", 3, "--json", path))
+    found = json.loads(path.read_text())
+    nbytes = 1594036224
+    assert found["exchange"]["tcp://"]["seconds"] == pytest.approx(4 * nbytes / 4e9 + 5 * nbytes / 20e9)
+    assert found["question"]["machine"] == vars(RATES)
+    assert found["choice"]["transport"] == "unix://"
+    assert "choose unix://" in output
+
+
+@pytest.mark.parametrize("mistake", [["--tp", "2"], ["--bandwidth", "1 GB/s"], ["--model", "3b"], ["--plot", "x.y"]])
+def test_a_mistake_is_told_before_the_machine_is_measured(monkeypatch, mistake):
+    monkeypatch.setattr(command, "measure_rates", lambda: pytest.fail("it was measured"))
+    model = [] if "--model" in mistake else ["--model", "350m"]
+    assert isinstance(invoke(*model, "--one-machine", *mistake).exception, CallerError)
+
+
 # ---- the plot ----
 
 
@@ -122,12 +152,24 @@ def test_only_a_plot_imports_matplotlib():
         (["--bandwidth", "1 GB/s", "--tflops", "0"], "tflops is out of range"),
         (["--bandwidth", "1 GB/s", "--latency-us", "nan"], "latency_seconds is out of range"),
         (["--bandwidth", "1 GB/s", "--latency-us", "1e300"], "latency_seconds is out of range"),
+        (["--bandwidth", "1 GB/s", "--latency-us", "1e9"], "--latency-us: latency_seconds is out of range"),
+        (["--bandwidth", "1 GB/s", "--tp-latency-us", "-1"], "--tp-latency-us: tp_latency_seconds is out of range"),
+        (["--bandwidth", "1 GB/s", "--socket-bandwidth", "3"], "--socket-bandwidth: a bandwidth without a unit"),
+        (["--bandwidth", "1 GB/s", "--sum-bandwidth", "fast"], "--sum-bandwidth: a bandwidth cannot be read"),
+        (["--bandwidth", "1 GB/s", "--tp", "2", "--backward-seconds", "0.01"], "--backward-seconds: backward_seconds"),
+        (["--bandwidth", "1 GB/s", "--dtype", "int8"], "--dtype: unknown dtype: got 'int8', expected one of float32"),
+        (["--bandwidth", "1 GB/s", "--optimizer", "none"], "--optimizer: unknown optimizer"),
+        (["--bandwidth", "1 GB/s", "--device", "tpu"], "--device: unknown device"),
+        (["--bandwidth", "1 GB/s", "--one-machine"], "--bandwidth and --one-machine exclude each other: got both"),
+        ([], "--bandwidth and --one-machine exclude each other: got neither"),
         (["--bandwidth", "1 GB/s", "--backward-seconds", "-1"], "backward_seconds is out of range"),
         (["--bandwidth", "1 GB/s", "--workers", str(10**12)], "workers is out of range"),
         (["--bandwidth", "1 GB/s", "--sequence-length", str(10**12)], "sequence_length is out of range"),
         (["--bandwidth", "1 GB/s", "--model", "3b"], "there is no model '3b'"),
         (["--bandwidth", "1 GB/s", "--plot", "x.nothing"], "cannot plot"),
-        (["--bandwidth", "1 GB/s", "--json", "/dev/null/x.json"], "cannot write"),
+        (["--bandwidth", "1 GB/s", "--json", "/dev/null/x.json"], "'/dev/null' is no folder"),
+        (["--bandwidth", "1 GB/s", "--json", "/dev"], "it is a folder; pass another --json FILE"),
+        (["--bandwidth", "1 GB/s", "--plot", "/dev/null/x.png"], "pass another --plot FILE"),
     ],
 )
 def test_mistakes_are_errors_of_the_caller(arguments, named):
@@ -142,18 +184,40 @@ def test_a_mistake_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--workers", "0"], ["--tp", "0"], ["--dtype", "int8"], ["--optimizer", "none"], ["--device", "tpu"]]
-)
+@pytest.mark.parametrize("paths", [["a/b.png", "a/b.png"], ["a/b.png", "a/../a/b.png"]])
+def test_one_file_for_json_and_plot_is_refused(tmp_path, paths):
+    json_path, plot_path = (tmp_path / path for path in paths)
+    done = invoke("--model", "350m", "--bandwidth", "1 GB/s", "--json", json_path, "--plot", plot_path)
+    assert "--json and --plot are one file" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("json_path", "plot_path"), [("plan.json", "plan.nothing"), ("/dev/null/x", "plan.png")])
+def test_both_paths_are_looked_at_before_either_is_written(tmp_path, json_path, plot_path):
+    done = invoke(
+        "--model", "350m", "--bandwidth", "1 GB/s", "--json", tmp_path / json_path, "--plot", tmp_path / plot_path
+    )
+    assert isinstance(done.exception, CallerError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_is_a_mistake_that_names_the_option():
+    done = invoke("--model", "350m", "--bandwidth", "1 GB/s", "--json", "/dev/full")
+    assert isinstance(done.exception, CallerError)
+    assert "cannot write '/dev/full'" in str(done.exception)
+    assert "--json FILE" in str(done.exception)
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "0"], ["--tp", "0"], ["--workers", "two"]])
 def test_options_out_of_range_are_mistakes_of_usage(arguments):
     assert invoke("--model", "350m", "--bandwidth", "1 GB/s", *arguments).exit_code == 2
 
 
-def test_model_and_bandwidth_are_asked_for():
+def test_a_model_is_asked_for():
     assert invoke("--bandwidth", "1 GB/s").exit_code == 2
-    assert invoke("--model", "350m").exit_code == 2
 
 
-def test_the_commands_choices_are_those_that_are_known():
-    for choices, known in ((Dtype, DTYPES), (Optimizer, OPTIMIZERS), (Device, DEVICES)):
-        assert [choice.value for choice in choices] == list(known)
+def test_the_help_names_the_choices_that_are_known():
+    shown = invoke("--help", columns=200).output
+    for choices in ("float32|bfloat16|float16", "adamw|lion|momentum|sgd", "cpu|cuda"):
+        assert choices in shown

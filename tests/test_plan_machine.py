@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.plan.machine import ON_ONE_MACHINE, Rates
+from gradengine.errors import CallerError
+from gradengine.plan.machine import ON_ONE_MACHINE, Rates, on_one_machine, overlap_on_one_machine
+from gradengine.plan.traffic import Network, star
+from gradengine.tensor_parallel_cost import Bandwidth
 
 RATES = Rates(cores=2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9)
 
@@ -45,3 +48,52 @@ def test_faster_sockets_never_take_longer(one, other):
     found = [Rates(2, rate, rate, 20e9, 20e9, 10e9) for rate in (slow, fast)]
     assert found[1].by_tcp(10**8, 3) <= found[0].by_tcp(10**8, 3)
     assert found[0].by_threads(10**8, 3) == found[1].by_threads(10**8, 3)
+
+
+# ---- of spans ----
+
+
+@pytest.mark.parametrize("transport", ON_ONE_MACHINE)
+@given(sizes=st.lists(st.integers(1, 1 << 32), min_size=1, max_size=8), workers=st.integers(2, 16))
+def test_spans_take_together_what_the_set_takes(transport, sizes, workers):
+    traffic = on_one_machine(transport, sizes, workers, RATES)
+    assert traffic.seconds == pytest.approx(ON_ONE_MACHINE[transport](RATES, sum(sizes), workers))
+    assert traffic.busiest_link_bytes == (workers - 1) * sum(sizes)
+
+
+def test_threads_send_nothing_and_copy_the_sum():
+    traffic = on_one_machine("threads", [1000], 3, RATES)
+    assert (traffic.messages, traffic.other_link_bytes, traffic.total_bytes) == (0, 0, 2000)
+
+
+@pytest.mark.parametrize("transport", ON_ONE_MACHINE)
+def test_one_worker_exchanges_nothing(transport):
+    traffic = on_one_machine(transport, [1000], 1, RATES)
+    assert (traffic.seconds, traffic.total_bytes) == (0.0, 0)
+    assert overlap_on_one_machine([1.0], 1.0, [1000], traffic, 1, RATES).exposed_seconds == 0
+
+
+def test_on_two_cores_it_is_the_star_over_links_that_only_sockets_and_the_sum_limit():
+    """But for the last bucket, which the star over links sends once the others have gone."""
+    limits = Network(Bandwidth(1e18), 0.0, Bandwidth(RATES.tcp / 2), Bandwidth(RATES.check))
+    by_links, here = star([10**9], 3, limits), on_one_machine("tcp://", [10**9], 3, RATES)
+    assert by_links.seconds - by_links.tail_seconds == pytest.approx(here.seconds)
+
+
+def test_a_step_waits_for_the_engines_too():
+    """10^9 bytes, 2 workers on 2 cores: 0.65 s of exchange; each engine adds, looks and clips on a core of its own."""
+    traffic = on_one_machine("tcp://", [10**9], 2, RATES)
+    found = overlap_on_one_machine([1.0], 10.0, [10**9], traffic, 2, RATES)
+    assert found.seconds == pytest.approx(2 / 4 + 3 / 20)
+    assert found.exposed_seconds == pytest.approx(found.seconds + 1 / 20 + 1 / 20 + 1 / 10)
+    assert found.hidden_seconds == 0
+    crowded = Rates(1, 4e9, 8e9, 20e9, 20e9, 10e9)
+    assert crowded.taking_seconds(10**9, 2) == 2 * RATES.taking_seconds(10**9, 2)
+    assert crowded.clip_seconds(10**9, 2) == 2 * RATES.clip_seconds(10**9, 2)
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf"), True, "4e9", None])
+@pytest.mark.parametrize("name", ["cores", "tcp", "unix", "check", "add", "copy"])
+def test_rates_out_of_range_are_refused_by_name(name, rate):
+    with pytest.raises(CallerError, match=f"a machine's '{name}' is out of range"):
+        Rates(**{**vars(RATES), name: rate})

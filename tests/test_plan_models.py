@@ -1,6 +1,7 @@
 """Models by name against their published sizes; config files, also hostile ones."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -147,6 +148,15 @@ class TestSizes:
         ({"mlp_bias": {"a": 1}}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"hidden_act": ["silu"]}, "hidden_act"),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation"),
+        ({"activation_function": "relu"}, "activation_function"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"q_lora_rank": 768}, "q_lora_rank"),
+        *(
+            ({key: True}, key)
+            for key in ("use_bias", "bias", "use_qkv_bias", "qkv_bias", "qk_layernorm", "use_qk_norm")
+        ),
+        *(({key: 2}, key) for key in ("n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"tie_word_embeddings": "yes " * 1000}, "tie_word_embeddings"),
     ],
@@ -155,6 +165,56 @@ def test_models_with_other_components_are_refused_by_key(config, changes, named)
     with pytest.raises(CallerError, match=rf"config\.json: '{named}'") as refusal:
         load_model(config(**changes))
     assert len(str(refusal.value)) < 600
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", None, "left out"])
+def test_llamas_are_taken_by_their_type_and_others_by_their_keys(config, family):
+    assert load_model(config(model_type=family)).layout() == NAMED["1b"].layout()
+
+
+@pytest.mark.parametrize(
+    ("family", "has"),
+    [
+        ("qwen2", "biases"),
+        ("qwen3", "norms of query and key"),
+        ("gemma", "GELU"),
+        ("gemma2", "four norms"),
+        ("minicpm3", "latent attention"),
+        ("opt", "two matrices"),
+        ("stablelm", "norms with biases"),
+        ("internlm2", "one matrix for query, key and value"),
+        ("cohere", "one norm"),
+        ("mixtral", "experts"),
+        ("deepseek_v3", "latent attention"),
+        ("a-new-one", "nine components"),
+        (["llama"], "nine components"),
+        (7, "nine components"),
+    ],
+)
+def test_other_families_are_refused_by_type_though_their_keys_are_a_llamas(config, family, has):
+    with pytest.raises(CallerError, match=rf"config\.json: 'model_type'.*one of llama, mistral.*{has}"):
+        load_model(config(model_type=family))
+
+
+def test_keys_that_say_no_are_no_mistake(config):
+    keys = ("attention_bias", "use_bias", "bias", "use_qkv_bias", "qk_norm")
+    nulls = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "num_experts", "hidden_activation", "moe_intermediate_size"))
+    assert load_model(config(**dict.fromkeys(keys, False), **nulls)).num_blocks == 22
+
+
+@pytest.mark.parametrize("text", ['{"hidden_size": 64, "hidden_size": 128}', '{"a": {"b": 1, "b": 2}}'])
+def test_a_key_that_is_there_twice_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CallerError, match=r'config\.json has "(hidden_size|b)" twice'):
+        load_model(str(tmp_path / "config.json"))
+
+
+@pytest.mark.timeout(10)
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    for name in (tmp_path / "config.json", "/dev/zero", tmp_path):
+        with pytest.raises(CallerError, match="there is no model"):
+            load_model(str(name))
 
 
 def test_other_families_keys_are_refused_by_name(tmp_path):

@@ -58,7 +58,7 @@ def test_exposure_falls_as_bandwidth_rises(sizes, world, latency, backward, one,
     for algorithm in ALGORITHMS.values():
         found = []
         for bandwidth in (slow, fast):
-            traffic = algorithm(sizes, world, Network(bandwidth, latency, FAST))
+            traffic = algorithm(sizes, world, Network(bandwidth, latency, FAST, FAST))
             found.append(overlapped(shares, backward, traffic.span_seconds, traffic.tail_seconds).exposed_seconds)
         assert found[1] <= found[0] * (1 + 1e-9) + 1e-9
 

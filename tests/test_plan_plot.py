@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError
+from gradengine.plan.machine import Rates
 from gradengine.plan.models import load_model
-from gradengine.plan.plot import drawn, refuse_bad_path, save_plot, worker_counts
+from gradengine.plan.plot import drawn, refuse_unknown_kind, save_plot, worker_counts
 from gradengine.plan.prediction import Question, predict
 from gradengine.tensor_parallel_cost import Bandwidth
 
@@ -47,6 +48,15 @@ def test_one_worker_is_beyond_the_picture():
     assert " this plan" not in words
 
 
+def test_one_machine_has_a_line_for_each_transport():
+    plan = predict(Question(load_model("350m"), 3, machine=Rates(2, 4e9, 8e9, check=20e9, add=20e9, copy=10e9)))
+    lines = lines_of(plan)
+    for name in ("tcp://", "unix://", "threads"):
+        at = dict(zip(*lines[name].get_data(), strict=True))
+        assert at[3] == pytest.approx(plan.exchanges[name][1].seconds)
+    assert drawn(plan).axes[0].get_title() == "350m: exchange of a step within one machine"
+
+
 def test_the_title_names_model_group_and_bandwidth_in_both_units():
     title = drawn(predict(QUESTION)).axes[0].get_title()
     assert title == "350m, tensor parallel over 2: exchange of a step over links of 1.25 GB/s = 10 Gbit/s"
@@ -71,4 +81,4 @@ def test_it_is_saved_in_the_kind_that_its_name_says(tmp_path, kind):
 
 def test_a_path_that_cannot_be_drawn_to_is_refused_before_the_plan(tmp_path):
     with pytest.raises(CallerError, match="cannot plot to"):
-        refuse_bad_path(tmp_path / "plan.nothing")
+        refuse_unknown_kind(tmp_path / "plan.nothing")

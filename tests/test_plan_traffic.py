@@ -1,10 +1,13 @@
 """What each algorithm sends, beside counts by hand, by playing it, and by the real exchange."""
 
 import itertools
+import json
 import math
+import statistics
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +21,22 @@ from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, buckets_of
 from gradengine.exchange.wire import Gradient, Sum
 from gradengine.plan.memory import coordinator_bytes
 from gradengine.plan.models import load_model
-from gradengine.plan.traffic import ALGORITHMS, Network, nccl, ordered, ring, span_bytes, star, tree_latency_steps
+from gradengine.plan.traffic import (
+    ALGORITHMS,
+    SOCKETS,
+    SUMMED,
+    Network,
+    nccl,
+    ordered,
+    ring,
+    span_bytes,
+    star,
+    sum_seconds,
+    tree_latency_steps,
+)
 from gradengine.tensor_parallel_cost import Bandwidth
 
+ROOT = Path(__file__).parent.parent
 FAST = Bandwidth(1e18)
 LAYOUT = GradientLayout.transformer(4, 64, 32, 128, 512)
 SPANS = span_bytes(LAYOUT)
@@ -32,7 +48,7 @@ latencies = st.floats(0, 1e-2)
 
 
 def network(bandwidth=1e9, latency=0.0, sockets=FAST):
-    return Network(Bandwidth(bandwidth), latency, sockets)
+    return Network(Bandwidth(bandwidth), latency, sockets, FAST)
 
 
 # ---- bytes ----
@@ -121,7 +137,7 @@ def test_a_rings_links_carry_no_more_than_the_stars_busiest(sizes, world):
 @given(spans, st.integers(2, 100), bandwidths, latencies)
 def test_no_link_carries_more_than_the_busiest_nor_all_more_than_there_are_links(sizes, world, bandwidth, latency):
     for algorithm in ALGORITHMS.values():
-        traffic = algorithm(sizes, world, Network(bandwidth, latency, FAST))
+        traffic = algorithm(sizes, world, Network(bandwidth, latency, FAST, FAST))
         assert traffic.other_link_bytes <= traffic.busiest_link_bytes <= traffic.total_bytes
         assert traffic.total_bytes <= world * traffic.busiest_link_bytes
         assert traffic.total_bytes == 2 * (world - 1) * sum(sizes)
@@ -134,6 +150,24 @@ def test_the_star_takes_what_rank_0s_link_takes_and_its_last_bucket_once_more():
     sizes = [10 * DEFAULT_BUCKET_BYTES, 3 * DEFAULT_BUCKET_BYTES + 100]
     traffic = star(sizes, 3, network(1e6, latency=0.5))
     assert traffic.seconds == pytest.approx(2 * (sum(sizes) + 100) / 1e6 + 4 * 0.5)
+
+
+def test_rank_0s_sum_is_added_to_the_star_alone():
+    """10^9 bytes of 3 workers at 20 GB/s: looks at 3, adds 2."""
+    sums = Network(Bandwidth(1e12), 0.0, FAST, Bandwidth.gigabytes(20))
+    assert sum_seconds(10**9, 3, sums.sum_bandwidth) == pytest.approx(0.25)
+    assert star([10**9], 3, sums).seconds == pytest.approx(0.25 + 2e-3, rel=1e-2)
+    assert ring([10**9], 3, sums) == ring([10**9], 3, network(1e12))
+
+
+def test_what_limits_rank_0_is_what_was_recorded():
+    """The defaults are in the range of the run of bench/plan_check.py, and no more than a third from its median."""
+    kept = json.loads((ROOT / "bench/results/cpu-2core-plan.json").read_text())["rates"]
+    sockets = [rates["tcp"] / 2 for rates in kept]
+    summed = [rates[name] for rates in kept for name in ("check", "add")]
+    for default, found in ((SOCKETS, sockets), (SUMMED, summed)):
+        assert min(found) <= default.bytes_per_second <= max(found)
+        assert default.bytes_per_second == pytest.approx(statistics.median(found), rel=0.34)
 
 
 def test_sockets_limit_the_star_alone():
@@ -153,6 +187,13 @@ def test_a_tree_is_as_deep_as_a_binary_tree(world):
     assert tree_latency_steps(world) == 2 * math.ceil(math.log2(world))
 
 
+@pytest.mark.parametrize(("world", "messages"), [(2, 2), (4, 4), (64, 4)])
+def test_a_rank_of_two_trees_sends_half_a_span_to_each_parent_and_child(world, messages):
+    traffic = nccl([1 << 10], world, network(1e12, latency=1.0))
+    assert traffic.messages == messages
+    assert traffic.busiest_link_bytes == messages * (1 << 9)
+
+
 def test_nccl_takes_the_tree_where_latency_counts_and_the_ring_where_bytes_do():
     small, large = (nccl([nbytes], 64, network(1e9, latency=1e-5)) for nbytes in (1 << 10, 1 << 32))
     assert (small.latency_steps, small.busiest_link_bytes) == (12 + 2, 2 << 10)
@@ -162,7 +203,7 @@ def test_nccl_takes_the_tree_where_latency_counts_and_the_ring_where_bytes_do():
 
 @given(spans, workers, bandwidths, latencies)
 def test_nccl_is_never_slower_than_a_ring(sizes, world, bandwidth, latency):
-    given_network = Network(bandwidth, latency, FAST)
+    given_network = Network(bandwidth, latency, FAST, FAST)
     assert nccl(sizes, world, given_network).seconds <= ring(sizes, world, given_network).seconds * (1 + 1e-9)
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from gradengine.errors import CallerError
 from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
 
 rates = st.floats(1e-3, 1e18)
+any_rates = st.floats(0, sys.float_info.max, exclude_min=True) | st.integers(1, 10**300)
 sizes = st.integers(1, 1 << 16)
 groups = st.integers(1, 64)
 
@@ -113,10 +116,30 @@ class TestBandwidth:
             return
         assert 0 < found.bytes_per_second < math.inf
 
-    @given(rates)
-    def test_what_is_shown_can_be_read(self, rate):
-        shown = str(Bandwidth(rate))
-        assert Bandwidth.parse(shown).bytes_per_second == pytest.approx(rate, rel=1e-9)
+    @given(any_rates)
+    def test_what_is_shown_is_read_as_the_very_same(self, rate):
+        bandwidth = Bandwidth(rate)
+        assert Bandwidth.parse(str(bandwidth)) == bandwidth
+        for half in str(bandwidth).split(" = "):
+            assert Bandwidth.parse(half) == bandwidth
+
+    @pytest.mark.parametrize("make", [Bandwidth, Bandwidth.gigabytes, Bandwidth.gigabits])
+    @pytest.mark.parametrize(
+        "rate", [10**400, pytest.param(10**5000, id="digits"), pytest.param(-(10**5000), id="digits-below")]
+    )
+    def test_a_number_beyond_all_floats_is_refused_in_a_few_words(self, make, rate):
+        with pytest.raises(CallerError, match="bandwidth is") as refusal:
+            make(rate)
+        assert len(str(refusal.value)) < 300
+
+    def test_what_overflows_by_its_unit_is_refused(self):
+        for refused in (lambda: Bandwidth.gigabytes(1e300), lambda: Bandwidth.parse("1e305 GB/s")):
+            with pytest.raises(CallerError, match=r"out of range: got inf bytes/s"):
+                refused()
+
+    def test_numpys_floats_are_numbers(self):
+        assert Bandwidth(np.float64(1.25e9)) == Bandwidth.gigabits(10)
+        assert str(Bandwidth(np.float64(1.25e9))) == "1.25 GB/s = 10 Gbit/s"
 
     def test_it_always_shows_bytes_and_bits(self):
         assert str(Bandwidth.gigabits(10)) == "1.25 GB/s = 10 Gbit/s"
@@ -174,20 +197,47 @@ class TestCost:
     def test_latency_counts_for_each_message_that_waits_for_another(self):
         fast = Bandwidth(1e18)
         cost = dataclasses.replace(self.cost, tp_size=4)
-        assert cost.seconds_per_step(fast, 1e-3) == pytest.approx(2 * 48 * 6 * 1e-3, rel=1e-6)
+        assert cost.seconds_per_step(fast, latency_seconds=1e-3) == pytest.approx(2 * 48 * 6 * 1e-3, rel=1e-6)
 
     @pytest.mark.parametrize("bandwidth", [10, 1.25e9, "10 GB/s", None])
     def test_a_bandwidth_without_a_unit_is_refused(self, bandwidth):
         with pytest.raises(CallerError, match="must name its unit"):
             self.cost.seconds_per_step(bandwidth)
 
-    @pytest.mark.parametrize("latency", [-1e-9, math.nan, math.inf, "1 ms", None])
+    @pytest.mark.parametrize("latency", [-1e-9, math.nan, math.inf, "1 ms", None, True, 10**400])
     def test_a_latency_out_of_range_is_refused(self, latency):
         with pytest.raises(CallerError, match="latency is out of range"):
-            self.cost.seconds_per_step(Bandwidth.gigabits(1), latency)
+            self.cost.seconds_per_step(Bandwidth.gigabits(1), latency_seconds=latency)
 
-    @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TensorParallelCost)])
-    @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "2"])
+    def test_a_latency_must_be_named_for_it_could_be_milliseconds(self):
+        with pytest.raises(TypeError, match="positional"):
+            self.cost.seconds_per_step(Bandwidth.gigabits(1), 50)
+
+    def test_a_cut_vocabulary_adds_one_all_reduce_each_way_to_bytes_and_seconds_alike(self):
+        cut = dataclasses.replace(self.cost, vocab_parallel=True, micro_batches=3)
+        whole = dataclasses.replace(cut, vocab_parallel=False)
+        assert cut.all_reduces_per_step - whole.all_reduces_per_step == 3
+        for figure in ("bytes_per_step", "bytes_per_step_both_ways", "link_bytes_per_step"):
+            assert getattr(cut, figure) * 48 == getattr(whole, figure) * 49
+        seconds = [cost.seconds_per_step(Bandwidth.gigabits(1), latency_seconds=1e-4) for cost in (cut, whole)]
+        assert seconds[0] / seconds[1] == pytest.approx(49 / 48)
+
+    @pytest.mark.parametrize("value", [1, 0, None, "yes", np.True_])
+    def test_whether_the_vocabulary_is_cut_is_a_bool(self, value):
+        with pytest.raises(CallerError, match="vocab_parallel is no bool"):
+            dataclasses.replace(self.cost, vocab_parallel=value)
+
+    def test_numpys_integers_are_whole_numbers_and_their_products_do_not_wrap(self):
+        cost = TensorParallelCost(np.int32(1 << 20), np.int8(100), np.int64(1 << 20), tp_size=np.uint8(2))
+        assert cost == TensorParallelCost(1 << 20, 100, 1 << 20, tp_size=2)
+        assert cost.bytes_per_step == 200 * (1 << 42)
+
+    @pytest.mark.parametrize(
+        "name", [f.name for f in dataclasses.fields(TensorParallelCost) if f.name != "vocab_parallel"]
+    )
+    @pytest.mark.parametrize(
+        "value", [0, -1, 1.5, True, None, "2", np.float32(2), pytest.param(-(10**5000), id="digits-below")]
+    )
     def test_sizes_out_of_range_are_refused_by_name(self, name, value):
         with pytest.raises(CallerError, match=rf"{name} is out of range: got .*expected a whole number >= 1"):
             dataclasses.replace(self.cost, **{name: value})
@@ -209,4 +259,6 @@ class TestCost:
     def test_more_bandwidth_never_takes_longer(self, hidden, tp, one, other, latency):
         cost = TensorParallelCost(hidden, 2, 16, tp)
         slow, fast = sorted((one, other))
-        assert cost.seconds_per_step(Bandwidth(fast), latency) <= cost.seconds_per_step(Bandwidth(slow), latency)
+        assert cost.seconds_per_step(Bandwidth(fast), latency_seconds=latency) <= cost.seconds_per_step(
+            Bandwidth(slow), latency_seconds=latency
+        )

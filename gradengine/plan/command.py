@@ -3,53 +3,44 @@
 from __future__ import annotations
 
 import json as json_format
-from enum import Enum
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from gradengine.errors import CallerError
+from gradengine.plan.machine import Rates
+from gradengine.plan.measure import measure_rates
+from gradengine.plan.memory import DEVICES, DTYPES, OPTIMIZERS
 from gradengine.plan.models import NAMED, load_model
-from gradengine.plan.prediction import Plan, Question, predict
+from gradengine.plan.prediction import Plan, predict
+from gradengine.plan.question import Question
 from gradengine.plan.table import show
+from gradengine.plan.traffic import SOCKETS, SUMMED
 from gradengine.tensor_parallel_cost import Bandwidth
 
 __all__ = ["plan"]
 
-
-class Dtype(str, Enum):
-    """Of weights, gradients and activations."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class Optimizer(str, Enum):
-    """Whose state is counted."""
-
-    ADAMW = "adamw"
-    LION = "lion"
-    MOMENTUM = "momentum"
-    SGD = "sgd"
-
-
-class Device(str, Enum):
-    """Where the model is."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
 _MICROSECONDS = 1e6
 _UNITS = "with its unit: '10 Gbit/s', '1.25 GB/s'"
+_STDOUT = Path("-")
+_FIELDS = {field.name for field in fields(Question)}
+_OPTIONS = {"latency_seconds": "latency-us", "tp_latency_seconds": "tp-latency-us"}  # where they are not the field's
+_NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 def plan(
     model: Annotated[str, typer.Option(help=f"{', '.join(NAMED)}, or a Llama-like config.json.")],
-    bandwidth: Annotated[str, typer.Option(help=f"Of each rank's link between workers, each way, {_UNITS}.")],
+    bandwidth: Annotated[
+        str | None, typer.Option(help=f"Of each rank's link between workers, each way, {_UNITS}.")
+    ] = None,
+    one_machine: Annotated[
+        bool, typer.Option("--one-machine", help="Instead: all workers on this machine, measured first (3 s).")
+    ] = False,
     workers: Annotated[
         int, typer.Option(min=1, help="Data-parallel workers; with --tp T each is a group of T ranks.")
     ] = 2,
@@ -59,59 +50,138 @@ def plan(
     tp_latency_us: Annotated[float, typer.Option(help="Microseconds of a message within a worker.")] = 10.0,
     socket_bandwidth: Annotated[
         str, typer.Option(help="What one process moves through its sockets each way, on any link; limits tcp://.")
-    ] = "3 GB/s",
+    ] = f"{SOCKETS.gigabytes_per_second:g} GB/s",
+    sum_bandwidth: Annotated[
+        str, typer.Option(help="What one thread of rank 0 looks at, or adds to the sum; limits tcp://.")
+    ] = f"{SUMMED.gigabytes_per_second:g} GB/s",
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a worker's micro-batch.")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of each worker in an optimizer step.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights, gradients and activations.")] = Dtype.FLOAT32,
-    optimizer: Annotated[Optimizer, typer.Option(help="Whose state is counted.")] = Optimizer.ADAMW,
+    dtype: Annotated[
+        str, typer.Option(metavar="|".join(DTYPES), help="Of weights, gradients and activations.")
+    ] = "float32",
+    optimizer: Annotated[str, typer.Option(metavar="|".join(OPTIMIZERS), help="Whose state is counted.")] = "adamw",
     tflops: Annotated[float, typer.Option(help="10^12 operations a second that a rank achieves.")] = 100.0,
     backward_seconds: Annotated[
         float | None, typer.Option(help="Of one micro-batch on one rank, measured; instead of --tflops.")
     ] = None,
     vocab_parallel: Annotated[bool, typer.Option("--vocab-parallel", help="Cut LM head and embedding too.")] = False,
-    device: Annotated[Device, typer.Option(help="Where the model is; a GPU's arena has a mirror.")] = Device.CUDA,
-    json: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    device: Annotated[
+        str, typer.Option(metavar="|".join(DEVICES), help="Where the model is; a GPU's arena has a mirror.")
+    ] = "cuda",
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write everything here; -: to stdout, and no table.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw exchange seconds against workers here.")] = None,
 ) -> None:
     """Say what a training run will take: memory of a rank, bytes and seconds of its exchange, the transport to take.
 
-    N workers are data-parallel; each is a group of T tensor-parallel ranks, N x T ranks in all. Nothing is run.
+    N workers are data-parallel; each is a group of T tensor-parallel ranks, N x T ranks in all. Nothing is run; with
+    --one-machine the machine's rates are.
     """
-    question = Question(
-        load_model(model),
-        workers,
-        Bandwidth.parse(bandwidth),
-        tp=tp,
-        tp_bandwidth=None if tp_bandwidth is None else Bandwidth.parse(tp_bandwidth),
-        latency_seconds=latency_us / _MICROSECONDS,
-        tp_latency_seconds=tp_latency_us / _MICROSECONDS,
-        socket_bandwidth=Bandwidth.parse(socket_bandwidth),
-        sequence_length=sequence_length,
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        dtype=dtype.value,
-        optimizer=optimizer.value,
-        tflops=tflops,
-        backward_seconds=backward_seconds,
-        vocab_parallel=vocab_parallel,
-        device=device.value,
-    )
-    found = predict(question)
+    _refuse_both_or_neither(bandwidth, one_machine=one_machine)
+    _refuse_bad_paths(json, plot)
+    numbers: dict[str, Any] = {
+        "workers": workers, "tp": tp, "latency_seconds": latency_us / _MICROSECONDS,
+        "tp_latency_seconds": tp_latency_us / _MICROSECONDS, "sequence_length": sequence_length,
+        "batch_size": batch_size, "micro_batches": micro_batches, "dtype": dtype, "optimizer": optimizer,
+        "tflops": tflops, "backward_seconds": backward_seconds, "vocab_parallel": vocab_parallel, "device": device,
+    }  # fmt: skip
+    texts = {
+        "bandwidth": bandwidth, "tp_bandwidth": tp_bandwidth,
+        "socket_bandwidth": socket_bandwidth, "sum_bandwidth": sum_bandwidth,
+    }  # fmt: skip
+    found = _predicted(model, numbers, texts)
+    _write(found, json, plot)
+    if json != _STDOUT:
+        show(found, Console(highlight=False))
+
+
+def _predicted(model: str, numbers: Mapping[str, Any], texts: Mapping[str, str | None]) -> Plan:
+    """Of links; or, without a bandwidth, of this machine, which is measured only once all else can be planned."""
+    bandwidths: dict[str, Any] = {name: _bandwidth(name, text) for name, text in texts.items()}
+    machine = _NOT_MEASURED if bandwidths["bandwidth"] is None else None
+    try:
+        question = Question(load_model(model), machine=machine, **bandwidths, **numbers)
+        found = predict(question)
+    except CallerError as fault:
+        raise _naming_the_option(fault) from None
+    return found if machine is None else predict(replace(question, machine=measure_rates()))
+
+
+def _refuse_both_or_neither(bandwidth: str | None, *, one_machine: bool) -> None:
+    if (bandwidth is None) != one_machine:
+        raise CallerError(
+            "--bandwidth and --one-machine exclude each other",
+            got="both" if one_machine else "neither",
+            expected="the bandwidth of the links between workers, or that all are on one machine",
+        )
+
+
+def _bandwidth(field: str, text: str | None) -> Bandwidth | None:
+    try:
+        return None if text is None else Bandwidth.parse(text)
+    except CallerError as fault:
+        option = field.replace("_", "-")
+        raise CallerError(f"--{option}: {fault.what}", got=fault.got, expected=fault.expected, do=fault.do) from None
+
+
+def _naming_the_option(fault: CallerError) -> CallerError:
+    """A question's error names its field; who types a command knows the option."""
+    for word in fault.what.split()[:2]:
+        if word in _FIELDS:
+            option = _OPTIONS.get(word, word.replace("_", "-"))
+            return CallerError(f"--{option}: {fault.what}", got=fault.got, expected=fault.expected, do=fault.do)
+    return fault
+
+
+def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:
+    """All of them, before anything is measured or written."""
+    if json is not None and json != _STDOUT:
+        _refuse_unwritable(json, "--json")
+    if plot is None:
+        return
+    # Only a plot needs matplotlib, whose import takes longer than all else.
+    from gradengine.plan.plot import refuse_unknown_kind  # noqa: PLC0415
+
+    refuse_unknown_kind(plot)
+    _refuse_unwritable(plot, "--plot")
+    if json is not None and json.resolve() == plot.resolve():
+        raise CallerError("--json and --plot are one file", got=repr(str(plot)), expected="two")
+
+
+def _refuse_unwritable(path: Path, option: str) -> None:
+    """A file that is there can be written; or the nearest folder that is there can be written to."""
+    there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+    reason = None
+    if there == path:
+        reason = "it is a folder" if path.is_dir() else None
+    elif not there.is_dir():
+        reason = f"{str(there)!r} is no folder"
+    if reason or not os.access(there, os.W_OK):
+        raise _unwritable(path, option, reason or "permission denied")
+
+
+def _unwritable(path: Path, option: str, reason: str) -> CallerError:
+    return CallerError(f"cannot write {str(path)!r}: {reason}", do=f"pass another {option} FILE")
+
+
+def _write(found: Plan, json: Path | None, plot: Path | None) -> None:
     if json is not None:
-        _write(json, found)
+        text = json_format.dumps(found.as_json(), indent=1, allow_nan=False)
+        if json == _STDOUT:
+            typer.echo(text)
+        else:
+            _save(json, "--json", lambda: json.write_text(f"{text}\n", encoding="utf-8"))
     if plot is not None:
-        # Only a plot needs matplotlib, whose import takes longer than all else.
-        from gradengine.plan.plot import refuse_bad_path, save_plot  # noqa: PLC0415
+        from gradengine.plan.plot import save_plot  # noqa: PLC0415
 
-        refuse_bad_path(plot)
-        save_plot(plot, found)
-    show(found, Console(highlight=False))
+        _save(plot, "--plot", lambda: save_plot(plot, found))
 
 
-def _write(path: Path, found: Plan) -> None:
+def _save(path: Path, option: str, write: Callable[[], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json_format.dumps(found.as_json(), indent=1, allow_nan=False) + "\n")
+        write()
     except OSError as fault:
-        raise CallerError(f"cannot write {str(path)!r}: {fault.strerror}", do="pass another --json FILE") from None
+        raise _unwritable(path, option, fault.strerror or str(fault)) from None

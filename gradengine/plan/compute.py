@@ -28,6 +28,15 @@ class Compute:
     backward_seconds: float
     source: str
 
+    @property
+    def seconds(self) -> float:
+        """Of both.
+
+        >>> measured(0.5).seconds
+        0.75
+        """
+        return self.forward_seconds + self.backward_seconds
+
 
 def assumed(
     model: Model, layout: GradientLayout, tokens: int, sequence_length: int, tflops: float, tp_seconds: float

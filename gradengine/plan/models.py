@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
+from gradengine.plan.config import read_config
 from gradengine.tensor_parallel import TensorParallelConfig
 
 __all__ = ["NAMED", "Embedding", "Model", "load_model"]
 
 Embedding: TypeAlias = Literal["own", "tied", "frozen"]  # trained by itself; the LM head's; not trained
-
-_LARGEST_FILE = 1 << 20
-_LARGEST_SIZE = 10_000_000
-_LARGEST_DEPTH = 10_000  # blocks: each is nine rows of a layout
 
 
 @dataclass(frozen=True)
@@ -120,17 +116,6 @@ NAMED: Mapping[str, Model] = {
     )
 }
 
-_KEYS = {
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_blocks",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "intermediate_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_OTHERS = ("n_embd", "n_layer", "d_model", "decoder_layers")  # how models name their sizes that have other components
-
 
 def load_model(name: str) -> Model:
     """A model by its name, or by the path of a config.json in the form that Hugging Face models have.
@@ -139,8 +124,8 @@ def load_model(name: str) -> Model:
         name: "350m", "1b", "7b", "70b", or a path.
 
     Raises:
-        CallerError: No such name or file, no JSON, a key that is missing or out of range, or a model with other
-            components than those nine; the error names file and key.
+        CallerError: No such name or regular file, no JSON, a key that is missing, twice there or out of range, or a
+            model with other components than those nine; the error names file and key.
 
     Example:
         >>> load_model("1b").num_blocks
@@ -149,75 +134,24 @@ def load_model(name: str) -> Model:
     if name.lower() in NAMED:
         return NAMED[name.lower()]
     path = Path(name)
-    config = _read(path)
-    _refuse_other_components(config, path)
-    sizes = {ours: _size(config, theirs, path) for theirs, ours in _KEYS.items()}
-    _refuse_other_head_size(config, sizes, path)
-    tied = config.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise _refused(path, "tie_word_embeddings", tied, "true or false")
+    if not _is_file(path):
+        raise CallerError(
+            f"there is no model {_shortened(name)}", expected=f"one of {', '.join(NAMED)}, or a config.json"
+        )
+    config = read_config(path)
     try:
-        return Model(path.stem, f"{path.name}, taken as a Llama", **sizes, embedding="tied" if tied else "own")
+        return Model(path.stem, f"{path.name}, taken as a Llama", **config.sizes, embedding=config.embedding)
     except CallerError as fault:
         raise CallerError(f"{path}: {fault.what}", got=fault.got, expected=fault.expected) from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _is_file(path: Path) -> bool:
+    """A pipe is none: nobody may ever write to it."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_FILE + 1)
-    except (OSError, ValueError) as fault:
-        reason = getattr(fault, "strerror", None) or fault
-        raise CallerError(
-            f"there is no model {str(path)!r} ({reason})", expected=f"one of {', '.join(NAMED)}, or a config.json"
-        ) from None
-    if len(text) > _LARGEST_FILE:
-        raise CallerError(f"{path} is too large", got=f"over {_LARGEST_FILE} bytes", expected="a config.json")
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as fault:
-        raise CallerError(f"{path} is no JSON ({fault})", expected="a config.json") from None
-    if not isinstance(config, dict):
-        raise CallerError(f"{path} is no model", got=type(config).__name__, expected="a JSON object of sizes")
-    return config
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or a NUL in it
+        return False
 
 
-def _refuse_other_components(config: Mapping[str, Any], path: Path) -> None:
-    for key in _OTHERS:
-        if key in config and "hidden_size" not in config:
-            raise _refused(path, key, config[key], "Llama's keys: hidden_size, num_hidden_layers, ...")
-    for key in _EXPERTS:
-        if config.get(key) not in (None, 0, 1):
-            raise _refused(path, key, config[key], "one feed-forward a block, no experts")
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key) not in (None, False):
-            raise _refused(path, key, config[key], "false: the nine components of a block have no biases")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise _refused(path, "hidden_act", config["hidden_act"], "silu: a gated feed-forward of three matrices")
-
-
-def _size(config: Mapping[str, Any], key: str, path: Path) -> int:
-    value = config.get(key)
-    if value is None and key == "num_key_value_heads":
-        return _size(config, "num_attention_heads", path)
-    largest = _LARGEST_DEPTH if key == "num_hidden_layers" else _LARGEST_SIZE
-    if value is None:
-        raise CallerError(f"{path} has no '{key}'", expected=f"a whole number, 1..{largest}")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-        raise _refused(path, key, value, f"a whole number, 1..{largest}")
-    return value
-
-
-def _refuse_other_head_size(config: Mapping[str, Any], sizes: Mapping[str, int], path: Path) -> None:
-    given, head_size = config.get("head_dim"), sizes["hidden_size"] / sizes["num_heads"]
-    if given is not None and given != head_size:
-        raise _refused(path, "head_dim", given, f"hidden_size / num_attention_heads = {head_size:g}")
-
-
-def _refused(path: Path, key: str, got: object, expected: str) -> CallerError:
-    shown = json.dumps(got)
-    return CallerError(
-        f"{path}: '{key}' cannot be planned with",
-        got=shown if len(shown) <= 80 else f"{shown[:40]}...",
-        expected=expected,
-    )
+def _shortened(name: str) -> str:
+    return repr(name) if len(name) <= 200 else f"{name[:40]!r}..."

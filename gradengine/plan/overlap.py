@@ -14,7 +14,7 @@ class Overlap:
 
     Attributes:
         seconds: Of the exchange, if nothing hid it.
-        exposed_seconds: After the end of backward: what the step waits.
+        exposed_seconds: After the end of backward: what the step waits; on one machine for its engine, too.
     """
 
     seconds: float
@@ -22,8 +22,12 @@ class Overlap:
 
     @property
     def hidden_seconds(self) -> float:
-        """While backward runs."""
-        return self.seconds - self.exposed_seconds
+        """While backward runs.
+
+        >>> Overlap(seconds=4.5, exposed_seconds=2.5).hidden_seconds
+        2.0
+        """
+        return max(0.0, self.seconds - self.exposed_seconds)
 
 
 def overlapped(

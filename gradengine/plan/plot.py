@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from gradengine.demo.plot import refuse_bad_path
-from gradengine.plan.traffic import ALGORITHMS, span_bytes
+from gradengine.errors import CallerError
+from gradengine.plan.quantities import rate
+from gradengine.plan.traffic import span_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,16 +18,30 @@ if TYPE_CHECKING:
 
     from gradengine.plan.prediction import Plan
 
-__all__ = ["drawn", "refuse_bad_path", "save_plot", "worker_counts"]
+__all__ = ["drawn", "refuse_unknown_kind", "save_plot", "worker_counts"]
 
 _STYLES: dict[str, tuple[str, str, Any, float]] = {
     "star": ("star, tcp://", "#c44e52", "-", 2.2),
     "ring": ("ring", "#4c72b0", "-", 4.0),
     "ordered": ("ordered (mpi://, planned)", "#dd8452", (0, (4, 8)), 1.8),  # the three often lie on each other
     "nccl": ("NCCL (nccl://, planned)", "#8fd39a", (6, (4, 8)), 1.8),
+    "tcp://": ("tcp://", "#c44e52", "-", 2.2),
+    "unix://": ("unix://", "#4c72b0", "-", 2.2),
+    "threads": ("threads", "#dd8452", "-", 2.2),
 }
 _BACKWARD = "#555555"
 _MOST_POINTS = 24
+
+
+def refuse_unknown_kind(path: Path) -> None:
+    """Before anything is written.
+
+    Raises:
+        CallerError: No plot is saved by a name that ends so.
+    """
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in kinds:
+        raise CallerError(f"cannot plot to {str(path)!r}", got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
 
 
 def save_plot(path: Path, plan: Plan) -> None:
@@ -55,10 +70,10 @@ def worker_counts(workers: int) -> list[int]:
 
 
 def _draw(axes: Axes, plan: Plan) -> None:
-    counts, spans, network = worker_counts(plan.question.workers), span_bytes(plan.layout), plan.question.network
-    for name, algorithm in ALGORITHMS.items():
+    counts, spans = worker_counts(plan.question.workers), span_bytes(plan.layout)
+    for name, predictor in plan.question.predictors.items():
         label, color, line, width = _STYLES[name]
-        seconds = [algorithm(spans, count, network).seconds for count in counts]
+        seconds = [predictor(spans, count).seconds for count in counts]
         axes.plot(counts, seconds, linestyle=line, color=color, linewidth=width, label=label)
     backward = plan.compute.backward_seconds
     axes.axhline(backward, color=_BACKWARD, linestyle=":", linewidth=1.2)
@@ -77,7 +92,8 @@ def _draw(axes: Axes, plan: Plan) -> None:
 def _dress(axes: Axes, plan: Plan) -> None:
     question = plan.question
     tp = f", tensor parallel over {question.tp}" if question.tp > 1 else ""
-    axes.set_title(f"{question.model.name}{tp}: exchange of a step over links of {question.bandwidth}", fontsize=11)
+    where = "within one machine" if question.bandwidth is None else f"over links of {rate(question.bandwidth)}"
+    axes.set_title(f"{question.model.name}{tp}: exchange of a step {where}", fontsize=11)
     axes.set_xlabel("data-parallel workers")
     axes.set_ylabel("seconds, nothing hidden")
     axes.set_xscale("log", base=2)
