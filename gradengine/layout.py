@@ -10,8 +10,9 @@ from typing import Protocol, get_args, runtime_checkable
 import msgpack
 
 from gradengine.errors import CallerError, LayoutMismatch
+from gradengine.shards import Partition, Shape, checked_tp_rank
 from gradengine.slots import Block, Row, Slot, Span, place, refuse_bad_rows
-from gradengine.tensor_parallel import Partition, Shape, TensorParallelConfig, checked_tp_rank
+from gradengine.tensor_parallel import TensorParallelConfig
 
 __all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout", "Slot", "Span"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from gradengine.errors import LayoutMismatch
-from gradengine.tensor_parallel import Partition, Shape
+from gradengine.shards import Partition, Shape
 
 __all__ = ["Block", "Row", "Slot", "Span", "place", "refuse_bad_rows"]
 

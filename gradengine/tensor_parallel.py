@@ -13,7 +13,6 @@ from typing import final
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.shards import (
     ColumnParallelShard,
-    Partition,
     Replica,
     RowParallelShard,
     Shape,
@@ -23,16 +22,7 @@ from gradengine.shards import (
     whole_number,
 )
 
-__all__ = [
-    "ColumnParallelShard",
-    "Partition",
-    "Replica",
-    "RowParallelShard",
-    "Shape",
-    "Shard",
-    "TensorParallelConfig",
-    "checked_tp_rank",
-]
+__all__ = ["ColumnParallelShard", "RowParallelShard", "TensorParallelConfig"]
 
 _COLUMN_PARALLEL = ("w_q", "w_k", "w_v", "gate", "up")
 _ROW_PARALLEL = ("w_o", "down")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradengine.demo.reports import Weights
     from gradengine.demo.settings import Settings
     from gradengine.exchange import Exchange
-    from gradengine.tensor_parallel import Shard
+    from gradengine.shards import Shard
 
 __all__ = ["WHOLE", "TensorParallelRank", "cut", "mirrored", "replicated_part", "tensor_parallel_group", "united"]
 
