@@ -30,11 +30,11 @@ from rich.table import Table
 from gradengine import local_group
 from gradengine.bench.crew import Crew, ProcessCrew, ThreadCrew
 from gradengine.bench.machine import load, machine, versions
-from gradengine.bench.reduction import ExchangeReduction, span_layout
+from gradengine.bench.reduction import ExchangeReduction, free_port, span_layout
 from gradengine.errors import GradientError
 from gradengine.plan.compute import ready_shares
 from gradengine.plan.machine import ON_ONE_MACHINE, Rates, on_one_machine, overlap_on_one_machine
-from gradengine.plan.measure import Sum, free_port, pairs, rates_of
+from gradengine.plan.measure import Sum, pairs, rates_of
 from gradengine.plan.memory import coordinator_bytes
 from gradengine.plan.traffic import Network, span_bytes, star
 from gradengine.tensor_parallel_cost import Bandwidth

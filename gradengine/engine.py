@@ -157,7 +157,7 @@ class GradientEngine:
 
     @property
     def world_size(self) -> int:
-        """Workers in the group; 1 without an exchange."""
+        """Workers that exchange, each with a whole model or the same part of one; 1 without an exchange."""
         return self.exchange.world_size if self.exchange else 1
 
     def add(self, gradients: Gradients, weight: float = 1.0) -> None:

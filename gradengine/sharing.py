@@ -140,7 +140,7 @@ class Sharing:
         """The step is over on this rank."""
         self.window += 1
         self.workers.next_step()
-        self.parts.next_step()
+        self.parts.group.next_step()
         self.clear()
 
     def discard(self) -> None:
@@ -150,7 +150,7 @@ class Sharing:
             return
         self.window += bool(self.failed or self.workers.started)
         self.workers.drop()
-        self.parts.drop()
+        self.parts.group.drop()
         self.clear()
 
     def clear(self) -> None:

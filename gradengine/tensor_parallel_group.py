@@ -133,16 +133,6 @@ class TensorParallelGroup:
             self._told = sorted((f for f in found if f is not None), key=lambda f: order[f.component])
         return self._told[0] if self._told else None
 
-    def next_step(self) -> None:
-        """The step is over on this rank."""
-        self.group.next_step()
-        self.agreed = self._told = None
-
-    def drop(self) -> None:
-        """Forget the window."""
-        self.group.drop()
-        self.agreed = self._told = None
-
     def clear(self) -> None:
         """Nothing of the step has been told."""
         self.group.clear()

@@ -237,8 +237,10 @@ class DistributedTrainer:
         return ordered_sum(loss for loss, _ in sums) / ordered_sum(weight for _, weight in sums)
 
     def _compare_weights(self) -> float:
-        exchange, mine = self.engine.exchange, weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
-        digests = [mine] if exchange is None else tell_all(exchange, f"digest of weights after step {self.step}", mine)
+        exchange, digests = self.engine.exchange, []
+        if exchange is not None:
+            mine = weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
+            digests = tell_all(exchange, f"digest of weights after step {self.step}", mine)
         self._is_uncompared = False
         for rank, digest in enumerate(digests):
             if digest != digests[0]:

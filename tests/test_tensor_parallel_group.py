@@ -1064,21 +1064,19 @@ class TestRunAgain:
         assert "in the tensor-parallel group: rank 1 is late for a gather" in str(error)
 
 
-def test_on_a_device_what_is_the_same_costs_no_copy(device):
+def test_on_a_device_what_is_the_same_costs_no_copy(emulated):
     """The whole model's norm needs the squared sums alone; gradients stay where they are."""
-    if not hasattr(device.kernels.xp, "recorded"):
-        pytest.skip("copies are counted on the emulator")
 
     def work(exchange):
         c = config(exchange.rank, 2)
-        engine = GradientEngine(layout_of(c), device.kernels, tp_exchange=exchange)
-        engine.add(put_all(device, part_of(contribution(0, 0), c)))
+        engine = GradientEngine(layout_of(c), emulated.kernels, tp_exchange=exchange)
+        engine.add(put_all(emulated, part_of(contribution(0, 0), c)))
         engine.step()
-        engine.add(put_all(device, part_of(contribution(0, 0), c)))
+        engine.add(put_all(emulated, part_of(contribution(0, 0), c)))
         exchange.barrier()  # the other rank's arrays are there too
         record = None
         if exchange.rank == 0:
-            with device.kernels.xp.recorded() as record:
+            with emulated.kernels.xp.recorded() as record:
                 result = engine.step()
         else:
             result = engine.step()

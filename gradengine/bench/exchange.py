@@ -5,7 +5,6 @@ Bytes counted, for every variant alike: 2 (W - 1) sets, what crosses between wor
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from gradengine.bench.case import Absent, Case
 from gradengine.bench.crew import Crew, ProcessCrew, ThreadCrew
-from gradengine.bench.reduction import ExchangeReduction, GlooReduction, SocketReduction
+from gradengine.bench.reduction import ExchangeReduction, GlooReduction, SocketReduction, free_port
 from gradengine.bench.torch_peers import without_torch
 from gradengine.exchange import local_group
 
@@ -48,9 +47,9 @@ def exchange_cases(world_size: int, elements: int) -> Iterator[list[Case | Absen
 
         exchanges = local_group(world_size)
         threads = ThreadCrew(lambda rank: ExchangeReduction(exchanges[rank], elements), world_size)
-        by_hand = ProcessCrew(partial(SocketReduction, ("127.0.0.1", _free_port()), *size), world_size)
+        by_hand = ProcessCrew(partial(SocketReduction, ("127.0.0.1", free_port()), *size), world_size)
         cases: list[Case | Absent] = [
-            case("ours tcp://", over(f"tcp://127.0.0.1:{_free_port()}"), ours=True),
+            case("ours tcp://", over(f"tcp://127.0.0.1:{free_port()}"), ours=True),
             case("ours unix://", over(f"unix://{folder / 'socket'}"), ours=True),
             case("ours threads", threads, ours=True),
             case("sockets by hand", by_hand),
@@ -60,10 +59,3 @@ def exchange_cases(world_size: int, elements: int) -> Iterator[list[Case | Absen
             gloo = ProcessCrew(partial(GlooReduction, str(folder / "gloo"), *size), world_size)
             cases.append(case("torch gloo", gloo))
         yield [*cases, *absent]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

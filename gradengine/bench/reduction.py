@@ -17,7 +17,16 @@ from gradengine.exchange import Exchange, Progress, connect
 from gradengine.exchange.channel import Address, connect_socket, listen_socket
 from gradengine.layout import GradientLayout
 
-__all__ = ["ExchangeReduction", "GlooReduction", "Reduction", "SocketReduction", "contribution", "span_layout"]
+__all__ = [
+    "ExchangeReduction",
+    "GlooReduction",
+    "Reduction",
+    "SocketReduction",
+    "contribution",
+    "free_port",
+    "receive_all",
+    "span_layout",
+]
 
 _SPAN = 1 << 20  # elements: 4 MB, a weight matrix of the 350M model
 _JOIN_SECONDS = 60.0
@@ -132,10 +141,10 @@ class SocketReduction(Reduction):
         """Send and wait; or, on rank 0, receive, add, and send to each."""
         if self.rank:
             self._others[0].sendall(self.arena.data)
-            _receive(self._others[0], self.arena)
+            receive_all(self._others[0], self.arena)
             return
         for connection in self._others:
-            _receive(connection, self._received)
+            receive_all(connection, self._received)
             self.arena += self._received
         for connection in self._others:
             connection.sendall(self.arena.data)
@@ -175,10 +184,23 @@ class GlooReduction(Reduction):
         self._distributed.destroy_process_group()
 
 
-def _receive(connection: socket.socket, memory: npt.NDArray[np.float32]) -> None:
+def receive_all(connection: socket.socket, memory: npt.NDArray[np.float32]) -> None:
+    """Fill an array from a socket."""
     view, filled = memory.data.cast("B"), 0
     while filled < view.nbytes:
         count = connection.recv_into(view[filled:])
         if count == 0:
             raise ConnectionError("the other end closed the connection")
         filled += count
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens at.
+
+    >>> 0 < free_port() < 1 << 16
+    True
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -6,7 +6,6 @@ classes in the rounds of the exchanges that they predict.
 
 from __future__ import annotations
 
-import socket
 import statistics
 import threading
 import time
@@ -18,16 +17,15 @@ from tempfile import TemporaryDirectory
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from gradengine.bench.crew import Crew, ProcessCrew
-from gradengine.bench.reduction import Reduction, contribution
+from gradengine.bench.reduction import Reduction, contribution, free_port, receive_all
 from gradengine.exchange.channel import Address, Channel, connect_socket, listen_socket
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, find_non_finite
 from gradengine.kernels.host import available_cpus
 from gradengine.plan.machine import Rates
 
-__all__ = ["Duplex", "Sum", "free_port", "measure_rates", "pairs", "rates_of"]
+__all__ = ["Duplex", "Sum", "measure_rates", "pairs", "rates_of"]
 
 _JOIN_SECONDS = 60.0
 _PIECE = DEFAULT_BUCKET_BYTES // 4
@@ -59,7 +57,7 @@ class Duplex(Reduction):
         """Send and receive at once."""
         sender = threading.Thread(target=self._send)
         sender.start()
-        _receive(self._socket, self.arena)
+        receive_all(self._socket, self.arena)
         sender.join()
 
     def _send(self) -> None:
@@ -143,28 +141,7 @@ def measure_rates(elements: int = _ELEMENTS, rounds: int = _ROUNDS) -> Rates:
     return rates_of({name: statistics.median(taken[1:]) for name, taken in samples.items()}, elements)
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens at.
-
-    >>> 0 < free_port() < 1 << 16
-    True
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def _receive(connection: socket.socket, memory: npt.NDArray[np.float32]) -> None:
-    view, filled = memory.data.cast("B"), 0
-    while filled < view.nbytes:
-        count = connection.recv_into(view[filled:])
-        if count == 0:
-            raise ConnectionError("the other end closed the connection")
-        filled += count
