@@ -20,7 +20,7 @@ class Stepper:
     def __init__(self, url: str, workers: int, elements: int, backward_seconds: float, rank: int) -> None:
         self._layout, self._backward = span_layout(elements), backward_seconds
         self._exchange = connect(url, rank, workers, join_timeout=_JOIN_SECONDS)
-        self._engine = GradientEngine(self._layout, exchange=self._exchange)
+        self._engine = GradientEngine(self._layout, exchange=self._exchange, max_norm=1.0)
         self._gradients = [[contribution(rank, slot.size) for slot in span.slots] for span in self._layout.spans]
         self._shares = ready_shares(self._layout)
 

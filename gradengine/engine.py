@@ -43,7 +43,8 @@ class GradientEngine:
     Args:
         layout: Where each component lies.
         device: "cpu", "cuda" (the first GPU), "cuda:1", or kernels.
-        max_norm: Bound of the global norm, or one by group name; None clips nothing.
+        max_norm: Bound of the global norm, or one by group name. None, the default, clips nothing: a bound that nobody
+            asked for would change gradients without a word. The norm is taken either way.
         exchange: The sum over workers; None for one worker. Of a part of a model, over the workers with the same part.
         on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" it on unclipped.
         micro_batches: Micro-batches of a window, if known: the last one takes the norm in the same pass, and its spans
@@ -75,7 +76,7 @@ class GradientEngine:
         self,
         layout: GradientLayout,
         device: str | Kernels = "cpu",
-        max_norm: MaxNorm = 1.0,
+        max_norm: MaxNorm = None,
         exchange: Exchange | None = None,
         on_non_finite: OnNonFinite = "raise",
         micro_batches: int | None = None,

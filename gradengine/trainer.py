@@ -53,7 +53,7 @@ class DistributedTrainer:
         trainer: The local trainer; starts with the same weights on every worker.
         exchange: The sum over workers; None for one worker.
         layout: The gradients' layout.
-        max_norm: Bound of the global norm, or one by group name; None clips nothing.
+        max_norm: Bound of the global norm, or one by group name; None, the default, clips nothing.
         groups: Components that share a norm; None for one global norm.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means.
         on_non_finite: "raise", "skip" or "pass", as for `GradientEngine`.
@@ -87,7 +87,7 @@ class DistributedTrainer:
         exchange: Exchange | None,
         layout: GradientLayout,
         *,
-        max_norm: MaxNorm = 1.0,
+        max_norm: MaxNorm = None,
         groups: Groups = None,
         average: Literal["weighted", "per_worker"] = "weighted",
         on_non_finite: Literal["raise", "skip", "pass"] = "raise",

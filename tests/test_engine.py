@@ -41,7 +41,7 @@ def copies(result):
 
 
 def new_engine(backend, layout=SMALL, **options):
-    return GradientEngine(layout, backend.kernels, **options)
+    return GradientEngine(layout, backend.kernels, **{"max_norm": 1.0, **options})
 
 
 def add_to(engine, backend, gradients, weight=1.0):
@@ -106,6 +106,15 @@ class TestOneWorker:
         add_to(engine, backend, gradients)
         for array, got in zip(gradients, engine.step().gradients.values(), strict=True):
             assert array.tobytes() == on_host(got).tobytes()
+
+    def test_nothing_is_clipped_that_nobody_bounded(self, backend):
+        gradients, engine = random_gradients(0), GradientEngine(SMALL, backend.kernels)
+        add_to(engine, backend, [1000 * gradient for gradient in gradients])
+        result = engine.step()
+        assert float(result.norm) > 1000
+        assert (float(result.scale), float(result.factor)) == (1.0, 1.0)
+        for array, got in zip(gradients, result.gradients.values(), strict=True):
+            draw.assert_same_bits(on_host(got), 1000 * array)
 
     def test_gradients_are_views_of_the_arena(self, backend):
         engine = new_engine(backend)
@@ -286,7 +295,7 @@ class TestOut:
 class TestVerdict:
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_raise_names_component_index_and_value_and_keeps_the_window(self, value):
-        engine = GradientEngine(SMALL)
+        engine = GradientEngine(SMALL, max_norm=1.0)
         gradients = bad_gradients(value)
         engine.add(gradients)
         for _ in range(2):  # a second try finds the same
@@ -533,7 +542,7 @@ class TestLateVerdict:
         assert engine.latest_verdict == verdict
 
     def test_on_the_cpu_there_is_none(self):
-        engine = GradientEngine(SMALL)
+        engine = GradientEngine(SMALL, max_norm=1.0)
         engine.add(random_gradients(0))
         engine.step()
         assert engine.latest_verdict is None
@@ -718,7 +727,7 @@ class TestSeveralWorkers:
     @pytest.mark.parametrize("policy", ["raise", "skip"])
     def test_a_bad_gradient_is_blamed_on_its_rank_everywhere(self, policy):
         def one(exchange):
-            engine = GradientEngine(SMALL, exchange=exchange, on_non_finite=policy)
+            engine = GradientEngine(SMALL, exchange=exchange, on_non_finite=policy, max_norm=1.0)
             gradients = random_gradients(exchange.rank)
             if exchange.rank == 1:
                 gradients[1][3] = math.inf
@@ -744,7 +753,7 @@ class TestSeveralWorkers:
 
     def test_a_sum_that_overflows_is_nobodys_fault(self):
         def one(exchange):
-            engine = GradientEngine(GradientLayout.of([(2,)]), exchange=exchange, on_non_finite="skip")
+            engine = GradientEngine(GradientLayout.of([(2,)]), exchange=exchange, on_non_finite="skip", max_norm=1.0)
             engine.add([np.array([0, 3e38], np.float32)])
             found = engine.step().non_finite
             return found.rank, found.index
@@ -753,13 +762,13 @@ class TestSeveralWorkers:
 
     def test_layouts_that_differ_are_shown_on_every_rank(self):
         other = GradientLayout.of({"layers.0.w": (5, 3), "layers.1.w": (7,), "head": (1,)})
-        outcomes = on_ranks(lambda e: GradientEngine(other if e.rank == 2 else SMALL, exchange=e), 3)
+        outcomes = on_ranks(lambda e: GradientEngine(other if e.rank == 2 else SMALL, exchange=e, max_norm=1.0), 3)
         assert all(isinstance(outcome, HandshakeRefused) for outcome in outcomes)
         assert all("(5, 3)" in str(outcome) and "(3, 5)" in str(outcome) for outcome in outcomes)
 
     def test_a_complete_window_takes_no_more(self):
         def one(exchange):
-            engine = GradientEngine(SMALL, exchange=exchange, micro_batches=1)
+            engine = GradientEngine(SMALL, exchange=exchange, micro_batches=1, max_norm=1.0)
             engine.add(random_gradients(0))
             with pytest.raises(WindowError, match="on its way"):
                 engine.add(random_gradients(1))
@@ -868,7 +877,7 @@ def test_an_arena_that_was_mended_after_a_verdict_steps_on():
 class TestSeveralWorkersAfterAFault:
     def test_a_verdict_can_be_asked_for_again_and_nobody_waits(self):
         def one(exchange):
-            engine = GradientEngine(SMALL, exchange=exchange)
+            engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
             gradients = random_gradients(exchange.rank)
             if exchange.rank == 0:
                 gradients[0][0, 0] = math.nan
@@ -887,7 +896,7 @@ class TestSeveralWorkersAfterAFault:
     @pytest.mark.parametrize("transport", ["local", "tcp"])
     def test_a_window_discarded_before_it_travels_leaves_the_group_whole(self, transport):
         def one(exchange):
-            engine = GradientEngine(SMALL, exchange=exchange)
+            engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
             engine.add(random_gradients(0))
             engine.discard()
             engine.add(random_gradients(exchange.rank))
@@ -904,7 +913,7 @@ class TestSeveralWorkersAfterAFault:
 
     def test_a_window_discarded_on_its_way_closes_the_exchange(self):
         def one(exchange):
-            engine = GradientEngine(SMALL, exchange=exchange, micro_batches=1)
+            engine = GradientEngine(SMALL, exchange=exchange, micro_batches=1, max_norm=1.0)
             engine.add(random_gradients(exchange.rank))
             if exchange.rank == 1:
                 engine.discard()
@@ -920,7 +929,7 @@ class TestSeveralWorkersAfterAFault:
             return {n: a.tobytes() for n, a in engine.step().gradients.items()}
 
         def plain(exchange):
-            engine = GradientEngine(SMALL, exchange=exchange)
+            engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
             engine.add(random_gradients(exchange.rank))
             return {n: a.tobytes() for n, a in engine.step().gradients.items()}
 
@@ -961,7 +970,7 @@ class TestSeveralWorkersAfterAFault:
 
     def test_waiting_for_what_nobody_started_is_refused(self):
         def one(exchange):
-            engine = GradientEngine(SMALL, exchange=exchange)
+            engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
             with pytest.raises(WindowError, match="has started nothing"):
                 exchange.wait()
             engine.add(random_gradients(0))

@@ -281,7 +281,7 @@ def gradients(rank, seed):
 
 def undisturbed():
     def work(exchange):
-        engine = GradientEngine(SMALL, exchange=exchange)
+        engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
         for seed in (1, 2):
             engine.add(gradients(exchange.rank, seed))
         return engine_step(engine)
@@ -301,7 +301,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
         def join():
             return connect(url, rank, WORLD, bucket_bytes=BUCKET, timeout=20, join_timeout=20)
 
-        engine = GradientEngine(SMALL, exchange=join(), micro_batches=micro_batches)
+        engine = GradientEngine(SMALL, exchange=join(), micro_batches=micro_batches, max_norm=1.0)
         if rank == 1:
             land, landed = engine._sharing._take_landed, []
 
@@ -332,7 +332,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 
 def test_engines_discard_where_the_coordinator_lost_its_sums():
     with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
-        engines = on_all(lambda exchange: GradientEngine(SMALL, exchange=exchange), exchanges)
+        engines = on_all(lambda exchange: GradientEngine(SMALL, exchange=exchange, max_norm=1.0), exchanges)
         land, landed = engines[1]._sharing._take_landed, []
 
         def take(span, upto):

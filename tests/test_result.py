@@ -30,7 +30,7 @@ class TestCurrent:
     """A result's gradients are views of memory that the next calls write."""
 
     def test_until_the_engine_is_called_again(self, backend):
-        engine = GradientEngine(LAYOUT, backend.kernels)
+        engine = GradientEngine(LAYOUT, backend.kernels, max_norm=1.0)
         gradients = put_all(backend, draw.random_gradients(0, LAYOUT.slots))
         engine.add(gradients)
         first = engine.step()
@@ -44,7 +44,7 @@ class TestCurrent:
         assert not first.is_current()
 
     def test_of_replays(self, device):
-        engine = GradientEngine(LAYOUT, device.kernels)
+        engine = GradientEngine(LAYOUT, device.kernels, max_norm=1.0)
         gradients = put_all(device, draw.random_gradients(0, LAYOUT.slots))
         with engine.capture() as graph:
             engine.add(gradients)

@@ -122,7 +122,7 @@ class TestSameBytes:
 
     def test_a_deferred_step_leaves_the_sum_of_all(self, device):
         def one(exchange):
-            engine = GradientEngine(SMALL, device.kernels, exchange=exchange)
+            engine = GradientEngine(SMALL, device.kernels, exchange=exchange, max_norm=1.0)
             engine.add(put_all(device, contribution(exchange.rank, 0, 0, SMALL)))
             return bits_of(engine.step(deferred=True))
 
@@ -136,7 +136,7 @@ class TestNonFinite:
     def test_is_blamed_on_its_rank_everywhere_at_once(self, kernels_of, policy, bad_rank):
         def one(exchange):
             backend = kernels_of(exchange.rank)
-            engine = GradientEngine(SMALL, backend.kernels, exchange=exchange, on_non_finite=policy)
+            engine = GradientEngine(SMALL, backend.kernels, exchange=exchange, on_non_finite=policy, max_norm=1.0)
             gradients = contribution(exchange.rank, 0, 0, SMALL)
             if exchange.rank == bad_rank:
                 gradients[1][3] = math.inf
@@ -158,7 +158,7 @@ class TestNonFinite:
 
     def test_skip_hands_back_zeros(self, device):
         def one(exchange):
-            engine = GradientEngine(SMALL, device.kernels, exchange=exchange, on_non_finite="skip")
+            engine = GradientEngine(SMALL, device.kernels, exchange=exchange, on_non_finite="skip", max_norm=1.0)
             gradients = contribution(exchange.rank, 0, 0, SMALL)
             gradients[0][0, 0] = math.nan
             engine.add(put_all(device, gradients))
@@ -296,7 +296,7 @@ class TestMirror:
 
     def test_an_engine_alone_has_none(self, emulated):
         with emulated.kernels.xp.recorded() as record:
-            engine = GradientEngine(SMALL, emulated.kernels)
+            engine = GradientEngine(SMALL, emulated.kernels, max_norm=1.0)
         assert sum(record.pinned_allocations) < SMALL.nbytes + 4096
         assert engine.exchange is None
         assert "_mirror" not in vars(engine._sharing)

@@ -81,7 +81,7 @@ def merged(parts, *, vocab_parallel=False):
 
 def whole_step(worlds=1, magnitude=1.0, **options):
     """The same step of one worker with the whole model and all micro-batches."""
-    engine = GradientEngine(WHOLE, **options)
+    engine = GradientEngine(WHOLE, **{"max_norm": 1.0, **options})
     for worker, k in itertools.product(range(worlds), range(MICRO_BATCHES)):
         engine.add(contribution(worker, k, magnitude))
     return engine.step()
@@ -105,7 +105,7 @@ class TestOneGroup:
     def test_sharded_is_unsharded(self, backend, tp_size, form, vocab_parallel):
         def work(exchange):
             c = config(exchange.rank, tp_size, vocab_parallel=vocab_parallel)
-            engine = GradientEngine(layout_of(c), backend.kernels, tp_exchange=exchange, replicated=form)
+            engine = GradientEngine(layout_of(c), backend.kernels, tp_exchange=exchange, replicated=form, max_norm=1.0)
             for k in range(MICRO_BATCHES):
                 engine.add(put_all(backend, part_of(contribution(0, k), c, form)))
             result = engine.step()
@@ -130,7 +130,7 @@ class TestOneGroup:
     def test_over_every_transport_the_bytes_are_the_same(self, transport):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum")
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum", max_norm=1.0)
             norms = []
             for step in range(3):
                 engine.add(part_of(contribution(step, 0), c, "sum"))
@@ -149,7 +149,7 @@ class TestOneGroup:
     def test_groups_of_components_are_the_whole_models(self, options):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange, **options)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, **{"max_norm": 1.0, **options})
             for k in range(MICRO_BATCHES):
                 engine.add(part_of(contribution(0, k), c))
             result = engine.step()
@@ -212,12 +212,12 @@ class TestOneGroup:
     def test_a_deferred_step_leaves_the_sum_of_the_replicas(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum")
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum", max_norm=1.0)
             engine.add(part_of(contribution(0, 0), c, "sum"))
             result = engine.step(deferred=True)
             return np.array(result.gradients["final_norm"]), float(result.factor)
 
-        whole = GradientEngine(WHOLE)
+        whole = GradientEngine(WHOLE, max_norm=1.0)
         whole.add(contribution(0, 0))
         expected = whole.step()
         for gradient, factor in on_ranks(work, 2):
@@ -228,21 +228,21 @@ class TestOneGroup:
         def work(exchange):
             c = config(exchange.rank, 2)
             layout = layout_of(c)
-            engine = GradientEngine(layout, loss_scale=4.0, tp_exchange=exchange, micro_batches=1)
+            engine = GradientEngine(layout, loss_scale=4.0, tp_exchange=exchange, micro_batches=1, max_norm=1.0)
             engine.add(part_of(contribution(0, 0, 4.0), c))
             out = {slot.name: np.zeros(slot.shape, np.float16) for slot in layout.slots}
             engine.step(out=out)
             return out
 
-        whole = GradientEngine(WHOLE)
+        whole = GradientEngine(WHOLE, max_norm=1.0)
         whole.add(contribution(0, 0))
         assert_near(merged(on_ranks(work, 2)), whole.step().gradients, rtol=1e-3)
 
     def test_a_group_of_one_is_no_group(self):
         (exchange,) = local_group(1)
-        alone = GradientEngine(WHOLE, tp_exchange=exchange, replicated="average")
+        alone = GradientEngine(WHOLE, tp_exchange=exchange, replicated="average", max_norm=1.0)
         alone.add(contribution(0, 0))
-        whole = GradientEngine(WHOLE)
+        whole = GradientEngine(WHOLE, max_norm=1.0)
         whole.add(contribution(0, 0))
         assert alone.step().norm == whole.step().norm
         assert alone.accumulator.arena.data.tobytes() == whole.accumulator.arena.data.tobytes()
@@ -292,6 +292,7 @@ class TestGrid:
                 tp_exchange=tensor_parallel,
                 replicated=form,
                 micro_batches=MICRO_BATCHES,
+                max_norm=1.0,
             )
             seen = []
             for step in range(3):
@@ -317,7 +318,11 @@ class TestGrid:
             def one(data_parallel, tensor_parallel):
                 c = config(tensor_parallel.rank, 2)
                 engine = GradientEngine(
-                    layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, average=average
+                    layout_of(c),
+                    exchange=data_parallel,
+                    tp_exchange=tensor_parallel,
+                    average=average,
+                    max_norm=1.0,
                 )
                 for k in range(MICRO_BATCHES):
                     engine.add(part_of(contribution(data_parallel.rank, k), c), weight=1.0 + k + 3 * data_parallel.rank)
@@ -328,7 +333,7 @@ class TestGrid:
 
         def unsharded(average):
             def one(exchange):
-                engine = GradientEngine(WHOLE, exchange=exchange, average=average)
+                engine = GradientEngine(WHOLE, exchange=exchange, average=average, max_norm=1.0)
                 for k in range(MICRO_BATCHES):
                     engine.add(contribution(exchange.rank, k), weight=1.0 + k + 3 * exchange.rank)
                 result = engine.step()
@@ -366,11 +371,13 @@ class TestGrid:
 
         def work(data_parallel, tensor_parallel):
             local = Local(config(tensor_parallel.rank, 2))
-            trainer = DistributedTrainer(local, data_parallel, layout_of(local.c), tp_exchange=tensor_parallel)
+            trainer = DistributedTrainer(
+                local, data_parallel, layout_of(local.c), tp_exchange=tensor_parallel, max_norm=1.0
+            )
             loss = trainer.train_batch([2 * data_parallel.rank, 2 * data_parallel.rank + 1])
             return loss, local.shares[0]
 
-        engine = GradientEngine(WHOLE)
+        engine = GradientEngine(WHOLE, max_norm=1.0)
         for k in range(4):
             engine.add(contribution(0, k))
         expected = engine.step().gradients
@@ -392,7 +399,7 @@ class TestNonFinite:
     def steps(self, gradients, form="same", tp_size=2, **options):
         def work(exchange):
             c = config(exchange.rank, tp_size)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated=form, **options)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated=form, **{"max_norm": 1.0, **options})
             engine.add(gradients(c))
             return engine.step()
 
@@ -446,7 +453,7 @@ class TestNonFinite:
             part["final_norm"][0] = math.nan if c.tp_rank else part["final_norm"][0]
             return part
 
-        whole = GradientEngine(WHOLE)
+        whole = GradientEngine(WHOLE, max_norm=1.0)
         whole.add(contribution(0, 0))
         expected = list(whole.step().component_norms)
         expected[[slot.name for slot in WHOLE.slots].index("final_norm")] = math.nan
@@ -457,7 +464,7 @@ class TestNonFinite:
     def test_a_sum_that_overflows_is_told_again_without_a_word_to_the_others(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum")
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum", max_norm=1.0)
             part = part_of(contribution(0, 0), c)
             part["final_norm"][7] = 3e38
             engine.add(part)
@@ -485,7 +492,7 @@ class TestNonFinite:
     def test_the_next_step_is_a_good_one(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="average")
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="average", max_norm=1.0)
             engine.add(self.poisoned("blocks.0.w_q", 0, math.nan, tp_rank=0)(c))
             with pytest.raises(NonFiniteGradient):
                 engine.step()
@@ -504,7 +511,9 @@ class TestNonFinite:
     def test_on_a_grid_rank_and_part_are_named(self):
         def work(data_parallel, tensor_parallel):
             c = config(tensor_parallel.rank, 2)
-            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated="sum")
+            engine = GradientEngine(
+                layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated="sum", max_norm=1.0
+            )
             part = part_of(contribution(data_parallel.rank, 0), c)
             if (data_parallel.rank, tensor_parallel.rank) == (1, 0):
                 part["blocks.0.down"].reshape(-1)[2] = -math.inf
@@ -523,7 +532,7 @@ class TestRefused:
     def test_replicas_that_differ_are_named_and_what_to_do(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, max_norm=1.0)
             engine.add(part_of(contribution(0, 0), c, "sum"))
             engine.step()
 
@@ -540,7 +549,7 @@ class TestRefused:
     def test_one_small_replica_of_many_is_enough(self, share):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, max_norm=1.0)
             part = part_of(contribution(0, 0, magnitude=1e-3), c)
             part["final_norm"] *= np.float32(share if exchange.rank else 1)
             engine.add(part)
@@ -552,7 +561,7 @@ class TestRefused:
     def test_a_replica_that_differs_by_rounding_is_the_same(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, max_norm=1.0)
             engine.add(part_of(contribution(0, 0), c, "average"))
             return engine.step().norm
 
@@ -565,7 +574,7 @@ class TestRefused:
     def test_another_window_than_rank_0s(self, weights, shown):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, max_norm=1.0)
             for weight in [1, 3] if exchange.rank else weights:
                 engine.add(part_of(contribution(0, 0), c), weight=weight)
             engine.step()
@@ -598,7 +607,7 @@ class TestRefused:
             form = changed.pop("replicated", "same")
             c = dataclasses.replace(config(exchange.rank, 2), **changed)
             layout = GradientLayout.transformer(2, 16, 16, c.intermediate_size, 12, tensor_parallel=c)
-            GradientEngine(layout, tp_exchange=exchange, replicated=form)
+            GradientEngine(layout, tp_exchange=exchange, replicated=form, max_norm=1.0)
 
         for error in self.outcomes(work):
             assert isinstance(error, HandshakeRefused)
@@ -610,7 +619,7 @@ class TestRefused:
         def work(exchange):
             partition = "replicated" if exchange.rank else "column"
             layout = GradientLayout.of({"w": (4,)}, tp_rank=exchange.rank, tp_size=2, partitions={"w": partition})
-            GradientEngine(layout, tp_exchange=exchange)
+            GradientEngine(layout, tp_exchange=exchange, max_norm=1.0)
 
         for error in self.outcomes(work):
             assert isinstance(error, HandshakeRefused)
@@ -621,7 +630,9 @@ class TestRefused:
     def test_workers_that_treat_replicas_in_two_ways(self):
         def work(data_parallel, tensor_parallel):
             c, form = config(tensor_parallel.rank, 2), ("same", "average")[data_parallel.rank]
-            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form)
+            engine = GradientEngine(
+                layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form, max_norm=1.0
+            )
             engine.add(part_of(contribution(0, 0), c))
             engine.step()
 
@@ -644,18 +655,23 @@ class TestRefused:
     def test_one_exchange_for_both_groups(self):
         exchange = local_group(2)[0]
         with pytest.raises(CallerError, match="exchange and tp_exchange are one"):
-            GradientEngine(layout_of(config(0, 2)), exchange=exchange, tp_exchange=exchange)
+            GradientEngine(layout_of(config(0, 2)), exchange=exchange, tp_exchange=exchange, max_norm=1.0)
 
     def test_an_exchange_of_another_rank_or_size(self):
         exchanges = local_group(4)
         message = "tp_exchange is not the layout's: got rank 1 of 4, expected tp_rank 0 of tp_size 2"
         with pytest.raises(CallerError, match=message):
-            GradientEngine(layout_of(config(0, 2)), tp_exchange=exchanges[1])
+            GradientEngine(layout_of(config(0, 2)), tp_exchange=exchanges[1], max_norm=1.0)
         with pytest.raises(CallerError, match="expected tp_rank 0 of tp_size 1"):
-            GradientEngine(WHOLE, tp_exchange=exchanges[0])
+            GradientEngine(WHOLE, tp_exchange=exchanges[0], max_norm=1.0)
 
     @pytest.mark.parametrize(
-        "options", [{}, {"max_norm": 3.0}, {"max_norm": None, "on_non_finite": "skip"}, {"groups": "block"}]
+        "options",
+        [
+            {"max_norm": 1.0},
+            {"on_non_finite": "skip"},
+            {"groups": "block", "max_norm": {"block 0": math.inf, "block 1": math.inf, "rest": 2.0}},
+        ],
     )
     def test_a_part_alone_is_not_clipped_by_its_own_norm(self, options):
         with pytest.raises(CallerError, match=r"the norm of one part of a model is not the model's: got part 1 of 2"):
@@ -685,12 +701,12 @@ class TestRefused:
     @pytest.mark.parametrize("form", ["mean", "", None, 1])
     def test_an_unknown_form(self, form):
         with pytest.raises(CallerError, match="unknown replicated"):
-            GradientEngine(WHOLE, replicated=form)
+            GradientEngine(WHOLE, replicated=form, max_norm=1.0)
 
     def test_a_captured_step(self, device):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), device.kernels, tp_exchange=exchange)
+            engine = GradientEngine(layout_of(c), device.kernels, tp_exchange=exchange, max_norm=1.0)
             with pytest.raises(CallerError, match="a step with an exchange waits for other workers"):
                 engine.capture()
 
@@ -748,7 +764,7 @@ def norms_of_two_workers():
     """Of a step with each worker's first micro-batch, then of one with its second."""
 
     def work(exchange):
-        engine, norms = GradientEngine(WHOLE, exchange=exchange), []
+        engine, norms = GradientEngine(WHOLE, exchange=exchange, max_norm=1.0), []
         for k in range(MICRO_BATCHES):
             engine.add(contribution(exchange.rank, k))
             norms.append(engine.step().norm)
@@ -778,7 +794,11 @@ class TestRunAgain:
                     data_parallel = Faulty(data_parallel, call) if which == "data" else data_parallel
                     tensor_parallel = Faulty(tensor_parallel, call) if which == "tensor" else tensor_parallel
                 engine = GradientEngine(
-                    layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form
+                    layout_of(c),
+                    exchange=data_parallel,
+                    tp_exchange=tensor_parallel,
+                    replicated=form,
+                    max_norm=1.0,
                 )
                 failures = 0
                 for step in range(2):
@@ -840,7 +860,7 @@ class TestRunAgain:
     def test_a_window_dropped_half_way_closes_the_group(self):
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=Faulty(exchange, "wait"), replicated="sum")
+            engine = GradientEngine(layout_of(c), tp_exchange=Faulty(exchange, "wait"), replicated="sum", max_norm=1.0)
             engine.add(part_of(contribution(0, 0), c, "sum"))
             with pytest.raises(PeerLost):
                 engine.step()
@@ -862,7 +882,11 @@ class TestRunAgain:
             d, t = data_parallel.rank, tensor_parallel.rank
             c = config(t, 2)
             engine = GradientEngine(
-                layout_of(c), exchange=Faulty(data_parallel, "gather"), tp_exchange=tensor_parallel, replicated=form
+                layout_of(c),
+                exchange=Faulty(data_parallel, "gather"),
+                tp_exchange=tensor_parallel,
+                replicated=form,
+                max_norm=1.0,
             )
             engine.add(part_of(contribution(7, 0), c, form))
             with pytest.raises(PeerLost):
@@ -892,7 +916,9 @@ class TestRunAgain:
             # Column 0 loses its workers behind the agreement of its parts; column 1 never hears that these agreed.
             data_parallel = Faulty(data_parallel, "gather") if is_first else data_parallel
             tensor_parallel = tensor_parallel if is_first else Deaf(tensor_parallel)
-            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form)
+            engine = GradientEngine(
+                layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form, max_norm=1.0
+            )
             engine.add(part_of(contribution(d, 0), c, form))
             with pytest.raises(PeerLost):
                 engine.step()
@@ -915,7 +941,9 @@ class TestRunAgain:
             d, t = data_parallel.rank, tensor_parallel.rank
             c = config(t, 2)
             data_parallel = Faulty(data_parallel, "gather") if t == 1 else data_parallel
-            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form)
+            engine = GradientEngine(
+                layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form, max_norm=1.0
+            )
             engine.add(part_of(contribution(0, 0), c, form))
             if t == 1:
                 with pytest.raises(PeerLost):
@@ -947,6 +975,7 @@ class TestRunAgain:
                 tp_exchange=Faulty(tensor_parallel, "gather", count=2),
                 replicated=form,
                 on_non_finite=on_non_finite,
+                max_norm=1.0,
             )
             bad = part_of(contribution(d, 7), c, form)
             bad["final_norm"][0] = math.nan
@@ -979,7 +1008,7 @@ class TestRunAgain:
             d, t = data_parallel.rank, tensor_parallel.rank
             c = config(t, 2)
             row = Deaf(tensor_parallel) if t else Faulty(tensor_parallel, "gather", count=2)
-            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=row)
+            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=row, max_norm=1.0)
             bad = part_of(contribution(d, 7), c)
             bad["blocks.0.w_q"][0, 0] = math.nan
             engine.add(bad)
@@ -1003,7 +1032,9 @@ class TestRunAgain:
             d, t = data_parallel.rank, tensor_parallel.rank
             c = config(t, 2)
             data_parallel = data_parallel if t else Faulty(data_parallel, "wait")
-            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form)
+            engine = GradientEngine(
+                layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form, max_norm=1.0
+            )
             engine.add(part_of(contribution(0, 0), c, form))
             if t == 0:
                 with pytest.raises(PeerLost):
@@ -1036,7 +1067,7 @@ class TestRunAgain:
             d, t = data_parallel.rank, tensor_parallel.rank
             local = Local(config(t, 2), d)
             row = Faulty(tensor_parallel, "gather") if (d, t) == (0, 1) else tensor_parallel
-            trainer = DistributedTrainer(local, data_parallel, layout_of(local.c), tp_exchange=row)
+            trainer = DistributedTrainer(local, data_parallel, layout_of(local.c), tp_exchange=row, max_norm=1.0)
             try:
                 losses = [trainer.train_batch([0])]
             except PeerLost:
@@ -1054,7 +1085,7 @@ class TestRunAgain:
 
         def work(exchange):
             c = config(exchange.rank, 2)
-            engine = GradientEngine(layout_of(c), tp_exchange=exchange)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, max_norm=1.0)
             engine.add(part_of(contribution(0, 0), c))
             met.wait(10)
             return engine.step() if exchange.rank == 0 else None
@@ -1069,7 +1100,7 @@ def test_on_a_device_what_is_the_same_costs_no_copy(emulated):
 
     def work(exchange):
         c = config(exchange.rank, 2)
-        engine = GradientEngine(layout_of(c), emulated.kernels, tp_exchange=exchange)
+        engine = GradientEngine(layout_of(c), emulated.kernels, tp_exchange=exchange, max_norm=1.0)
         engine.add(put_all(emulated, part_of(contribution(0, 0), c)))
         engine.step()
         engine.add(put_all(emulated, part_of(contribution(0, 0), c)))

@@ -133,7 +133,7 @@ def test_one_micro_batch_each_is_one_process_with_all_bit_for_bit(world_size):
 
 def test_the_loss_is_weighted_over_all_workers():
     def one(exchange):
-        distributed = DistributedTrainer(TokenRegression(), exchange, LAYOUT)
+        distributed = DistributedTrainer(TokenRegression(), exchange, LAYOUT, max_norm=1.0)
         return distributed.train_batch([micro_batch(exchange.rank, rows=2 + 5 * exchange.rank)])
 
     losses = [LinearRegression().forward_backward(micro_batch(r, rows=2 + 5 * r))[0] for r in range(3)]
@@ -154,7 +154,7 @@ def test_tokens_weigh_the_gradient():
 
 def test_rank_world_size_coordinator_and_steps():
     def one(exchange):
-        d = DistributedTrainer(LinearRegression(), exchange, LAYOUT, max_steps=2)
+        d = DistributedTrainer(LinearRegression(), exchange, LAYOUT, max_steps=2, max_norm=1.0)
         before = (d.rank, d.world_size, d.is_coordinator, d.step, d.reached_max_steps)
         for i in range(2):
             d.train_batch([micro_batch(i)])
@@ -166,9 +166,17 @@ def test_rank_world_size_coordinator_and_steps():
     assert outcomes == [((0, 2, True, 0, False), 2, True), ((1, 2, False, 0, False), 2, True)]
 
 
+def test_nothing_is_clipped_that_nobody_bounded():
+    distributed, bounded = (DistributedTrainer(LinearRegression(), None, LAYOUT, **o) for o in ({}, {"max_norm": 1.0}))
+    for trainer in (distributed, bounded):
+        trainer.train_batch([tuple(100 * column for column in micro_batch(0))])
+    assert distributed.last_result.norm == bounded.last_result.norm > 1
+    assert (distributed.last_result.scale, bounded.last_result.scale < 1) == (1.0, True)
+
+
 def test_no_micro_batch_is_an_error():
     with pytest.raises(WindowError, match="without a micro-batch"):
-        DistributedTrainer(LinearRegression(), None, LAYOUT).train_batch([])
+        DistributedTrainer(LinearRegression(), None, LAYOUT, max_norm=1.0).train_batch([])
 
 
 @pytest.mark.parametrize("options", [{"max_steps": -1}, {"check_every": -1}])
@@ -182,7 +190,7 @@ def test_check_every_needs_weights():
         forward_backward = apply_gradients = None
 
     with pytest.raises(CallerError, match="weights"):
-        DistributedTrainer(Blind(), None, LAYOUT, check_every=1)
+        DistributedTrainer(Blind(), None, LAYOUT, check_every=1, max_norm=1.0)
 
 
 def test_weights_that_differ_are_found_and_the_rank_is_named():
@@ -202,7 +210,7 @@ def test_a_skipped_step_applies_nothing_on_any_worker():
 
     def one(exchange):
         trainer = Poisoned() if exchange.rank == 1 else LinearRegression()
-        distributed = DistributedTrainer(trainer, exchange, LAYOUT, on_non_finite="skip")
+        distributed = DistributedTrainer(trainer, exchange, LAYOUT, on_non_finite="skip", max_norm=1.0)
         distributed.train_batch([micro_batch(0)])
         found = distributed.last_result.non_finite
         return trainer.applied, found.rank, found.component, weights_digest(trainer.weights())
@@ -216,7 +224,7 @@ def test_raise_stops_every_worker_and_names_the_culprit():
         trainer = LinearRegression()
         if exchange.rank == 1:
             trainer.parameters["layers.0.b"][2] = np.inf
-        distributed = DistributedTrainer(trainer, exchange, LAYOUT)
+        distributed = DistributedTrainer(trainer, exchange, LAYOUT, max_norm=1.0)
         with np.errstate(all="ignore"), pytest.raises(NonFiniteGradient) as caught:
             distributed.train_batch([micro_batch(0)])
         return caught.value.rank, trainer.applied
