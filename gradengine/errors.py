@@ -2,6 +2,7 @@
 
 The caller's mistakes (`CallerError`), the peers' (`ExchangeError`) and the model's (`NonFiniteGradient`) are different
 kinds, because they are mended by different people. All of them leave the state as it was before the failed call.
+What they say may come from a peer or hold a million names: it is printable, and a few lines, whatever it was given.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ __all__ = [
     "ProtocolError",
     "WindowError",
 ]
+
+_MAX_CHARACTERS = 1000  # of each part of a message
+_MAX_LINES = 12
 
 
 class GradientError(Exception):
@@ -46,11 +50,10 @@ class GradientError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        numbers = [
-            f"{word} {value}" for word, value in (("got", self.got), ("expected", self.expected)) if value is not None
-        ]
-        message = f"{self.what}: {', '.join(numbers)}" if numbers else self.what
-        return f"{message}; {self.do}" if self.do else message
+        values = (("got", self.got), ("expected", self.expected))
+        numbers = [f"{word} {_printable(value)}" for word, value in values if value is not None]
+        message = f"{_printable(self.what)}: {', '.join(numbers)}" if numbers else _printable(self.what)
+        return f"{message}; {_printable(self.do)}" if self.do else message
 
 
 class CallerError(GradientError):
@@ -140,3 +143,21 @@ class PeerLost(ExchangeError):
 
 class DeadlineExceeded(ExchangeError):
     """Nothing moved for longer than the progress deadline; the error names who is late and who waits."""
+
+
+def _printable(value: object) -> str:
+    """A value as text that changes no terminal: bounded from its middle, control characters escaped, lines kept."""
+    try:
+        text = str(value)
+    except (RecursionError, ValueError) as fault:  # nested too deep, or an integer of too many digits
+        text = f"<{type(value).__name__}: {fault}>"
+    lines = _shortened(text, _MAX_CHARACTERS).split("\n")
+    shown = lines if len(lines) <= _MAX_LINES else [*lines[: _MAX_LINES - 2], "...", lines[-1]]
+    return "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in shown)
+
+
+def _shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    tail = limit // 4  # what to do stands at the end
+    return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"

@@ -97,3 +97,52 @@ def test_the_part_of_a_model_is_named_too(ranks, named):
 def test_notes_are_kept_by_pickling(error):
     error.context = "while loading"
     assert pickle.loads(pickle.dumps(error)).context == "while loading"
+
+
+# ---- values from elsewhere ----
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10**7, "row\n" * 10**5, list(range(10**5)), nested(5000), 10**5000, "\x1b[31m" * 10**4],
+    ids=["text", "lines", "list", "nested", "digits", "colours"],
+)
+@pytest.mark.parametrize("part", ["what", "got", "expected", "do"])
+def test_a_message_is_a_few_printable_lines_whatever_it_was_given(part, value):
+    if part == "what":
+        message = str(GradientError(value, do="pass it whole"))
+    else:
+        message = str(GradientError("'w' is short", **{part: value}))
+    assert len(message) < 5000
+    lines = message.split("\n")
+    assert len(lines) <= 12
+    assert all(line.isprintable() for line in lines)
+
+
+def test_what_to_do_stays_where_a_message_that_was_passed_on_is_shortened():
+    inner = GradientError("rows differ:\n" + "row\n" * 5000, got=3, do="build the layout from the same model")
+    passed_on = str(GradientError(f"rank 0 refuses: {inner}" + "y" * 5000 + "; start again"))
+    assert passed_on.startswith("rank 0 refuses: rows differ:\nrow\n")
+    assert passed_on.endswith("y; start again")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),
+        ("a\rb\tc\x00\x7f\x9b31m", r"a\rb\tc\x00\x7f\x9b31m"),
+        ("\u202erof\u2028", r"\u202erof\u2028"),
+        ("\ud800", r"\ud800"),
+        ("ключ ö 'w' \\ two\nlines", "ключ ö 'w' \\ two\nlines"),
+    ],
+)
+def test_control_characters_are_escaped(text, shown):
+    assert str(GradientError("peer says", got=text)) == f"peer says: got {shown}"
+    str(GradientError(text)).encode()
