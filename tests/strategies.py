@@ -41,7 +41,9 @@ def random_array(seed, shape, dtype="float32", magnitude=1.0):
 
 
 def random_gradients(seed, slots, dtype="float32"):
-    return [random_array([seed, i], slot.shape, dtype) for i, slot in enumerate(slots)]
+    """The seed is a number or a flat list of some: NumPy 2.5 takes none within another."""
+    seeds = seed if isinstance(seed, list) else [seed]
+    return [random_array([*seeds, i], slot.shape, dtype) for i, slot in enumerate(slots)]
 
 
 def storage_bits(array):
