@@ -55,7 +55,7 @@ class GradientAccumulator(ABC):
         self.targets = tuple(self.arena.part(slot.offset, slot.stop) for slot in layout.slots)
         self.sums = self.kernels.squared_sums([slot.size for slot in layout.slots])
         self.kernels.fill_zero(list(_padding(self.arena, layout)))
-        self._window = Window(len(layout.slots))
+        self._window = self._new_window()
         self._is_changing = False
         self.changes = 0
         self._arrivals = Arrivals(kernels, self.arena, holds=hold > 1)
@@ -172,7 +172,7 @@ class GradientAccumulator(ABC):
 
     def zero_all(self) -> None:
         """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
-        self._window = Window(len(self.layout.slots))
+        self._window = self._new_window()
         self._is_changing = False
 
     def has_non_finite(self) -> bool:
@@ -230,6 +230,10 @@ class GradientAccumulator(ABC):
     def settle_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel."""
         self._settle(self._places_of(span.slots))
+
+    def count_of(self, span: Span) -> int:
+        """Micro-batches of the window so far in a span; the most that any of its components has."""
+        return int(self._window.counts[self._places_of(span.slots).index].max())
 
     def measure_rest(self) -> None:
         """Take the squared sums that no fold has taken: one read of those components."""
@@ -298,6 +302,9 @@ class GradientAccumulator(ABC):
         with self.changing():
             self._window.take(contribution, scalar)
             self._fold(places if measure else self._due(places), measure=measure)
+
+    def _new_window(self) -> Window:
+        return Window(len(self.layout.slots), holds=self.hold > 1)
 
     def _due(self, places: Places) -> Places:
         """Those of these slots that hold as much as they may."""

@@ -10,6 +10,7 @@ from gradengine.errors import CallerError, WindowError
 from gradengine.late import LateVerdicts
 from gradengine.settings import Settings
 from gradengine.sharing import Sharing
+from gradengine.slots import Span
 
 __all__ = ["Admission"]
 
@@ -44,27 +45,29 @@ class Admission:
         else:
             self.raise_late()
 
-    def of_add(self, captured: CapturedWindow | None, key: int | str | None = None) -> None:
-        """A contribution: of the span with that key, or a whole micro-batch."""
+    def of_add(self, captured: CapturedWindow | None, span: Span | None = None) -> None:
+        """A contribution: of a span, or a whole micro-batch."""
         self.of_call(captured)
         if self._sharing.failed:
             raise WindowError(
                 f"step {self._sharing.step} failed, and its window is kept",
                 do="run step() again (after reconnect() where the exchange was lost), or discard() it",
             )
-        count = self._accumulator.accumulated_count
-        if self._sharing.workers.started and (key is None or key in self._sharing.workers.started):
+        count = self._accumulator.accumulated_count if span is None else self._accumulator.count_of(span)
+        if self._sharing.workers.started and (span is None or span.key in self._sharing.workers.started):
             raise WindowError(
                 "the window is complete and on its way to the other workers"
-                if key is None
-                else f"{key!r} is on its way",
+                if span is None
+                else f"{span.key!r} is on its way",
                 got=f"a contribution after the last of {count} micro-batches",
                 expected="step()",
             )
         room = self._settings.micro_batches
-        if room is not None and key is None and count >= room:
+        if room is not None and count >= room:
             raise WindowError(
-                "the window is full", got=f"micro-batch {count + 1}", expected=f"step() after {room} micro-batches"
+                "the window is full" if span is None else f"the window of {span.key!r} is full",
+                got=f"micro-batch {count + 1}",
+                expected=f"step() after {room} micro-batches",
             )
 
     def of_graph(self, captured: CapturedWindow | None) -> None:

@@ -194,13 +194,13 @@ class GradientEngine:
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        self._admission.of_add(self._captured, index)
-        self.accumulator.add_block(index, gradients, weight, measure=last and self.world_size == 1)
+        block = self.layout.block(index)
+        self._admission.of_add(self._captured, block)
+        self.accumulator.add_block(block.index, gradients, weight, measure=last and self.world_size == 1)
         if self._captured is not None:
-            block = self.layout.blocks[index]
             self._captured.keep(block.slots, gradients, f"{block.name}.")
         if last:
-            self._sharing.start((self.layout.blocks[index],))
+            self._sharing.start((block,))
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, last: bool = False) -> None:
         """Add one component outside the blocks, by name or id, as `add_block` does a block.
@@ -208,13 +208,13 @@ class GradientEngine:
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        self._admission.of_add(self._captured, name)
+        span = self.layout.spans_by_key[self.accumulator.non_block_slot(name).name]
+        self._admission.of_add(self._captured, span)
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
-        slot = self.accumulator.non_block_slot(name)
         if self._captured is not None:
-            self._captured.keep((slot,), [gradient])
+            self._captured.keep(span.slots, [gradient])
         if last:
-            self._sharing.start(span for span in self.layout.spans if span.key == slot.name)
+            self._sharing.start((span,))
 
     def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.

@@ -62,7 +62,8 @@ def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where:
             expected=f"{len(slots)}: {_named(slots)}",
             do="None stands for a component without a gradient",
         )
-    unknown = [name for name in gradients if name not in names]
+    known = set(names)
+    unknown = [name for name in gradients if name not in known]
     if unknown:
         raise LayoutMismatch(
             f"{where} has no component {unknown[0]!r}{and_more(unknown)}", expected=f"{len(slots)}: {_named(slots)}"

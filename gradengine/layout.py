@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Protocol, get_args, runtime_checkable
 
 import msgpack
@@ -236,6 +237,11 @@ class GradientLayout:
         if not (hasattr(index, "__index__") and 0 <= index < len(self.blocks)):
             raise LayoutMismatch("unknown block", got=repr(index), expected=f"a block in 0..{len(self.blocks) - 1}")
         return self.blocks[index]
+
+    @cached_property
+    def spans_by_key(self) -> Mapping[int | str, Span]:
+        """The spans by key: a block's index, or the name of a component outside the blocks."""
+        return MappingProxyType({span.key: span for span in self.spans})
 
     @cached_property
     def _by_name(self) -> dict[str, Slot]:

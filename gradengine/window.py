@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,22 +21,33 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(eq=False)
 class _Held:
-    """A contribution that is kept by reference; `waits` says for which of its slots."""
+    """A contribution that is kept by reference.
+
+    Attributes:
+        contribution: What is kept.
+        weight: Its micro-batch's.
+        waiting: How many of its slots still wait for it.
+    """
 
     contribution: Contribution
     weight: np.float32
-    waits: Flags
+    waiting: int
 
-    def columns_of(self, places: Places) -> list[int]:
-        """Those of its slots that wait and are among these."""
-        mine = self.contribution.places
-        waits = self.waits if mine is places else self.waits & np.isin(mine.index, places.index)
-        found: list[int] = np.flatnonzero(waits).tolist()
-        return found
+    @property
+    def is_whole(self) -> bool:
+        """Whether no slot has folded it yet."""
+        return self.waiting == int(self.contribution.present.sum())
 
 
 class Window:
     """What has been added since the last step.
+
+    Of what is held each slot knows the numbers, in the order they came, so that no call looks at more than its own
+    slots: a model that comes block by block would else be searched once for each block.
+
+    Args:
+        size: How many slots there are.
+        holds: Whether anything is held beyond the call that brings it; where not, no address need be known.
 
     Attributes:
         weights: The fp32 weight of each micro-batch begun, in order.
@@ -46,14 +58,18 @@ class Window:
         lenders: Whose streams its gradients are worked on.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, holds: bool = True) -> None:
+        self._holds = holds
         self.weights: list[np.float32] = []
         self.counts: npt.NDArray[np.intp] = np.zeros(size, np.intp)
         self.filled: Flags = np.zeros(size, np.bool_)
         self.waiting: npt.NDArray[np.intp] = np.zeros(size, np.intp)
         self.measured: Flags = np.zeros(size, np.bool_)
         self.lenders: set[Lender] = set()
-        self._held: list[_Held] = []
+        self._held: dict[int, _Held] = {}
+        self._came = itertools.count()
+        self._numbers: npt.NDArray[np.intp] = np.zeros((size, 1), np.intp)  # of slot s: the first waiting[s] of row s
+        self._addresses: dict[int, int] = {}  # that are held, and by how many slots
 
     def refuse_other_weight(self, places: Places, weight: np.float32, where: str) -> None:
         """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
@@ -67,18 +83,14 @@ class Window:
 
     def held_already(self, contribution: Contribution) -> int | None:
         """The first of its slots whose address some slot holds already, or None."""
-        here = contribution.addresses
-        there = [held.contribution.addresses[held.waits] for held in self._held]
-        if not there:
-            return None
-        again = np.isin(here, np.concatenate(there)) & (here != 0)
-        return contribution.places.positions[int(again.argmax())] if again.any() else None
+        pairs = zip(contribution.places.positions, contribution.addresses.tolist(), strict=True)
+        return next((position for position, address in pairs if address in self._addresses), None)
 
     def refuse_moved(self, places: Places, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` where a gradient that these slots hold lies elsewhere than when it came, or is gone."""
-        for held in self._held_for(places):
+        for number, held in self._held_for(places):
             whereabouts = held.contribution.whereabouts
-            columns = held.columns_of(places) if whereabouts else []
+            columns = self._columns(number, held, places) if whereabouts else []
             moved = whereabouts.moved(columns) if whereabouts and columns else None
             if moved is not None:
                 raise BufferRefused(
@@ -95,35 +107,38 @@ class Window:
         if (self.counts[index] == len(self.weights)).any():
             self.weights.append(weight)
         self.counts[index] += 1
-        present = contribution.present
-        if present.any():
-            self.measured[index[present]] = False
-            self.waiting[index] += present
-            self._held.append(_Held(contribution, weight, present.copy()))
+        given = index[contribution.present]
+        if given.size:
+            self.measured[given] = False
+            self._hold(_Held(contribution, weight, given.size), given)
 
     def batches(self, places: Places) -> list[Batch]:
         """All that these slots hold, in as few passes as can be: one, where they came together."""
         mine = self._held_for(places)
-        if all(held.contribution.places is places and not self._is_broken(held) for held in mine):
-            contributions = [held.contribution for held in mine]
-            return [self._batch(places, contributions, [held.weight for held in mine])] if mine else []
+        if all(held.contribution.places is places and held.is_whole for _, held in mine):
+            contributions = [held.contribution for _, held in mine]
+            return [self._batch(places, contributions, [held.weight for _, held in mine])] if mine else []
         alike: dict[tuple[int, ...], list[int]] = {}
-        for position in places.positions:
-            numbers = tuple(n for n, held in enumerate(mine) if self._waits(held, position))
-            alike.setdefault(numbers, []).append(position)
+        rows, depths = self._numbers[places.index].tolist(), self.waiting[places.index].tolist()
+        for position, numbers, depth in zip(places.positions, rows, depths, strict=True):
+            alike.setdefault(tuple(numbers[:depth]), []).append(position)
         alike.pop((), None)
-        return [self._part(positions, [mine[n] for n in numbers]) for numbers, positions in alike.items()]
+        return [
+            self._part(places if len(positions) == len(rows) else Places(positions), [self._held[n] for n in numbers])
+            for numbers, positions in alike.items()
+        ]
 
     def folded(self, places: Places) -> None:
         """What these slots held is in their memory now."""
+        for number, held in self._held_for(places):
+            columns = self._columns(number, held, places)
+            if self._holds:
+                self._forget(held.contribution.addresses[columns].tolist())
+            held.waiting -= len(columns)
+            if not held.waiting:
+                del self._held[number]
         self.filled[places.index] |= self.waiting[places.index] > 0
         self.waiting[places.index] = 0
-        for held in self._held_for(places):
-            if held.contribution.places is places:
-                held.waits[:] = False
-            else:
-                held.waits &= ~np.isin(held.contribution.places.index, places.index)
-        self._held = [held for held in self._held if held.waits.any()]
 
     def become_one(self) -> None:
         """The memory holds the mean: one micro-batch of weight 1."""
@@ -131,19 +146,49 @@ class Window:
         self.counts[:] = 1
         self.measured[:] = False
 
-    def _held_for(self, places: Places) -> list[_Held]:
-        return [held for held in self._held if not held.contribution.places.is_disjoint(places)]
+    def _hold(self, held: _Held, index: npt.NDArray[np.intp]) -> None:
+        depth, number = self.waiting[index], next(self._came)
+        if depth.max() == self._numbers.shape[1]:
+            self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
+        self._numbers[index, depth] = number
+        self.waiting[index] = depth + 1
+        self._held[number] = held
+        if self._holds:
+            self._learn(held.contribution.addresses.tolist())
 
-    def _is_broken(self, held: _Held) -> bool:
-        return bool((held.waits != held.contribution.present).any())
+    def _held_for(self, places: Places) -> list[tuple[int, _Held]]:
+        """What any of these slots waits for, by number."""
+        depths = self.waiting[places.index]
+        deepest = int(depths.max(initial=0))
+        if not deepest:
+            return []
+        rows = self._numbers[places.index, :deepest]
+        numbers = set(rows[np.arange(deepest) < depths[:, np.newaxis]].tolist())
+        return [(number, self._held[number]) for number in sorted(numbers)]
 
-    def _waits(self, held: _Held, position: int) -> bool:
-        column = held.contribution.places.column.get(position)
-        return column is not None and bool(held.waits[column])
+    def _columns(self, number: int, held: _Held, places: Places) -> list[int]:
+        """Those of its slots that wait for it and are among these."""
+        columns: list[int]
+        if held.contribution.places is places and held.is_whole:
+            columns = np.flatnonzero(held.contribution.present).tolist()
+            return columns
+        rows, depths = self._numbers[places.index], self.waiting[places.index]
+        waits = (rows == number) & (np.arange(rows.shape[1]) < depths[:, np.newaxis])
+        columns = [held.contribution.places.column[p] for p in places.index[waits.any(axis=1)].tolist()]
+        return columns
 
-    def _part(self, positions: Sequence[int], held: Sequence[_Held]) -> Batch:
-        places = Places(positions)
-        parts = [h.contribution.part(positions) for h in held]
+    def _learn(self, addresses: Iterable[int]) -> None:
+        for address in filter(None, addresses):  # 0: nothing came, or it is empty
+            self._addresses[address] = self._addresses.get(address, 0) + 1
+
+    def _forget(self, addresses: Iterable[int]) -> None:
+        for address in filter(None, addresses):
+            self._addresses[address] -= 1
+            if not self._addresses[address]:
+                del self._addresses[address]
+
+    def _part(self, places: Places, held: Sequence[_Held]) -> Batch:
+        parts = [h.contribution.part(places.positions) for h in held]
         return self._batch(places, parts, [h.weight for h in held])
 
     def _batch(self, places: Places, parts: Sequence[Contribution], weights: Sequence[np.float32]) -> Batch:

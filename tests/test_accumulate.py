@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from operations import growth
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.block import BlockGradientSet
@@ -343,6 +344,27 @@ class TestByBlock:
         assert accumulator.accumulated_count == 3
         assert accumulator.total_weight == 3.5
         assert_window(closed(accumulator), expected_window(SMALL, batches, weights))
+
+    @pytest.mark.parametrize("wholes", [0, 3])
+    def test_a_block_costs_the_same_however_many_there_are(self, wholes):
+        """Four micro-batches held, the last of them, or all, block by block: nothing that other blocks hold is read."""
+
+        def work_of(blocks):
+            layout = GradientLayout.of({f"layers.{i}.{name}": (1,) for i in range(blocks) for name in "ab"})
+            accumulator = PerBlockGradientAccumulator(layout, hold=4)
+            gradients = [[[np.ones(1, np.float32) for _ in "ab"] for _ in range(blocks)] for _ in range(4)]
+
+            def window():
+                for parts in gradients[:wholes]:
+                    accumulator.add([gradient for part in parts for gradient in part])
+                for parts in gradients[wholes:]:
+                    for index, part in enumerate(parts):
+                        accumulator.add_block(index, part)
+                accumulator.zero_all()
+
+            return window
+
+        assert growth(work_of, 30) < 2.2
 
     @pytest.mark.parametrize("hold", [2, 3, 9])
     def test_parts_and_wholes_may_take_turns(self, backend, hold):

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from devices import put_all
+from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, local_group
 from gradengine.errors import CallerError, WindowError
@@ -25,6 +26,22 @@ def test_a_window_has_room_for_what_was_said(backend):
     assert engine.step().micro_batches == 2
     engine.add(ones(backend))
     assert engine.step().micro_batches == 1
+
+
+def test_a_window_that_comes_in_parts_has_no_more_room(backend):
+    engine, (block, head) = GradientEngine(LAYOUT, backend.kernels, micro_batches=2), ones(backend)
+    for _ in range(2):
+        engine.add_block(0, [block])
+    with pytest.raises(WindowError, match=r"the window of 0 is full: got micro-batch 3, expected step\(\) after 2"):
+        engine.add_block(0, [block])
+    for _ in range(2):
+        engine.add_non_block("head", head)
+    with pytest.raises(
+        WindowError, match=r"the window of 'head' is full: got micro-batch 3, expected step\(\) after 2"
+    ):
+        engine.add_non_block("head", head)
+    result = engine.step()
+    assert (result.micro_batches, float(result.norm)) == (2, pytest.approx(5**0.5))
 
 
 def test_a_step_that_failed_keeps_its_window():
@@ -60,6 +77,23 @@ def test_what_is_on_its_way_takes_no_more():
         assert list(pool.map(work, exchanges)) == [2, 2]
     for exchange in exchanges:
         exchange.close()
+
+
+def test_what_is_on_its_way_is_known_by_its_id_too():
+    """Block 0 has left and the LM head, whose id is 0, has not; then it has."""
+    layout = GradientLayout.transformer(1, 2, 2, 2, 2, embedding=False)
+    gradients = {slot.name: np.ones(slot.shape, np.float32) for slot in layout.slots}
+
+    def work(exchange):
+        engine = GradientEngine(layout, exchange=exchange)
+        engine.add_block(0, [gradients[slot.name] for slot in layout.blocks[0].slots], last=True)
+        engine.add_non_block(0, gradients["lm_head"], last=True)
+        with pytest.raises(WindowError, match="'lm_head' is on its way"):
+            engine.add_non_block(0, gradients["lm_head"])
+        engine.add_non_block(1, gradients["final_norm"])
+        return engine.step().micro_batches
+
+    assert on_ranks(work, 2) == [2, 2]
 
 
 def test_a_graph_needs_a_gpu():

@@ -1,5 +1,6 @@
 """The whole step, on one worker and on several: numbers, verdicts, and what is left after an error."""
 
+import functools
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import strategies as draw
 from devices import all_on_host, bits_of, nothing_is_launched, on_host, put_all, raw, synchronize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operations import Name, growth, operations
 from ranks import on_ranks, on_tcp
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
@@ -290,6 +292,27 @@ class TestOut:
         with pytest.raises(CallerError, match="a deferred step hands nothing back"):
             engine.step(out=put_all(backend, random_gradients(1)), deferred=True)
         assert engine.step().micro_batches == 1
+
+
+class TestCost:
+    @pytest.mark.parametrize(
+        "options", [{}, {"hold": 2}, {"groups": "component", "max_norm": 1.0}, {"groups": "block", "loss_scale": 2.0}]
+    )
+    def test_a_step_costs_what_its_tensors_are_and_not_their_square(self, options):
+        def work_of(size):
+            names = [Name(f"layers.{i}.w") for i in range(size)]
+            layout = GradientLayout.of(dict.fromkeys(names, (1,)))
+            engine = GradientEngine(layout, **options)
+            made = [{Name(n): np.ones(1, np.float32) for n in names} for _ in range(4)]
+
+            def window():
+                for gradients in made[:3]:
+                    engine.add(gradients)
+                engine.step(out=made[3])
+
+            return window
+
+        assert growth(work_of, 60) < 2.2
 
 
 class TestVerdict:
@@ -765,6 +788,29 @@ class TestSeveralWorkers:
         outcomes = on_ranks(lambda e: GradientEngine(other if e.rank == 2 else SMALL, exchange=e, max_norm=1.0), 3)
         assert all(isinstance(outcome, HandshakeRefused) for outcome in outcomes)
         assert all("(5, 3)" in str(outcome) and "(3, 5)" in str(outcome) for outcome in outcomes)
+
+    def test_a_component_that_leaves_is_found_without_a_search(self):
+        """Each leaves as it comes; the first of those left over by the other rank is looked for in none of the rest."""
+
+        def work_of(size):
+            layout = GradientLayout.of({f"w{i}": (1,) for i in range(size)})
+
+            def window():
+                def one(exchange):
+                    engine = GradientEngine(layout, exchange=exchange)
+                    adds = [
+                        functools.partial(engine.add_non_block, slot.name, np.ones(1, np.float32), last=True)
+                        for slot in layout.slots
+                    ]
+                    count = operations(lambda: [add() for add in adds]) if exchange.rank else [add() for add in adds]
+                    engine.step()
+                    return count
+
+                return on_ranks(one, 2)[1]
+
+            return window
+
+        assert work_of(400)() / work_of(200)() < 2.2
 
     def test_a_complete_window_takes_no_more(self):
         def one(exchange):

@@ -14,6 +14,7 @@ import strategies as draw
 from backends import BACKENDS, ORDERS, available, host_backend
 from hypothesis import given
 from hypothesis import strategies as st
+from operations import growth
 
 from gradengine.errors import CallerError
 from gradengine.kernels import CHUNK, Batch, ClipPlan, Decision, Fold, Places, SquaredSums, decide, kernels_for, tables
@@ -428,6 +429,13 @@ class TestSquaredSums:
         pieces = [sums.completed(1, start, stop) for start, stop in itertools.pairwise(limits) if start < stop]
         assert [chunk for piece in pieces for chunk in piece] == [(1, *chunk) for chunk in sums.chunks(1)]
 
+    def test_the_last_chunks_are_found_without_those_before_them(self):
+        def work_of(chunks):
+            sums = SquaredSums([chunks * CHUNK])
+            return lambda: sums.completed(0, (chunks - 1) * CHUNK, chunks * CHUNK)
+
+        assert growth(work_of, 20) < 1.1
+
     def test_of_no_targets(self, backend):
         assert backend.kernels.totals(backend.kernels.squared_sums([])).tolist() == []
         assert backend.kernels.totals(backend.kernels.squared_sums([0, 0])).tolist() == [0, 0]
@@ -824,6 +832,18 @@ class TestHandBack:
         skipping = Decision(NAN, (), (), (), (), (), NAN, skipped=True, bad=(0,))
         backend.kernels.hand_back(buffers, skipping, self.GROUPS, buffers)
         assert all((draw.storage_bits(backend.get(buffer)) == 0).all() for buffer in buffers)
+
+    def test_each_factor_of_the_host_is_looked_for_once(self, emulated, monkeypatch):
+        scaled = []
+        monkeypatch.setattr(type(emulated.kernels), "scale", lambda self, *arguments: scaled.append(arguments))
+
+        def work_of(size):
+            decision = Decision(1.0, (), (), (), (), tuple(map(np.float32, range(size))), 1.0, skipped=False, bad=())
+            buffers, groups = [emulated.kernels.allocate(1)] * size, list(range(size))
+            return lambda: emulated.kernels.hand_back(buffers, decision, groups, buffers)
+
+        assert growth(work_of, 40) < 2.2
+        assert max(factor for _, factor, _ in scaled) == 79
 
 
 class TestFirstNonFinite:

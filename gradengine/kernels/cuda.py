@@ -260,9 +260,10 @@ class CudaKernels(Kernels):
         elif decision.skipped:
             self.fill_zero(destinations)
         else:
-            factors = [decision.factors[group] for group in groups]
-            for factor in dict.fromkeys(factors):
-                chosen = [i for i, mine in enumerate(factors) if mine == factor]
+            alike: dict[np.float32, list[int]] = {}
+            for i, group in enumerate(groups):
+                alike.setdefault(decision.factors[group], []).append(i)
+            for factor, chosen in alike.items():
                 self.scale([sources[i] for i in chosen], factor, [destinations[i] for i in chosen])
 
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:

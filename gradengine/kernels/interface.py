@@ -73,7 +73,11 @@ class SquaredSums:
         """
         first = max(start, 0) // self.chunk
         last = self.counts[position] if stop >= self.sizes[position] else max(stop, 0) // self.chunk
-        return [(position, *chunk) for chunk in self.chunks(position)[first:last]]
+        size, index = self.sizes[position], self.first[position]
+        return [
+            (position, index + k, k * self.chunk, min(size, (k + 1) * self.chunk))
+            for k in range(first, max(first, last))
+        ]
 
 
 @dataclass
