@@ -44,6 +44,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else $GRADENGINE_TOKEN.")] = None,
+    job: Annotated[str, typer.Option(help="Name of the run; its ranks pass the same to connect().")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds that workers wait while nothing moves.")] = 300.0,
     join_timeout: Annotated[float, typer.Option(help="Seconds that the first worker waits for the others.")] = 60.0,
 ) -> None:
@@ -53,7 +54,7 @@ def serve(
     """
     address = (host, port) if unix is None else str(unix.absolute())
     with GradientServer(
-        world_size, address, token=_token(token_file), timeout=timeout, join_timeout=join_timeout
+        world_size, address, token=_token(token_file), job=job, timeout=timeout, join_timeout=join_timeout
     ) as server:
         typer.echo(server.url)
         server.serve()

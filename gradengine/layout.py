@@ -10,16 +10,18 @@ from typing import Protocol, get_args, runtime_checkable
 
 import msgpack
 
-from gradengine.errors import CallerError, LayoutMismatch
+from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
 from gradengine.shards import Partition, Shape, checked_tp_rank
 from gradengine.slots import Block, Row, Slot, Span, place, refuse_bad_rows
 from gradengine.tensor_parallel import TensorParallelConfig
+from gradengine.unpacking import unpack
 
 __all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout", "Slot", "Span"]
 
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
 PARTITIONS = get_args(Partition)
+MAX_DIMENSIONS = 64  # NumPy's own limit
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
 
 
@@ -273,7 +275,7 @@ def layout_from_table(table: bytes) -> GradientLayout:
         True
     """
     try:
-        table_rows, order, *part = msgpack.unpackb(table)
+        table_rows, order, *part = unpack(table, "a layout table")
         tp_rank, tp_size, partitions = part[0] if part else (0, 1, ["replicated"] * len(table_rows))
         rows = [
             Row(str(name), _shape_of(str(name), tuple(shape)), None if block is None else str(block), partition)
@@ -282,7 +284,7 @@ def layout_from_table(table: bytes) -> GradientLayout:
         return GradientLayout(rows, order, tp_rank=tp_rank, tp_size=tp_size)
     except LayoutMismatch:
         raise
-    except (ValueError, TypeError, CallerError, msgpack.UnpackException) as fault:
+    except (ValueError, TypeError, CallerError, ProtocolError) as fault:
         raise LayoutMismatch(f"a layout table cannot be read ({fault})") from None
 
 
@@ -304,6 +306,8 @@ def _shape_of(name: str, array: Shaped | Sequence[int]) -> Shape:
         raise LayoutMismatch(
             f"component '{name}' has no shape", got=repr(array), expected="an array or a shape"
         ) from None
+    if len(shape) > MAX_DIMENSIONS:
+        raise LayoutMismatch(f"component '{name}' has too many dimensions", got=len(shape), expected=MAX_DIMENSIONS)
     if any(d < 0 for d in shape):
         raise LayoutMismatch(f"component '{name}' has a negative dimension", got=shape, expected="dimensions >= 0")
     return shape

@@ -14,6 +14,7 @@ import msgpack
 
 from gradengine.errors import ExchangeError, ProtocolError
 from gradengine.exchange.interface import Exchange
+from gradengine.unpacking import unpack
 
 __all__ = ["in_group", "tell_all"]
 
@@ -67,10 +68,7 @@ def in_group(name: str) -> Iterator[None]:
 
 
 def _unpacked(rank: int, part: bytes) -> tuple[str, Any]:
-    try:
-        what, facts = msgpack.unpackb(part)
-    except (ValueError, TypeError, msgpack.UnpackException) as fault:
-        raise ProtocolError(f"what rank {rank} tells cannot be read ({fault})") from None
-    if not isinstance(what, str):
-        raise ProtocolError(f"what rank {rank} tells has no name", got=repr(what), expected="text")
-    return what, facts
+    told = unpack(part, f"what rank {rank} tells")
+    if not isinstance(told, list) or len(told) != 2 or not isinstance(told[0], str):
+        raise ProtocolError(f"what rank {rank} tells has no name", got=repr(told), expected="[text, facts]")
+    return told[0], told[1]

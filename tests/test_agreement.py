@@ -39,7 +39,7 @@ def tally_of(*facts, place=""):
     return msgpack.packb([f"tally of {place}", facts])
 
 
-UNREADABLE = r"(rank 1's tally|what rank 1 tells) (cannot be|has no name)"
+UNREADABLE = r"(rank 1's tally|what rank 1 tells) (cannot be|has no name|has too many|is nested)"
 MINE = Tally(1.0, 1, np.array([4.0, 9.0]))
 
 

@@ -18,6 +18,8 @@ import gradengine
 from gradengine import GradientEngine, GradientLayout, WorkerClient
 from gradengine.__main__ import main
 from gradengine.cli import app
+from gradengine.errors import HandshakeRefused
+from gradengine.exchange import Progress
 
 SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--learning-rate", "0.03"]
 QUICK = ["demo", *SMALL, "--steps", "30", "--compared-steps", "8"]
@@ -249,6 +251,9 @@ def test_numbers_out_of_range_are_mistakes_of_usage(option):
 # ---- serve ----
 
 
+LAYOUT, ARENA = GradientLayout.of({"w": (3,)}), np.zeros(32, np.float32)
+
+
 def start_server(cwd, *arguments, token=None):
     variables = environment() | ({"GRADENGINE_TOKEN": token} if token else {})
     process = subprocess.Popen(
@@ -270,12 +275,12 @@ def address_of(url):
     return place if scheme == "unix" else (host, int(port))
 
 
-def sums_of_two(url, token=None):
+def sums_of_two(url, token=None, job=""):
     sums = [None, None]
 
     def work(rank):
-        with WorkerClient(address_of(url), rank, 2, token=token, join_timeout=20) as exchange:
-            engine = GradientEngine(GradientLayout.of({"w": (3,)}), max_norm=None, exchange=exchange)
+        with WorkerClient(address_of(url), rank, 2, token=token, job=job, join_timeout=20) as exchange:
+            engine = GradientEngine(LAYOUT, max_norm=None, exchange=exchange)
             engine.add({"w": np.full(3, rank + 1, np.float32)})
             sums[rank] = engine.step().gradients["w"].tolist()
 
@@ -287,10 +292,12 @@ def sums_of_two(url, token=None):
     return sums
 
 
-@pytest.mark.parametrize("where", [[], ["--unix", "socket"]])
-def test_serve_sums_until_its_workers_have_gone(tmp_path, where):
-    process, url = start_server(tmp_path, "--world-size", "2", *where)
-    assert sums_of_two(url) == [[1.5] * 3] * 2
+@pytest.mark.parametrize(("where", "job"), [([], ""), (["--unix", "socket"], "run 1")])
+def test_serve_sums_until_its_workers_have_gone(tmp_path, where, job):
+    process, url = start_server(tmp_path, "--world-size", "2", "--job", job, *where)
+    with pytest.raises(HandshakeRefused, match=f"rank 0 belongs to another job: got job='run 2', expected job='{job}'"):
+        WorkerClient(address_of(url), 0, 2, job="run 2").bind(LAYOUT, ARENA, Progress(), lambda *_: None)
+    assert sums_of_two(url, job=job) == [[1.5] * 3] * 2
     _, error = process.communicate(timeout=30)
     assert process.returncode == 0, error
     assert error == "all 2 workers have come and gone\n"

@@ -164,7 +164,7 @@ def test_the_message_in_wire_md_is_what_it_says():
     stream = msgpack.Unpacker()
     stream.feed(message)
     prefix, fields = stream
-    assert prefix == ["GE", 1, 57, 8]
+    assert prefix == ["GE", 2, 57, 8]
     assert fields["payload"] == message[-8:]
 
 

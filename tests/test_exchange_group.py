@@ -11,11 +11,12 @@ from transports import SMALL, contributions, rank_order_sum
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange.group import Group, Member
-from gradengine.exchange.interface import Progress, buckets_of
+from gradengine.exchange.interface import Membership, Progress, buckets_of
 from gradengine.layout import GradientLayout
 
 BUCKET = 64
 COUNT = len(buckets_of(SMALL, BUCKET))
+FIRST, SECOND = (Membership(bytes(range(16)), rank, 2) for rank in range(2))
 
 
 class Recorder(Member):
@@ -121,8 +122,8 @@ def test_lost_sums_are_sent_again_before_the_step_goes_on():
     group = new_group(2)
     arenas = contributions(SMALL, 2)
     cut = group.buckets_at = 5
-    first = Recorder(0, arenas[0], Progress(step=3, summed=cut, contributed=cut))
-    behind = Recorder(1, arenas[1], Progress(step=3, summed=2, torn=True, contributed=cut))
+    first = Recorder(0, arenas[0], Progress(step=3, summed=cut, contributed=cut, membership=FIRST))
+    behind = Recorder(1, arenas[1], Progress(step=3, summed=2, torn=True, contributed=cut, membership=SECOND))
     group.admit(behind, SMALL)
     group.admit(first, SMALL, first.arena)
     sums = [(3, bucket.start, arenas[0][bucket.start : bucket.stop].tobytes()) for bucket in group.buckets[:cut]]
@@ -138,8 +139,8 @@ def test_step_that_only_lacked_deliveries_ends_at_once():
     group = new_group(2)
     arenas = contributions(SMALL, 2)
     arenas[0][:] = 1
-    group.admit(Recorder(0, arenas[0], Progress(summed=COUNT, contributed=COUNT)), SMALL, arenas[0])
-    behind = Recorder(1, arenas[1], Progress(summed=COUNT - 1, contributed=COUNT))
+    group.admit(Recorder(0, arenas[0], Progress(summed=COUNT, contributed=COUNT, membership=FIRST)), SMALL, arenas[0])
+    behind = Recorder(1, arenas[1], Progress(summed=COUNT - 1, contributed=COUNT, membership=SECOND))
     group.admit(behind, SMALL)
     assert len(behind.sums) == 1
     assert behind.told == [("welcome", COUNT), ("end", 0, [])]

@@ -13,11 +13,11 @@ from gradengine.errors import HandshakeRefused, ProtocolError
 from gradengine.exchange.handshake import answer_hello, check_challenge, check_hello, check_proof, new_nonce, proof
 from gradengine.exchange.wire import Challenge, Hello, Join
 
-HELLO = Hello(rank=1, world_size=4, nonce=new_nonce())
+HELLO = Hello(rank=1, world_size=4, job="pretrain", nonce=new_nonce())
 
 
 def join(token, hello, challenge):
-    return Join(proof(token, "worker", hello, challenge.nonce), 0, 0, 0, 0)
+    return Join(proof(token, "worker", hello, challenge.nonce), 0, 0, 0, 0, b"", 0, 0)
 
 
 @pytest.mark.parametrize("token", ["secret", "", None, "ключ"])
@@ -28,7 +28,7 @@ def test_both_sides_accept_each_other(token):
 
 
 def test_proof_is_the_documented_hmac():
-    facts = ["worker", 1, 1, 4, HELLO.nonce, bytes(32)]
+    facts = ["worker", 2, "pretrain", 1, 4, HELLO.nonce, bytes(32)]
     expected = hmac.new(b"secret", msgpack.packb(facts), hashlib.sha256).digest()
     assert proof("secret", "worker", HELLO, bytes(32)) == expected
 
@@ -54,13 +54,13 @@ def test_proof_of_an_earlier_connection_is_refused():
 def test_own_proof_reflected_is_refused():
     challenge = answer_hello("secret", HELLO)
     with pytest.raises(HandshakeRefused, match="another token"):
-        check_proof("secret", HELLO, challenge, Join(challenge.proof, 0, 0, 0, 0))
+        check_proof("secret", HELLO, challenge, Join(challenge.proof, 0, 0, 0, 0, b"", 0, 0))
     worker_proof = join("secret", HELLO, challenge).proof
     with pytest.raises(HandshakeRefused, match="another token"):
         check_challenge("secret", HELLO, Challenge(challenge.nonce, worker_proof))
 
 
-@pytest.mark.parametrize("change", [{"rank": 2}, {"world_size": 5}, {"nonce": bytes(32)}])
+@pytest.mark.parametrize("change", [{"rank": 2}, {"world_size": 5}, {"job": "finetune"}, {"nonce": bytes(32)}])
 def test_proof_holds_for_no_other_hello(change):
     challenge = answer_hello("secret", HELLO)
     with pytest.raises(HandshakeRefused, match="another token"):
@@ -71,7 +71,7 @@ def test_proof_holds_for_no_other_hello(change):
 def test_proof_of_another_length_is_refused(cut):
     challenge = answer_hello("secret", HELLO)
     with pytest.raises(HandshakeRefused, match="another token"):
-        check_proof("secret", HELLO, challenge, Join(cut, 0, 0, 0, 0))
+        check_proof("secret", HELLO, challenge, Join(cut, 0, 0, 0, 0, b"", 0, 0))
 
 
 def test_nonces_are_fresh():

@@ -266,6 +266,130 @@ def test_server_alone_that_had_summed_nothing_goes_on():
         assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
 
 
+# ---- in another group ----
+
+REGROUPED = [Transport.LOCAL, Transport.TCP, Transport.UNIX]  # where the group's sums outlive it
+
+
+def half_summed(transport=Transport.TCP, data=None):
+    """Three workers that lost their group when some buckets held their sum."""
+    with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, WORLD) if data is None else data)
+        cut_at(workers[1], 3)
+        outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+    for worker in workers:
+        worker.take = lambda span, upto: None
+    assert all(worker.progress.is_half_summed for worker in workers[:2])
+    return workers
+
+
+def rejoined(workers, transport, ranks):
+    """What becomes of these workers when they join a new group as these ranks."""
+    with group(transport, len(ranks), bucket_bytes=BUCKET, timeout=10, join_timeout=10) as exchanges:
+        for worker, rank in zip(workers, ranks, strict=True):
+            worker.exchange = exchanges[rank]
+        return outcomes(Worker.bind, workers)
+
+
+def refused_alike(errors, says):
+    texts = [str(error) for error in errors]
+    assert all(isinstance(error, HandshakeRefused) and says in str(error) for error in errors), texts
+    assert all("reconnect all ranks as they were, or discard() the window on every rank" in text for text in texts)
+    assert len({text.partition("refuses: ")[2] or text for text in texts}) == 1, "all ranks hear the same"
+
+
+@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
+def test_half_summed_step_is_not_taken_up_by_a_smaller_group(transport):
+    """Some buckets hold three ranks' sum; the others would get two ranks'."""
+    workers = half_summed(transport)
+    before = [(worker.arena.tobytes(), worker.progress.summed) for worker in workers]
+    refused_alike(rejoined(workers[:2], transport, [0, 1]), "step 0 is half summed and rank 0 took part in it as")
+    refused_alike(rejoined(workers[:1], transport, [0]), "got rank 0 of 1 in group")
+    assert [(worker.arena.tobytes(), worker.progress.summed) for worker in workers] == before
+
+
+def test_half_summed_step_is_not_taken_up_by_a_larger_group():
+    workers = half_summed()
+    fresh = Worker(None, SMALL, contributions(SMALL, 1)[0])
+    refused_alike(rejoined([*workers, fresh], Transport.TCP, [0, 1, 2, 3]), "got rank 0 of 4 in group")
+
+
+@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
+@pytest.mark.parametrize("ranks", [[1, 0, 2], [0, 2, 1], [1, 2, 0]], ids=str)
+def test_half_summed_step_is_not_taken_up_by_ranks_in_another_order(transport, ranks):
+    workers = half_summed(transport)
+    moved = next(rank for rank in range(WORLD) if ranks[rank] != rank)
+    refused_alike(rejoined(workers, transport, ranks), "step 0 is half summed and rank ")
+    membership = workers[moved].progress.membership
+    assert (membership.rank, membership.world_size) == (moved, WORLD)
+
+
+@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
+def test_half_summed_step_takes_nobody_of_another_group_in(transport):
+    """Rank 2 of another group stands at the same step: its gradients are in no sum of this one."""
+    ours = half_summed(transport)
+    theirs = half_summed(transport, contributions(SMALL, WORLD, seed=9))
+    names = [workers[0].progress.membership.group[:4].hex() for workers in (ours, theirs)]
+    assert names[0] != names[1]
+    errors = rejoined([*ours[:2], theirs[2]], transport, [0, 1, 2])
+    refused_alike(errors, f"got rank 2 of 3 in group {names[0]}, expected rank 2 of 3 in group {names[1]}")
+
+
+@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
+def test_rank_whose_own_buckets_are_all_local_belongs_to_the_half_summed_step_too(transport):
+    """It has given to the sums that the others hold, and lacks them."""
+    ours = half_summed(transport)
+    theirs = half_summed(transport, contributions(SMALL, WORLD, seed=9))
+    theirs[2].arena[:] = contributions(SMALL, WORLD, seed=9)[2]
+    theirs[2].progress.summed, theirs[2].progress.torn = 0, False
+    errors = rejoined([*ours[:2], theirs[2]], transport, [0, 1, 2])
+    refused_alike(errors, "step 0 is half summed and rank 2 took part in it as another")
+
+
+def test_half_summed_step_of_a_served_group_is_refused_as_another_group_first():
+    workers = half_summed(Transport.SERVER)
+    refused_alike(rejoined(workers[:2], Transport.SERVER, [0, 1]), "got rank 0 of 2 in group")
+
+
+@pytest.mark.parametrize("transport", list(Transport), ids=lambda each: each.value)
+@pytest.mark.parametrize("how", ["contributed only", "dropped", "finished"])
+def test_ranks_may_come_together_anew_where_nothing_is_half_summed(transport, how):
+    data = contributions(SMALL, WORLD)
+    with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+        workers = bound(exchanges, SMALL, data)
+        if how == "contributed only":
+            workers[0].exchange.start(SMALL.spans[0])
+        elif how == "finished":
+            on_all(Worker.sum, workers)
+    for worker, contribution in zip(workers, data, strict=True):
+        worker.take = lambda span, upto: None
+        worker.arena[:] = contribution
+        if how == "finished":
+            worker.progress.next_step()
+        elif how == "dropped":
+            worker.progress.restart()
+    with group(transport, 2, bucket_bytes=BUCKET) as exchanges:
+        for worker, exchange in zip((workers[2], workers[0]), exchanges, strict=True):
+            worker.exchange = exchange
+        on_all(Worker.bind, [workers[2], workers[0]])
+        on_all(Worker.sum, [workers[2], workers[0]])
+    assert workers[0].arena.tobytes() == workers[2].arena.tobytes() == rank_order_sum([data[2], data[0]]).tobytes()
+
+
+@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
+def test_group_keeps_its_name_until_its_step_is_summed(transport):
+    workers = half_summed(transport)
+    names = {worker.progress.membership.group for worker in workers}
+    for _ in range(2):  # joined and lost again, and joined
+        assert rejoined(workers, transport, [0, 1, 2]) == [None] * WORLD
+        assert {worker.progress.membership.group for worker in workers} == names
+    for worker in workers:
+        worker.progress.restart()
+    rejoined(workers, transport, [0, 1, 2])
+    after = {worker.progress.membership.group for worker in workers}
+    assert (len(names), len(after), len(names & after)) == (1, 1, 0)
+
+
 # ---- the whole engine ----
 
 
@@ -365,6 +489,27 @@ def test_engines_discard_where_the_coordinator_lost_its_sums():
 
 
 class TestOfAnEngine:
+    def test_a_smaller_group_is_refused_in_the_middle_of_a_step_and_taken_after_discard(self):
+        """Half of the window's buckets would hold three ranks' sum, and the mean over two would be taken of it."""
+        second, third = local_group(2, timeout=5.0, join_timeout=5.0), local_group(2, timeout=5.0, join_timeout=5.0)
+
+        def work(exchange):
+            engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
+            engine.add([np.full(slot.shape, 1.0 + exchange.rank, np.float32) for slot in SMALL.slots])
+            engine._sharing.start(SMALL.spans)
+            exchange.wait()
+            exchange.close()
+            if exchange.rank == 2:
+                return 1.5
+            with pytest.raises(HandshakeRefused, match=r"step 0 is half summed and rank 0 .*got rank 0 of 2 .*of 3"):
+                engine.reconnect(second[exchange.rank])
+            engine.discard()
+            engine.reconnect(third[exchange.rank])
+            engine.add([np.full(slot.shape, 1.0 + exchange.rank, np.float32) for slot in SMALL.slots])
+            return float(engine.step().gradients["head"][0])
+
+        assert on_all(work, local_group(3, timeout=5.0)) == [1.5] * 3
+
     def test_a_rank_that_dropped_its_window_alone_does_not_take_the_next_for_the_sum(self):
         """All sums of the step have landed; one rank then drops its window, joins again and adds another."""
         second = local_group(2, timeout=5.0, join_timeout=5.0)

@@ -26,7 +26,7 @@ from transports import (
 )
 
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient
+from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient, connect
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.interface import buckets_of, place
 from gradengine.exchange.wire import (
@@ -79,13 +79,13 @@ EXPECTED = [rank_order_sum(contributions(SMALL, 3)).tobytes()] * 3
         b"\x94\xa2GE",
         b"GET / HTTP/1.1\r\n\r\n",
         bytes(4096),
-        encode_head(Hello(1, 3, bytes(32)))[:-1],
+        encode_head(Hello(1, 3, "", bytes(32)))[:-1],
         encode_head(Gather(), 2**32 - 1),
-        encode_head(Hello(1, 3, bytes(32)), 1 << 30),
-        encode_head(Join(bytes(32), 0, 0, 0, 0)),
-        encode_head(Hello(1, 3, b"")) + encode_head(Join(b"", 0, 0, 0, 0)),
-        encode_head(Hello(0, 1, bytes(32))) + encode_head(Join(bytes(32), 0, 0, 0, 0)),
-        encode_head(Hello(9, 3, bytes(32))) + encode_head(Join(bytes(32), 9, 9, 9, 1)),
+        encode_head(Hello(1, 3, "", bytes(32)), 1 << 30),
+        encode_head(Join(bytes(32), 0, 0, 0, 0, b"", 0, 0)),
+        encode_head(Hello(1, 3, "", b"")) + encode_head(Join(b"", 0, 0, 0, 0, b"", 0, 0)),
+        encode_head(Hello(0, 1, "", bytes(32))) + encode_head(Join(bytes(32), 0, 0, 0, 0, b"", 0, 0)),
+        encode_head(Hello(9, 3, "", bytes(32))) + encode_head(Join(bytes(32), 9, 9, 9, 1, b"", 9, 9)),
     ],
 )
 @pytest.mark.parametrize("stays", [False, True], ids=["leaves", "stays"])
@@ -115,15 +115,62 @@ def test_wrong_token_of_a_worker_is_refused_and_the_group_goes_on(hosted):
 
 def test_replayed_and_reflected_proofs_are_refused_and_the_group_goes_on(hosted):
     server, exchange = hosted
-    hello = Hello(1, 3, new_nonce())
+    hello = Hello(1, 3, "", new_nonce())
     overheard = proof("secret", "worker", hello, new_nonce())  # good for another challenge
     for answer in (lambda challenge: overheard, lambda challenge: challenge.proof):
         with contextlib.closing(knock(server.address)) as channel:
             channel.send(hello)
             challenge, _ = channel.expect(Challenge)
-            channel.send(Join(answer(challenge), 0, 0, 0, 0), SMALL.table())
+            channel.send(Join(answer(challenge), 0, 0, 0, 0, b"", 0, 0), SMALL.table())
             assert b"rank 1 has another token" in channel.expect(Refused)[1]
     assert step_of_all(server, exchange) == EXPECTED
+
+
+# ---- another job at the same address ----
+
+
+def refusal_of(url, job):
+    """What a worker of this job hears there; at once, not when its time to join is over."""
+    began = time.monotonic()
+    with connect(url, 1, 2, job=job, join_timeout=20) as stray, pytest.raises(HandshakeRefused) as refused:
+        Worker(stray, SMALL, contributions(SMALL, 1)[0]).bind()
+    assert time.monotonic() - began < 5
+    return str(refused.value)
+
+
+def test_worker_of_another_job_is_refused_by_both_names_and_the_group_goes_on():
+    """Two runs of one script were given one port: the second one's rank 0 found it taken, its rank 1 came here."""
+    with connect("tcp://127.0.0.1:0", 0, 2, job="run 1") as hosting:
+        with pytest.raises(CallerError, match="another process may have it"):
+            connect(hosting.url, 0, 2, job="run 2")
+        for other in ("run 2", "", "RUN 1"):
+            told = f"rank 1 belongs to another job: got job={other!r}, expected job='run 1'; two jobs came to one"
+            assert told in refusal_of(hosting.url, other)
+        workers = bound([hosting, connect(hosting.url, 1, 2, job="run 1")], SMALL, contributions(SMALL, 2))
+        assert "belongs to another job" in refusal_of(hosting.url, "run 2")  # also where the group is complete
+        on_all(Worker.sum, workers)
+        on_all(leave_together, workers)
+        assert workers[1].arena.tobytes() == rank_order_sum(contributions(SMALL, 2)).tobytes()
+
+
+def test_job_is_named_only_to_who_has_the_token():
+    server = GradientServer(2, token="secret", job="run 1")
+    with server, contextlib.closing(join_by_hand(server, 1, 2, token="wrong")) as channel:
+        assert b"run 1" not in channel.expect(Refused)[1]
+
+
+@pytest.mark.parametrize("job", [None, 7, b"run", "x" * 257, "two\nlines", "\x1b[31m", "\ud800"], ids=repr)
+def test_what_is_no_name_of_a_job_is_refused(job):
+    for make in (lambda: GradientServer(2, job=job), lambda: WorkerClient(("127.0.0.1", 1), 1, 2, job=job)):
+        with pytest.raises(CallerError, match="this is no name of a job"):
+            make()
+    assert not package_threads()
+
+
+def test_longest_name_of_a_job():
+    job = "ключ" * 64
+    with GradientServer(1, job=job) as server, WorkerClient(server.address, 0, 1, job=job) as exchange:
+        Worker(exchange, SMALL, contributions(SMALL, 1)[0]).bind()
 
 
 @pytest.mark.parametrize("address", [("0.0.0.0", 0), ("::", 0), ("192.0.2.1", 0)])
@@ -183,7 +230,8 @@ def test_rank_taken_twice_is_refused_and_the_group_goes_on(hosted):
         third = WorkerClient(server.address, 2, 3, token="secret")
         workers = [Worker(each, SMALL, EMPTY) for each in (exchange, third)]
         on_all(Worker.bind, workers)
-        assert first.expect(Welcome)[0] == Welcome(summed=0, bucket_bytes=BUCKET)
+        welcome, _ = first.expect(Welcome)
+        assert (welcome.summed, welcome.bucket_bytes, len(welcome.group)) == (0, BUCKET, 16)
         # Who comes to a complete group is given time, for its rank may be about to be lost.
         late = WorkerClient(server.address, 2, 3, token="secret", join_timeout=0.2)
         with pytest.raises(HandshakeRefused, match="rank 2 has joined already"):
@@ -207,11 +255,18 @@ def test_rank_taken_twice_is_refused_and_the_group_goes_on(hosted):
         msgpack.packb([[["w", [1], "no number"]], [0]]),
         msgpack.packb([[["w", [1], None]], [["w"]]]),
         msgpack.packb([7, 7]),
+        b"\x91" * 100_000 + b"\xc0",
+        b"\x92\x91\x93" + b"\x91" * 1000 + b"\xc0\x90\xc0\x90",  # a name of lists in lists
+        msgpack.packb([[["w", [1 << 62] * 65, None]], ["w"]]),
+        msgpack.packb([[["\x1b[2J" * 1000, [1], None]], ["\x1b[2J" * 1000, 1]]),
     ],
 )
 def test_layout_table_that_cannot_be_read_is_refused(table):
     with GradientServer(1) as server, contextlib.closing(join_by_hand(server, 0, 1, table=table)) as channel:
-        assert b"rank 0: " in channel.expect(Refused)[1]
+        why = channel.expect(Refused)[1]
+        assert b"rank 0: " in why
+        assert b"\x1b" not in why
+        assert len(why) < 4000
         assert isinstance(server.group.failure, ProtocolError)
 
 
@@ -254,7 +309,7 @@ def size_of(index):
         (gradient(0), b"", "rank 1 sent another gradient"),
         (gradient(0), bytes(1 << 20), "rank 1 sent another gradient"),
         (Sum(0, *place(BUCKETS[0])), bytes(size_of(0)), "rank 1 sent another message: got sum"),
-        (Hello(1, 2, bytes(32)), b"", "rank 1 sent another message: got hello"),
+        (Hello(1, 2, "", bytes(32)), b"", "rank 1 sent another message: got hello"),
         (Abort("PeerLost"), b"", "rank 1 sent another message: got abort"),
         (Gather(), bytes((16 << 20) + 1), "payload of 'gather' is too long"),
     ],

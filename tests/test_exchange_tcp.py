@@ -40,6 +40,7 @@ from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(30)
 BUCKET = 128
+GROUP = bytes(range(16))
 LAYOUT = GradientLayout.of({"a": (32,), "b": (40,)})
 BUCKETS = buckets_of(LAYOUT, BUCKET)
 SUMS = [Sum(0, *place(bucket)) for bucket in BUCKETS]
@@ -62,7 +63,7 @@ def coordinator(script, *, welcome=True, hang_ups=0, **options):
             hello, _ = channel.expect(Hello)
             channel.send(answer_hello(None, hello))
             channel.expect(Join)
-            channel.send(Welcome(summed=0, bucket_bytes=BUCKET))
+            channel.send(Welcome(0, BUCKET, GROUP))
         with contextlib.suppress(PeerLost):  # the worker may leave first; what it saw is asserted on its side
             script(channel)
 
@@ -103,7 +104,7 @@ def send_sums(channel):
         (SUMS[0], payload(0) + bytes(1 << 20), "sent another sum"),
         (Verdict(0), msgpack.packb([]), "ended a step that is not over"),
         (Gradient(0, *place(BUCKETS[0])), b"", "sent another message: got gradient"),
-        (Hello(0, 1, b""), b"", "sent another message: got hello"),
+        (Hello(0, 1, "", b""), b"", "sent another message: got hello"),
         (Gathered(), b"", "a payload of rows cannot be read"),
         (Gathered(), msgpack.packb(7), "a payload is no list of rows: got int"),
         (Gathered(), msgpack.packb([b""]), "a gather is not one part of each rank: got 1 parts, expected 2"),
@@ -191,6 +192,41 @@ def test_abort_raises_our_errors_and_nothing_else(name, kind):
         assert type(raised.value) is kind
 
 
+@pytest.mark.parametrize("depth", [9, 1000, 100_000])
+@pytest.mark.parametrize("message", [Verdict(0), Gathered()], ids=lambda message: message.kind)
+def test_deep_payload_is_a_protocol_error(message, depth):
+    def script(channel):
+        send_sums(channel)
+        channel.send(message, b"\x91" * depth + b"\xc0")
+
+    with coordinator(script) as worker:
+        worker.bind()
+        with pytest.raises(ProtocolError, match="a payload of rows is nested too deep"):
+            worker.sum()
+
+
+def test_verdict_is_shown_in_a_few_lines_where_it_cannot_be():
+    def script(channel):
+        send_sums(channel)
+        channel.send(Verdict(0), msgpack.packb([["\x1b[2J" * 10**5] * 3]))
+
+    with coordinator(script) as worker:
+        worker.bind()
+        with pytest.raises(ProtocolError, match="a row of a verdict cannot be") as raised:
+            worker.sum()
+        assert len(str(raised.value)) < 2000
+        assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_longer_text_than_a_refusal_or_an_abort_has_is_not_read(joined):
+    said = Abort("PeerLost") if joined else Refused()
+    script = (lambda channel: channel.send(said, bytes(65537))) if joined else refusing(said, bytes(65537))
+    told = f"payload of '{said.kind}' is too long: got 65537, expected at most 65536"
+    with coordinator(script, welcome=joined) as worker, pytest.raises(ProtocolError, match=told):
+        worker.bind() or worker.sum()
+
+
 # ---- joining ----
 
 
@@ -209,25 +245,46 @@ def test_coordinator_without_the_token():
         worker.bind()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\x1b]0;owned\x07\x1b[31mDisk is being erased\x1b[0m\r",
+        b"\xe2\x80\xae\x9b1m",
+        b"line\n" * 13000,
+        b"x" * 65536,
+    ],
+)
+def test_words_of_a_coordinator_that_proved_nothing_change_no_terminal(text):
+    with coordinator(refusing(Refused(), text), welcome=False, join_timeout=0.01) as worker:
+        with pytest.raises(HandshakeRefused, match=r"^coordinator 127.0.0.1:[0-9]+ refuses: ") as raised:
+            worker.bind()
+        lines = str(raised.value).split("\n")
+        assert len(lines) <= 12
+        assert all(line.isprintable() and len(line) < 1500 for line in lines)
+
+
 def test_refused_for_good_after_the_time_to_join():
     refused = pytest.raises(HandshakeRefused, match=r"coordinator 127\.0\.0\.1:\d+ refuses: no room")
     with coordinator(refusing(Refused(), b"no room"), welcome=False, join_timeout=0.05) as worker, refused:
         worker.bind()
 
 
-@pytest.mark.parametrize(("message", "kind"), [(Verdict(0), ProtocolError), (Abort("PeerLost"), PeerLost)])
-def test_another_message_than_a_challenge(message, kind):
-    with coordinator(refusing(message), welcome=False, join_timeout=0.05) as worker, pytest.raises(kind):
+@pytest.mark.parametrize("message", [Verdict(0), Abort("PeerLost")])
+def test_another_message_than_a_challenge(message):
+    """Nor is a stranger's word taken for the group's failure."""
+    with coordinator(refusing(message), welcome=False, join_timeout=0.05) as worker, pytest.raises(ProtocolError):
         worker.bind()
 
 
 @pytest.mark.parametrize(
     ("welcome", "progress"),
     [
-        (Welcome(0, 3), Progress()),
-        (Welcome(0, BUCKET), Progress(0, 1)),
-        (Welcome(1, BUCKET), Progress(0, 1, True)),
-        (Welcome(len(BUCKETS) + 1, BUCKET), Progress()),
+        (Welcome(0, 3, GROUP), Progress()),
+        (Welcome(0, BUCKET, GROUP), Progress(0, 1)),
+        (Welcome(1, BUCKET, GROUP), Progress(0, 1, True)),
+        (Welcome(0, BUCKET, b""), Progress()),
+        (Welcome(0, BUCKET, GROUP + GROUP), Progress()),
+        (Welcome(len(BUCKETS) + 1, BUCKET, GROUP), Progress()),
     ],
 )
 def test_welcome_that_cannot_be(welcome, progress):

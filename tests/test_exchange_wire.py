@@ -37,53 +37,56 @@ NONCE, PROOF = bytes(range(32)), bytes(range(100, 132))
 # One of each kind: the message, its payload's length, and the bytes before its payload (the first line is the prefix).
 LITERAL = [
     (
-        Hello(1, 4, NONCE),
+        Hello(1, 4, "job", NONCE),
         0,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 53 cf 00 00 00 00 00 00 00 00
-        85 a4 6b 69 6e 64 a5 68 65 6c 6c 6f a4 72 61 6e 6b 01 aa 77 6f 72 6c 64 5f 73 69 7a 65 04 a5 6e
-        6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07 08 09 0a 0b 0c 0d 0e 0f 10 11 12 13 14 15 16 17 18 19
-        1a 1b 1c 1d 1e 1f a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
+        94 a2 47 45 cc 02 ce 00 00 00 5b cf 00 00 00 00 00 00 00 00
+        86 a4 6b 69 6e 64 a5 68 65 6c 6c 6f a4 72 61 6e 6b 01 aa 77 6f 72 6c 64 5f 73 69 7a 65 04 a3 6a
+        6f 62 a3 6a 6f 62 a5 6e 6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07 08 09 0a 0b 0c 0d 0e 0f 10 11
+        12 13 14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
     ),
     (
         Challenge(NONCE, PROOF),
         0,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 6d cf 00 00 00 00 00 00 00 00
+        94 a2 47 45 cc 02 ce 00 00 00 6d cf 00 00 00 00 00 00 00 00
         84 a4 6b 69 6e 64 a9 63 68 61 6c 6c 65 6e 67 65 a5 6e 6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07
         08 09 0a 0b 0c 0d 0e 0f 10 11 12 13 14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a5 70 72 6f 6f 66 c4 20
         64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70 71 72 73 74 75 76 77 78 79 7a 7b 7c 7d 7e 7f 80 81 82 83
         a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
     ),
     (
-        Join(PROOF, 7, 2, 3, 1),
+        Join(PROOF, 7, 2, 3, 1, NONCE[:16], 2, 4),
         5,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 61 cf 00 00 00 00 00 00 00 05
-        87 a4 6b 69 6e 64 a4 6a 6f 69 6e a5 70 72 6f 6f 66 c4 20 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70
+        94 a2 47 45 cc 02 ce 00 00 00 91 cf 00 00 00 00 00 00 00 05
+        8a a4 6b 69 6e 64 a4 6a 6f 69 6e a5 70 72 6f 6f 66 c4 20 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70
         71 72 73 74 75 76 77 78 79 7a 7b 7c 7d 7e 7f 80 81 82 83 a4 73 74 65 70 07 a6 73 75 6d 6d 65 64
-        02 ab 63 6f 6e 74 72 69 62 75 74 65 64 03 a4 74 6f 72 6e 01 a7 70 61 79 6c 6f 61 64 c6 00 00 00 05""",
+        02 ab 63 6f 6e 74 72 69 62 75 74 65 64 03 a4 74 6f 72 6e 01 a5 67 72 6f 75 70 c4 10 00 01 02 03
+        04 05 06 07 08 09 0a 0b 0c 0d 0e 0f aa 67 72 6f 75 70 5f 72 61 6e 6b 02 aa 67 72 6f 75 70 5f 73
+        69 7a 65 04 a7 70 61 79 6c 6f 61 64 c6 00 00 00 05""",
     ),
     (
-        Welcome(3, 1 << 20),
+        Welcome(3, 1 << 20, NONCE[:16]),
         0,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 35 cf 00 00 00 00 00 00 00 00
-        84 a4 6b 69 6e 64 a7 77 65 6c 63 6f 6d 65 a6 73 75 6d 6d 65 64 03 ac 62 75 63 6b 65 74 5f 62 79
-        74 65 73 ce 00 10 00 00 a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
+        94 a2 47 45 cc 02 ce 00 00 00 4d cf 00 00 00 00 00 00 00 00
+        85 a4 6b 69 6e 64 a7 77 65 6c 63 6f 6d 65 a6 73 75 6d 6d 65 64 03 ac 62 75 63 6b 65 74 5f 62 79
+        74 65 73 ce 00 10 00 00 a5 67 72 6f 75 70 c4 10 00 01 02 03 04 05 06 07 08 09 0a 0b 0c 0d 0e 0f
+        a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
     ),
     (
         Refused(),
         2,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 1b cf 00 00 00 00 00 00 00 02
+        94 a2 47 45 cc 02 ce 00 00 00 1b cf 00 00 00 00 00 00 00 02
         82 a4 6b 69 6e 64 a7 72 65 66 75 73 65 64 a7 70 61 79 6c 6f 61 64 c6 00 00 00 02""",
     ),
     (
         Gradient(3, 1, 0, "<f4"),
         8,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 39 cf 00 00 00 00 00 00 00 08
+        94 a2 47 45 cc 02 ce 00 00 00 39 cf 00 00 00 00 00 00 00 08
         86 a4 6b 69 6e 64 a8 67 72 61 64 69 65 6e 74 a4 73 74 65 70 03 a3 6b 65 79 01 a6 6f 66 66 73 65
         74 00 a5 64 74 79 70 65 a3 3c 66 34 a7 70 61 79 6c 6f 61 64 c6 00 00 00 08""",
     ),
@@ -91,7 +94,7 @@ LITERAL = [
         Sum(300, "lm_head", 65536, "<f4"),
         1048576,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 41 cf 00 00 00 00 00 10 00 00
+        94 a2 47 45 cc 02 ce 00 00 00 41 cf 00 00 00 00 00 10 00 00
         86 a4 6b 69 6e 64 a3 73 75 6d a4 73 74 65 70 cd 01 2c a3 6b 65 79 a7 6c 6d 5f 68 65 61 64 a6 6f
         66 66 73 65 74 ce 00 01 00 00 a5 64 74 79 70 65 a3 3c 66 34 a7 70 61 79 6c 6f 61 64 c6 00 10 00
         00""",
@@ -100,7 +103,7 @@ LITERAL = [
         Verdict(7),
         3,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 21 cf 00 00 00 00 00 00 00 03
+        94 a2 47 45 cc 02 ce 00 00 00 21 cf 00 00 00 00 00 00 00 03
         83 a4 6b 69 6e 64 a7 76 65 72 64 69 63 74 a4 73 74 65 70 07 a7 70 61 79 6c 6f 61 64 c6 00 00 00
         03""",
     ),
@@ -108,21 +111,21 @@ LITERAL = [
         Gather(),
         0,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 1a cf 00 00 00 00 00 00 00 00
+        94 a2 47 45 cc 02 ce 00 00 00 1a cf 00 00 00 00 00 00 00 00
         82 a4 6b 69 6e 64 a6 67 61 74 68 65 72 a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
     ),
     (
         Gathered(),
         70000,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 1c cf 00 00 00 00 00 01 11 70
+        94 a2 47 45 cc 02 ce 00 00 00 1c cf 00 00 00 00 00 01 11 70
         82 a4 6b 69 6e 64 a8 67 61 74 68 65 72 65 64 a7 70 61 79 6c 6f 61 64 c6 00 01 11 70""",
     ),
     (
         Abort("PeerLost"),
         11,
         """
-        94 a2 47 45 cc 01 ce 00 00 00 28 cf 00 00 00 00 00 00 00 0b
+        94 a2 47 45 cc 02 ce 00 00 00 28 cf 00 00 00 00 00 00 00 0b
         83 a4 6b 69 6e 64 a5 61 62 6f 72 74 a5 65 72 72 6f 72 a8 50 65 65 72 4c 6f 73 74 a7 70 61 79 6c
         6f 61 64 c6 00 00 00 0b""",
     ),
@@ -147,7 +150,7 @@ def header_of(fields, *, payload=b"\xc6\0\0\0\0"):
 
 
 VERDICT = [("kind", "verdict"), ("step", 7)]
-HELLO = [("kind", "hello"), ("rank", 1), ("world_size", 4), ("nonce", NONCE)]
+HELLO = [("kind", "hello"), ("rank", 1), ("world_size", 4), ("job", ""), ("nonce", NONCE)]
 
 
 # ---- what is right ----
@@ -178,7 +181,7 @@ def test_stock_msgpack_reads_the_whole_stream():
     objects = list(stream)
     assert len(objects) == 2 * len(sent)
     for (message, payload), prefix, fields in zip(sent, objects[::2], objects[1::2], strict=True):
-        assert prefix[:2] == ["GE", 1]
+        assert prefix[:2] == ["GE", 2]
         assert prefix[3] == len(payload)
         assert fields == {"kind": message.kind, **dataclasses.asdict(message), "payload": payload}
         assert (next(iter(fields)), list(fields)[-1]) == ("kind", "payload")
@@ -187,8 +190,8 @@ def test_stock_msgpack_reads_the_whole_stream():
 integers = st.integers(0, 2**63 - 1)
 keys = st.one_of(integers, st.text(max_size=40))
 messages = st.one_of(
-    st.builds(Hello, integers, integers, st.binary(max_size=64)),
-    st.builds(Join, st.binary(max_size=64), integers, integers, integers, integers),
+    st.builds(Hello, integers, integers, st.text(max_size=40), st.binary(max_size=64)),
+    st.builds(Join, st.binary(max_size=64), *[integers] * 4, st.binary(max_size=16), integers, integers),
     st.builds(Gradient, integers, keys, integers, st.text(max_size=8)),
     st.builds(Sum, integers, keys, integers, st.text(max_size=8)),
     st.builds(Abort, st.text(max_size=40)),
@@ -201,7 +204,7 @@ def test_what_was_encoded_is_decoded(message, payload_bytes):
 
 
 def test_largest_integer_and_longest_payload():
-    message = Welcome(summed=2**63 - 1, bucket_bytes=0)
+    message = Welcome(summed=2**63 - 1, bucket_bytes=0, group=b"")
     assert decoded(encode_head(message, 2**32 - 1)) == (message, 2**32 - 1)
 
 
@@ -237,7 +240,7 @@ def test_every_flipped_byte_is_refused_or_another_message(message, payload_bytes
     [
         (0, 0x93, "no gradengine message"),
         (2, ord("X"), "no gradengine message"),
-        (5, 2, "another protocol version: got 2, expected 1"),
+        (5, 1, "another protocol version: got 1, expected 2"),
     ],
 )
 def test_prefix_of_something_else(at, value, says):
@@ -249,14 +252,14 @@ def test_prefix_of_something_else(at, value, says):
 
 @pytest.mark.parametrize("header_bytes", [0, 5, MAX_HEADER_BYTES + 1, 2**32 - 1])
 def test_header_length_out_of_range(header_bytes):
-    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 1, 0xCE, header_bytes, 0xCF, 0)
+    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 2, 0xCE, header_bytes, 0xCF, 0)
     with pytest.raises(ProtocolError, match=f"header length is out of range: got {header_bytes}"):
         decode_prefix(prefix)
 
 
 @pytest.mark.parametrize("payload_bytes", [2**32, 2**40, 2**64 - 1])
 def test_payload_of_4_gib_or_more(payload_bytes):
-    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 1, 0xCE, 33, 0xCF, payload_bytes)
+    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 2, 0xCE, 33, 0xCF, payload_bytes)
     with pytest.raises(ProtocolError, match="less than 4 GiB"):
         decode_prefix(prefix)
 
@@ -335,6 +338,8 @@ def test_headers_that_cannot_be(fields, says):
         b"\xdd\xff\xff\xff\xff",  # an array of as many
         b"\x81" * 4000,  # maps in maps
         b"\x91" * 4000,
+        b"\x81\xa4kind" + b"\x81\xa1x" * 300 + b"\xc0",  # a kind of maps in maps
+        b"\x82\xa4kind\xa7verdict\xa4step" + b"\x81\xa1x" * 1000 + b"\xc0",
         b"\x82\xa4kind\xa7\xff\xff\xff\xff\xff\xff\xff\xa7payload",  # no UTF-8
         header_of(VERDICT)[:-5] + b"\x01",  # something between key and payload
     ],
@@ -362,7 +367,7 @@ def test_payload_beyond_its_kinds_limit():
 
 
 @given(st.binary(max_size=64))
-@example(b"\x94\xa2GE\xcc\x01\xce")
+@example(b"\x94\xa2GE\xcc\x02\xce")
 def test_random_prefix(data):
     try:
         header_bytes, payload_bytes = decode_prefix(data)
@@ -397,4 +402,4 @@ def test_random_header(header):
 
 
 def test_limits_of_the_document():
-    assert (PREFIX_BYTES, MAX_HEADER_BYTES, wire.MAX_SMALL_PAYLOAD, wire.PROTOCOL_VERSION) == (20, 4096, 16 << 20, 1)
+    assert (PREFIX_BYTES, MAX_HEADER_BYTES, wire.MAX_SMALL_PAYLOAD, wire.PROTOCOL_VERSION) == (20, 4096, 16 << 20, 2)

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "gradengine"
 # Reading down is the data's way; a file imports only what stands above it.
 ORDER = [
     "errors",
+    "unpacking",
     "tensor_parallel_cost",
     "dlpack",
     "buffer",
@@ -46,8 +47,8 @@ ORDER = [
     "gpu_accumulate",
     "clip",
     "exchange.wire",
-    "exchange.handshake",
     "exchange.interface",
+    "exchange.handshake",
     "exchange.coordinator",
     "exchange.group",
     "exchange.local",

@@ -76,6 +76,20 @@ def test_what_cannot_be_read_is_a_protocol_error(part):
         tell_all(Telling(part), "loss", 1.0)
 
 
+@pytest.mark.parametrize("depth", [9, 1000, 10**6])
+def test_deep_facts_are_a_protocol_error(depth):
+    with pytest.raises(ProtocolError, match="what rank 1 tells is nested too deep"):
+        tell_all(Telling(b"\x92\xa4loss" + b"\x91" * depth + b"\xc0"), "loss", 1.0)
+
+
+def test_long_words_of_a_peer_are_a_few_printable_lines():
+    with pytest.raises(ExchangeError, match="rank 1 is elsewhere than rank 0: got its ") as raised:
+        tell_all(Telling(msgpack.packb(["\x1b[2J\n" * 10**5, 1.0])), "loss of step 3", 1.0)
+    lines = str(raised.value).split("\n")
+    assert len(lines) <= 12
+    assert all(line.isprintable() and len(line) < 1500 for line in lines)
+
+
 @given(st.binary(max_size=40))
 def test_random_bytes_are_an_exchange_error(part):
     with pytest.raises(ExchangeError, match="rank 1"):

@@ -857,6 +857,24 @@ class TestRunAgain:
         for _, after in itertools.chain(*found):
             np.testing.assert_allclose(after, whole, rtol=1e-5, atol=1e-6)
 
+    def test_half_summed_replicas_are_not_taken_up_by_the_parts_of_another_model(self):
+        """Two models in two shards each lose their groups with replicas summed, and then come together crosswise."""
+        firsts = [local_group(2, timeout=20.0) for _ in range(2)]
+        crossed = [local_group(2, timeout=20.0, join_timeout=20.0) for _ in range(2)]
+        refused = "in the tensor-parallel group: step 0 is half summed and rank . took part in it as another: got"
+
+        def work(place):
+            model, rank = place
+            c, exchange = config(rank, 2), firsts[model][rank]
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum")
+            engine.add(part_of(contribution(model, 0), c, "sum"))
+            engine._sharing.parts._sum_replicas()
+            exchange.close()
+            with pytest.raises(HandshakeRefused, match=refused):
+                engine.reconnect(tp_exchange=crossed[model if rank == 0 else 1 - model][rank])
+
+        on_all(work, list(itertools.product(range(2), range(2))))
+
     def test_a_window_dropped_half_way_closes_the_group(self):
         def work(exchange):
             c = config(exchange.rank, 2)

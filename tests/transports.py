@@ -14,8 +14,8 @@ import numpy as np
 
 from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient, connect, local_group
 from gradengine.exchange.channel import Channel, connect_socket
-from gradengine.exchange.handshake import new_nonce, proof
-from gradengine.exchange.wire import Challenge, Hello, Join
+from gradengine.exchange.handshake import join_of, new_nonce, proof
+from gradengine.exchange.wire import Challenge, Hello
 from gradengine.layout import GradientLayout
 
 JOINED_SECONDS = 30.0  # a thread that still runs then hangs
@@ -190,10 +190,9 @@ def knock(address):
 def join_by_hand(server, rank, world_size, layout=SMALL, *, token=None, progress=None, table=None):
     """A channel that has joined as a worker does, up to the point where it waits for its welcome."""
     channel, progress = knock(server.address), progress or Progress()
-    hello = Hello(rank, world_size, new_nonce())
+    hello = Hello(rank, world_size, "", new_nonce())
     channel.send(hello)
     challenge, _ = channel.expect(Challenge)
     own_proof = proof(token, "worker", hello, challenge.nonce)
-    join = Join(own_proof, progress.step, progress.summed, progress.contributed, int(progress.torn))
-    channel.send(join, layout.table() if table is None else table)
+    channel.send(join_of(progress, own_proof), layout.table() if table is None else table)
     return channel

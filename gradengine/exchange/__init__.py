@@ -29,6 +29,7 @@ def connect(
     world_size: int,
     *,
     token: str | None = None,
+    job: str = "",
     timeout: float = 300.0,
     join_timeout: float = 60.0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -43,6 +44,7 @@ def connect(
         rank: This worker, 0..world_size - 1.
         world_size: Workers in the group.
         token: A secret that all workers share; needed where the host is not loopback.
+        job: The name of this run, the same on all ranks: of two runs that come to one address, each keeps to its own.
         timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
         join_timeout: How long to wait for all ranks to come, in seconds.
         bucket_bytes: Bytes of one message; the coordinator's value counts, and changes no bit of the result.
@@ -59,9 +61,15 @@ def connect(
     refuse_bad_rank(rank, world_size)
     address = _address(url)
     if served or rank > 0:
-        return WorkerClient(address, rank, world_size, token=token, timeout=timeout, join_timeout=join_timeout)
+        return WorkerClient(address, rank, world_size, token=token, job=job, timeout=timeout, join_timeout=join_timeout)
     server = GradientServer(
-        world_size, address, token=token, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes
+        world_size,
+        address,
+        token=token,
+        job=job,
+        timeout=timeout,
+        join_timeout=join_timeout,
+        bucket_bytes=bucket_bytes,
     )
     return LocalExchange(server.group, 0, on_close=server.close, url=server.url)
 

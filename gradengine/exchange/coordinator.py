@@ -6,11 +6,11 @@ group's first step on, so that a bucket of step s is `s * num_buckets + bucket` 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gradengine.errors import HandshakeRefused, ProtocolError
-from gradengine.exchange.interface import Progress
+from gradengine.exchange.interface import Membership, Progress
 
 __all__ = ["Coordinator", "Standing"]
 
@@ -96,6 +96,29 @@ class Coordinator:
                 do="the local contributions are gone: discard() the window on every rank and accumulate it again",
             )
         return range(has, self.summed)
+
+    def group_of(self, progresses: Mapping[int, Progress]) -> bytes:
+        """The name of the group that a half-summed step goes on in; empty where the step may begin in any group.
+
+        Raises:
+            HandshakeRefused: Somebody contributed to the step as another rank or in another group: its contribution
+                would be missing from some sums, or be in them twice.
+        """
+        by_rank = sorted(progresses.items())
+        half_summed = [progress.membership for _, progress in by_rank if progress.is_half_summed]
+        if not half_summed:
+            return b""
+        group = half_summed[0].group
+        for rank, progress in by_rank:
+            as_it_was = Membership(group, rank, self.world_size)
+            if progress.contributed and progress.membership != as_it_was:
+                raise HandshakeRefused(
+                    f"step {self.step} is half summed and rank {rank} took part in it as another",
+                    got=as_it_was,
+                    expected=progress.membership,
+                    do="reconnect all ranks as they were, or discard() the window on every rank",
+                )
+        return group
 
     @property
     def missing(self) -> tuple[int, ...]:

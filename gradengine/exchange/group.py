@@ -6,6 +6,7 @@ Members differ only in where their gradients lie: a thread's arena (local.py) or
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,8 +19,10 @@ from gradengine.errors import DeadlineExceeded, ExchangeError, HandshakeRefused,
 from gradengine.exchange.coordinator import Coordinator
 from gradengine.exchange.handshake import differing_rows
 from gradengine.exchange.interface import (
+    GROUP_BYTES,
     Arena,
     Bucket,
+    Membership,
     NonFiniteValue,
     Progress,
     buckets_of,
@@ -60,7 +63,7 @@ class Member(ABC):
 
     @abstractmethod
     def welcome(self, summed: int) -> None:
-        """All ranks have joined; `summed` leading buckets of the step have their sum already."""
+        """All ranks have joined, as `progress.membership` says; `summed` leading buckets have their sum already."""
 
     @abstractmethod
     def dismiss(self, failure: ExchangeError) -> None:
@@ -228,13 +231,16 @@ class Group:
     def _open(self) -> None:
         """All are here: sums that somebody lacks are sent again, then the step goes on where it stood."""
         coordinator = self.opened()
+        progresses = {rank: member.progress for rank, member in self.members.items()}
+        group = coordinator.group_of(progresses) or secrets.token_bytes(GROUP_BYTES)
         # Sums live in rank 0's arena; a group with memory of its own begins without any.
         summed = 0 if self._store is None else self.members[0].progress.summed
         coordinator.open(summed)
-        lacking = {rank: coordinator.lacks(rank, member.progress) for rank, member in self.members.items()}
+        lacking = {rank: coordinator.lacks(rank, progress) for rank, progress in progresses.items()}
         if self._store is None and self.layout is not None:
             self._store = np.empty(self.layout.arena_size, np.float32)
         for rank, member in self.members.items():
+            member.progress.membership = Membership(group, rank, self.world_size)
             member.welcome(summed)
             for position in lacking[rank]:
                 step, index = coordinator.bucket_of(position)

@@ -1,7 +1,8 @@
-"""Who may join: both sides prove the token without sending it, then the world size is compared (the rest by the group).
+"""Who may join: both sides prove the token without sending it, then job and world size are compared.
 
-Each proof is an HMAC-SHA256 bound to the prover's role, both nonces, the protocol version, the rank and the world size,
-so a proof can neither be replayed nor reflected. No I/O here.
+The rest is compared by the group.
+Each proof is an HMAC-SHA256 bound to the prover's role, both nonces, the protocol version, the job, the rank and the
+world size, so a proof can neither be replayed nor reflected. No I/O here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import secrets
 
 import msgpack
 
-from gradengine.errors import HandshakeRefused, ProtocolError
+from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
+from gradengine.exchange.interface import Membership, Progress
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Join
 
 __all__ = [
@@ -21,9 +23,16 @@ __all__ = [
     "check_hello",
     "check_proof",
     "differing_rows",
+    "join_of",
     "new_nonce",
+    "progress_of",
     "proof",
+    "refuse_bad_job",
+    "refuse_other_job",
 ]
+
+
+MAX_JOB_CHARACTERS = 256
 
 
 def new_nonce() -> bytes:
@@ -41,11 +50,11 @@ def proof(token: str | None, role: str, hello: Hello, coordinator_nonce: bytes) 
         coordinator_nonce: From the coordinator's challenge.
 
     Example:
-        >>> hello = Hello(rank=1, world_size=2, nonce=bytes(32))
+        >>> hello = Hello(rank=1, world_size=2, job="", nonce=bytes(32))
         >>> proof("a", "worker", hello, bytes(32)) == proof("b", "worker", hello, bytes(32))
         False
     """
-    facts = [role, PROTOCOL_VERSION, hello.rank, hello.world_size, hello.nonce, coordinator_nonce]
+    facts = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, coordinator_nonce]
     return hmac.new((token or "").encode(), msgpack.packb(facts), hashlib.sha256).digest()
 
 
@@ -58,10 +67,47 @@ def check_hello(hello: Hello, world_size: int) -> None:
             f"rank {hello.rank} was started for another world size",
             got=hello.world_size,
             expected=world_size,
-            do="give every worker and the coordinator the same world_size",
+            do="give every worker and the coordinator the same world_size, and each job its own job=",
         )
     if not hello.rank < world_size:
         raise HandshakeRefused("rank is out of range", got=hello.rank, expected=f"0..{world_size - 1}")
+
+
+def refuse_bad_job(job: str) -> None:
+    """Raise `CallerError` unless a job's name fits a message."""
+    if not isinstance(job, str) or len(job) > MAX_JOB_CHARACTERS or not job.isprintable():
+        raise CallerError(
+            "this is no name of a job", got=repr(job), expected=f"at most {MAX_JOB_CHARACTERS} printable characters"
+        )
+
+
+def refuse_other_job(hello: Hello, job: str) -> None:
+    """Raise `HandshakeRefused` where a worker came to the coordinator of another job."""
+    if hello.job != job:
+        raise HandshakeRefused(
+            f"rank {hello.rank} belongs to another job",
+            got=f"job={hello.job!r}",
+            expected=f"job={job!r}",
+            do="two jobs came to one address: give each an address of its own, or all ranks of one the same job=",
+        )
+
+
+def join_of(progress: Progress, own_proof: bytes) -> Join:
+    """A worker's second message.
+
+    >>> progress_of(join_of(Progress(step=3, summed=1, contributed=2), bytes(32))).summed
+    1
+    """
+    standing = (progress.step, progress.summed, progress.contributed, int(progress.torn))
+    membership = progress.membership
+    return Join(own_proof, *standing, membership.group, membership.rank, membership.world_size)
+
+
+def progress_of(join: Join) -> Progress:
+    """How far a worker has come, as it says."""
+    membership = Membership(join.group, join.group_rank, join.group_size)
+    torn, contributed = bool(join.torn), join.contributed
+    return Progress(join.step, join.summed, torn, contributed=contributed, membership=membership)
 
 
 def answer_hello(token: str | None, hello: Hello) -> Challenge:

@@ -27,7 +27,14 @@ from gradengine.errors import (
 )
 from gradengine.exchange.channel import Address, Channel, listen_socket, shown, url_of
 from gradengine.exchange.group import Group, Member
-from gradengine.exchange.handshake import answer_hello, check_hello, check_proof
+from gradengine.exchange.handshake import (
+    answer_hello,
+    check_hello,
+    check_proof,
+    progress_of,
+    refuse_bad_job,
+    refuse_other_job,
+)
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Arena, Bucket, NonFiniteValue, Progress, place
 from gradengine.exchange.wire import (
     Abort,
@@ -65,6 +72,7 @@ class GradientServer:
         world_size: Workers in the group.
         address: (host, port), port 0 for any free one; or the path of a Unix socket.
         token: The group's secret; needed beyond loopback.
+        job: The name of the job that the group belongs to; a worker of another job is refused, and ends nothing.
         timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
         join_timeout: How long the group waits for all to join, in seconds.
         bucket_bytes: Bytes of one message; changes no bit of the result.
@@ -89,14 +97,16 @@ class GradientServer:
         address: Address = ("127.0.0.1", 0),
         *,
         token: str | None = None,
+        job: str = "",
         timeout: float = 300.0,
         join_timeout: float = 60.0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         max_arena_bytes: int = 1 << 36,
     ) -> None:
         _refuse_open_door(address, token)
+        refuse_bad_job(job)
         self.group = Group(world_size, timeout, join_timeout, bucket_bytes)
-        self._token, self._max_arena_bytes = token, max_arena_bytes
+        self._token, self._job, self._max_arena_bytes = token, job, max_arena_bytes
         self._threads: list[threading.Thread] = []
         self._channels: list[Channel] = []
         self._strangers: set[Channel] = set()
@@ -202,11 +212,13 @@ class GradientServer:
         try:
             channel.set_deadline(_HANDSHAKE_SECONDS)
             hello, _ = channel.expect(Hello)
-            self._refuse_untimely(hello)
+            if hello.job == self._job:
+                self._refuse_untimely(hello)
             challenge = answer_hello(self._token, hello)
             channel.send(challenge)
             join, table = channel.expect(Join)
             check_proof(self._token, hello, challenge, join)
+            refuse_other_job(hello, self._job)
             return self._admit(channel, hello, join, table)
         except GradientError as refusal:
             self._strangers.discard(channel)  # its refusal is given time to arrive
@@ -237,8 +249,7 @@ class GradientServer:
             raise
         channel.peer = f"rank {hello.rank}"
         channel.set_deadline(None)
-        progress = Progress(join.step, join.summed, bool(join.torn), contributed=join.contributed)
-        member = _RemoteMember(hello.rank, progress, channel, group)
+        member = _RemoteMember(hello.rank, progress_of(join), channel, group)
         group.admit(member, layout)
         return member
 
@@ -306,7 +317,7 @@ class _RemoteMember(Member):
     def welcome(self, summed: int) -> None:
         size = max((bucket.stop - bucket.start for bucket in self._group.buckets), default=0)
         self._free = [np.empty(size, np.float32) for _ in range(BUCKETS_IN_FLIGHT)]
-        self._outgoing.put((Welcome(summed=summed, bucket_bytes=self._group.bucket_bytes), b""))
+        self._outgoing.put((Welcome(summed, self._group.bucket_bytes, self.progress.membership.group), b""))
 
     def dismiss(self, failure: ExchangeError) -> None:
         self._outgoing.put((Abort(error=type(failure).__name__), str(failure).encode()))

@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
-import msgpack
-
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange.channel import Address, Channel, Kind, connect_socket, shown, url_of
-from gradengine.exchange.handshake import check_challenge, new_nonce, proof
+from gradengine.exchange.handshake import check_challenge, join_of, new_nonce, proof, refuse_bad_job
 from gradengine.exchange.interface import (
+    GROUP_BYTES,
     Arena,
     Bucket,
     Exchange,
     Landed,
+    Membership,
     NonFiniteValue,
     Outbox,
     Progress,
@@ -33,13 +33,13 @@ from gradengine.exchange.interface import (
 )
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
+    MAX_TEXT_BYTES,
     Abort,
     Challenge,
     Gather,
     Gathered,
     Gradient,
     Hello,
-    Join,
     Message,
     Refused,
     Sum,
@@ -47,6 +47,7 @@ from gradengine.exchange.wire import (
     Welcome,
 )
 from gradengine.layout import GradientLayout, Span
+from gradengine.unpacking import unpack
 
 __all__ = ["WorkerClient"]
 
@@ -63,11 +64,12 @@ class WorkerClient(Exchange):
         rank: This worker, 1..world_size - 1, or from 0 where a `GradientServer` runs alone.
         world_size: Workers in the group.
         token: The group's secret.
+        job: The name of the job that the group belongs to, the same on all ranks and on the coordinator.
         timeout: Progress deadline in seconds.
         join_timeout: How long to wait for the coordinator and the other workers, in seconds.
 
     Raises:
-        CallerError: The rank is out of range.
+        CallerError: The rank is out of range, or the job's name is too long.
     """
 
     def __init__(
@@ -77,14 +79,16 @@ class WorkerClient(Exchange):
         world_size: int,
         *,
         token: str | None = None,
+        job: str = "",
         timeout: float = 300.0,
         join_timeout: float = 60.0,
     ) -> None:
+        refuse_bad_job(job)
         refuse_bad_rank(rank, world_size)
         refuse_bad_seconds(timeout=timeout, join_timeout=join_timeout)
         self.rank, self.world_size = rank, world_size
         self.url = url_of(address)
-        self._address, self._token = address, token
+        self._address, self._token, self._job = address, token, job
         self._timeout, self._join_timeout = timeout, join_timeout
         self._changed = threading.Condition()
         self._outgoing: queue.SimpleQueue[tuple[Message, bytes | memoryview] | None] = queue.SimpleQueue()
@@ -171,11 +175,11 @@ class WorkerClient(Exchange):
         while True:
             left = max(0.0, deadline - time.monotonic())
             channel = Channel(connect_socket(self._address, left), f"coordinator {shown(self._address)}")
-            hello = Hello(self.rank, self.world_size, new_nonce())
+            hello = Hello(self.rank, self.world_size, self._job, new_nonce())
             try:
                 channel.set_deadline(self._join_timeout + _GRACE_SECONDS)
                 channel.send(hello)
-                return channel, hello, _expected(channel, Challenge)
+                return channel, hello, _answer(channel, Challenge)
             except (PeerLost, HandshakeRefused):
                 channel.close()
                 if time.monotonic() + _RETRY_SECONDS > deadline:
@@ -189,14 +193,18 @@ class WorkerClient(Exchange):
         check_challenge(self._token, hello, challenge)
         progress = self._progress
         own_proof = proof(self._token, "worker", hello, challenge.nonce)
-        standing = (progress.step, progress.summed, progress.contributed, int(progress.torn))
-        channel.send(Join(own_proof, *standing), layout.table())
-        welcome = _expected(channel, Welcome)
+        channel.send(join_of(progress, own_proof), layout.table())
+        welcome = _answer(channel, Welcome)
         count_in(welcome.bucket_bytes, progress, self.rank)
         self._buckets = buckets_of(layout, max(4, welcome.bucket_bytes))
         has = progress.summed + progress.torn
-        if welcome.bucket_bytes < 4 or not has <= welcome.summed <= len(self._buckets):
+        if (
+            welcome.bucket_bytes < 4
+            or len(welcome.group) != GROUP_BYTES
+            or not has <= welcome.summed <= len(self._buckets)
+        ):
             raise ProtocolError(f"{channel.peer} sent a welcome that cannot be", got=welcome)
+        progress.membership = Membership(welcome.group, self.rank, self.world_size)
         return welcome.summed
 
     def _send_all(self, channel: Channel) -> None:
@@ -227,8 +235,7 @@ class WorkerClient(Exchange):
         if isinstance(message, Sum):
             self._receive_sum(channel, message, payload_bytes)
             return
-        limit = self.world_size * (MAX_SMALL_PAYLOAD + 8) if isinstance(message, Gathered) else MAX_SMALL_PAYLOAD
-        data = channel.receive_bytes(message, payload_bytes, limit)
+        data = channel.receive_bytes(message, payload_bytes, self._limit_of(message))
         if isinstance(message, Verdict):
             progress = self._progress
             if (message.step, progress.summed) != (progress.step, len(self._buckets)):
@@ -241,6 +248,11 @@ class WorkerClient(Exchange):
             raise _named_error(message.error, data.decode(errors="replace"))
         else:
             raise ProtocolError(f"{channel.peer} sent another message", got=message.kind, expected="a sum")
+
+    def _limit_of(self, message: Message) -> int:
+        if isinstance(message, Gathered):
+            return self.world_size * (MAX_SMALL_PAYLOAD + 8)
+        return MAX_TEXT_BYTES if isinstance(message, Abort) else MAX_SMALL_PAYLOAD
 
     def _receive_sum(self, channel: Channel, message: Sum, payload_bytes: int) -> None:
         progress = self._progress
@@ -281,13 +293,13 @@ class WorkerClient(Exchange):
         self._outgoing.put(None)
 
 
-def _expected(channel: Channel, kind: type[Kind]) -> Kind:
+def _answer(channel: Channel, kind: type[Kind]) -> Kind:
     message, payload_bytes = channel.receive()
-    data = channel.receive_bytes(message, payload_bytes)
+    text = channel.receive_bytes(message, payload_bytes, MAX_TEXT_BYTES).decode(errors="replace")
     if isinstance(message, Refused):
-        raise HandshakeRefused(f"{channel.peer} refuses: {data.decode(errors='replace')}")
-    if isinstance(message, Abort):
-        raise _named_error(message.error, data.decode(errors="replace"))
+        raise HandshakeRefused(f"{channel.peer} refuses: {text}")
+    if isinstance(message, Abort) and kind is Welcome:
+        raise _named_error(message.error, text)
     if not isinstance(message, kind):
         raise ProtocolError(f"{channel.peer} sent another message", got=message.kind, expected=kind.kind)
     return message
@@ -307,10 +319,7 @@ def _non_finite_value(row: Any) -> NonFiniteValue:
 
 
 def _rows(data: bytes) -> list[Any]:
-    try:
-        rows = msgpack.unpackb(data, max_ext_len=0)
-    except (ValueError, TypeError, msgpack.UnpackException) as fault:
-        raise ProtocolError(f"a payload of rows cannot be read ({fault})") from None
+    rows = unpack(data, "a payload of rows")
     if not isinstance(rows, list):
         raise ProtocolError("a payload is no list of rows", got=type(rows).__name__)
     return rows

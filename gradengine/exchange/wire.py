@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import msgpack
 
 from gradengine.errors import ProtocolError
+from gradengine.unpacking import refuse_unbounded
 
 __all__ = [
     "PREFIX_BYTES",
@@ -35,9 +36,10 @@ __all__ = [
     "encode_head",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 4096
 MAX_SMALL_PAYLOAD = 16 << 20  # layout tables and gathers; a gradient's bound is its bucket
+MAX_TEXT_BYTES = 1 << 16  # why a worker is refused, or a group has failed
 NONCE_BYTES = 32
 
 _PREFIX = struct.Struct(">BB2sBBBIBQ")  # fixarray(4): "GE", uint8 version, uint32 header bytes, uint64 payload bytes
@@ -56,11 +58,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Worker to coordinator, first: who comes, and a nonce for the coordinator to prove itself with."""
+    """Worker to coordinator, first: who comes, to which job, and a nonce for the coordinator to prove itself with."""
 
     kind = "hello"
     rank: int
     world_size: int
+    job: str
     nonce: bytes
 
 
@@ -75,7 +78,7 @@ class Challenge(Message):
 
 @dataclass(frozen=True)
 class Join(Message):
-    """Worker to coordinator: its proof and how far its step has come; the payload is the layout table."""
+    """Worker to coordinator: its proof, how far its step has come and as whom; the payload is the layout table."""
 
     kind = "join"
     proof: bytes
@@ -83,15 +86,19 @@ class Join(Message):
     summed: int
     contributed: int
     torn: int
+    group: bytes
+    group_rank: int
+    group_size: int
 
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """Coordinator to worker, once all have joined: where the step stands and how spans are cut."""
+    """Coordinator to worker, once all have joined: where the step stands, how spans are cut and which group it is."""
 
     kind = "welcome"
     summed: int
     bucket_bytes: int
+    group: bytes
 
 
 @dataclass(frozen=True)
@@ -237,12 +244,13 @@ def expect_payload(message: Message, payload_bytes: int, limit: int) -> None:
 
 
 def _entries(header: bytes) -> list[tuple[Any, Any]]:
+    refuse_unbounded(header, "a message header")
     try:
         # Pairs, not a dict: msgpack lets the last of two equal keys win silently.
         unpacked = msgpack.unpackb(
             header, object_pairs_hook=_Pairs, strict_map_key=True, max_array_len=0, max_map_len=16, max_ext_len=0
         )
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as fault:
+    except (ValueError, TypeError, msgpack.UnpackException) as fault:
         raise ProtocolError(f"header is not msgpack ({type(fault).__name__}: {fault})") from None
     if not isinstance(unpacked, _Pairs):
         raise ProtocolError("header is no map", got=type(unpacked).__name__)

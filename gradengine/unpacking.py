@@ -1,0 +1,78 @@
+"""msgpack from elsewhere: its nesting and its number of objects are bounded before anything is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+
+from gradengine.errors import ProtocolError
+
+__all__ = ["refuse_unbounded", "unpack"]
+
+MAX_DEPTH = 8  # the deepest that is sent, a layout table, has four
+MAX_OBJECTS = 1 << 20  # 64 MB of Python objects at most
+
+
+def unpack(data: bytes, what: str) -> Any:
+    """The value of one msgpack object.
+
+    Args:
+        data: The object's bytes.
+        what: What they are, for the error: "a layout table".
+
+    Raises:
+        ProtocolError: They are no msgpack, nested deeper than 8, or more than 2**20 objects.
+
+    Example:
+        >>> unpack(msgpack.packb(["loss", [2.5, 1.0]]), "a loss")
+        ['loss', [2.5, 1.0]]
+    """
+    refuse_unbounded(data, what)
+    try:
+        return msgpack.unpackb(data, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as fault:
+        raise ProtocolError(f"{what} cannot be read ({type(fault).__name__}: {fault})") from None
+
+
+def refuse_unbounded(data: bytes, what: str) -> None:
+    """Raise `ProtocolError` where objects are nested too deep or are too many.
+
+    Nothing is decoded for it; of bytes that end early or go on, the decoder speaks.
+    """
+    at, objects, left = 0, 0, [1]  # objects still to come, in each container that is open
+    while left and at < len(data):
+        left[-1] -= 1
+        objects += 1
+        at, inside = _after(data, at)
+        if objects + inside > MAX_OBJECTS:
+            raise ProtocolError(f"{what} has too many objects", expected=f"at most {MAX_OBJECTS}")
+        if inside:
+            left.append(inside)
+        if len(left) > MAX_DEPTH + 1:
+            raise ProtocolError(f"{what} is nested too deep", expected=f"at most {MAX_DEPTH} containers")
+        while left and not left[-1]:
+            left.pop()
+
+
+def _after(data: bytes, at: int) -> tuple[int, int]:
+    """Where the object at a position ends, or a container's first begins; and how many lie in it."""
+    tag = data[at]
+    if 0x80 <= tag < 0xA0:
+        return at + 1, (tag & 15) * (1 if tag >= 0x90 else 2)
+    if 0xA0 <= tag < 0xC0:
+        return at + 1 + (tag & 31), 0
+    if tag in _SIZED:
+        width, extra = _SIZED[tag]
+        return at + 1 + width + extra + int.from_bytes(data[at + 1 : at + 1 + width], "big"), 0
+    if 0xDC <= tag < 0xE0:
+        width = 2 if tag % 2 == 0 else 4
+        return at + 1 + width, int.from_bytes(data[at + 1 : at + 1 + width], "big") * (1 if tag < 0xDE else 2)
+    return at + 1 + _FIXED.get(tag, 0), 0
+
+
+# Bytes after the tag, as the msgpack specification numbers them.
+_SIZED = {  # bin, ext and str: bytes of the length, and of an ext's type
+    first + i: (1 << i, extra) for first, extra in ((0xC4, 0), (0xC7, 1), (0xD9, 0)) for i in range(3)
+}
+_FIXED = dict(enumerate((4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 2, 3, 5, 9, 17), start=0xCA))  # numbers, then fixext
