@@ -1,20 +1,22 @@
 """The GPU's benchmarks, every case at a tiny size: the emulator stands for CuPy, and torch works on the CPU."""
 
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import itertools
 import json
 import re
 import signal
+import subprocess
 import sys
-import time
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import cuda_emulator
+import gpu_once
 import numpy as np
 import pytest
 
@@ -26,10 +28,13 @@ from typer.testing import CliRunner
 
 from gradengine.bench.case import Absent, Case
 from gradengine.bench.command import bench
-from gradengine.bench.gpu.command import Benchmarks, run
-from gradengine.bench.gpu.device import Gpu, Missing, Stopwatch, gpu_of
+from gradengine.bench.gpu.__main__ import benchmarks_of, parser
+from gradengine.bench.gpu.benchmarks import Benchmarks, run
+from gradengine.bench.gpu.command import show_on
+from gradengine.bench.gpu.device import Gpu, Lent, Missing, Stopwatch, gpu_of
 from gradengine.bench.gpu.launches import Counts, counts_of, profiled
 from gradengine.bench.gpu.report import Entry, built
+from gradengine.bench.gpu.small import host_entries
 from gradengine.bench.gpu.torch_peers import limited
 from gradengine.bench.gpu.workload import DeviceWorkload, model_layout
 from gradengine.errors import CallerError, DeviceUnavailable
@@ -43,19 +48,6 @@ torch = pytest.importorskip("torch") if TORCH else None
 BLOCK = 8 * 8 + 2 * 8 * 2 + 8 * 8 + 3 * 8 * 32 + 2 * 8  # elements of a block of hidden size 8
 SET = 4 * (BLOCK + 256 * 8 + 8)  # with LM head and final norm, in fp32
 COPY_BYTES = 2 * 4 * 4096
-
-
-class Lent:
-    """An array of which only DLPack is to be seen."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self, **arguments):
-        return self._array.__dlpack__(**arguments)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
 
 
 def on_host(array):
@@ -93,7 +85,7 @@ def device(**changes):
         "torch": torch,
         "torch_device": "cpu",
         "tensor": as_tensor,
-        "lent": Lent,
+        "torch_tensor": Lent,  # torch has no GPU here, and ours takes no tensor that lies elsewhere
         "by_hand": on_host,
         "elapsed_ms": lambda start, stop: 0.25,
         "recorded": lambda work: work,
@@ -126,7 +118,7 @@ def ran(names, tmp_path=None, **changes):
     """The reports as they are kept, and what failed."""
     path = tmp_path / "run.json"
     console = Console(width=200, file=StringIO(), record=True)
-    failed = run(benchmarks(**changes), names, path, console)
+    failed = run(benchmarks(**changes), names, path, show_on(console))
     return (
         {report["benchmark"]: report for report in json.loads(path.read_text())["reports"]},
         failed,
@@ -225,6 +217,19 @@ def test_launches(fp32):
     assert rows["ours hold=2, captured"] == {"kernels": 0, "copies": 1, "fills": 0, "launches": 1, "waits": 0}
 
 
+@pytest.mark.parametrize(("variant", "asks_dlpack"), [("arrays by DLPack", True), ("cupy arrays", False)])
+def test_what_is_timed_as_dlpack_is_taken_by_dlpack(variant, asks_dlpack, monkeypatch):
+    """Torch's tensors are recognised, and asked by torch's own ways."""
+    asked, export = [], Lent.__dlpack__
+    monkeypatch.setattr(Lent, "__dlpack__", lambda self, **options: asked.append(self) or export(self, **options))
+    workload = DeviceWorkload.drawn(device(), model_layout(1, 8), 2, "float32", odd=False)
+    entry = next(entry for entry in host_entries(workload) if entry.variant == f"ours add, {variant}")
+    case = entry.build()
+    case.prepare()
+    case.run()
+    assert len(asked) == (len(workload.layout.slots) if asks_dlpack else 0)
+
+
 def test_ours_may_not_wait(tmp_path):
     reports, failed, _ = ran(["launches"], tmp_path, count=waiting_in_turn())
     assert "launches: ours hold=1 waits" in failed
@@ -242,7 +247,8 @@ def waiting_in_turn():
 
 
 def test_without_torch_its_variants_are_absent(tmp_path):
-    reports, failed, _ = ran(["accumulate", "step", "lora", "compiled"], tmp_path, device=device(torch=None))
+    names = ["accumulate", "norm", "hand-back", "hand-back-bf16", "step", "lora", "host", "compiled"]
+    reports, failed, _ = ran(names, tmp_path, device=device(torch=None))
     assert not failed
     for report in reports.values():
         assert {absent["why"] for absent in report["absent"]} == {"torch not installed, or without CUDA"}
@@ -274,7 +280,7 @@ def test_a_compiler_that_does_not_end_is_absent_by_name(tmp_path):
         return call
 
     case = benchmarks(device=device(compiled=for_ever), compile_limit=0.05)
-    failed = run(case, ["compiled"], tmp_path / "run.json", Console(file=StringIO()))
+    failed = run(case, ["compiled"], tmp_path / "run.json", lambda report: None)
     report = json.loads((tmp_path / "run.json").read_text())["reports"][0]
     assert not failed
     assert {absent["why"] for absent in report["absent"]} == {"TimeoutError: not done within 0.05 s"}
@@ -339,6 +345,31 @@ def test_the_command_needs_a_gpu():
     result = CliRunner().invoke(bench, ["gpu", "norm"])
     assert result.exit_code == 1
     assert isinstance(result.exception, DeviceUnavailable)
+
+
+WITHOUT_THE_COMMAND_LINE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["typer", "rich", "matplotlib"]))
+sys.argv = ["bench", *sys.argv[1:]]
+runpy.run_module("gradengine.bench.gpu", run_name="__main__")
+"""
+
+
+def test_it_needs_neither_typer_nor_rich_nor_matplotlib():
+    command = [sys.executable, "-c", WITHOUT_THE_COMMAND_LINE, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--compile-limit" in done.stdout
+
+
+def test_small_sizes_run_everything_quickly(tmp_path):
+    given = parser().parse_args(["host", "--small", "--dtype", "float32"])
+    case = benchmarks_of(given, device(scratch=1 << 30))
+    assert (case.blocks, case.device.scratch, case.device.copied % 32) == (1, 1 << 14, 0)
+    assert benchmarks_of(parser().parse_args(["host", "--odd"]), device()).odd
+    assert (
+        run(dataclasses.replace(case, clock=ticking()), given.names, tmp_path / "host.json", lambda report: None) == []
+    )
 
 
 def test_wrong_results_of_ours_are_not_timed(tmp_path):
@@ -439,18 +470,7 @@ def test_events_are_counted_by_their_names():
     assert Counts(3, 1, 0, 3, 2).less(Counts(1, 0, 0, 1, 5)) == Counts(2, 1, 0, 2, 0)
 
 
-# ---- bench/gpu_once.py, bench/gpu_check.py, bench/draw.py ----
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
-
-
-gpu_check, draw, gpu_once = script("gpu_check"), script("draw"), script("gpu_once")
+# ---- bench/gpu_once.py ----
 
 
 def test_every_kernel_once():
@@ -463,178 +483,3 @@ def test_every_kernel_once():
         "hand_back",
     }
     assert {name for name in record.launches if name.endswith("_large")} >= {"measure_large", "hand_back_large"}
-
-
-MACHINE = {
-    "machine": {"gpu": "NVIDIA Fake 1", "driver": "1", "runtime_cuda": "13.0"},
-    "versions": {"cupy": "14", "torch": "2", "commit": None},
-}
-REPORT = {
-    "benchmark": "step",
-    "parameters": {"dtype": "bfloat16", "odd": False},
-    "rows": [
-        {
-            "variant": variant,
-            "median_s": 0.002,
-            "device_s": 0.002,
-            "wall_s": 0.003,
-            "host_s": 0.0001,
-            "gb_per_s": 4000.0,
-            "of_copy": share,
-            "ratios": {"ours hold=1": ratio},
-        }
-        for variant, share, ratio in (("ours hold=1", 0.91, 1), ("torch foreach, sum", None, 2), ("copy", 1.0, 1))
-    ],
-    "absent": [{"variant": "torch.compile", "why": "no compiler"}],
-}
-
-
-def writes(path, content):
-    return ("-c", f"import pathlib; pathlib.Path({path!r}).write_text({content!r})")
-
-
-def stage(name, *words, **facts):
-    return gpu_check.Stage(name, gpu_check.python(*words), facts.pop("limit", 60), **facts)
-
-
-MACHINE_STAGE = stage("machine", *writes("{folder}/machine.json", json.dumps(MACHINE)), keeps="machine")
-BENCH = stage("bench", *writes("{folder}/bench.json", json.dumps({"reports": [REPORT]})), keeps="reports")
-
-
-def checked(tmp_path, *stages, arguments=()):
-    out = tmp_path / "out"
-    code = gpu_check.main(["--out", str(out), *arguments], [MACHINE_STAGE, *stages], tmp_path / "results")
-    kept = json.loads((tmp_path / "results/gpu-fake-1.json").read_text())
-    assert kept == json.loads((out / "gpu-fake-1.json").read_text())
-    return code, kept, {name: found["outcome"] for name, found in kept["stages"].items()}
-
-
-def test_results_are_kept_with_machine_and_stages(tmp_path, capsys):
-    code, kept, outcomes = checked(tmp_path, BENCH, arguments=["--commit", "abc"])
-    assert code == 0
-    assert kept["machine"] == MACHINE["machine"]
-    assert kept["versions"]["commit"] == "abc"
-    assert kept["reports"] == [{"stage": "bench", **REPORT}]
-    assert outcomes == {"machine": "passed", "bench": "passed"}
-    shown = capsys.readouterr().out
-    assert re.search(r"bench +step +torch foreach, sum +2\.000 +3\.000 +100 +2\.00", shown)
-    assert re.search(r"bench +step +torch.compile +absent: no compiler", shown)
-
-
-def test_a_stage_that_fails_leaves_the_others_figures(tmp_path, capsys):
-    half = "import pathlib, sys; print('failed: norm: ours'); sys.exit(3)"
-    slow = stage("slow", "-c", "import time; time.sleep(60)", limit=0.5)
-    code, kept, outcomes = checked(tmp_path, stage("half", "-c", half), slow, BENCH)
-    assert code == 1
-    assert outcomes == {"machine": "passed", "half": "failed", "slow": "timed out", "bench": "passed"}
-    assert kept["stages"]["half"]["note"] == "exit status 3: failed: norm: ours"
-    assert len(kept["reports"]) == 1
-    assert "failed: norm: ours" in (tmp_path / "out/half.log").read_text()
-
-
-def test_what_a_failing_stage_wrote_is_kept(tmp_path):
-    words = BENCH.command[2] + "; raise SystemExit(1)"
-    code, kept, _ = checked(tmp_path, stage("bench", "-c", words, keeps="reports"))
-    assert code == 1
-    assert kept["reports"] == [{"stage": "bench", **REPORT}]
-
-
-def test_a_limit_reaches_the_stage_s_own_children(tmp_path):
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(300)'])"
-    began = time.monotonic()
-    assert checked(tmp_path, stage("slow", "-c", child, limit=0.5))[2]["slow"] == "timed out"
-    assert time.monotonic() - began < 60
-
-
-def test_a_tool_that_is_not_installed_is_absent_and_no_failure(tmp_path):
-    code, kept, outcomes = checked(tmp_path, stage("memcheck", needs="no-such-sanitizer"))
-    assert (code, outcomes["memcheck"]) == (0, "absent")
-    assert kept["stages"]["memcheck"]["note"] == "no-such-sanitizer is not installed"
-
-
-def test_no_time_left_is_a_failure(tmp_path):
-    assert gpu_check.main(["--out", str(tmp_path), "--limit", "0"], [MACHINE_STAGE, BENCH], tmp_path / "results") == 1
-    kept = json.loads((tmp_path / "gpu-unknown.json").read_text())
-    assert {found["outcome"] for found in kept["stages"].values()} == {"not run"}
-    assert not (tmp_path / "results").exists()
-
-
-SKIPPED = '<testcase name="test_b[cupy]"><skipped message="no GPU"/></testcase>'
-
-
-@pytest.mark.parametrize(
-    ("cases", "note"),
-    [
-        ('<testcase name="test_a"/>', ""),
-        ('<testcase name="test_a"/>' + SKIPPED, "1 of 2 tests were skipped: test_b[cupy]: no GPU"),
-        ("", "no test was run"),
-    ],
-    ids=["run", "skipped", "none"],
-)
-def test_tests_that_were_skipped_are_a_failure(cases, note, tmp_path):
-    words = writes("{folder}/tests.xml", f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    code, kept, outcomes = checked(tmp_path, stage("tests", *words, keeps="tests"))
-    assert kept["stages"]["tests"]["note"] == note
-    assert (code, outcomes["tests"]) == ((1, "failed") if note else (0, "passed"))
-
-
-def test_stages_can_be_chosen_and_the_others_results_stay(tmp_path):
-    first = stage("first", "-c", "pass")
-    checked(tmp_path, first, BENCH)
-    code, kept, _ = checked(tmp_path, first, BENCH, arguments=["--stages", "first"])
-    assert code == 0
-    assert list(kept["stages"]) == ["machine", "first", "bench"]
-    assert len(kept["reports"]) == 1
-    with pytest.raises(SystemExit, match="no such stage: second; there are machine, first"):
-        checked(tmp_path, first, arguments=["--stages", "second"])
-
-
-def test_the_stages_are_commands_that_there_are():
-    names = [stage.name for stage in gpu_check.STAGES]
-    assert len(set(names)) == len(names)
-    assert gpu_check.STAGES[0] is gpu_check.MACHINE
-    known = set(benchmarks().names)
-    for each in gpu_check.STAGES:
-        if each.keeps == "reports":
-            words = each.command[each.command.index("gpu") + 1 : each.command.index("--json")]
-            wanted = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
-            assert set(wanted) <= known
-            shown = CliRunner().invoke(bench, ["gpu", *words, "--help"])
-            assert shown.exit_code == 0, shown.output
-    limits = sum(each.limit for each in gpu_check.STAGES if each.keeps == "reports")
-    assert limits < 660  # and all together have less than ten minutes
-    assert gpu_check.TOTAL_LIMIT < 600
-
-
-def test_names_of_results():
-    assert gpu_check.file_name("NVIDIA H200") == "gpu-h200"
-    assert gpu_check.file_name("NVIDIA GeForce RTX 4090") == "gpu-geforce-rtx-4090"
-
-
-PAGE = f"before\n{draw.BEGIN}\nold\n{draw.END}\n\nafter\n"
-
-
-def test_without_results_of_a_gpu_the_page_has_no_word_of_it(tmp_path):
-    (tmp_path / "cpu-other.json").write_text('{"format": 1}')  # a result of another kind has no place in the table
-    page = draw.drawn(PAGE, tmp_path)
-    assert page.startswith("before\n")
-    assert page.endswith(f"{draw.END}\n\nafter\n")
-    assert draw.GPU_BEGIN not in page
-
-
-def test_results_of_a_gpu_follow_the_cpus_and_go_with_their_file(tmp_path, capsys):
-    checked(tmp_path, BENCH)
-    with_gpu = draw.drawn(PAGE, tmp_path / "results")
-    assert "NVIDIA Fake 1, driver 1, CUDA 13.0, CuPy 14, torch 2:" in with_gpu
-    assert "| step, bfloat16 | ours hold=1 | 2.000 | 4000 | 91% | 100 |  |" in with_gpu
-    assert "| step, bfloat16 | torch foreach, sum | 2.000 | 4000 |  | 100 | 2.00x hold=1 |" in with_gpu
-    assert "| copy |" not in with_gpu
-    assert draw.drawn(with_gpu, tmp_path / "results") == with_gpu
-    assert draw.drawn(with_gpu, tmp_path) == draw.drawn(PAGE, tmp_path)
-
-
-def test_of_odd_sizes_ours_alone_is_drawn():
-    rows = [{"variant": variant} for variant in ("ours", "torch foreach", "copy")]
-    shown = draw.rows_shown({"benchmark": "norm", "rows": rows, "parameters": {"odd": True}})
-    assert shown == [{"variant": "ours"}]
-    assert draw.rows_shown({"benchmark": "launches"}) == []

@@ -13,7 +13,7 @@ import gradengine
 from gradengine.bench.torch_peers import torch_version
 from gradengine.kernels.host import available_cpus
 
-__all__ = ["load", "machine", "versions"]
+__all__ = ["commit_of", "load", "machine", "versions"]
 
 
 def machine() -> dict[str, object]:
@@ -43,7 +43,7 @@ def versions() -> dict[str, str | None]:
     """
     return {
         "gradengine": gradengine.__version__,
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__).parent),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": torch_version(),
@@ -58,10 +58,18 @@ def _cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _commit() -> str | None:
-    """The commit of the checkout that this package lies in, "-dirty" where it was changed; None if it lies in none."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def commit_of(folder: Path) -> str | None:
+    """The commit of the checkout that a folder lies in, None if it lies in none.
+
+    "-dirty" where something else than recorded results was changed: they change while a run writes them.
+    """
+    git = ["git", "-C", str(folder)]
+    changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit, changed = (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            for command in ([*git, "rev-parse", "HEAD"], changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{commit}-dirty" if changed else commit

@@ -17,10 +17,12 @@ from gradengine.buffer import Buffer, RawBuffer
 from gradengine.kernels import CudaKernels
 from gradengine.kernels.cuda import cuda_kernels
 
-__all__ = ["Gpu", "Missing", "Replay", "Sample", "Stopwatch", "gpu_of", "open_gpu", "raw"]
+__all__ = ["NO_TORCH", "Gpu", "Lent", "Missing", "Replay", "Sample", "Stopwatch", "gpu_of", "open_gpu", "raw"]
 
 Array = Any  # CuPy's, or what a test has instead of it
 Tensor = Any
+
+NO_TORCH = "torch not installed, or without CUDA"
 
 _BATCH_STRIDE = 64  # elements: 128 bytes of bf16, 256 of fp32
 _ODD_SHIFTS = (1, 3, 5, 7)
@@ -40,7 +42,7 @@ class Gpu:
         torch: PyTorch, or None.
         torch_device: Where its tensors are made: "cuda".
         tensor: An array as a tensor over the same memory.
-        lent: An array as ours would get it from another framework, through DLPack.
+        torch_tensor: An array as ours gets it from torch: recognised, and asked where it lies.
         by_hand: An array as a person who writes NumPy's names has it: CuPy's own.
         elapsed_ms: Milliseconds between two events.
         recorded: What torch's work is as a CUDA graph: gives back what launches it.
@@ -54,7 +56,7 @@ class Gpu:
     torch: Any
     torch_device: str
     tensor: Callable[[Array], Tensor]
-    lent: Callable[[Array], object]
+    torch_tensor: Callable[[Array], object]
     by_hand: Callable[[Array], Any]
     elapsed_ms: Callable[[Any, Any], float]
     recorded: Callable[[Callable[[], object]], Callable[[], object]]
@@ -106,11 +108,30 @@ class Gpu:
         """The same memory for torch.
 
         Raises:
-            Missing: There is no torch.
+            Missing: There is no torch, or it sees no GPU.
         """
         if self.torch is None:
-            raise Missing("torch not installed")
+            raise Missing(NO_TORCH)
         return [self.tensor(array) for array in arrays]
+
+
+@final
+class Lent:
+    """An array of which DLPack alone is to be seen: what ours gets of a framework that it does not know.
+
+    Args:
+        array: Any that has DLPack.
+    """
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def __dlpack__(self, **arguments: Any) -> object:
+        return self._array.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._array.__dlpack_device__()
+        return device
 
 
 def raw(array: Array, *, dtype: str = "bfloat16") -> RawBuffer:
@@ -224,7 +245,7 @@ def gpu_of(kernels: CudaKernels, torch: Any) -> Gpu:
         torch=torch,
         torch_device="cuda",
         tensor=tensor,
-        lent=tensor,
+        torch_tensor=tensor,
         by_hand=lambda array: array,
         elapsed_ms=kernels.xp.cuda.get_elapsed_time,
         recorded=lambda run: _recorded(torch, run),

@@ -31,7 +31,7 @@ class Entry:
     Attributes:
         variant: Its name.
         build: Makes the case.
-        ours: A failure of it is a failure of the benchmark; a peer is only absent then.
+        ours: A failure of it is a failure of the benchmark, a peer is only absent then; so is ours if it is `Missing`.
     """
 
     variant: str
@@ -122,10 +122,11 @@ def built(entries: Sequence[Entry], tolerance: float) -> tuple[list[Case], list[
             cases.append(case)
         except Exception as fault:  # noqa: BLE001, PERF203  (a compiler or a driver may raise anything)
             absent.append(Absent(entry.variant, _reason(fault)))
+            if isinstance(fault, Missing):
+                continue
+            traceback.print_exc(limit=-6, file=sys.stderr)
             if entry.ours or isinstance(fault, ResultsDiffer):
                 failed.append(entry.variant)
-            if not isinstance(fault, Missing):
-                traceback.print_exc(limit=-6, file=sys.stderr)
     return cases, errors, absent, failed
 
 

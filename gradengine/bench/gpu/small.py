@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.bench.case import Case, relative_error
-from gradengine.bench.gpu.device import Array, Gpu, Replay, raw
+from gradengine.bench.gpu.device import Array, Gpu, Lent, Replay, raw
 from gradengine.bench.gpu.report import Entry
 from gradengine.bench.gpu.torch_peers import arrays_of, empty_totals, foreach_add, torch_of
 from gradengine.bench.gpu.workload import DeviceWorkload
@@ -131,7 +131,8 @@ def host_entries(workload: DeviceWorkload) -> list[Entry]:
     """
     kinds: dict[str, Callable[[Array], object]] = {
         _BASE: lambda array: array,
-        "ours add, tensors by DLPack": workload.gpu.lent,
+        "ours add, torch tensors": partial(_as_torch_gives_it, workload.gpu),
+        "ours add, arrays by DLPack": Lent,
         "ours add, raw buffers": partial(raw, dtype="float32"),
     }
     one = workload.first(1)
@@ -141,6 +142,11 @@ def host_entries(workload: DeviceWorkload) -> list[Entry]:
         Entry("ours replay, unchecked", partial(_our_replay, workload, checked=False), ours=True),
         Entry("torch foreach_add_", partial(_torch_add, one)),
     ]
+
+
+def _as_torch_gives_it(gpu: Gpu, array: Array) -> object:
+    torch_of(gpu)
+    return gpu.torch_tensor(array)
 
 
 def _our_add(workload: DeviceWorkload, variant: str, kind: Callable[[Array], object]) -> Case:

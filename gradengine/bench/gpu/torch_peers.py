@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.bench.gpu.device import Gpu, Missing, Tensor
+from gradengine.bench.gpu.device import NO_TORCH, Gpu, Missing, Tensor
 from gradengine.bench.torch_peers import TorchGradients
 
 __all__ = ["CompiledStep", "arrays_of", "empty_totals", "foreach_add", "limited", "torch_of"]
@@ -23,7 +23,7 @@ def torch_of(gpu: Gpu) -> Any:
         Missing: It is not there, or sees no GPU.
     """
     if gpu.torch is None:
-        raise Missing("torch not installed, or without CUDA")
+        raise Missing(NO_TORCH)
     return gpu.torch
 
 
