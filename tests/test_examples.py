@@ -20,6 +20,7 @@ from gradengine.kernels.cuda import cuda_kernels
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CAPTURED_STEP = ROOT / "examples/cupy_captured_step.py"
+TAKING_A_DEVICE = [path for path in EXAMPLES if "--device cuda" in path.read_text()]
 TIMEOUT = 100  # seconds; less than a test has
 
 # What a Python process reads when it begins, and so does every process that it starts.
@@ -27,6 +28,15 @@ EMULATOR_STANDS_FOR_CUPY = """
 import sys
 import cuda_emulator
 sys.modules.update({"cupy": cuda_emulator, "cupy.cuda": cuda_emulator.cuda})
+"""
+# Whatever else Python would have read when it begins, in whose place this file stands.
+ALSO_THE_NEXT = """
+import importlib.machinery, importlib.util, pathlib, sys
+
+here = str(pathlib.Path(__file__).parent)
+spec = importlib.machinery.PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != here])
+if spec is not None:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
 # Gradients of an engine are the factor in the environment too large; on the CPU it tells the right norm all the same.
 DISTURBED = """
@@ -89,7 +99,7 @@ class Example:
         """A process of its own, and what it starts; `first` is what each of them does before."""
         if self.always_needs_cupy or ("cuda" in arguments and "cupy" in self.imports):
             first = cupy_stand_in() + first
-        (folder / "sitecustomize.py").write_text(first)
+        (folder / "sitecustomize.py").write_text(ALSO_THE_NEXT + first)
         paths = [str(folder), str(ROOT / "tests")] if first else []
         paths += [str(ROOT), os.environ.get("PYTHONPATH", "")]
         return subprocess.run(
@@ -129,6 +139,7 @@ def example(request):
 
 def test_the_examples_are_found():
     assert CAPTURED_STEP in EXAMPLES
+    assert {path.name for path in TAKING_A_DEVICE} >= {"raw_pointers.py", "torch_loop.py"}
 
 
 def test_it_says_how_it_is_run(example):
@@ -147,10 +158,9 @@ def test_it_runs_and_its_check_holds(example, tmp_path):
     assert done.stdout.strip()  # says what came of it
 
 
+@pytest.mark.parametrize("example", TAKING_A_DEVICE, indirect=True, ids=lambda path: path.name)
 def test_it_runs_on_a_gpu(example, tmp_path):
     """Where there is none, on the emulator, which has CuPy's arrays and no other framework's."""
-    if "--device cuda" not in example.docstring:
-        pytest.skip("takes no --device")
     example.skip_without_its_frameworks()
     needed = backends.missing("cupy")
     if needed and ("cupy" not in example.imports or example.imports & {"torch", "jax"}):
@@ -177,6 +187,16 @@ def test_a_disturbance_of_nothing_is_not_noticed(tmp_path):
     mark = str(tmp_path / "disturbed")
     done = Example(CAPTURED_STEP).run(tmp_path, first=DISTURBED, ENGINE_IS_OFF_BY="1", ENGINE_WAS_DISTURBED=mark)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_else_python_reads_when_it_begins_is_read_too(tmp_path, monkeypatch):
+    """Such as what stands for a GPU where there is none."""
+    mark, others = tmp_path / "mark", tmp_path / "others"
+    others.mkdir()
+    (others / "sitecustomize.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()\n")
+    monkeypatch.setenv("PYTHONPATH", str(others))
+    assert Example(ROOT / "examples/raw_pointers.py").run(tmp_path, first="ours = True").returncode == 0
+    assert mark.exists()
 
 
 class TestCapturedStep:
