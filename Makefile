@@ -28,7 +28,7 @@ compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)
 
-gpu-check:  ## on a machine with a GPU: tests, compute-sanitizer and benchmarks, by $(PYTHON) as it is
+gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: tests, benchmarks; ARGS="--stage tests", ARGS=--list
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:

@@ -11,3 +11,14 @@ collect_ignore = [f"gradengine/{name}.py" for name in ("torch", "jax") if import
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, object]) -> None:
     doctest_namespace["np"] = np
+
+
+if importlib.util.find_spec("pytest_timeout") is None:
+    # A machine with a GPU may have pytest alone.
+    def pytest_addoption(parser: pytest.Parser) -> None:
+        """Know pyproject's limit, which is that plugin's."""
+        parser.addini("timeout", "seconds for a test, as pytest-timeout has it")
+
+    def pytest_configure(config: pytest.Config) -> None:
+        """Know the tests' own limits."""
+        config.addinivalue_line("markers", "timeout(seconds): as pytest-timeout has it")

@@ -1,16 +1,16 @@
-"""All that wants a GPU, in one command: `make gpu-check`, or `python bench/gpu_check.py --stages kernels,step-fp32`.
+"""All that wants a GPU, in stages: `make gpu-check`, or `make gpu-check ARGS="--stage tests"`, or `ARGS=--list`.
 
-Each stage is a process of its own with a limit: one that fails, hangs or loses the device leaves the others' figures.
-What they found goes into bench/results/gpu-<name>.json after each of them, and into the folder of --out with the logs.
-The command fails if a stage does, or has no time left; a tool that is not installed is named as absent.
+Each stage is a process of its own with a limit of its own: one that fails, hangs or loses the device leaves the others'
+figures. Those that run by default take less than ten minutes together, so do those of --further. A preflight says what
+the machine lacks, and which stages and tests do not run for that.
+
+What was found goes into bench/results/gpu-<name>.json after each stage, and into the folder of --out with the logs.
+The command fails if a stage does, if a test is skipped for another reason than what the preflight has named, and if a
+stage that was asked for by name cannot run.
 """
 
 import argparse
-import importlib.util
-import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_preflight import LIMIT, TORCH, Preflight, preflight
+from gpu_results import Results, figures
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
-TOTAL_LIMIT = 570.0  # seconds: under ten minutes with what starting and ending take
 
-PASSED, FAILED, TIMED_OUT, ABSENT, NOT_RUN = "passed", "failed", "timed out", "absent", "not run"
-GOOD = {PASSED, ABSENT}
+PASSED, FAILED, TIMED_OUT, ABSENT = "passed", "failed", "timed out", "absent"
+GB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -34,18 +38,22 @@ class Stage:
 
     Attributes:
         name: Of the stage.
+        about: What it does, in a line.
         command: Its words; "{folder}" in one stands for where it may write.
         limit: Seconds.
-        needs: A program without which it is absent.
+        needs: What must be there, in the preflight's words; without it the stage is absent.
         keeps: "machine", "reports" or "tests": what it writes to <folder>/<name>.json, or .xml for tests.
+        further: Whether it runs only when asked for.
         lines: Of its output's end that are shown.
     """
 
     name: str
+    about: str
     command: tuple[str, ...]
     limit: float
-    needs: str | None = None
+    needs: tuple[str, ...] = ()
     keeps: str | None = None
+    further: bool = False
     lines: int = 25
 
 
@@ -69,89 +77,82 @@ def python(*words: str) -> tuple[str, ...]:
     return (sys.executable, *words)
 
 
-def benchmark(stage: str, limit: float, *words: str) -> Stage:
-    """A stage of `gradengine bench gpu`."""
-    command = python("-m", "gradengine", "bench", "gpu", *words, "--json", f"{{folder}}/{stage}.json")
-    return Stage(stage, command, limit, keeps="reports", lines=200)
-
-
-def sanitized(tool: str, limit: float) -> Stage:
-    """A stage under compute-sanitizer: every kernel once. Only kernels' faults count: the driver's calls raise here."""
-    options = ("--tool", tool, "--error-exitcode", "66", "--report-api-errors", "no", "--launch-timeout", "0")
-    return Stage(tool, ("compute-sanitizer", *options, *python("bench/gpu_once.py")), limit, needs="compute-sanitizer")
-
-
-MACHINE = Stage(
-    "machine", python("-m", "gradengine.bench.gpu.machine", "{folder}/machine.json"), 60, keeps="machine", lines=60
-)
-# More than a thousand tests at about 0.1 s: in one process they might not be done in time.
-IN_PARALLEL = ("-n", "8") if importlib.util.find_spec("xdist") else ()
-PARTS = ("accumulate", "norm", "hand-back", "hand-back-bf16", "step")
-SHORT = ("accumulate", "norm", "step")
-ODD = ("--odd", "--blocks", "6")
-STAGES = (
-    MACHINE,
-    Stage("kernels", python("bench/gpu_once.py", "--pool"), 60),
-    Stage(
-        "tests",
-        python("-m", "pytest", "tests", "-q", "-k", "cupy", "--junitxml", "{folder}/tests.xml", *IN_PARALLEL),
-        170,
-        keeps="tests",
-        lines=15,
-    ),
-    benchmark("fp32", 110, *PARTS),
-    benchmark("bf16", 90, *SHORT, "--dtype", "bfloat16"),
-    benchmark("fp32-odd", 50, *PARTS, *ODD),
-    benchmark("bf16-odd", 50, *SHORT, *ODD, "--dtype", "bfloat16"),
-    benchmark("small", 50, "lora", "host"),
-    sanitized("memcheck", 75),
-    sanitized("racecheck", 75),
-    benchmark("launches", 60, "launches"),
-    benchmark("compiled", 190, "compiled", "--compile-limit", "75"),
-)
-
-
-def run_stage(stage: Stage, folder: Path, limit: float) -> Outcome:
-    """Run one stage; its output goes to a log in the folder, and the end of it to the terminal.
+def stages(found: Preflight, *, small: bool = False) -> list[Stage]:
+    """All of them, the machine's first; by default those that say most in the time.
 
     Args:
-        stage: Which.
-        folder: Where it may write.
-        limit: Seconds that are left for it.
+        found: What the machine has.
+        small: Sizes at which everything runs quickly and no figure means anything.
     """
-    if stage.needs and shutil.which(stage.needs) is None:
-        return Outcome(ABSENT, 0, f"{stage.needs} is not installed")
-    if limit <= 0:
-        return Outcome(NOT_RUN, 0, "no time was left")
+
+    def benchmark(name: str, about: str, limit: float, *words: str, **facts: object) -> Stage:
+        sized = (*words, *(("--small",) if small else ()), "--json", f"{{folder}}/{name}.json")
+        return Stage(name, about, python("-m", "gradengine.bench.gpu", *sized), limit, keeps="reports", **facts)
+
+    def sanitized(tool: str, about: str) -> Stage:
+        # Only the kernels' faults count: the driver's calls raise in Python.
+        options = ("--tool", tool, "--error-exitcode", "66", "--report-api-errors", "no", "--launch-timeout", "0")
+        command = ("compute-sanitizer", *options, *python("bench/gpu_once.py"))
+        return Stage(tool, about, command, 85, ("compute-sanitizer",), further=True)
+
+    parts, odd = ("accumulate", "norm", "hand-back", "hand-back-bf16"), ("--odd", "--blocks", "6")
+    bf16 = ("--dtype", "bfloat16")
+    machine = python("-m", "gradengine.bench.gpu.machine", "{folder}/machine.json")
+    return [
+        Stage("machine", "GPU, driver and versions", machine, 20, keeps="machine", lines=60),
+        Stage("kernels", "every kernel once, at odd sizes, against NumPy", python("bench/gpu_once.py", "--pool"), 60),
+        stage_of_tests(found, small=small),
+        benchmark("fp32", "the 350M model's step and its parts", 110, *parts, "step"),
+        benchmark("bf16", "the same of bf16 gradients", 90, "accumulate", "norm", "step", *bf16),
+        benchmark("calls", "LoRA's clip, and the host's time for a call", 40, "lora", "host"),
+        benchmark("fp32-odd", "sizes no multiple of 8, at odd addresses", 55, *parts, "step", *odd, further=True),
+        benchmark("bf16-odd", "the same of bf16", 55, "accumulate", "norm", "step", *odd, *bf16, further=True),
+        sanitized("memcheck", "compute-sanitizer: no access out of bounds"),
+        sanitized("racecheck", "compute-sanitizer: no race in shared memory"),
+        benchmark("launches", "what a step asks of the device", 45, "launches", needs=(TORCH,), further=True),
+        benchmark(
+            "compiled", "beside torch.compile", 180, "compiled", "--compile-limit", "70", needs=(TORCH,), further=True
+        ),
+    ]
+
+
+def stage_of_tests(found: Preflight, *, small: bool = False) -> Stage:
+    """All that has a GPU under test; in as many processes as there is memory for, where pytest-xdist is there."""
+    processes = min(8, os.cpu_count() or 1, found.gpu_memory // (4 * GB))
+    several = ("-n", str(processes)) if processes > 1 and not found.lacks(["pytest-xdist"]) else ()
+    files = ("tests/test_interop_gpu.py", "tests/test_examples.py", "tests/test_clip.py") if small else ("tests",)
+    chosen_tests = ("-k", "cupy or runs_on_a_gpu", "--junitxml", "{folder}/tests.xml")
+    command = python("-m", "pytest", *files, "-q", *chosen_tests, *several)
+    needs = ("pytest", "hypothesis", "ml_dtypes")
+    return Stage("tests", "all tests of the GPU", command, 210, needs, keeps="tests", lines=15)
+
+
+def run_stage(stage: Stage, folder: Path, found: Preflight) -> Outcome:
+    """Run one stage; its output goes to a log in the folder, and the end of it to the terminal."""
+    if lacking := found.lacks(stage.needs):
+        return Outcome(ABSENT, 0, lacking)
     began, log = time.monotonic(), folder / f"{stage.name}.log"
-    code = _run(stage, folder, log, limit)
+    code = _run(stage, folder, log)
     seconds = round(time.monotonic() - began, 1)
     shown = log.read_text(errors="replace").splitlines()
     print(*shown[-stage.lines :], sep="\n", flush=True)
     if code is None:
-        return Outcome(TIMED_OUT, seconds, f"not done within {limit:.0f} s")
+        return Outcome(TIMED_OUT, seconds, f"not done within {stage.limit:g} s")
     if code != 0:
         return Outcome(FAILED, seconds, _reason(code, shown))
-    note = _skipped_tests(folder / f"{stage.name}.xml") if stage.keeps == "tests" else ""
+    note = unexpected_skips(folder / f"{stage.name}.xml", found) if stage.keeps == "tests" else ""
     return Outcome(FAILED if note else PASSED, seconds, note)
 
 
-def _run(stage: Stage, folder: Path, log: Path, limit: float) -> int | None:
+def _run(stage: Stage, folder: Path, log: Path) -> int | None:
     """The exit status, or None where the limit ended it."""
     command = [word.replace("{folder}", str(folder)) for word in stage.command]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "GRADENGINE_REQUIRE_GPU": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
     with log.open("w") as output:
         process = subprocess.Popen(  # noqa: S603  (the commands stand above)
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            return process.wait(limit)
+            return process.wait(stage.limit)
         except BaseException as fault:  # an interrupt too: it has a session of its own and would go on
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -160,139 +161,128 @@ def _run(stage: Stage, folder: Path, log: Path, limit: float) -> int | None:
             raise
 
 
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "GRADENGINE_REQUIRE_GPU": "1",
+        "PYTHONUNBUFFERED": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # else each of the tests' processes takes three quarters of the GPU
+    }
+
+
 def _reason(code: int, shown: Sequence[str]) -> str:
     failed = [line for line in shown if line.startswith(("failed: ", "FAILED ", "ERROR "))]
     last = next((line for line in reversed(shown) if line.strip()), "")
     return f"exit status {code}: {'; '.join(failed[:5]) or last}"[:500]
 
 
-def _skipped_tests(path: Path) -> str:
-    """What is wrong with a run of tests that says it passed: nothing was run, or something was skipped."""
-    cases = list(ET.parse(path).getroot().iter("testcase"))  # noqa: S314  (pytest wrote it)
-    skipped = [(case.get("name"), found.get("message")) for case in cases for found in case.iter("skipped")]
-    if not cases:
+def unexpected_skips(path: Path, found: Preflight) -> str:
+    """What is wrong with a run of tests that says it passed: nothing was run, or skipped for an unknown reason."""
+    try:
+        cases = list(ET.parse(path).getroot().iter("testcase"))  # noqa: S314  (pytest wrote it)
+    except (OSError, ET.ParseError) as fault:
+        return f"there is no report of the tests: {fault}"
+    skipped = [(case.get("name"), str(skip.get("message"))) for case in cases for skip in case.iter("skipped")]
+    if len(skipped) == len(cases):
         return "no test was run"
-    shown = "; ".join(f"{name}: {why}" for name, why in skipped[:5])
-    return f"{len(skipped)} of {len(cases)} tests were skipped: {shown}" if skipped else ""
+    unexpected = [(name, why) for name, why in skipped if not found.expects(why)]
+    shown = "; ".join(f"{name}: {why}" for name, why in unexpected[:5])
+    return f"{len(unexpected)} of {len(cases)} tests were skipped: {shown}" if unexpected else ""
 
 
-class Results:
-    """What was found so far, written anew after each stage.
-
-    Args:
-        folder: Where the stages write, and where a copy of the results goes.
-        results: Where the results go.
-        commit: The commit that is measured, for a copy of the tree that does not know its own.
-    """
-
-    def __init__(self, folder: Path, results: Path, commit: str | None) -> None:
-        self._folder, self._results, self._commit = folder, results, commit
-        self.whole: dict = {"name": "gpu-unknown", "machine": {}, "versions": {}, "stages": {}, "reports": []}
-
-    def take(self, stage: Stage, outcome: Outcome) -> None:
-        """Take what a stage left, also one that failed half-way."""
-        path = self._folder / f"{stage.name}.json"
-        if stage.keeps == "machine" and path.exists():
-            self._take_machine(json.loads(path.read_text()))
-        self.whole["stages"][stage.name] = vars(outcome)
-        kept = [report for report in self.whole["reports"] if report["stage"] != stage.name]
-        fresh = json.loads(path.read_text())["reports"] if stage.keeps == "reports" and path.exists() else []
-        self.whole["reports"] = [*kept, *({"stage": stage.name, **report} for report in fresh)]
-        self._write()
-
-    def _take_machine(self, found: dict) -> None:
-        self.whole |= {"name": file_name(found["machine"]["gpu"]), **found}
-        if self._commit:
-            self.whole["versions"]["commit"] = self._commit
-        before = self._results / f"{self.whole['name']}.json"
-        if before.exists():  # the same commit's other stages stay, so that they may be run one by one
-            earlier = json.loads(before.read_text())
-            if earlier["versions"] == self.whole["versions"]:
-                self.whole |= {"stages": earlier["stages"], "reports": earlier["reports"]}
-
-    def _write(self) -> None:
-        text = json.dumps(self.whole, indent=1) + "\n"
-        (self._folder / f"{self.whole['name']}.json").write_text(text)
-        if not self.whole["machine"]:
-            return  # nobody knows whose results these are
-        try:
-            self._results.mkdir(parents=True, exist_ok=True)
-            (self._results / f"{self.whole['name']}.json").write_text(text)
-        except OSError as fault:
-            print(f"cannot write to {self._results}: {fault}", flush=True)
-
-
-def file_name(gpu: str) -> str:
-    """The results' name, from the GPU's.
-
-    >>> file_name("NVIDIA H200"), file_name("NVIDIA GeForce RTX 4090")
-    ('gpu-h200', 'gpu-geforce-rtx-4090')
-    """
-    return "gpu-" + re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
-
-
-def figures(reports: Sequence[dict]) -> list[str]:
-    """Every figure in one line each, for the end of the output."""
-    times = f"{'device ms':>9} {'wall ms':>8} {'host us':>8} {'of copy':>7}"
-    lines = [f"{'stage':9} {'benchmark':14} {'variant':30} {times}  times ours"]
-    for report in reports:
-        where = f"{report['stage']:9} {report['benchmark']:14}"
-        if report["benchmark"] == "launches":
-            lines += [f"{where} {variant:30} {counts}" for variant, counts in report["rows"].items()]
-        else:
-            lines += [f"{where} {_figures_of(row)}" for row in report["rows"]]
-        lines += [f"{where} {absent['variant']:30} absent: {absent['why']}" for absent in report["absent"]]
-    return lines
-
-
-def _figures_of(row: dict) -> str:
-    share = "" if row["of_copy"] is None else f"{row['of_copy']:.1%}"
-    times = f"{1e3 * row['device_s']:9.3f} {1e3 * row['wall_s']:8.3f} {1e6 * row['host_s']:8.0f}"
-    ratios = " ".join(f"{ratio:.2f}" for ratio in row["ratios"].values())
-    return f"{row['variant']:30} {times} {share:>7}  {ratios}"
-
-
-def chosen(stages: Sequence[Stage], names: str) -> list[Stage]:
-    """The stages by name, in their order; the first one always, which says where all this is.
+def chosen(known: Sequence[Stage], names: Sequence[str], *, further: bool = False) -> list[Stage]:
+    """The stages by name, or the default ones, or the further ones; the first always, which says where all this is.
 
     Raises:
         SystemExit: There is no stage of that name.
     """
-    wanted = [name for name in names.split(",") if name] or [stage.name for stage in stages]
-    unknown = set(wanted) - {stage.name for stage in stages}
+    unknown = set(names) - {stage.name for stage in known}
     if unknown:
-        sys.exit(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in stages)}")
-    return [stage for stage in stages if stage is stages[0] or stage.name in wanted]
+        sys.exit(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in known)}")
+    wanted = set(names) or {stage.name for stage in known if stage.further is further}
+    return [stage for stage in known if stage is known[0] or stage.name in wanted]
+
+
+def listed(known: Sequence[Stage]) -> list[str]:
+    """A line for each stage: its limit, what it does, what it needs; and what all take together."""
+    lines = []
+    for option, is_further in (("default", False), ("--further", True)):
+        group = chosen(known, (), further=is_further)
+        lines.append(f"{option}: at most {limit_of(group):g} s")
+        for stage in group:
+            needs = f" (needs {', '.join(stage.needs)})" if stage.needs else ""
+            lines.append(f"  {stage.name:10} {stage.limit:4g} s  {stage.about}{needs}")
+    return lines
+
+
+def limit_of(group: Sequence[Stage]) -> float:
+    """Seconds that these take at most, the preflight before them counted in."""
+    return LIMIT + sum(stage.limit for stage in group)
+
+
+def announced(found: Preflight, wanted: Sequence[Stage]) -> list[str]:
+    """What the machine lacks, and what does not run for that."""
+    lines = [f"preflight: {found.gpu}, {found.gpu_memory / GB:.1f} GiB"]
+    for name, why in found.missing.items():
+        absent = [stage.name for stage in wanted if name in stage.needs]
+        effect = f"; not run: {', '.join(absent)}" if absent else ""
+        lines.append(f"  missing: {name}: {why}{effect}")
+    return lines
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--list", action="store_true", help="name the stages and their limits, and end")
+    made.add_argument("--stage", action="append", default=[], help="this one alone; may be given several times")
+    made.add_argument("--further", action="store_true", help="the stages that are not run by default")
+    made.add_argument("--small", action="store_true", help="sizes at which all runs quickly; figures go to --out alone")
+    made.add_argument("--out", type=Path, default=ROOT / "out/gpu-check", help="logs, and a copy of the results")
+    made.add_argument("--commit", help="what is measured, where the tree does not know")
+    return made
 
 
 def main(
     arguments: Sequence[str] | None = None,
-    stages: Sequence[Stage] = STAGES,
+    stages_of: Callable[..., Sequence[Stage]] = stages,
     results: Path = RESULTS,
-    clock: Callable[[], float] = time.monotonic,
+    look: Callable[[], Preflight] = preflight,
 ) -> int:
-    """Run the stages; 1 if one of them did not pass."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "out/gpu-check", help="logs, and a copy of the results")
-    environment = os.environ.get("GPU_CHECK_STAGES", "")
-    parser.add_argument("--stages", default=environment, help="some of them, with commas; or $GPU_CHECK_STAGES")
-    parser.add_argument("--limit", type=float, default=TOTAL_LIMIT, help="seconds for all of them")
-    parser.add_argument("--commit", help="what is measured, where the tree does not know")
-    given = parser.parse_args(arguments)
+    """Run the stages; 1 if one of them did not pass, 2 if nothing can run here."""
+    given = parser().parse_args(arguments)
+    if given.list:
+        print(*listed(stages_of(Preflight({}))), sep="\n")
+        return 0
+    found = look()
+    known = stages_of(found, small=given.small)
+    wanted = chosen(known, given.stage, further=given.further)
+    print(*announced(found, wanted), sep="\n", flush=True)
+    if found.refusal:
+        print("gpu-check cannot run here:", *found.refusal, sep="\n  ", file=sys.stderr)
+        return 2
     folder = given.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    found, end, outcomes = Results(folder, results, given.commit), clock() + given.limit, {}
-    for stage in chosen(stages, given.stages):
-        print(f"==== {stage.name}: {' '.join(stage.command)}", flush=True)
-        (folder / f"{stage.name}.json").unlink(missing_ok=True)  # of an earlier run
-        outcome = outcomes[stage.name] = run_stage(stage, folder, min(stage.limit, end - clock()))
-        print(f"==== {stage.name}: {outcome.outcome}, {outcome.seconds} s {outcome.note}", flush=True)
-        found.take(stage, outcome)
-    print(*figures(found.whole["reports"]), sep="\n")
+    kept = Results(folder, None if given.small else results, given.commit)
+    outcomes = {stage.name: _noted(stage, folder, found, kept) for stage in wanted}
+    print(*figures(kept.whole["reports"]), sep="\n")
     for name, outcome in outcomes.items():
         print(f"{name:10} {outcome.outcome:10} {outcome.seconds:7.1f} s  {outcome.note}")
-    print(f"written: {found.whole['name']}.json in {folder} and, of a GPU that is known, in {results}")
-    return 0 if all(outcome.outcome in GOOD for outcome in outcomes.values()) else 1
+    print(f"written: {kept.whole['name']}.json in {folder}{'' if given.small else f' and in {results}'}")
+    good = {PASSED} if given.stage else {PASSED, ABSENT}
+    return 0 if all(outcome.outcome in good for outcome in outcomes.values()) else 1
+
+
+def _noted(stage: Stage, folder: Path, found: Preflight, kept: Results) -> Outcome:
+    """Run a stage, and write down what came of it."""
+    print(f"==== {stage.name}: {' '.join(stage.command)}", flush=True)
+    for suffix in ("json", "xml"):
+        (folder / f"{stage.name}.{suffix}").unlink(missing_ok=True)  # of an earlier run
+    outcome = run_stage(stage, folder, found)
+    print(f"==== {stage.name}: {outcome.outcome}, {outcome.seconds} s {outcome.note}", flush=True)
+    kept.take(stage.name, stage.keeps, vars(outcome))
+    return outcome
 
 
 if __name__ == "__main__":

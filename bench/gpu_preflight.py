@@ -1,0 +1,132 @@
+"""What a machine has of what `make gpu-check` needs; of what it lacks: which stages and tests do not run for that.
+
+Frameworks are asked in processes of their own, all at once: JAX takes memory where it is asked, and one that hangs or
+dies is a framework that is not there.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 40.0  # seconds that a framework has to answer
+
+# Each by the name that it is installed by, and that it is imported by.
+PACKAGES = {
+    "numpy": "numpy",
+    "msgpack": "msgpack",
+    "pytest": "pytest",
+    "pytest-xdist": "xdist",
+    "hypothesis": "hypothesis",
+    "ml_dtypes": "ml_dtypes",
+    "torch": "torch",
+    "jax": "jax",
+}
+PROGRAMS = ("compute-sanitizer", "g++")
+GPU, TORCH, JAX = "a GPU for CuPy", "a GPU for torch", "a GPU for JAX"
+ESSENTIAL = ("numpy", "msgpack", GPU)
+
+# Each prints one line of JSON: the GPU's name and bytes of memory; or ends with why there is none.
+QUESTIONS = {
+    GPU: """
+from gradengine.kernels.toolkit import load_cupy
+properties = load_cupy(0).cuda.runtime.getDeviceProperties(0)
+name, memory = properties["name"], properties["totalGlobalMem"]
+print(json.dumps([name.decode() if isinstance(name, bytes) else name, int(memory)]))
+""",
+    TORCH: """
+import torch
+if not torch.cuda.is_available():
+    sys.exit(f"torch {torch.__version__} finds no GPU")
+print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory]))
+""",
+    JAX: """
+import jax
+if jax.default_backend() != "gpu":
+    sys.exit(f"JAX {jax.__version__} finds no GPU")
+print(json.dumps([jax.devices()[0].device_kind, 0]))
+""",
+}
+
+# What tests say when they are skipped for want of each: these skips are no failure where it is missing, all others are.
+SKIPS = {
+    "g++": (r"g\+\+ is not installed",),
+    "torch": (r"torch is not installed", r"could not import 'torch'"),
+    "jax": (r"jax is not installed", r"could not import 'jax'"),
+    TORCH: (r"this torch has no CUDA", r"torch has no GPU"),
+    JAX: (r"this JAX has no CUDA", r"jax has no GPU"),
+}
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was found.
+
+    Attributes:
+        missing: What is not there, by name, and why.
+        gpu: The GPU's name.
+        gpu_memory: Its bytes.
+    """
+
+    missing: Mapping[str, str]
+    gpu: str = "no GPU"
+    gpu_memory: int = 0
+
+    @property
+    def refusal(self) -> list[str]:
+        """Without these nothing runs: a line for each."""
+        return [f"{name}: {self.missing[name]}" for name in ESSENTIAL if name in self.missing]
+
+    def lacks(self, needs: Iterable[str]) -> str:
+        """Which of these are missing and why, or nothing."""
+        return "; ".join(f"{name}: {self.missing[name]}" for name in needs if name in self.missing)
+
+    def expects(self, skip: str) -> bool:
+        """Whether a test is rightly skipped with this message."""
+        patterns = (pattern for name, patterns in SKIPS.items() if name in self.missing for pattern in patterns)
+        return any(re.search(pattern, skip) for pattern in patterns)
+
+
+def preflight() -> Preflight:
+    """Look for everything."""
+    missing = {name: "not installed" for name, module in PACKAGES.items() if importlib.util.find_spec(module) is None}
+    missing |= {name: "not on the PATH" for name in PROGRAMS if shutil.which(name) is None}
+    end = time.monotonic() + LIMIT
+    asked = {name: _asked(question) for name, question in QUESTIONS.items()}  # all begin before the first is waited for
+    answers = {name: _answer(process, end) for name, process in asked.items()}
+    missing |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    name, memory = ("no GPU", 0) if isinstance(answers[GPU], str) else answers[GPU]
+    return Preflight(missing, name, memory)
+
+
+def _asked(question: str) -> subprocess.Popen[str]:
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(  # noqa: S603  (the questions stand above)
+        [sys.executable, "-c", "import json, sys\n" + question],
+        env={**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _answer(process: subprocess.Popen[str], end: float) -> tuple[str, int] | str:
+    """The GPU's name and memory, or why there is none: the last line of what was said."""
+    try:
+        said, complaint = process.communicate(timeout=max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"no answer within {LIMIT:.0f} s"
+    if process.returncode == 0:
+        name, memory = json.loads(said.splitlines()[-1])
+        return name, memory
+    return (complaint.strip().splitlines() or [f"exit status {process.returncode}"])[-1][:300]
