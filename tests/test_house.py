@@ -113,7 +113,7 @@ def test_the_core_imports_no_framework(name, path):
 @pytest.mark.parametrize(("name", "path"), list(modules()), ids=[name or "gradengine" for name, _ in modules()])
 def test_files_and_functions_stay_small(name, path):
     source = path.read_text()
-    assert len(source.splitlines()) <= 420, name
+    assert len(source.splitlines()) <= 600, name
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             docstring = ast.get_docstring(node, clean=False) or ""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar, final
+from typing import Generic, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -234,30 +235,101 @@ class HostKernels(Kernels):
         return None
 
     def _run(self, work: Callable[[Task], None], tasks: Sequence[Task], elements: int) -> None:
-        """Do `work` on each task; the threads take the next one from a common list, the caller among them."""
-        remaining = iter(tasks)
-        turn = threading.Lock()
+        """Do `work` on each task; the threads take the next one from a common list, the caller among them.
 
-        def drain() -> None:
-            # Overflow and NaN are found by the squared sums and reported by name; NumPy's warnings name nothing.
-            with np.errstate(all="ignore"):
-                while True:
-                    with turn:
-                        task = next(remaining, None)
-                    if task is None:
-                        return
-                    work(task)
-
+        However it ends, no thread works on these tasks any more when it has ended.
+        """
         helpers = min(self.threads, len(tasks), 1 + elements // _ELEMENTS_A_THREAD) - 1
+        shared = _SharedWork(work, tasks)
         if helpers < 1:
-            return drain()
-        jobs = [_pool(self.threads).submit(drain) for _ in range(helpers)]
+            shared.drain()
+            return
         try:
-            drain()
+            try:
+                pool = _pool(self.threads)
+                for _ in range(helpers):
+                    pool.put(shared.help)
+                shared.drain()
+            finally:
+                shared.end()
         finally:
-            for job in jobs:
-                if not job.cancel():  # one that never began, behind other engines' work, is not waited for
-                    job.result()
+            shared.end()  # the first one may be what Ctrl-C interrupted
+        shared.raise_fault()
+
+
+class _SharedWork(Generic[Task]):
+    """Tasks that a caller and helper threads take one by one; the caller's interrupts leave nothing locked.
+
+    No lock but a helper's own: an interrupt between acquiring one and the `with` that releases it would stop the
+    others for ever. A deque's operations are atomic.
+    """
+
+    def __init__(self, work: Callable[[Task], None], tasks: Iterable[Task]) -> None:
+        self._work, self._tasks = work, deque(tasks)
+        self._helpers: list[_Helper] = []
+        self._faults: list[BaseException] = []
+
+    def drain(self) -> None:
+        """Take tasks until there are none."""
+        # Overflow and NaN are found by the squared sums and reported by name; NumPy's warnings name nothing.
+        with np.errstate(all="ignore"):
+            while True:
+                try:
+                    task = self._tasks.popleft()
+                except IndexError:
+                    return
+                self._work(task)
+
+    def help(self) -> None:
+        """Drain, in a helper thread."""
+        helper = _Helper()
+        # Before the first task is taken: who empties the list and then waits for all helpers misses none.
+        self._helpers.append(helper)
+        try:
+            self.drain()
+        except BaseException as fault:  # noqa: BLE001  (the caller raises it)
+            self._faults.append(fault)
+            self._tasks.clear()
+        finally:
+            helper.finish()
+
+    def end(self) -> None:
+        """Return when nobody works any more, interrupted or not; helpers that never began are not waited for."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._tasks.clear()
+                for helper in tuple(self._helpers):
+                    helper.wait()
+                break
+            except BaseException as fault:  # noqa: BLE001  (raised when the chunk under way, 0.1 ms of work, is done)
+                interrupt = fault
+        if interrupt is not None:
+            raise interrupt
+
+    def raise_fault(self) -> None:
+        """Raise what a helper ended with."""
+        if self._faults:
+            raise self._faults[0]
+
+
+class _Helper:
+    """One helper thread's part in the shared work."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def finish(self) -> None:
+        """Say that it is done."""
+        self._is_done = True
+        self._done.release()
+
+    def wait(self) -> None:
+        """Return when it is done; to be called again where it was interrupted."""
+        while not self._is_done:
+            self._done.acquire()
 
 
 def squared_sum(values: npt.NDArray[np.float32]) -> float:
@@ -379,23 +451,32 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_pools: dict[int, ThreadPoolExecutor] = {}
-_pools_lock = threading.Lock()
+_Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+_pools: dict[int, _Calls] = {}
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
-    with _pools_lock:
-        if threads not in _pools:
-            _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="gradengine-host")
-        return _pools[threads]
+def _pool(threads: int) -> _Calls:
+    """Where calls are put for so many threads of this process to make, one less than asked for: the caller works too.
+
+    Not an executor, and without a lock: an interrupt of the caller can leave those of futures held.
+    """
+    if threads not in _pools:
+        calls: _Calls = queue.SimpleQueue()
+        for number in range(threads - 1):
+            name = f"gradengine-host-{threads}-{number}"
+            threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+        if _pools.setdefault(threads, calls) is not calls:  # another thread was quicker
+            for _ in range(threads - 1):
+                calls.put(None)
+    return _pools[threads]
 
 
-def _forget_pools() -> None:
-    """A forked child has the executors but not their threads; it starts with none, or its first step would hang."""
-    global _pools_lock  # noqa: PLW0603  (the parent may have held it at the moment of the fork)
-    _pools_lock = threading.Lock()
-    _pools.clear()
+def _serve(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it holds the caller's arrays
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pools)
+    # A forked child has the queues but not their threads; it starts with none, or its first step would wait for them.
+    os.register_at_fork(after_in_child=_pools.clear)
