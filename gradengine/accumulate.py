@@ -46,7 +46,7 @@ class GradientAccumulator(ABC):
     """
 
     @abstractmethod
-    def __init__(self, layout: GradientLayout, kernels: Kernels, hold: int) -> None:
+    def __init__(self, layout: GradientLayout, kernels: Kernels, hold: int, *, reused_buffers: bool) -> None:
         if not isinstance(hold, int) or hold < 1:
             raise CallerError("hold counts micro-batches", got=hold, expected="at least 1")
         self.layout, self.hold = layout, hold
@@ -58,7 +58,7 @@ class GradientAccumulator(ABC):
         self._window = self._new_window()
         self._is_changing = False
         self.changes = 0
-        self._arrivals = Arrivals(kernels, self.arena, holds=hold > 1)
+        self._arrivals = Arrivals(kernels, self.arena, holds=hold > 1, reused_buffers=reused_buffers)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._places: dict[tuple[str, int], Places] = {}
@@ -227,6 +227,10 @@ class GradientAccumulator(ABC):
         yield
         self._is_changing = False
 
+    def note_written(self) -> None:
+        """A step handed its gradients back into the caller's arrays, which may be those that come next."""
+        self._arrivals.note_written()
+
     def settle_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel."""
         self._settle(self._places_of(span.slots))
@@ -373,6 +377,8 @@ class PerBlockGradientAccumulator(GradientAccumulator):
         layout: Where each component lies.
         kernels: The device's kernels; NumPy on the CPU by default.
         hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
+        reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
+            a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
 
     Raises:
         CallerError: `hold` is no whole number >= 1.
@@ -385,8 +391,10 @@ class PerBlockGradientAccumulator(GradientAccumulator):
         array([4., 6.], dtype=float32)
     """
 
-    def __init__(self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1) -> None:
-        super().__init__(layout, kernels or kernels_for("cpu"), hold)
+    def __init__(
+        self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1, reused_buffers: bool = False
+    ) -> None:
+        super().__init__(layout, kernels or kernels_for("cpu"), hold, reused_buffers=reused_buffers)
 
 
 def _padding(arena: Buffer, layout: GradientLayout) -> Iterator[Buffer]:

@@ -2,7 +2,8 @@
 
 Looking at an array costs one to several microseconds; many loops bring the same ones at every window. They are known by
 weak references, so that nobody's memory is kept, and by their addresses now; torch's by all that can be changed in
-place, too.
+place, too. A torch tensor that comes again after one change in place is what backward leaves where its gradient was not
+cleared: it holds the earlier micro-batches as well, and is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 
 from gradengine.buffer import Buffer, RawBuffer, freed
 from gradengine.errors import BufferRefused
-from gradengine.frameworks import is_torch
+from gradengine.frameworks import is_torch, torch_versions
 from gradengine.gradients import refuse_other_shape
 from gradengine.host_buffer import without_owner
 from gradengine.kernels import Contribution, Kernels, Places, Whereabouts, as_of_now
@@ -35,11 +36,13 @@ class Arrivals:
         kernels: The device's kernels.
         arena: The accumulator's own memory, which no gradient may lie in.
         holds: Whether gradients are read later than they come, so that they may have moved by then.
+        reused_buffers: Whether the caller writes each micro-batch into the same torch tensors.
     """
 
-    def __init__(self, kernels: Kernels, arena: Buffer, *, holds: bool = False) -> None:
-        self._kernels, self._arena, self._holds = kernels, arena, holds
+    def __init__(self, kernels: Kernels, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
+        self._kernels, self._arena, self._holds, self._reused_buffers = kernels, arena, holds, reused_buffers
         self._known: dict[Places, list[_Known]] = {}
+        self._latest: dict[Places, _Changes] = {}
         self._in_vain = 0
 
     def contribution(self, places: Places, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
@@ -47,8 +50,29 @@ class Arrivals:
 
         Raises:
             LayoutMismatch: Another shape.
-            BufferRefused: A gradient cannot be taken as it lies, or lies in the accumulator's own arena.
+            BufferRefused: A gradient cannot be taken as it lies, lies in the accumulator's own arena, or is a torch
+                tensor that was not cleared since it last came.
         """
+        contribution = self._taken(places, slots, sources)
+        if not self._reused_buffers:
+            self._refuse_uncleared(places, slots, sources)
+        return contribution
+
+    def note_written(self) -> None:
+        """What a step handed back into tensors is no change that backward made."""
+        for changes in self._latest.values():
+            changes.look_again()
+
+    def _refuse_uncleared(self, places: Places, slots: Sequence[Slot], sources: Sequence[Any]) -> None:
+        versions, latest = torch_versions(sources), self._latest.get(places)
+        suspects = [] if latest is None or latest.versions == versions else latest.changed_once(sources, versions)
+        if suspects and not self._kernels.is_capturing():
+            for position in suspects:
+                if sources[position].any():  # else it was cleared, and not used since
+                    raise _not_cleared(slots[position])
+        self._latest[places] = _Changes(sources, versions)
+
+    def _taken(self, places: Places, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
         known = self._known.setdefault(places, [])
         for candidate in known:
             if candidate.is_again(sources):
@@ -84,6 +108,31 @@ class Arrivals:
                 raise _lies_in_arena(view, slot)
         remaining = iter(found)
         return [None if source is None else next(remaining) for source in sources]
+
+
+class _Changes:
+    """How often torch tensors had been changed in place when they last came: their `versions`."""
+
+    def __init__(self, sources: Sequence[Any], versions: Sequence[int | None]) -> None:
+        self._references = [None if v is None else weakref.ref(s) for s, v in zip(sources, versions, strict=True)]
+        self.versions = versions
+
+    def look_again(self) -> None:
+        """They were changed by us."""
+        self.versions = torch_versions([None if known is None else known() for known in self._references])
+
+    def changed_once(self, sources: Sequence[Any], versions: Sequence[int | None]) -> list[int]:
+        """The positions of tensors that came before and changed once since, where none of them changed more often.
+
+        Backward changes a gradient once, and clearing it changes it too: where one has changed twice, all were cleared.
+        """
+        changes = {
+            position: now - then
+            for position, (known, then, now) in enumerate(zip(self._references, self.versions, versions, strict=True))
+            if known is not None and then is not None and now is not None and known() is sources[position]
+        }
+        is_backward = max(changes.values(), default=0) == 1
+        return [position for position, change in changes.items() if change] if is_backward else []
 
 
 class _Known:
@@ -153,6 +202,16 @@ def _read_each(sources: Sequence[Any]) -> list[Any]:
     return [
         _read_torch([s])[0] if is_torch(s) else _read_raw([s])[0] if isinstance(s, RawBuffer) else None for s in sources
     ]
+
+
+def _not_cleared(slot: Slot) -> BufferRefused:
+    return BufferRefused(
+        f"component '{slot.name}' was not cleared since an earlier micro-batch",
+        got="the same torch tensor, changed once in place: backward adds to a .grad that is there",
+        expected="the gradient of one micro-batch alone",
+        do="discard() the window and call zero_grad() before each backward; or, where you write each gradient into "
+        "this tensor yourself, build the engine with reused_buffers=True",
+    )
 
 
 def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:

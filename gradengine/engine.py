@@ -53,6 +53,8 @@ class GradientEngine:
         groups: Components that share a norm: None (global), "block", "component", or a mapping or function by slot.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means.
         loss_scale: What the loss was multiplied by; undone in the same multiplication.
+        reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
+            a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
             part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's.
         replicated: What these ranks hold of replicated gradients: the "same", whole on each rank (checked); parts that
@@ -85,6 +87,7 @@ class GradientEngine:
         groups: Groups = None,
         average: Average = "weighted",
         loss_scale: float = 1.0,
+        reused_buffers: bool = False,
         tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
@@ -93,7 +96,9 @@ class GradientEngine:
         if tp_exchange is None:
             self._settings.refuse_lone_part(layout)
         self.layout = layout
-        self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold)
+        self.accumulator = PerBlockGradientAccumulator(
+            layout, kernels_for(device), hold=hold, reused_buffers=reused_buffers
+        )
         self._kernels = self.accumulator.kernels
         parts = TensorParallelGroup(self.accumulator, replicated)
         self._sharing = Sharing(
@@ -171,7 +176,7 @@ class GradientEngine:
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
-            BufferRefused: A gradient cannot be taken as it lies.
+            BufferRefused: A gradient cannot be taken as it lies, or is torch's and was not cleared since the last add.
             WindowError: A bad weight, a window that is full, or a step before this one that failed.
         """
         self._admission.of_add(self._captured)
@@ -256,6 +261,7 @@ class GradientEngine:
         gradients = handed_back(self.layout.slots, accumulator.views(), out)
         if out is not None:
             note_written(gradients.values())
+            accumulator.note_written()
         result = self._result(tally, decision, non_finite, gradients, deferred)
         if self._captured is not None:
             lenders = accumulator.lenders | lenders_of((destinations or {}).values())

@@ -27,6 +27,7 @@ __all__ = [
     "refuse_indirect",
     "torch_buffer",
     "torch_device",
+    "torch_versions",
 ]
 
 
@@ -132,6 +133,20 @@ def torch_device(tensor: Any) -> str:
     if tensor.is_cpu:
         return "cpu"
     return f"{tensor.device.type}:{tensor.device.index or 0}"
+
+
+def torch_versions(sources: Sequence[Any]) -> list[int | None]:
+    """How often each torch tensor was changed in place, as autograd counts it; None for what is none, or not counted.
+
+    >>> torch_versions([np.zeros(2), None])
+    [None, None]
+    """
+    torch = sys.modules.get("torch")
+    kinds = getattr(torch, "Tensor", None), getattr(getattr(torch, "nn", None), "Parameter", None)
+    try:
+        return [s._version if type(s) in kinds else None for s in sources]
+    except RuntimeError:  # torch counts nothing for tensors that were made in inference mode
+        return [s._version if type(s) in kinds and not s.is_inference() else None for s in sources]
 
 
 def jax_on_host(array: Any, component: str) -> Array:

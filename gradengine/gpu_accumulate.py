@@ -27,6 +27,8 @@ class GpuGradientAccumulator(GradientAccumulator):
         layout: Where each component lies.
         device: "cuda" (the first GPU), "cuda:1", or kernels.
         hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
+        reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
+            a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
 
     Raises:
         CallerError: `hold` is no whole number >= 1.
@@ -40,12 +42,14 @@ class GpuGradientAccumulator(GradientAccumulator):
         1594503652
     """
 
-    def __init__(self, layout: GradientLayout, device: str | Kernels = "cuda", *, hold: int = 1) -> None:
+    def __init__(
+        self, layout: GradientLayout, device: str | Kernels = "cuda", *, hold: int = 1, reused_buffers: bool = False
+    ) -> None:
         kernels = kernels_for(device)
         if isinstance(kernels, HostKernels):
             raise CallerError("this accumulator is a GPU's", got="device 'cpu'", do="use PerBlockGradientAccumulator")
         kernels.refuse_to_exceed(self.memory_needed(layout), f"the accumulator of {layout!r}")
-        super().__init__(layout, kernels, hold)
+        super().__init__(layout, kernels, hold, reused_buffers=reused_buffers)
 
     @staticmethod
     def memory_needed(layout: GradientLayout) -> int:

@@ -59,6 +59,8 @@ class DistributedTrainer:
         on_non_finite: "raise", "skip" or "pass", as for `GradientEngine`.
         micro_batches: Micro-batches of this worker in each step, if known: the exchange starts with the last one.
         hold: Micro-batches folded in one pass.
+        reused_buffers: The trainer writes each micro-batch's gradients into the same torch tensors, as for
+            `GradientEngine`.
         max_steps: After so many steps `reached_max_steps` is True, and a further one is refused.
         check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model; all of them train
@@ -93,6 +95,7 @@ class DistributedTrainer:
         on_non_finite: Literal["raise", "skip", "pass"] = "raise",
         micro_batches: int | None = None,
         hold: int = 1,
+        reused_buffers: bool = False,
         max_steps: int | None = None,
         check_every: int = 0,
         tp_exchange: Exchange | None = None,
@@ -117,6 +120,7 @@ class DistributedTrainer:
             on_non_finite=on_non_finite,
             micro_batches=micro_batches,
             hold=hold,
+            reused_buffers=reused_buffers,
             groups=groups,
             average=average,
             tp_exchange=tp_exchange,

@@ -1170,6 +1170,143 @@ class TestStepFused:
         torch.testing.assert_close(module.weight.detach(), torch.tensor([[-0.6, -0.8]]))
 
 
+class Branches(torch.nn.Module):
+    """Two branches, one of them in a block of its own, and a weight that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+        self.other, self.tied = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, block=True):
+        return self.tied(self.tied((self.layers[0] if block else self.other)(x)))
+
+
+def cleared_by(way, module):
+    if way == "zero_grad()":
+        module.zero_grad()
+    elif way == "zero_grad(set_to_none=False)":
+        module.zero_grad(set_to_none=False)
+    elif way == "the optimizer":
+        torch.optim.SGD(module.parameters(), lr=0.1).zero_grad(set_to_none=False)
+    else:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+
+WAYS_TO_CLEAR = ["zero_grad()", "zero_grad(set_to_none=False)", "the optimizer", "by hand"]
+
+
+class TestUncleared:
+    """torch adds to a `.grad` that is there: what was not cleared holds the earlier micro-batches too."""
+
+    def backward(self, module, seed=0, **used):
+        module(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)), **used).square().sum().backward()
+
+    @pytest.mark.parametrize("given", [gradients_of, lambda module: [p.grad for p in module.parameters()]])
+    def test_a_zero_grad_that_is_outside_of_the_loop_is_refused_and_nothing_is_added(self, given):
+        module = net()
+        engine = GradientEngine(layout_of(module))
+        module.zero_grad()
+        backward(module, 0)
+        engine.add(given(module))
+        backward(module, 1)
+        with pytest.raises(BufferRefused, match=r"'0\.weight' was not cleared .* reused_buffers=True"):
+            engine.add(given(module))
+        assert engine.accumulator.accumulated_count == 1
+
+    def test_so_it_is_between_two_windows(self):
+        module = net()
+        engine = accumulated(module, [], [])
+        backward(module, 0)
+        engine.add(gradients_of(module))
+        engine.step()
+        backward(module, 1)
+        with pytest.raises(BufferRefused, match="was not cleared"):
+            engine.add(gradients_of(module))
+
+    def test_so_it_is_after_a_step_that_wrote_into_the_gradients(self):
+        module = net()
+        engine = GradientEngine(layout_of(module))
+        backward(module, 0)
+        engine.add(gradients_of(module))
+        engine.step(out=gradients_of(module))
+        backward(module, 1)
+        with pytest.raises(BufferRefused, match="was not cleared"):
+            engine.add(gradients_of(module))
+
+    def test_so_it_is_where_an_optimizer_clears_its_own_part_only(self):
+        module = net()
+        engine, part = GradientEngine(layout_of(module)), torch.optim.SGD(module[0].parameters(), lr=0.1)
+        backward(module, 0)
+        engine.add(gradients_of(module))
+        part.zero_grad()
+        backward(module, 1)
+        with pytest.raises(BufferRefused, match=r"'2\.weight' was not cleared"):
+            engine.add(gradients_of(module))
+
+    def test_so_it_is_block_by_block(self):
+        module = Branches()
+        engine = GradientEngine(layout_of(module))
+        self.backward(module)
+        engine.add_block(0, [p.grad for p in module.layers.parameters()])
+        self.backward(module)
+        with pytest.raises(BufferRefused, match=r"'layers\.0\.weight' was not cleared"):
+            engine.add_block(0, [p.grad for p in module.layers.parameters()])
+
+    @pytest.mark.parametrize("way", WAYS_TO_CLEAR)
+    @pytest.mark.parametrize("out", [False, True])
+    def test_what_is_cleared_in_whatever_way_is_taken_whatever_branch_is_used(self, way, out):
+        """Parameters that no backward reaches, a weight used twice, several backwards a micro-batch, many windows."""
+        module = Branches()
+        engine = GradientEngine(layout_of(module))
+        for _ in range(3):
+            for backwards in (["block"], ["other"], ["block", "other"], ["other", "other"], []):
+                cleared_by(way, module)
+                for used in backwards:
+                    self.backward(module, block=used == "block")
+                engine.add(gradients_of(module))
+            engine.step(out=gradients_of(module, allocate=True) if out else None)
+
+    @pytest.mark.parametrize("way", WAYS_TO_CLEAR)
+    def test_block_by_block_too(self, way):
+        module = Branches()
+        engine = GradientEngine(layout_of(module))
+        for used in (True, False, False, True):
+            cleared_by(way, module)
+            self.backward(module, block=used)
+            engine.add_block(0, [p.grad for p in module.layers.parameters()])
+
+    def test_reentrant_checkpoints_are_no_reason_to_refuse(self):
+        module = Branches()
+        engine = GradientEngine(layout_of(module))
+        for _ in range(3):
+            module.zero_grad(set_to_none=False)
+            x = torch.ones(3, 4, requires_grad=True)
+            once = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True)
+            torch.utils.checkpoint.checkpoint(module, once, use_reentrant=True).sum().backward()
+            engine.add(gradients_of(module))
+
+    def test_buffers_of_ones_own_are_taken_where_one_says_so(self):
+        buffer, wanted = torch.zeros(4), torch.zeros(4)
+        engine = GradientEngine(GradientLayout.of([(4,)]), reused_buffers=True)
+        for value in (1.0, 2.0, 6.0):
+            buffer.copy_(torch.full((4,), value))
+            engine.add([buffer])
+            wanted += value / 3
+        np.testing.assert_allclose(engine.step().gradients["0"], wanted.numpy(), rtol=1e-6)
+
+    def test_those_that_torch_counts_nothing_for_are_taken(self):
+        with torch.inference_mode():
+            buffer = torch.zeros(4)
+            engine = GradientEngine(GradientLayout.of([(4,)]))
+            for _ in range(3):
+                buffer += 1
+                engine.add([buffer])
+
+
 class TestBesideTorch:
     """What the pages say about torch's own machinery."""
 
