@@ -13,14 +13,14 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
 
 from gradengine.arrivals import Arrivals
 from gradengine.block import BlockGradientSet
 from gradengine.buffer import Buffer, Lender
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError, not_copied
 from gradengine.gradients import Gradients, and_more, in_slot_order
 from gradengine.kernels import ADDRESS, Contribution, Kernels, Places, kernels_for
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
@@ -288,6 +288,14 @@ class GradientAccumulator(ABC):
     def _views(self) -> Mapping[str, Any]:
         pairs = zip(self.layout.slots, self.targets, strict=True)
         return MappingProxyType({slot.name: self.kernels.array(target, slot.shape) for slot, target in pairs})
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its arena.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied(f"a {type(self).__name__}", "build another of the same layout")
 
     # ---- inside ----
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
 
 from gradengine.buffer import Buffer
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
 from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
 from gradengine.layout import Block, Slot
@@ -125,6 +125,14 @@ class BlockGradientSet:
         """Whether any component holds NaN or Inf."""
         self._kernels.follow(self._order)
         return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its memory.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied("a BlockGradientSet", "make another of the same block, and give it flatten() by from_flat()")
 
     def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
         for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):

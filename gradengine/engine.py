@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, final
+from typing import Any, NoReturn, SupportsIndex, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.admission import Admission
@@ -14,7 +14,7 @@ from gradengine.buffer import Buffer
 from gradengine.capture import CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.destinations import destinations_of, handed_back
-from gradengine.errors import CallerError, NonFiniteGradient
+from gradengine.errors import CallerError, NonFiniteGradient, not_copied
 from gradengine.exchange.interface import Exchange
 from gradengine.frameworks import note_written
 from gradengine.gradients import Gradients
@@ -332,6 +332,14 @@ class GradientEngine:
             )
         self._sharing.connect(exchange, tp_exchange)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: its parts share memory and connections.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied("a GradientEngine", "build another of the same layout: between windows it holds nothing")
+
     # ---- the decision ----
 
     def _decide(self, tally: Tally) -> Decision:
@@ -408,4 +416,4 @@ class GradientEngine:
         self.accumulator.changes += 1
         step = self.current_step
         self._sharing.next_step()
-        return dataclasses.replace(recorded, step=step, is_current=self._still())
+        return dataclasses.replace(recorded, step=step, find_current=self._still())

@@ -161,3 +161,13 @@ def _shortened(text: str, limit: int) -> str:
         return text
     tail = limit // 4  # what to do stands at the end
     return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"
+
+
+def not_copied(what: str, do: str) -> CallerError:
+    """The error for an attempt to copy or pickle what shares memory, or a connection, with others.
+
+    >>> raise not_copied("a StepResult", "copy the arrays that you need")
+    Traceback (most recent call last):
+    gradengine.errors.CallerError: a StepResult cannot be copied or pickled; copy the arrays that you need
+    """
+    return CallerError(f"{what} cannot be copied or pickled", do=do)

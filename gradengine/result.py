@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 from gradengine.agreement import Tally
-from gradengine.errors import NonFiniteGradient
+from gradengine.errors import NonFiniteGradient, not_copied
 from gradengine.kernels import Decision
 
 __all__ = ["StepResult", "result_of"]
@@ -40,7 +40,7 @@ class StepResult:
         deferred: Whether the gradients are still to be multiplied by `factor`.
         step: The step's number, counted from 0.
         find_non_finite: What finds `non_finite` of a step by its number.
-        is_current: Whether the gradients are still this step's: no longer after an `add`, step or replay of its engine.
+        find_current: What finds `is_current`.
     """
 
     gradients: Mapping[str, Any]
@@ -58,7 +58,12 @@ class StepResult:
     deferred: bool
     step: int
     find_non_finite: Callable[[int], NonFiniteGradient | None]
-    is_current: Callable[[], bool]
+    find_current: Callable[[], bool]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the gradients are still this step's: no longer after an `add`, step or replay of its engine."""
+        return self.find_current()
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
@@ -78,6 +83,14 @@ class StepResult:
         if found is not None:
             raise found
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: its gradients are views of an arena, or the caller's own arrays.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied("a StepResult", "copy what you need: float(result.norm), result.gradients[name].copy()")
+
 
 def result_of(
     tally: Tally,
@@ -87,7 +100,7 @@ def result_of(
     deferred: bool,
     step: int,
     find_non_finite: Callable[[int], NonFiniteGradient | None],
-    is_current: Callable[[], bool],
+    find_current: Callable[[], bool],
 ) -> StepResult:
     """A step's result, from what the workers counted and what K2 decided."""
     return StepResult(
@@ -106,5 +119,5 @@ def result_of(
         deferred=deferred,
         step=step,
         find_non_finite=find_non_finite,
-        is_current=is_current,
+        find_current=find_current,
     )

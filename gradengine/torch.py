@@ -357,7 +357,7 @@ def _as_tensor(number: Any) -> torch.Tensor:
 
 
 def _refuse_stale(result: StepResult) -> None:
-    if not result.is_current():
+    if not result.is_current:
         raise CallerError(
             f"the result of step {result.step} is out of date",
             got="an add or a step of the engine since",

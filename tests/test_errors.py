@@ -1,12 +1,22 @@
 """Errors: their words, their kinds, and that they survive a trip to another process."""
 
+import copy
 import inspect
 import pickle
 
+import numpy as np
 import pytest
 
-from gradengine import errors
+from gradengine import (
+    BlockGradientSet,
+    GradientEngine,
+    GradientLayout,
+    PerBlockGradientAccumulator,
+    errors,
+    local_group,
+)
 from gradengine.errors import BufferRefused, CallerError, ExchangeError, GradientError, NonFiniteGradient
+from gradengine.exchange import WorkerClient
 
 KINDS = [getattr(errors, name) for name in errors.__all__]
 PLAIN = [kind for kind in KINDS if kind is not NonFiniteGradient]
@@ -146,3 +156,27 @@ def test_what_to_do_stays_where_a_message_that_was_passed_on_is_shortened():
 def test_control_characters_are_escaped(text, shown):
     assert str(GradientError("peer says", got=text)) == f"peer says: got {shown}"
     str(GradientError(text)).encode()
+
+
+def stepped():
+    engine = GradientEngine(GradientLayout.of([(2,)]))
+    engine.add([np.ones(2, np.float32)])
+    return engine.step()
+
+
+SHARED = {
+    "a GradientEngine": lambda: GradientEngine(GradientLayout.of([(2,)])),
+    "a PerBlockGradientAccumulator": lambda: PerBlockGradientAccumulator(GradientLayout.of([(2,)])),
+    "a BlockGradientSet": lambda: BlockGradientSet(GradientLayout.transformer(1, 4, 2, 8, 16).blocks[0]),
+    "a LocalExchange": lambda: local_group(1)[0],
+    "a WorkerClient": lambda: WorkerClient(("127.0.0.1", 1), 1, 2),
+    "a StepResult": stepped,
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_shares_memory_or_a_connection_is_not_copied_by_mistake(name, copied):
+    """Each copy's parts would have memory of their own: an engine that hands back what nobody added to."""
+    with pytest.raises(CallerError, match=rf"^{name} cannot be copied or pickled; \w+"):
+        copied(SHARED[name]())

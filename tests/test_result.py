@@ -34,14 +34,14 @@ class TestCurrent:
         gradients = put_all(backend, draw.random_gradients(0, LAYOUT.slots))
         engine.add(gradients)
         first = engine.step()
-        assert first.is_current()
+        assert first.is_current
         engine.discard()
-        assert first.is_current()
+        assert first.is_current
         engine.add(gradients)
-        assert not first.is_current()
+        assert not first.is_current
         second = engine.step(deferred=True)
-        assert second.is_current()
-        assert not first.is_current()
+        assert second.is_current
+        assert not first.is_current
 
     def test_of_replays(self, device):
         engine = GradientEngine(LAYOUT, device.kernels, max_norm=1.0)
@@ -50,7 +50,7 @@ class TestCurrent:
             engine.add(gradients)
             engine.step()
         first, second = graph.replay(), graph.replay()
-        assert [first.is_current(), second.is_current()] == [False, True]
+        assert [first.is_current, second.is_current] == [False, True]
 
 
 class TestNumbers:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.errors import CallerError, HandshakeRefused, WindowError
+from gradengine.errors import CallerError, HandshakeRefused, WindowError, not_copied
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels.host import first_non_finite, squared_sum
 from gradengine.layout import GradientLayout, Span
@@ -187,6 +187,14 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the group; the others fail if they still wait for this worker. May be called twice."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: it is one rank's place in its group.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied(f"a {type(self).__name__}", "make one in each process, with connect()")
 
     def __enter__(self) -> Self:
         return self
