@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar, final
 
 from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
-from gradengine.errors import CallerError, ExchangeError, WindowError
+from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
 from gradengine.exchange.interface import Exchange, refuse_bad_rank
 from gradengine.gradients import Gradients
 from gradengine.host_buffer import host_buffer
@@ -237,7 +238,10 @@ class DistributedTrainer:
             raise WindowError("step without a micro-batch", got="0 micro-batches", expected="at least 1")
         mine = (ordered_sum(loss * weight for loss, weight in self._losses), ordered_sum(w for _, w in self._losses))
         exchange = self.engine.exchange
-        sums = [mine] if exchange is None else tell_all(exchange, f"loss of step {self.step}", mine)
+        sums = [mine]
+        if exchange is not None:
+            told = tell_all(exchange, f"loss of step {self.step}", mine)
+            sums = [_loss_and_weight(rank, facts) for rank, facts in enumerate(told)]
         return ordered_sum(loss for loss, _ in sums) / ordered_sum(weight for _, weight in sums)
 
     def _compare_weights(self) -> float:
@@ -255,6 +259,13 @@ class DistributedTrainer:
                     do="start all workers from the same weights, and apply nothing but the gradients handed back",
                 )
         return self._loss
+
+
+def _loss_and_weight(rank: int, facts: Any) -> tuple[float, float]:
+    are_numbers = isinstance(facts, list) and list(map(type, facts)) == [float, float]
+    if not are_numbers or not 0 <= facts[1] < math.inf:
+        raise ProtocolError(f"rank {rank}'s loss cannot be", got=repr(facts), expected="[loss, weight]")
+    return facts[0], facts[1]
 
 
 def shard_batches(num_batches: int, rank: int, world_size: int) -> range:

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine import DistributedTrainer, GradientLayout, NonFiniteGradient, connect, local_group, shard_batches
-from gradengine.errors import CallerError, ExchangeError, PeerLost, WindowError
+from gradengine import (
+    DistributedTrainer,
+    GradientEngine,
+    GradientLayout,
+    NonFiniteGradient,
+    connect,
+    local_group,
+    shard_batches,
+)
+from gradengine.errors import CallerError, ExchangeError, PeerLost, ProtocolError, WindowError
+from gradengine.telling import tell_all
 from gradengine.trainer import weights_digest
 
 LAYOUT = GradientLayout.of({"layers.0.w": (4, 3), "layers.0.b": (3,), "head": (1,)})
@@ -139,6 +148,26 @@ def test_the_loss_is_weighted_over_all_workers():
     losses = [LinearRegression().forward_backward(micro_batch(r, rows=2 + 5 * r))[0] for r in range(3)]
     wanted = np.average(losses, weights=[2, 7, 12])
     assert run_ranks(local_group(3), one) == [pytest.approx(wanted, rel=1e-12)] * 3
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [None, 7, "ab", b"", [], [1.0], [1.0, 2.0, 3.0], [[], 1.0], [1.0, {}], {"loss": 1.0}, ["9" * 5000, 1.0],
+     [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], ["x", 1.0]],
+    ids=lambda facts: repr(facts)[:20],
+)  # fmt: skip
+def test_loss_that_cannot_be_is_a_protocol_error(facts):
+    def one(exchange):
+        if exchange.rank == 0:
+            distributed = DistributedTrainer(LinearRegression(), exchange, LAYOUT, max_norm=1.0)
+            with pytest.raises(ProtocolError, match="rank 1's loss cannot be: got"):
+                distributed.train_batch([micro_batch(0)])
+        else:
+            GradientEngine(LAYOUT, exchange=exchange, max_norm=1.0)
+            tell_all(exchange, "loss of step 0", facts)
+        return True
+
+    assert run_ranks(local_group(2), one) == [True, True]
 
 
 def test_tokens_weigh_the_gradient():
