@@ -5,7 +5,15 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-interop check compile-check bench gpu-check clean
+# `make test-lowest` and `make test-newest`: the oldest and newest Python that is here, pyenv's among them.
+LOWEST_PYTHON ?= $(shell for v in 3.10 3.11; do \
+    PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
+NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
+    PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
+# Of the tests those of our side of NumPy, msgpack, JAX and the command line; the kernels' own meet none of their versions.
+VERSIONED := not (emulat or mutation or compile or processes or examples or test_demo or streams)
+
+.PHONY: demo test test-interop test-package test-lowest test-newest check compile-check bench gpu-check clean
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree
 	$(BIN)/gradengine demo $(ARGS)
@@ -21,6 +29,15 @@ check: $(VENV)/test  ## lint, format and types, as CI runs them
 test-interop: $(VENV)/interop  ## torch and JAX, in and out, and every example; what is missing fails, but for a GPU
 	GRADENGINE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest -k "torch or jax or frameworks or interop or examples or docs" $(ARGS)
 
+test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
+	TEST_PACKAGE=1 $(BIN)/python -m pytest tests/test_package.py $(ARGS)
+
+test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the lower bound that pyproject.toml gives
+	$(VENV)-lowest/bin/python -m pytest -k "$(VERSIONED)" $(ARGS)
+
+test-newest: $(VENV)-newest/installed  ## with the newest Python that is here and the newest of every dependency
+	$(VENV)-newest/bin/python -m pytest -k "$(VERSIONED)" $(ARGS)
+
 compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and a table of what it takes; needs no GPU
 	COMPILE_CHECK=1 $(BIN)/python -m pytest tests/test_kernels_compile.py $(ARGS)
 	$(BIN)/python bench/kernel_table.py
@@ -32,7 +49,7 @@ gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: tests, benchmarks
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -41,7 +58,7 @@ $(VENV)/python:
 	@touch $@
 
 $(VENV)/cli: $(VENV)/python pyproject.toml
-	$(PIP_INSTALL) --editable '.[cli]'
+	$(PIP_INSTALL) --editable '.[cli,plot]'
 	@touch $@
 
 $(VENV)/test: $(VENV)/python pyproject.toml
@@ -55,3 +72,20 @@ $(VENV)/interop: $(VENV)/python pyproject.toml
 $(VENV)/compile: $(VENV)/python pyproject.toml
 	$(PIP_INSTALL) --editable '.[compile]'
 	@touch $@ $(VENV)/test $(VENV)/cli
+
+$(VENV)/package: $(VENV)/python pyproject.toml
+	$(PIP_INSTALL) --editable '.[package]'
+	@touch $@ $(VENV)/test $(VENV)/cli
+
+$(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py
+	$(LOWEST_PYTHON) -m venv --clear $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VENV)-lowest/bin/python tests/lower_bounds.py > $(VENV)-lowest/bounds.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint $(VENV)-lowest/bounds.txt --editable '.[test]' jax
+	@touch $@
+
+$(VENV)-newest/installed: pyproject.toml
+	$(NEWEST_PYTHON) -m venv --clear $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' jax
+	@touch $@

@@ -158,10 +158,9 @@ def jax_on_host(array: Any, component: str) -> Array:
     device = jax_device(array, component)
     if device != "cpu":
         raise wrong_device(component, device, "cpu")
-    try:
-        host: Array = np.asarray(array)
-    except TypeError:  # a key of JAX's random numbers
-        raise wrong_dtype(component, str(array.dtype)) from None
+    if not isinstance(array.dtype, np.dtype):  # a key of JAX's random numbers, of which older JAX makes objects
+        raise wrong_dtype(component, str(array.dtype))
+    host: Array = np.asarray(array)
     return host
 
 
@@ -180,7 +179,7 @@ def jax_device(array: Any, component: str) -> str:
     if array.is_deleted():
         raise BufferRefused(
             f"component '{component}' was deleted by JAX",
-            got=str(array.aval),
+            got=f"{array.dtype}{list(array.shape)}",
             do="do not donate gradients that are still to be added",
         )
     devices = _jax_devices(array.sharding)
