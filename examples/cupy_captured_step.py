@@ -1,6 +1,6 @@
 """A CuPy training loop that never waits for the GPU: the window and its step are one CUDA graph, AdamW reads the rest.
 
-    pip install 'gradengine[cuda12]'    # or [cuda13], as nvidia-smi's CUDA version says
+    pip install '.[cuda12]'    # in a clone; or '.[cuda13]', as nvidia-smi's CUDA version says
     python examples/cupy_captured_step.py
 
 Four micro-batches leave their gradients in CuPy arrays. `engine.capture()` records their sum, norm and verdict once;

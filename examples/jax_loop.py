@@ -1,6 +1,6 @@
 """A JAX training loop: micro-batches of unequal size, weighted mean, clip and AdamW, on a tree of parameters.
 
-    pip install gradengine jax
+    pip install . jax    # in a clone
     python examples/jax_loop.py
 
 `GradientTree` names the leaves for the engine and makes its result a tree again, without a copy either way. AdamW is

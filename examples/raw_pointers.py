@@ -1,6 +1,6 @@
 """Gradients that no framework stands for: the engine is told addresses, reads there and writes there.
 
-    pip install gradengine              # or 'gradengine[cuda12]', 'gradengine[cuda13]' for --device cuda
+    pip install .    # in a clone; '.[cuda12]' or '.[cuda13]' for --device cuda
     python examples/raw_pointers.py [--device cuda]
 
 On the CPU the memory is shared memory, into which another process may write; on a GPU it comes from cudaMalloc. A

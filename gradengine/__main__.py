@@ -9,7 +9,7 @@ from gradengine.errors import GradientError
 
 __all__ = ["main"]
 
-_EXTRAS = {"typer", "rich", "matplotlib"}
+_WANTED = {"typer": ("the command line", "cli"), "rich": ("the command line", "cli"), "matplotlib": ("a plot", "plot")}
 
 
 def main() -> None:
@@ -21,9 +21,10 @@ def main() -> None:
         app()
     except ModuleNotFoundError as fault:
         package = (fault.name or "").partition(".")[0]
-        if package not in _EXTRAS:
+        if package not in _WANTED:
             raise
-        _end(2, f"the command line needs {package}, which is not installed: pip install 'gradengine[cli]'")
+        what, extra = _WANTED[package]
+        _end(2, f"{what} needs {package}, which is not installed: pip install 'gradengine[{extra}]'")
     except GradientError as fault:
         _end(1, str(fault))
     except OSError as fault:

@@ -1,4 +1,4 @@
-"""The command line: `gradengine demo`, `bench`, `plan` and `serve`."""
+"""The command line: `gradengine demo`, `bench`, `plan`, `serve` and `doctor`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from gradengine import __version__
 from gradengine.bench.command import bench
 from gradengine.demo.command import demo
+from gradengine.doctor import doctor
 from gradengine.errors import CallerError
 from gradengine.exchange import GradientServer
 from gradengine.plan.command import plan
@@ -22,9 +23,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 

@@ -199,19 +199,46 @@ def test_a_port_in_use_is_said_so(monkeypatch, capsys, tmp_path):
     assert "choose another port" in error
 
 
-@pytest.mark.parametrize("package", ["typer", "rich", "matplotlib"])
-def test_a_missing_extra_is_named(tmp_path, package):
+def run_without(package, *arguments, cwd):
     code = (
-        f"import sys; sys.modules[{package!r}] = None; sys.argv = ['gradengine', 'demo', '--steps', '1'];"
+        f"import sys; sys.modules[{package!r}] = None; sys.argv = {['gradengine', *arguments]};"
         "from gradengine.__main__ import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=environment(), capture_output=True, text=True, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("package", "message"),
+    [
+        ("typer", "the command line needs typer, which is not installed: pip install 'gradengine[cli]'"),
+        ("rich", "the command line needs rich, which is not installed: pip install 'gradengine[cli]'"),
+        ("matplotlib", "a plot needs matplotlib, which is not installed: pip install 'gradengine[plot]'"),
+    ],
+)
+def test_a_missing_extra_is_named(tmp_path, package, message):
+    done = run_without(package, "demo", "--steps", "1", "--plot", "loss.png", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
-    expected = f"the command line needs {package}, which is not installed: pip install 'gradengine[cli]'"
-    assert done.stderr == f"gradengine: {expected}\n"
+    assert done.stderr == f"gradengine: {message}\n"
+
+
+def test_without_matplotlib_the_demo_says_that_it_draws_nothing(tmp_path):
+    done = run_without("matplotlib", *QUICK, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "plot     none without matplotlib: pip install 'gradengine[plot]'" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], ["doctor"], ["serve", "--help"], ["plan", "--model", "350m", "--bandwidth", "1 GB/s"]],
+    ids=" ".join,
+)
+def test_what_draws_nothing_needs_no_matplotlib(tmp_path, arguments):
+    done = run_without("matplotlib", *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_another_missing_module_is_no_missing_extra(monkeypatch):
@@ -230,13 +257,14 @@ def invoke(*arguments):
 def test_help_names_the_commands():
     shown = invoke("--help")
     assert shown.exit_code == 0
-    for command in ("demo", "bench", "plan", "serve"):
+    for command in ("demo", "bench", "plan", "serve", "doctor"):
         assert re.search(rf"\b{command}\b", shown.output)
 
 
-@pytest.mark.parametrize("command", ["demo", "bench", "plan", "serve"])
-def test_every_command_has_help(command):
-    assert invoke(command, "--help").exit_code == 0
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize("command", ["demo", "bench", "bench gpu", "plan", "serve", "doctor"])
+def test_every_command_has_help(command, option):
+    assert invoke(*command.split(), option).exit_code == 0
 
 
 def test_version():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +26,7 @@ __all__ = ["demo"]
 
 
 _LAST_PORT = 65535
+_PLOT = Path("out/demo-loss.png")
 
 
 def _above_zero(value: float) -> float:
@@ -41,7 +44,9 @@ def demo(
     transport: Annotated[Transport, typer.Option(help="local: threads of one process.")] = Transport.TCP,
     port: Annotated[int, typer.Option(min=0, max=_LAST_PORT, help="Of rank 0 on 127.0.0.1; 0: any free one.")] = 0,
     text: Annotated[Path | None, typer.Option(help="File to learn; else Python's standard library.")] = None,
-    plot: Annotated[Path, typer.Option(help="Where the losses are drawn.")] = Path("out/demo-loss.png"),
+    plot: Annotated[
+        Path | None, typer.Option(help=f"Where the losses are drawn; else {_PLOT}, if matplotlib is installed.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
     sequence_length: Annotated[int, typer.Option(min=1, help="Bytes that each sequence predicts.")] = 64,
     hidden_size: Annotated[int, typer.Option(min=8, help="Of the model, a multiple of 8.")] = 96,
@@ -121,11 +126,8 @@ def _texts(path: Path | None, sequence_length: int) -> Texts:
     return divide(standard_library_text(), f"the standard library of {version}", sequence_length)
 
 
-def _run(settings: Settings, texts: Texts, path: Path) -> list[Proof]:
-    # Only a plot needs matplotlib, and its import takes as long as all else; here a missing one is noticed in time.
-    from gradengine.demo.plot import refuse_bad_path, save_plot  # noqa: PLC0415
-
-    refuse_bad_path(path)
+def _run(settings: Settings, texts: Texts, plot: Path | None) -> list[Proof]:
+    save_plot = _plotter(plot)
     begin = time.perf_counter()
     screen, initial = Screen(settings), initial_weights(settings.model, settings.seed)
     entropy = unigram_entropy(texts.held_out)
@@ -133,11 +135,26 @@ def _run(settings: Settings, texts: Texts, path: Path) -> list[Proof]:
     with screen:
         record = train(settings, texts, screen)
     screen.trained(record)
-    save_plot(path, record, entropy)
-    screen.note("plot", str(path))
+    screen.note("plot", save_plot(record, entropy))
     proofs = _proofs(settings, texts, record, screen)
     screen.note("all", f"{time.perf_counter() - begin:.1f} s")
     return proofs
+
+
+def _plotter(path: Path | None) -> Callable[[Record, float], str]:
+    """What draws a run and says where; a plot that was asked for and cannot be drawn is noticed before the run."""
+    if path is None and importlib.util.find_spec("matplotlib") is None:
+        return lambda *_: "none without matplotlib: pip install 'gradengine[plot]'"
+    from gradengine.demo.plot import refuse_bad_path, save_plot  # noqa: PLC0415  (takes as long as all other imports)
+
+    place = path or _PLOT
+    refuse_bad_path(place)
+
+    def save(record: Record, entropy: float) -> str:
+        save_plot(place, record, entropy)
+        return str(place)
+
+    return save
 
 
 def _proofs(settings: Settings, texts: Texts, record: Record, screen: Screen) -> list[Proof]:
