@@ -71,7 +71,7 @@ ORDER = [
     "trainer",
     "",
 ]
-FREE = ("bench", "demo", "plan", "cli", "__main__", "torch", "jax")  # these use the package; nothing in it uses them
+FREE = ("bench", "demo", "plan", "doctor", "cli", "__main__", "torch", "jax")  # they use it; nothing in it uses them
 FRAMEWORKS = {"torch", "jax", "cupy", "tensorflow", "mlx"}
 
 
