@@ -83,7 +83,7 @@ def train(inputs: Any, targets: Any) -> list[list[Any]]:
             backward(*weights, inputs[step, k], targets[step, k], *gradients)
         result = graph.replay()
         count(result.skipped, taken)
-        for i, total in enumerate(result.gradients.values()):
+        for i, total in enumerate(result.sums.values()):
             adamw(total, result.factor, result.skipped, taken, *OPTIONS, weights[i], first[i], second[i])
         history.append([array.copy() for array in (*state, result.norm, result.scale)])
     return history

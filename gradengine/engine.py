@@ -227,8 +227,8 @@ class GradientEngine:
         Args:
             out: Destinations, mapping or sequence as for `add`, written in their dtype; None for a component that is
                 not wanted. By default the gradients are handed back in the arena.
-            deferred: Leave the sum as it is, for an optimizer that multiplies by `result.factor` itself and looks at
-                `result.skipped`: one pass less.
+            deferred: Leave the sum as it is, in `result.sums`, for an optimizer that multiplies by `result.factor`
+                itself and looks at `result.skipped`: one pass less.
 
         Returns:
             The result; a later `add` overwrites its gradients.

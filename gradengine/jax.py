@@ -90,7 +90,8 @@ class GradientTree:
         """The tree of a result's gradients, as JAX arrays on the engine's device.
 
         Args:
-            gradients: `result.gradients`: fp32 views of the arena, or the destinations of `step(out=...)`.
+            gradients: `result.gradients`: fp32 views of the arena, or the destinations of `step(out=...)`. Or
+                `result.sums` of a deferred step.
             copy: False for views of the same memory, to be read before the next `add`: this module's first lines say
                 what that takes. True for copies, which are complete when this returns.
 

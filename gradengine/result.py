@@ -7,11 +7,11 @@ next step writes them anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsIndex
 
 from gradengine.agreement import Tally
-from gradengine.errors import NonFiniteGradient, not_copied
+from gradengine.errors import CallerError, NonFiniteGradient, not_copied
 from gradengine.kernels import Decision
 
 __all__ = ["StepResult", "result_of"]
@@ -22,8 +22,6 @@ class StepResult:
     """What a step hands back.
 
     Attributes:
-        gradients: Name -> fp32 array of the component's shape: a view of the arena, good until the next `add`; or
-            the destinations of `out`, those given.
         norm: Global norm of the averaged gradient, before clipping.
         scale: Clip scale; with several groups the smallest of theirs.
         factor: What the sum was multiplied by, in fp32: average, loss unscale and clip in one. After a deferred step
@@ -37,13 +35,13 @@ class StepResult:
         group_scales: Each clip group's scale.
         block_norms: Each block's norm.
         component_norms: Each component's norm, in layout order.
-        deferred: Whether the gradients are still to be multiplied by `factor`.
+        deferred: Whether the step left `sums`, still to be multiplied by `factor`, and no `gradients`.
         step: The step's number, counted from 0.
         find_non_finite: What finds `non_finite` of a step by its number.
         find_current: What finds `is_current`.
     """
 
-    gradients: Mapping[str, Any]
+    _arrays: Mapping[str, Any] = field(repr=False)
     norm: Any
     scale: Any
     factor: Any
@@ -64,6 +62,39 @@ class StepResult:
     def is_current(self) -> bool:
         """Whether the gradients are still this step's: no longer after an `add`, step or replay of its engine."""
         return self.find_current()
+
+    @property
+    def gradients(self) -> Mapping[str, Any]:
+        """Name -> fp32 array of the component's shape, averaged, unscaled and clipped.
+
+        A view of the arena, good until the next `add`; or the destinations of `out`, those given.
+
+        Raises:
+            CallerError: The step was deferred, so that an optimizer would be given sums.
+        """
+        if self.deferred:
+            raise CallerError(
+                f"step {self.step} was deferred and has no gradients",
+                got="sums over the window, neither averaged nor clipped",
+                do="take result.sums and multiply them by result.factor (torch: step_fused does), or step() undeferred",
+            )
+        return self._arrays
+
+    @property
+    def sums(self) -> Mapping[str, Any]:
+        """Name -> fp32 view of the arena that a deferred step left: the window's weighted sum.
+
+        `sums[name] * factor` is the gradient; with `skipped` set there is none. Good until the next `add`.
+
+        Raises:
+            CallerError: The step was not deferred: its sums are scaled already.
+        """
+        if not self.deferred:
+            raise CallerError(
+                f"step {self.step} has scaled its gradients already",
+                do="take result.gradients, or call engine.step(deferred=True)",
+            )
+        return self._arrays
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
@@ -96,7 +127,7 @@ def result_of(
     tally: Tally,
     decision: Decision,
     group_names: Sequence[str],
-    gradients: Mapping[str, Any],
+    arrays: Mapping[str, Any],
     deferred: bool,
     step: int,
     find_non_finite: Callable[[int], NonFiniteGradient | None],
@@ -104,7 +135,7 @@ def result_of(
 ) -> StepResult:
     """A step's result, from what the workers counted and what K2 decided."""
     return StepResult(
-        gradients=gradients,
+        _arrays=arrays,
         norm=decision.norm,
         scale=decision.scale,
         factor=decision.factor,

@@ -133,7 +133,7 @@ def tensors_of(module: torch.nn.Module, gradients: Mapping[str, Any]) -> dict[st
 
     Args:
         module: The one that the engine's layout was taken of, by `layout_of`; its parameters may have any dtype.
-        gradients: `result.gradients`, good until the next `engine.add`.
+        gradients: `result.gradients`, or a deferred step's `result.sums`; good until the next `engine.add`.
 
     Returns:
         Name -> tensor for each trainable parameter: a view with the gradients' dtype (float32) and on their device.
@@ -158,12 +158,13 @@ def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
 
     Args:
         module: The one that the engine's layout was taken of, by `layout_of`.
-        result: From `engine.step()`, or from `engine.step(deferred=True)` where `step_fused` comes next.
+        result: From `engine.step()`. A deferred one is for `step_fused`.
 
     Raises:
         BufferRefused: A parameter takes no fp32, or lies on another device; it is named, and nothing was set.
         LayoutMismatch: The result is not of this module's layout; nothing was set.
-        CallerError: The engine has been called since, so the result's memory is another step's.
+        CallerError: The engine has been called since, so the result's memory is another step's; or the step was
+            deferred, and any optimizer but a fused one would take the sum for the gradient. Nothing was set.
 
     Example::
 
@@ -172,54 +173,46 @@ def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
         model.zero_grad()
     """
     _refuse_stale(result)
-    parameters, views = _trainable(module), tensors_of(module, result.gradients)
-    for name, view in views.items():
-        _refuse_as_gradient(view, parameters[name], name)
-    for name, parameter in parameters.items():
-        parameter.grad = views[name]
+    _give(module, result.gradients)
 
 
-def step_fused(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
+def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: torch.nn.Module) -> None:
     """Step an optimizer that was built with `fused=True` on a deferred result: it averages, clips and skips itself.
 
-    torch's kernel divides each gradient by `result.inverse_factor` as it reads it, leaves the quotient in `.grad`, and
-    changes neither parameters nor state where `result.skipped` is set. On a GPU it reads both from the engine's memory:
-    nothing waits.
+    Each parameter's `.grad` becomes a view of the result's sum. torch's kernel divides it by `result.inverse_factor` as
+    it reads it, leaves the quotient there, and changes neither parameters nor state where `result.skipped` is set. On a
+    GPU it reads both from the engine's memory: nothing waits. Call `module.zero_grad()` before the next backward.
 
     Args:
-        optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`, its gradients those of `result`.
+        optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
         result: From `engine.step(deferred=True)`.
+        module: The one that the engine's layout was taken of, by `layout_of`; the optimizer's parameters are its own.
 
     Raises:
-        BufferRefused: A gradient lies elsewhere than the result: `give_gradients` was forgotten, or the parameter is
-            not of the engine's module. It is named by group and position, and nothing was done.
-        CallerError: The optimizer is not fused, or has no gradients, or the result is not deferred, or the engine has
-            been called since. Nothing was done.
+        BufferRefused: A parameter takes no fp32 or lies on another device, or the optimizer has one with a gradient
+            that is not the module's. It is named, and nothing was done.
+        LayoutMismatch: The result is not of this module's layout. Nothing was done.
+        CallerError: The optimizer is not fused, or none of its parameters is the module's, or the result is not
+            deferred, or the engine has been called since. Nothing was done.
 
     Example::
 
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         ...
-        result = engine.step(deferred=True)
-        give_gradients(model, result)
-        step_fused(optimizer, result)
+        step_fused(optimizer, engine.step(deferred=True), model)
         model.zero_grad()
     """
     _refuse_not_fused(optimizer)
-    if not result.deferred:
-        raise CallerError("the step has scaled its gradients already", do="call engine.step(deferred=True)")
     _refuse_stale(result)
-    _refuse_other_gradients(optimizer, result)
-    without_momentum = _without_momentum(optimizer)
-    scaled: Any = optimizer  # torch reads these two attributes, and declares them nowhere
-    scaled.grad_scale = _as_tensor(result.inverse_factor).to(torch.float32)
-    scaled.found_inf = found_inf = _as_tensor(result.skipped).to(torch.float32)
+    before = {parameter: parameter.grad for parameter in _trainable(module).values()}
+    _give(module, result.sums)
     try:
-        optimizer.step()
-    finally:
-        del scaled.grad_scale, scaled.found_inf
-    for parameter in without_momentum:
-        optimizer.state[parameter]["momentum_buffer"].masked_fill_(found_inf > 0, 0)
+        _refuse_other_gradients(optimizer, result, before)
+        _step_scaled(optimizer, result)
+    except BaseException:
+        for parameter, gradient in before.items():  # a sum that is left would be the next optimizer's gradient
+            parameter.grad = gradient
+        raise
 
 
 class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
@@ -334,6 +327,14 @@ def _view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, 
     return view if order is None else view.permute([order.index(d) for d in range(view.ndim)])
 
 
+def _give(module: torch.nn.Module, gradients: Mapping[str, Any]) -> None:
+    parameters, views = _trainable(module), tensors_of(module, gradients)
+    for name, view in views.items():
+        _refuse_as_gradient(view, parameters[name], name)
+    for name, parameter in parameters.items():
+        parameter.grad = views[name]
+
+
 def _refuse_as_gradient(view: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> None:
     taken = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any
     if taken not in (None, view.dtype):
@@ -377,17 +378,21 @@ def _refuse_not_fused(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_other_gradients(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
+def _refuse_other_gradients(
+    optimizer: torch.optim.Optimizer, result: StepResult, own: Mapping[torch.nn.Parameter, Any]
+) -> None:
     """What lies outside of the arena is not the window's sum, and would be divided as if it were."""
-    start, stop = _extent(result.gradients.values())
-    do = "call give_gradients(module, result) before; the optimizer's parameters must be that module's"
+    start, stop = _extent(result.sums.values())
     parameters = {(g, i): p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     for (group, index), parameter in parameters.items():
         if parameter.grad is not None and not _lies_within(parameter.grad, start, stop):
-            what = f"param_groups[{group}]['params'][{index}] has a gradient that is not this result's"
-            raise BufferRefused(what, got=f"shape {tuple(parameter.shape)}", do=do)
-    if any(p.requires_grad for p in parameters.values()) and all(p.grad is None for p in parameters.values()):
-        raise CallerError("the optimizer's parameters have no gradient", do=do)
+            raise BufferRefused(
+                f"param_groups[{group}]['params'][{index}] has a gradient that is not this result's",
+                got=f"shape {tuple(parameter.shape)}",
+                do="build the optimizer of this module's parameters; set the .grad of others to None",
+            )
+    if own.keys().isdisjoint(parameters.values()):
+        raise CallerError("none of the optimizer's parameters is the module's", do="pass the module that it trains")
 
 
 def _extent(arrays: Iterable[Any]) -> tuple[int, int]:
@@ -399,6 +404,19 @@ def _extent(arrays: Iterable[Any]) -> tuple[int, int]:
 def _lies_within(tensor: torch.Tensor, start: int, stop: int) -> bool:
     is_dense = tensor.layout is torch.strided
     return is_dense and (not tensor.numel() or start <= tensor.data_ptr() <= stop - tensor.nbytes)
+
+
+def _step_scaled(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
+    without_momentum = _without_momentum(optimizer)
+    scaled: Any = optimizer  # torch reads these two attributes, and declares them nowhere
+    scaled.grad_scale = _as_tensor(result.inverse_factor).to(torch.float32)
+    scaled.found_inf = found_inf = _as_tensor(result.skipped).to(torch.float32)
+    try:
+        optimizer.step()
+    finally:
+        del scaled.grad_scale, scaled.found_inf
+    for parameter in without_momentum:
+        optimizer.state[parameter]["momentum_buffer"].masked_fill_(found_inf > 0, 0)
 
 
 def _without_momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

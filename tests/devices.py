@@ -28,7 +28,8 @@ def all_on_host(arrays):
 
 def bits_of(result):
     """Name -> bytes of what a step handed back; waits for the device."""
-    return {name: on_host(array).tobytes() for name, array in result.gradients.items()}
+    arrays = result.sums if result.deferred else result.gradients
+    return {name: on_host(array).tobytes() for name, array in arrays.items()}
 
 
 def synchronize(backend):

@@ -141,7 +141,7 @@ class TestBits:
         factor = on_host(result.factor)
         for array, total in zip(wanted.gradients.values(), zip(*values, strict=True), strict=True):
             draw.assert_same_bits(on_host(array), (total[0] + total[1]) * factor)
-        for array, total in zip(result.gradients.values(), zip(*values, strict=True), strict=True):
+        for array, total in zip(result.sums.values(), zip(*values, strict=True), strict=True):
             draw.assert_same_bits(on_host(array), total[0] + total[1])
 
     def test_blocks_one_by_one(self, device):
@@ -335,7 +335,7 @@ class TestMoved:
         engine, arrays = new_engine(device), arrays_of(device, 0)
         graph = captured_window(engine, [arrays], deferred=True)
         graph.repoint([arrays])
-        got = graph.replay().gradients.values()
+        got = graph.replay().sums.values()
         assert [on_host(array).tobytes() for array in got] == [value.tobytes() for value in values_of(0)]
 
     @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ class TestOneWorker:
         assert left.deferred
         factor = on_host(left.factor)
         assert float(left.norm) == float(wanted.norm)
-        for name, total in zip(left.gradients, expected_sum(micro_batches, weights), strict=True):
-            draw.assert_same_bits(on_host(left.gradients[name]), total)
+        for name, total in zip(left.sums, expected_sum(micro_batches, weights), strict=True):
+            draw.assert_same_bits(on_host(left.sums[name]), total)
             draw.assert_same_bits(on_host(wanted.gradients[name]), total * factor)
 
     def test_loss_scale_is_undone(self, backend):

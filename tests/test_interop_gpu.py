@@ -179,7 +179,7 @@ class TestTorchCupy:
 
     @pytest.mark.parametrize("is_bad", [False, True])
     def test_a_fused_optimizer_takes_a_deferred_step(self, torch, gpu, is_bad):
-        from gradengine.torch import give_gradients, gradients_of, layout_of, step_fused
+        from gradengine.torch import gradients_of, layout_of, step_fused
 
         t = torch.torch
         t.manual_seed(0)
@@ -193,8 +193,7 @@ class TestTorchCupy:
             module(t.ones(8, 300, device="cuda") * (float("nan") if is_bad else 1)).square().sum().backward()
         engine.add(gradients_of(ours))
         result = engine.step(deferred=True)
-        give_gradients(ours, result)
-        step_fused(fused, result)
+        step_fused(fused, result, ours)
         if not is_bad:
             t.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
             plain.step()

@@ -9,6 +9,7 @@ import strategies as draw
 from devices import on_host, put_all
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, StepResult
+from gradengine.errors import CallerError
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
 SCALARS = ("norm", "scale", "factor", "inverse_factor", "skipped")
@@ -97,6 +98,20 @@ class TestNumbers:
         assert float(result.factor) == pytest.approx(scales[0] / 2, rel=1e-6)  # the micro-batch weighs 2
         assert float(result.inverse_factor) == pytest.approx(2 / scales[0], rel=1e-6)
         assert (result.weight, result.micro_batches, result.step, result.deferred) == (2.0, 1, 0, False)
+
+    def test_sums_are_no_gradients_and_gradients_no_sums(self, backend):
+        """An optimizer would take sums for gradients, and move by the whole window's weight too far."""
+        engine = GradientEngine(LAYOUT, backend.kernels, max_norm=0.5)
+        for step in range(2):
+            engine.add(put_all(backend, draw.random_gradients(0, LAYOUT.slots)), 4.0)
+            result = engine.step(deferred=step == 0)
+            if result.deferred:
+                assert list(result.sums) == [slot.name for slot in LAYOUT.slots]
+                with pytest.raises(CallerError, match=r"step 0 was deferred .* result\.sums .* result\.factor"):
+                    result.gradients  # noqa: B018
+            else:
+                with pytest.raises(CallerError, match=r"step 1 has scaled its gradients already.* result\.gradients"):
+                    result.sums  # noqa: B018
 
     def test_it_cannot_be_changed(self, backend):
         result = stepped(backend)

@@ -215,7 +215,7 @@ class TestOneGroup:
             engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated="sum", max_norm=1.0)
             engine.add(part_of(contribution(0, 0), c, "sum"))
             result = engine.step(deferred=True)
-            return np.array(result.gradients["final_norm"]), float(result.factor)
+            return np.array(result.sums["final_norm"]), float(result.factor)
 
         whole = GradientEngine(WHOLE, max_norm=1.0)
         whole.add(contribution(0, 0))

@@ -882,8 +882,7 @@ class TestStepFused:
         for seeds, weights in self.STEPS:
             engine = accumulated(ours, seeds, weights, max_norm=max_norm, loss_scale=loss_scale)
             result = engine.step(deferred=True)
-            give_gradients(ours, result)
-            step_fused(optimizer, result)
+            step_fused(optimizer, result, ours)
             ours.zero_grad()
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -894,8 +893,7 @@ class TestStepFused:
         module = net()
         expected = averaged(module, (0, 1), (3.0, 5.0), max_norm=0.05)
         result = accumulated(module, (0, 1), (3.0, 5.0), max_norm=0.05).step(deferred=True)
-        give_gradients(module, result)
-        step_fused(torch.optim.AdamW(module.parameters(), fused=True), result)
+        step_fused(torch.optim.AdamW(module.parameters(), fused=True), result, module)
         for name, p in module.named_parameters():
             torch.testing.assert_close(p.grad.double(), expected[name], rtol=2e-6, atol=1e-8)
 
@@ -912,8 +910,7 @@ class TestStepFused:
             before = [p.detach().clone() for p in module.parameters()], copy.deepcopy(state_of(optimizer))
             result = engine.step(deferred=True)
             assert result.skipped is is_bad
-            give_gradients(module, result)
-            step_fused(optimizer, result)
+            step_fused(optimizer, result, module)
             module.zero_grad()
             if is_bad:
                 assert_same_bits(module.parameters(), before[0])
@@ -938,8 +935,7 @@ class TestStepFused:
                 module[2].bias.grad[0] = NAN
             engine.add(gradients_of(module))
             result = engine.step(deferred=True)
-            give_gradients(module, result)
-            step_fused(optimizer, result)
+            step_fused(optimizer, result, module)
             module.zero_grad()
             assert all(torch.isfinite(value).all() for value in state_of(optimizer))
         for one, two in zip(skipping.parameters(), other.parameters(), strict=True):
@@ -960,12 +956,14 @@ class TestStepFused:
 
         module = net()
         given = accumulated(module, [0], [4.0], max_norm=0.05).step(deferred=True)
-        give_gradients(module, given)
         result = dataclasses.replace(given, inverse_factor=OnGpu(given.inverse_factor), skipped=OnGpu(0.0))
         optimizer, seen = torch.optim.AdamW(module.parameters(), fused=True), []
         optimizer.register_step_pre_hook(lambda own, *_: seen.extend((own.grad_scale, own.found_inf)))
-        monkeypatch.setattr(gradengine.torch, "from_dlpack", lambda number: number.there)
-        step_fused(optimizer, result)
+        from_dlpack = gradengine.torch.from_dlpack
+        monkeypatch.setattr(
+            gradengine.torch, "from_dlpack", lambda a: a.there if isinstance(a, OnGpu) else from_dlpack(a)
+        )
+        step_fused(optimizer, result, module)
         assert seen[0] is result.inverse_factor.there
         assert seen[1] is result.skipped.there
 
@@ -982,12 +980,12 @@ class TestStepFused:
 
         optimizer.register_step_pre_hook(look)
         result = accumulated(module, [0], [4.0], max_norm=0.05).step(deferred=True)
-        give_gradients(module, result)
         if fails:
             with pytest.raises(ArithmeticError, match="a hook failed"):
-                step_fused(optimizer, result)
+                step_fused(optimizer, result, module)
+            assert all(parameter.grad is None for parameter in module.parameters())  # no sum for the next optimizer
         else:
-            step_fused(optimizer, result)
+            step_fused(optimizer, result, module)
         assert not hasattr(optimizer, "grad_scale")
         assert not hasattr(optimizer, "found_inf")
         ((scale, found),) = seen
@@ -1008,9 +1006,8 @@ class TestStepFused:
         module = net()
         optimizer, before = new(module.parameters()), [p.detach().clone() for p in module.parameters()]
         result = accumulated(module, [0], [1.0]).step(deferred=True)
-        give_gradients(module, result)
         with pytest.raises(CallerError, match=f"got {type(optimizer).__name__} that is not fused.*fused=True"):
-            step_fused(optimizer, result)
+            step_fused(optimizer, result, module)
         assert_same_bits(module.parameters(), before)
         assert not optimizer.state
         assert not hasattr(optimizer, "grad_scale")
@@ -1022,24 +1019,21 @@ class TestStepFused:
         engine = accumulated(module, [0], [2.0])
         gradients = {name: torch.ones_like(parameter) for name, parameter in module.named_parameters()}
         stale = engine.step(deferred=True)
-        give_gradients(module, stale)
         engine.add(gradients, weight=100)
         current = engine.step(deferred=True) if then == "window" else None
-        for use in (lambda: step_fused(optimizer, stale), lambda: give_gradients(module, stale)):
+        for use in (lambda: step_fused(optimizer, stale, module), lambda: give_gradients(module, stale)):
             with pytest.raises(CallerError, match="the result of step 0 is out of date: got an add or a step of the e"):
                 use()
         assert_same_bits(module.parameters(), before)
         if current is not None:
-            give_gradients(module, current)
-            step_fused(optimizer, current)
+            step_fused(optimizer, current, module)
 
     def test_a_result_that_is_scaled_already_is_refused(self):
         module = net()
         optimizer, before = torch.optim.AdamW(module.parameters(), fused=True), [p.clone() for p in module.parameters()]
         result = accumulated(module, [0], [1.0]).step()
-        give_gradients(module, result)
-        with pytest.raises(CallerError, match=r"scaled its gradients already; call engine.step\(deferred=True\)"):
-            step_fused(optimizer, result)
+        with pytest.raises(CallerError, match=r"scaled its gradients already; .* engine.step\(deferred=True\)"):
+            step_fused(optimizer, result, module)
         assert_same_bits(module.parameters(), before)
 
     def test_a_loaded_state_that_says_not_fused_is_refused(self):
@@ -1047,40 +1041,47 @@ class TestStepFused:
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)
         optimizer.load_state_dict(torch.optim.AdamW(module.parameters()).state_dict())
         result = accumulated(module, [0], [1.0]).step(deferred=True)
-        give_gradients(module, result)
         with pytest.raises(CallerError, match="not fused"):
-            step_fused(optimizer, result)
+            step_fused(optimizer, result, module)
 
     def refused(self, module, optimizer, result, words, kind=BufferRefused):
-        before = [p.detach().clone() for p in module.parameters()]
+        before = [p.detach().clone() for p in module.parameters()], [p.grad for p in module.parameters()]
         with pytest.raises(kind, match=words):
-            step_fused(optimizer, result)
-        assert_same_bits(module.parameters(), before)
+            step_fused(optimizer, result, module)
+        assert_same_bits(module.parameters(), before[0])
+        assert all(p.grad is gradient for p, gradient in zip(module.parameters(), before[1], strict=True))
         assert not optimizer.state
         assert not hasattr(optimizer, "grad_scale")
 
-    def test_a_forgotten_give_gradients_is_refused(self):
-        """`.grad` is the last micro-batch's alone, and would be divided by the whole window's factor."""
-        module = net()
+    def test_the_last_micro_batchs_gradient_is_no_part_of_it(self):
+        """`.grad` is that micro-batch's alone, and would be divided by the whole window's factor."""
+        module = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(module.weight)
         engine = GradientEngine(layout_of(module))
-        for seed in range(2):
-            module.zero_grad()
-            backward(module, seed)
+        for value in (1.0, 3.0):
+            module.weight.grad = torch.full((1, 1), value)
             engine.add(gradients_of(module))
-        optimizer, result = torch.optim.AdamW(module.parameters(), fused=True), engine.step(deferred=True)
-        words = (
-            r"param_groups\[0\]\['params'\]\[0\] has a gradient that is not this.*call give_gradients\(module, result\)"
-        )
-        self.refused(module, optimizer, result, words)
+        step_fused(torch.optim.SGD(module.parameters(), lr=1.0, fused=True), engine.step(deferred=True), module)
+        assert module.weight.item() == -2
 
-    def test_a_forgotten_give_gradients_after_zero_grad_is_refused(self):
-        """The optimizer would do nothing at all."""
+    def test_a_sum_reaches_no_other_optimizer(self):
         module = net()
-        optimizer, result = (
-            torch.optim.AdamW(module.parameters(), fused=True),
-            accumulated(module, [0], [1.0]).step(deferred=True),
-        )
-        self.refused(module, optimizer, result, "have no gradient; call give_gradients", CallerError)
+        result = accumulated(module, [0, 1], [1.0, 1.0]).step(deferred=True)
+        for use in (
+            lambda: give_gradients(module, result),
+            lambda: tensors_of(module, result.gradients),
+            lambda: result.gradients["0.weight"],
+        ):
+            with pytest.raises(CallerError, match=r"was deferred .* result\.sums .* result\.factor .*step_fused"):
+                use()
+        assert all(parameter.grad is None for parameter in module.parameters())
+        assert tensors_of(module, result.sums)["0.weight"].shape == module[0].weight.shape
+
+    def test_an_optimizer_of_another_module_is_refused(self):
+        """It would do nothing at all."""
+        module, optimizer = net(), torch.optim.AdamW(net().parameters(), fused=True)
+        result = accumulated(module, [0], [1.0]).step(deferred=True)
+        self.refused(module, optimizer, result, "none of the optimizer's parameters is the module's", CallerError)
 
     def test_a_parameter_of_the_optimizer_that_is_not_of_the_module_is_refused_by_group_and_position(self):
         module, other = net(), torch.nn.Linear(3, 2)
@@ -1090,50 +1091,31 @@ class TestStepFused:
             torch.optim.AdamW(groups, fused=True),
             accumulated(module, [0], [1.0]).step(deferred=True),
         )
-        give_gradients(module, result)
         self.refused(module, optimizer, result, r"param_groups\[1\]\['params'\]\[1\] has a gradient.*got shape \(2,\)")
         other.zero_grad()
-        step_fused(optimizer, result)  # one without a gradient is passed over
+        step_fused(optimizer, result, module)  # one without a gradient is passed over
 
-    def test_the_result_of_another_engine_is_refused(self):
-        module = net()
-        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-        results = [accumulated(module, [seed], [1.0]).step(deferred=True) for seed in range(2)]
-        give_gradients(module, results[0])
-        self.refused(module, optimizer, results[1], "not this result's")
+    @pytest.mark.parametrize(("first", "is_within"), [(23, False), (24, True), (36, True), (37, False)])
+    def test_a_gradient_that_only_begins_or_ends_within_the_arena_is_none_of_it(self, first, is_within):
+        memory = torch.zeros(64)
+        extent = gradengine.torch._extent([memory[40:44].numpy(), memory[24:32].numpy()])
+        assert gradengine.torch._lies_within(memory[first : first + 8], *extent) is is_within
 
-    def test_a_gradient_that_only_begins_or_ends_within_the_arena_is_refused(self):
-        arena = torch.zeros(64)
-        module = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(8))})
-        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-        given = accumulated_ones(module)
-        result = dataclasses.replace(given, gradients={"a": arena[40:44].numpy(), "b": arena[24:32].numpy()})
-        for start in (23, 37):
-            module["w"].grad = arena[start : start + 8]
-            self.refused(module, optimizer, result, "not this result's")
-        for start in (24, 36):
-            module["w"].grad = arena[start : start + 8]
-            step_fused(optimizer, result)
-
-    def test_a_sparse_gradient_is_refused(self):
-        embedding = torch.nn.Embedding(5, 3, sparse=True)
+    def test_a_sparse_gradient_of_another_parameter_is_refused(self):
+        module, embedding = net(), torch.nn.Embedding(5, 3, sparse=True)
         embedding(torch.tensor([1])).sum().backward()
-        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, fused=True)
-        self.refused(embedding, optimizer, accumulated_ones(embedding), "not this result's")
+        optimizer = torch.optim.SGD([*module.parameters(), *embedding.parameters()], lr=0.1, fused=True)
+        self.refused(module, optimizer, accumulated(module, [0], [1.0]).step(deferred=True), "not this result's")
 
     def test_a_gpus_arrays_are_asked_for_their_address_and_never_exported(self):
         """They stand for CuPy's, which cannot be here; exporting one to torch takes 10 us."""
         module = net()
-        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
         given = accumulated(module, [0], [4.0]).step(deferred=True)
-        give_gradients(module, given)
         on_gpu = {
             name: types.SimpleNamespace(size=a.size, nbytes=a.nbytes, data=types.SimpleNamespace(ptr=a.ctypes.data))
-            for name, a in given.gradients.items()
+            for name, a in given.sums.items()
         }
-        elsewhere = types.SimpleNamespace(size=1, nbytes=4, data=types.SimpleNamespace(ptr=64))
-        self.refused(module, optimizer, dataclasses.replace(given, gradients={"w": elsewhere}), "not this result's")
-        step_fused(optimizer, dataclasses.replace(given, gradients=on_gpu))
+        assert gradengine.torch._extent(on_gpu.values()) == gradengine.torch._extent(given.sums.values())
 
     def test_layers_in_any_order_and_parameters_of_no_elements_are_taken(self):
         """Blocks lie before what is outside of them, whatever the order of the names is."""
@@ -1145,10 +1127,9 @@ class TestStepFused:
         engine = GradientEngine(layout_of(module), max_norm=None)
         engine.add([torch.ones_like(p).detach() for p in module.parameters()])
         result = engine.step(deferred=True)
-        addresses = [array.ctypes.data for array in result.gradients.values() if array.size]
+        addresses = [array.ctypes.data for array in result.sums.values() if array.size]
         assert addresses != sorted(addresses)
-        give_gradients(module, result)
-        step_fused(optimizer, result)
+        step_fused(optimizer, result, module)
         assert module["z"][0] < 1
 
     def test_an_optimizer_of_ones_own_that_takes_both(self):
@@ -1165,8 +1146,7 @@ class TestStepFused:
         engine = GradientEngine(layout_of(module), max_norm=1.0)
         engine.add([torch.tensor([[6.0, 8.0]])], weight=2)
         result = engine.step(deferred=True)
-        give_gradients(module, result)
-        step_fused(Own(module.parameters(), {}), result)
+        step_fused(Own(module.parameters(), {}), result, module)
         torch.testing.assert_close(module.weight.detach(), torch.tensor([[-0.6, -0.8]]))
 
 
