@@ -22,7 +22,7 @@ from gradengine.block import BlockGradientSet
 from gradengine.buffer import Buffer, Lender
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError, not_copied
 from gradengine.gradients import Gradients, and_more, in_slot_order
-from gradengine.kernels import ADDRESS, Contribution, Kernels, Places, kernels_for
+from gradengine.kernels import ADDRESS, Contribution, Kernels, Places, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 from gradengine.window import Window, checked_weight, ordered_sum
 
@@ -93,6 +93,17 @@ class GradientAccumulator(ABC):
         return ordered_sum(self.weights)
 
     @property
+    def mean_factor(self) -> np.float32:
+        """What makes the window's sum its mean: 1 / its weight, rounded to fp32.
+
+        Raises:
+            WindowError: The weight is above 2**126.
+        """
+        weight = self.total_weight
+        refuse_bad_divisor(weight, "the window's weight")
+        return np.float32(1 / weight)
+
+    @property
     def lenders(self) -> AbstractSet[Lender]:
         """Whose streams the window's gradients are worked on."""
         return self._window.lenders
@@ -160,12 +171,12 @@ class GradientAccumulator(ABC):
         One micro-batch of weight 1, or none, changes nothing.
 
         Raises:
-            WindowError: Some component has fewer micro-batches than the others.
+            WindowError: Some component has fewer micro-batches than the others, or their weight is above 2**126.
         """
         if self._window.weights in ([], [1]):
             return
+        factor = self.mean_factor
         self.close()
-        factor = np.float32(1 / self.total_weight)
         with self.changing():
             self.kernels.scale(self.targets, factor, self.targets)
             self._window.become_one()

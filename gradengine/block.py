@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, SupportsIndex, final
@@ -13,6 +12,7 @@ from gradengine.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
 from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
+from gradengine.kernels.decision import SMALLEST_FACTOR
 from gradengine.layout import Block, Slot
 
 __all__ = ["BlockGradientSet"]
@@ -108,10 +108,12 @@ class BlockGradientSet:
         """Divide by `divisor`: one multiplication by fp32(1 / divisor).
 
         Raises:
-            CallerError: The divisor is not finite, is 0, or is so near 0 that 1 / divisor overflows fp32.
+            CallerError: 1 / divisor is no normal number of fp32: the divisor is 0, not finite, or too near either.
         """
-        if not (math.isfinite(divisor) and abs(divisor) >= 1e-38):
-            raise CallerError("cannot divide by this", got=divisor, expected="a finite number beyond +-1e-38")
+        if not SMALLEST_FACTOR <= abs(divisor) <= 1 / SMALLEST_FACTOR:
+            raise CallerError(
+                "cannot divide by this", got=divisor, expected="a finite number, 2**-126..2**126 or minus"
+            )
         factor = np.float32(1 / divisor)
         self._kernels.follow(self._order)
         self._kernels.scale(self._targets, factor, self._targets)

@@ -18,7 +18,7 @@ from gradengine.errors import CallerError, NonFiniteGradient, not_copied
 from gradengine.exchange.interface import Exchange
 from gradengine.frameworks import note_written
 from gradengine.gradients import Gradients
-from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for, lenders_of
+from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for, lenders_of, refuse_bad_divisor
 from gradengine.late import LateVerdicts
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult, result_of
@@ -46,7 +46,8 @@ class GradientEngine:
         max_norm: Bound of the global norm, or one by group name. None, the default, clips nothing: a bound that nobody
             asked for would change gradients without a word. The norm is taken either way.
         exchange: The sum over workers; None for one worker. Of a part of a model, over the workers with the same part.
-        on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" it on unclipped.
+        on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" it on
+            unclipped. With groups that is the group it lies in: each other one keeps its bound.
         micro_batches: Micro-batches of a window, if known: the last one takes the norm in the same pass, and its spans
             leave for the other workers at once.
         hold: Micro-batches kept by reference and folded in one pass; their buffers must stay unchanged until then.
@@ -234,7 +235,8 @@ class GradientEngine:
             The result; a later `add` overwrites its gradients.
 
         Raises:
-            WindowError: There is no micro-batch, or some component lacks part of the window.
+            WindowError: There is no micro-batch, some component lacks part of the window, or its weight times the loss
+                scale is beyond 2**-126..2**126.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
             NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU that of an earlier
                 step, whose gradients were handed back as zeros.
@@ -344,6 +346,7 @@ class GradientEngine:
 
     def _decide(self, tally: Tally) -> Decision:
         divisor, zero_if_bad = self.loss_scale * self._sharing.divisor(tally), self._settings.zero_if_bad
+        refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         if not self._sharing.is_alone:  # all workers decide alike, from the sums that they agreed on
             return decide(tally.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         accumulator = self.accumulator

@@ -89,11 +89,12 @@ class Sharing:
         """The spans hold all that this worker contributes: they may leave."""
         if self.workers.is_alone:
             return
+        factor = self._accumulator.mean_factor if self._per_worker else np.float32(1)
         for span in spans:
             if span.key not in self.workers.started:
                 self._accumulator.settle_span(span)
                 with self._accumulator.changing():
-                    self._to_mean_of_worker(span)
+                    self._scale(span, factor)
                 self._mirror.fetch(span.start, span.stop)
                 self.workers.start(span)
 
@@ -210,10 +211,10 @@ class Sharing:
         settings = {**self._settings, "tensor-parallel group": self.parts.described}
         return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, settings, self._place)
 
-    def _to_mean_of_worker(self, span: Span) -> None:
-        if self._per_worker and self._accumulator.total_weight != 1:
+    def _scale(self, span: Span, factor: np.float32) -> None:
+        if factor != 1:
             targets = self._accumulator.targets_of(span)
-            self._kernels.scale(targets, np.float32(1 / self._accumulator.total_weight), targets)
+            self._kernels.scale(targets, factor, targets)
 
     def _take_landed(self, span: Span, upto: int) -> None:
         """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""

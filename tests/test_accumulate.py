@@ -898,7 +898,7 @@ class TestBlock:
             draw.assert_same_bits(on_host(got), gradient * np.float32(1 / float(divisor)))
         assert np.count_nonzero(on_host(block.flatten())) <= sum(block.component_sizes)
 
-    @pytest.mark.parametrize("divisor", [0, 0.0, -0.0, NAN, INF, -INF, 1e-40, 5e-324])
+    @pytest.mark.parametrize("divisor", [0, 0.0, -0.0, NAN, INF, -INF, 1e-40, 5e-324, 1e39, -1e300])
     def test_divisors_that_make_no_number_are_refused(self, backend, divisor):
         block, _ = self.filled(backend)
         message = r"cannot divide by this: got .*, expected a finite number"

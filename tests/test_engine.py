@@ -294,6 +294,109 @@ class TestOut:
         assert engine.step().micro_batches == 1
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_passed_on_a_bad_group_is_unclipped_and_every_other_keeps_its_bound(backend, bad):
+    engine = new_engine(backend, groups="block", max_norm=1.0, on_non_finite="pass")
+    add_to(engine, backend, [np.full((3, 5), 2, np.float32), bad_gradients(bad)[1], np.full(1, 4, np.float32)], 2.0)
+    result = engine.step()
+    assert {name: float(scale) for name, scale in result.group_scales.items()} == {
+        "block 0": 1 / math.sqrt(60),
+        "block 1": 1,
+        "rest": 0.25,
+    }
+    handed = all_on_host(result.gradients)
+    assert handed["layers.0.w"] == pytest.approx(2 / math.sqrt(60), rel=1e-6)
+    draw.assert_same_values(handed["layers.1.w"], bad_gradients(bad)[1])
+    assert handed["head"].tolist() == [1]
+
+
+class TestBeyondFp32:
+    """Finite gradients come back as Inf, NaN or 0 only where something says so."""
+
+    @pytest.mark.parametrize(
+        ("weight", "loss_scale"), [(1e-30, 2.0**-64), (1e30, 2.0**64), (2.0**-100, 2.0**-27), (2.0**100, 2.0**27)]
+    )
+    @pytest.mark.parametrize("options", [{}, {"deferred": True}])
+    def test_a_divisor_that_no_fp32_factor_undoes_is_refused_and_the_window_kept(
+        self, backend, weight, loss_scale, options
+    ):
+        engine = new_engine(backend, max_norm=None, loss_scale=loss_scale)
+        add_to(engine, backend, random_gradients(0), weight)
+        before = backend.get(engine.accumulator.arena).tobytes()
+        for _ in range(2):
+            with pytest.raises(
+                WindowError, match=r"weight times the loss scale is out of range: got .*, expected 2\*\*"
+            ):
+                engine.step(**options)
+        assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 1)
+        assert backend.get(engine.accumulator.arena).tobytes() == before
+        engine.discard()
+        add_to(engine, backend, [np.full(slot.shape, loss_scale, np.float32) for slot in SMALL.slots])
+        assert float(engine.step().norm) == pytest.approx(math.sqrt(23), rel=1e-6)
+
+    def test_all_workers_refuse_such_a_divisor_alike(self):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange, loss_scale=2.0**64)
+            engine.add(random_gradients(exchange.rank), 1e30 if exchange.rank else 1.0)
+            with pytest.raises(WindowError, match="weight times the loss scale is out of range"):
+                engine.step()
+            engine.discard()
+            engine.add(random_gradients(exchange.rank))
+            return bits_of(engine.step())
+
+        first, second = on_ranks(one, 2)
+        assert first == second
+
+    @pytest.mark.parametrize("call", ["average", "step"])
+    def test_a_workers_own_mean_is_refused_alike(self, call):
+        def one(exchange):
+            engine = GradientEngine(SMALL, exchange=exchange, average="per_worker")
+            engine.add(random_gradients(0), 3e38)
+            with pytest.raises(WindowError, match="the window's weight is out of range"):
+                engine.accumulator.average() if call == "average" else engine.step()
+            engine.discard()
+            engine.add(random_gradients(0))
+            return engine.step().micro_batches
+
+        assert on_ranks(one, 2) == [2, 2]
+
+    @pytest.mark.parametrize("weight", [2.0**-126, 1.0, 3.0, 2.0**126])
+    def test_up_to_its_limits_a_weight_is_undone_to_the_bit(self, backend, weight):
+        engine, ones = new_engine(backend, max_norm=None), [np.ones(slot.shape, np.float32) for slot in SMALL.slots]
+        add_to(engine, backend, ones, weight)
+        expected = np.float32(weight) * np.float32(1 / weight)
+        assert all((array == expected).all() for array in all_on_host(engine.step().gradients).values())
+
+    def test_a_clip_below_normal_factors_hands_back_zeros_and_says_so(self, backend):
+        engine = new_engine(backend, max_norm=1e-20)
+        add_to(engine, backend, random_gradients(0, scale=1e30))
+        result = engine.step()
+        assert [float(result.scale), float(result.factor), float(result.inverse_factor)] == [0, 0, math.inf]
+        assert float(result.norm) > 1e30
+        assert not any(array.any() for array in all_on_host(result.gradients).values())
+
+    @pytest.mark.parametrize(("dtype", "largest"), [("float16", 65504.0), ("bfloat16", 3.38e38)])
+    @pytest.mark.parametrize("clipped", [True, False])
+    def test_what_is_no_longer_than_the_largest_number_overflows_nowhere(self, backend, dtype, largest, clipped):
+        """No element is larger than the norm, so norm * scale says that an overflow at hand back cannot have been."""
+        layout = GradientLayout.of([(3,)])
+        engine = new_engine(backend, layout, max_norm=largest if clipped else None)
+        for factor in (1.0, 0.999, 0.7) if not clipped else (1.0, 1.0000005, 1.005):
+            total = np.array([0, -largest * factor, 1e-30 * largest], np.float32)
+            out = backend.put(np.zeros(3, draw.DTYPES[dtype]))
+            add_to(engine, backend, [total])
+            result = engine.step(out=[out])
+            assert float(result.norm) * float(result.scale) <= largest * (1 + 1e-6)
+            assert np.isfinite(on_host(out).astype(np.float32)).all()
+
+    def test_what_is_longer_may_overflow_as_ieee_rounding_has_it(self, backend):
+        engine = new_engine(backend, GradientLayout.of([(2,)]), max_norm=None)
+        add_to(engine, backend, [np.array([65519, 65520], np.float32)])
+        out = backend.put(np.zeros(2, np.float16))
+        assert not float(engine.step(out=[out]).skipped)
+        assert on_host(out).tolist() == [65504, math.inf]
+
+
 class TestCost:
     @pytest.mark.parametrize(
         "options", [{}, {"hold": 2}, {"groups": "component", "max_norm": 1.0}, {"groups": "block", "loss_scale": 2.0}]

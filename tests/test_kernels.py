@@ -519,6 +519,34 @@ class TestFinalise:
         expected = [draw.exact_norm([array]) / 3 for array in arrays]
         assert numbers(decision.component_norms) == pytest.approx(expected, rel=1e-6, abs=0)
 
+    @pytest.mark.parametrize("divisor", [3.0, 7.0, 10.0, 0.3])
+    def test_the_factor_is_rounded_once(self, backend, divisor):
+        """Two hundred groups of norm 1, so that a scale or divisor that is rounded before it shows in one of them."""
+        arrays = [np.full(1, divisor, np.float32)] * 200
+        plan = ClipPlan(tuple(range(200)), tuple(np.linspace(0.1, 0.9, 200).tolist()))
+        decision = finalised(backend, arrays, plan, divisor)
+        scales, factors = numbers(decision.scales), numbers(decision.factors)
+        assert factors == [float(np.float32(scale / divisor)) for scale in scales]
+        assert factors != [float(np.float32(scale) / np.float32(divisor)) for scale in scales]
+        assert factors != [float(np.float32(scale * float(np.float32(1 / divisor)))) for scale in scales]
+
+    @pytest.mark.parametrize(("below", "factor"), [(1.0, 2.0**-126), (0.999999, 0.0), (0.7, 0.0), (2.0**-30, 0.0)])
+    @pytest.mark.parametrize("divisor", [2.0**-20, 1.0, 3.0, 2.0**60])
+    def test_a_factor_is_normal_or_zero(self, backend, divisor, below, factor):
+        array = np.full(1, 2.0**60, np.float32)
+        plan = one_group([array], below * 2.0**-66)
+        decision = finalised(backend, [array], plan, divisor)
+        assert [float(decision.factor), float(decision.inverse)] == [factor, 1 / factor if factor else INF]
+        assert numbers(decision.scales) == list(decide(measured(backend, array), plan, divisor).scales)
+
+    @pytest.mark.parametrize("max_norm", [0.0, 1.0, INF])
+    def test_a_norm_of_zero_has_scale_one_whatever_its_bound(self, backend, max_norm):
+        arrays = [np.zeros(9, np.float32), np.ones(1, np.float32)]
+        decision = finalised(backend, arrays, ClipPlan((0, 1), (max_norm, 0.0)), 4.0)
+        assert numbers(decision.scales) == [1, 0]
+        assert numbers(decision.factors) == [0.25, 0]
+        assert [float(decision.inverse), float(decision.scale)] == [4, 0]
+
     @pytest.mark.parametrize("divisor", [1.0, 7.0, 2.0**-20])
     def test_scales_and_factors_follow_from_the_norms(self, backend, divisor):
         """The factor is taken in fp64 and rounded once."""

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradengine.errors import WindowError
 from gradengine.kernels import ClipPlan, decide
-from gradengine.kernels.decision import clip_scale, sum_in_order
+from gradengine.kernels.decision import clip_scale, refuse_bad_divisor, sum_in_order
 
 NAN, INF = math.nan, math.inf
 
@@ -53,6 +54,35 @@ class TestDecide:
         assert decision.factors[0].dtype == np.float32
         assert decision.factors[0] == np.float32(bound / norm / divisor)
 
+    @pytest.mark.parametrize("divisor", [3.0, 7.0, 10.0, 0.3])
+    def test_no_divisor_and_no_scale_is_rounded_before_the_factor_is(self, divisor):
+        bounds = np.linspace(0.1, 0.9, 200).tolist()
+        totals, plan = np.full(200, divisor**2), ClipPlan(tuple(range(200)), tuple(bounds))
+        decision = decide(totals, plan, divisor)
+        exact = [np.float32(scale / divisor) for scale in decision.scales]
+        assert list(decision.factors) == exact
+        twice = [np.float32(scale) / np.float32(divisor) for scale in decision.scales]
+        by_inverse = [np.float32(scale * float(np.float32(1 / divisor))) for scale in decision.scales]
+        assert exact != twice
+        assert exact != by_inverse
+
+    @pytest.mark.parametrize("divisor", [2.0**-126, 1.0, 3.0, 2.0**126])
+    @pytest.mark.parametrize("below", [1.0, 0.9999999, 0.7, 2.0**-20, 2.0**-30])
+    def test_a_factor_is_normal_or_the_bound_holds_by_zeros(self, divisor, below):
+        norm, bound = 2.0**60, 2.0**-66 * below * divisor
+        decision = decide(np.array([(norm * divisor) ** 2]), ClipPlan((0,), (bound,)), divisor)
+        if below == 1:
+            assert (decision.factor, decision.inverse) == (2.0**-126, 2.0**126)
+        else:
+            assert (decision.scale, decision.factor, decision.inverse) == (0, 0, INF)
+
+    @given(st.floats(2.0**-126, 2.0**126), st.floats(0, 1e60), st.floats(0, 1e60))
+    def test_factor_and_inverse_are_zero_and_infinite_together(self, divisor, norm, bound):
+        decision = decide(np.array([(norm * divisor) ** 2]), ClipPlan((0,), (bound,)), divisor)
+        assert decision.factor == 0 or decision.factor >= 2.0**-126
+        assert decision.inverse == INF if decision.factor == 0 else decision.inverse <= 2.0**126
+        assert norm * divisor * float(decision.factor) <= max(bound * (1 + 1e-7), 0) or decision.scale == 1
+
     @pytest.mark.parametrize(("bound", "inverse"), [(0.7, 3.0 * 7 / 0.7), (9.0, 7.0), (0.0, INF), (1e-38, INF)])
     def test_the_inverse_is_for_those_who_divide(self, bound, inverse):
         decision = decide(np.array([(3.0 * 7) ** 2]), ClipPlan((0,), (bound,)), 7.0)
@@ -92,7 +122,7 @@ class TestDecide:
         for norm, scale, factor, bound in zip(
             decision.group_norms, decision.scales, decision.factors, bounds, strict=True
         ):
-            assert scale == clip_scale(norm, bound)
+            assert scale == clip_scale(norm, bound, divisor)
             assert factor == np.float32(scale / divisor)
         assert decision.scale == min(decision.scales)
         assert decision.bad == ()
@@ -123,6 +153,19 @@ class TestClipScale:
         assert 0 <= scale <= 1
         assert norm * scale <= bound * (1 + 1e-15) or norm * scale == norm == 0
         assert (scale == 1) or norm > bound
+
+
+@pytest.mark.parametrize("divisor", [2.0**-126, 1.0, 2.0**126])
+def test_divisors_whose_inverse_is_a_normal_number(divisor):
+    refuse_bad_divisor(divisor, "the weight")
+    assert 2.0**-126 <= np.float32(1 / divisor) < INF
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, 1e-38, 1e38, INF, NAN])
+def test_other_divisors_are_refused(divisor):
+    with pytest.raises(WindowError, match=r"the weight is out of range: got .*, expected 2\*\*-126") as refusal:
+        refuse_bad_divisor(divisor, "the weight")
+    assert refusal.value.got == f"{divisor:g}"
 
 
 @given(st.lists(st.floats(0, 1e300), max_size=40))

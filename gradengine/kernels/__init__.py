@@ -16,7 +16,7 @@ from gradengine.kernels.contribution import (
     lenders_of,
 )
 from gradengine.kernels.cuda import CudaKernels, cuda_kernels
-from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, refuse_bad_divisor
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums
 from gradengine.kernels.tables import chunk_for
@@ -47,6 +47,7 @@ __all__ = [
     "decide",
     "kernels_for",
     "lenders_of",
+    "refuse_bad_divisor",
 ]
 
 

@@ -14,7 +14,20 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ClipPlan", "Decision", "Float64", "clip_scale", "decide", "sum_in_order"]
+from gradengine.errors import WindowError
+
+__all__ = [
+    "SMALLEST_FACTOR",
+    "ClipPlan",
+    "Decision",
+    "Float64",
+    "clip_scale",
+    "decide",
+    "refuse_bad_divisor",
+    "sum_in_order",
+]
+
+SMALLEST_FACTOR = 2.0**-126  # fp32's smallest normal number
 
 Float64: TypeAlias = npt.NDArray[np.float64]
 Scalar: TypeAlias = Any  # a float; on a GPU a 0-d array there
@@ -63,7 +76,7 @@ class Decision:
         block_norms: Each block's.
         component_norms: Each target's.
         scales: Each group's clip scale, in 0..1.
-        factors: Each group's fp32 factor: clip scale / divisor.
+        factors: Each group's fp32 factor: clip scale / divisor; a normal number, or 0.
         inverse: 1 / the first group's factor, rounded once to fp32; infinity where the factor is 0.
         skipped: Whether zeros are handed back.
         bad: Positions of the targets that hold NaN or Inf; None where only the device knows.
@@ -103,7 +116,7 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
         return math.sqrt(sum_in_order(totals[list(members)])) / divisor
 
     group_norms = [norm_of(members) for members in plan.members]
-    scales = [clip_scale(norm, bound) for norm, bound in zip(group_norms, plan.max_norms, strict=True)]
+    scales = [clip_scale(norm, bound, divisor) for norm, bound in zip(group_norms, plan.max_norms, strict=True)]
     bad = tuple(int(i) for i in np.flatnonzero(~np.isfinite(totals)))
     return Decision(
         norm=norm_of(range(len(totals))),
@@ -112,25 +125,43 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
         component_norms=tuple((np.sqrt(totals) / divisor).tolist()),
         scales=tuple(scales),
         factors=tuple(np.float32(scale / divisor) for scale in scales),
-        inverse=_narrowed(divisor / scales[0] if scales[0] else math.inf),
+        inverse=np.float32(divisor / scales[0] if scales[0] else math.inf),
         skipped=bool(bad) and zero_if_bad,
         bad=bad,
     )
 
 
-def _narrowed(value: float) -> np.float32:
-    with np.errstate(over="ignore"):  # infinity is what the inverse of a factor that vanishes is
-        narrowed: np.float32 = np.float32(value)
-    return narrowed
-
-
-def clip_scale(norm: float, max_norm: float) -> float:
+def clip_scale(norm: float, max_norm: float, divisor: float = 1.0) -> float:
     """min(1, max_norm / norm), no epsilon; a norm of 0 gives 1, and so does one that is not finite (nothing to aim at).
+
+    0 where scale / divisor is below fp32's normal numbers: rounded there it could pass the bound by half, and its
+    inverse may be no fp32 number.
 
     >>> clip_scale(4.0, 1.0), clip_scale(0.5, 1.0), clip_scale(0.0, 1.0), clip_scale(math.nan, 1.0)
     (0.25, 1.0, 1.0, 1.0)
+    >>> clip_scale(2.0**126, 1.0), clip_scale(2.0**126, 1.0, divisor=2.0)
+    (1.1754943508222875e-38, 0.0)
     """
-    return max_norm / norm if max_norm < norm < math.inf else 1.0
+    if not max_norm < norm < math.inf:
+        return 1.0
+    scale = max_norm / norm
+    return scale if scale / divisor >= SMALLEST_FACTOR else 0.0
+
+
+def refuse_bad_divisor(divisor: float, what: str) -> None:
+    """Raise `WindowError` unless 1 / divisor is a normal number of fp32: else it is Inf or 0, or has lost its bits.
+
+    >>> refuse_bad_divisor(0.0, "the window's weight")
+    Traceback (most recent call last):
+    gradengine.errors.WindowError: the window's weight is out of range: got 0, expected 2**-126..2**126; ...
+    """
+    if not SMALLEST_FACTOR <= divisor <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
+        raise WindowError(
+            f"{what} is out of range",
+            got=f"{divisor:g}",
+            expected="2**-126..2**126",
+            do="discard() the window, and give its micro-batches weights nearer to 1",
+        )
 
 
 def sum_in_order(values: Float64) -> float:

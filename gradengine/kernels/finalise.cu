@@ -18,7 +18,7 @@ struct Verdict {         // as kernels/verdict.py reads it
   u64 non_finite;        // elements of the whole set that are not finite
   float bad_value;
   float scale;           // clip scale, the smallest of all groups
-  float factor;          // what the sum is multiplied by (in the first group)
+  float factor;          // what the sum is multiplied by (in the first group): a normal number, or 0
   float inverse;         // 1 / factor, for optimizers that divide
   float skipped;         // 1 where zeros are handed back because the gradient is not finite
   float reserved;
@@ -79,9 +79,12 @@ struct Bounds {
   double only;
 };
 
-// min(1, max_norm / norm), no epsilon; 1 where the norm is 0 or not finite: there is nothing to aim at.
-__device__ __forceinline__ double clip_scale(double norm, double max_norm) {
-  return max_norm < norm && isfinite(norm) ? max_norm / norm : 1.0;
+// min(1, max_norm / norm), no epsilon; 1 where the norm is 0 or not finite: there is nothing to aim at. 0 where the
+// factor would be below fp32's normal numbers: rounded there it could pass the bound.
+__device__ __forceinline__ double clip_scale(double norm, double max_norm, double divisor) {
+  if (!(max_norm < norm && isfinite(norm))) return 1.0;
+  const double scale = max_norm / norm;
+  return scale / divisor >= 0x1p-126 ? scale : 0.0;
 }
 
 __device__ __forceinline__ void norm_segments(const Segments& segments, const double* totals, const Bounds& bounds,
@@ -95,7 +98,8 @@ __device__ __forceinline__ void norm_segments(const Segments& segments, const do
     if (lane != 0) continue;
     norms[s] = sqrt(total) / divisor;
     if (s < 1 || s > segments.groups) continue;
-    const double scale = clip_scale(norms[s], segments.groups == 1 ? bounds.only : bounds.of_group[s - 1]);
+    const double bound = segments.groups == 1 ? bounds.only : bounds.of_group[s - 1];
+    const double scale = clip_scale(norms[s], bound, divisor);
     scales[s - 1] = scale;
     factors[s - 1] = narrow(scale / divisor);
   }
