@@ -101,7 +101,8 @@ class GradientAccumulator(ABC):
         """
         weight = self.total_weight
         refuse_bad_divisor(weight, "the window's weight")
-        return np.float32(1 / weight)
+        factor: np.float32 = np.float32(1 / weight)
+        return factor
 
     @property
     def lenders(self) -> AbstractSet[Lender]:
