@@ -13,7 +13,12 @@ NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
 # Of the tests those of our side of NumPy, msgpack, JAX and the command line; the kernels' own meet none of their versions.
 VERSIONED := not (emulat or mutation or compile or processes or examples or test_demo or streams)
 
-.PHONY: demo test test-interop test-package test-lowest test-newest check compile-check bench gpu-check clean
+# CuPy for CUDA 12, and for 13: one environment cannot have both.
+REAL_CUPY := $(VENV)-cuda12/bin/python -m pytest
+REAL_CUPY_13 := $(VENV)-cuda13/bin/python -m pytest
+PROCESSES ?= 2
+
+.PHONY: demo test test-interop test-package test-lowest test-newest check compile-check real-cupy bench gpu-check clean
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree
 	$(BIN)/gradengine demo $(ARGS)
@@ -42,6 +47,9 @@ compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and
 	COMPILE_CHECK=1 $(BIN)/python -m pytest tests/test_kernels_compile.py $(ARGS)
 	$(BIN)/python bench/kernel_table.py
 
+real-cupy: $(VENV)-cuda12/real_cupy/built $(VENV)-cuda13/real_cupy/built  ## every GPU test on CuPy itself; needs g++, no GPU
+	$(REAL_CUPY) -n $(PROCESSES) tests $(ARGS)
+
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)
 
@@ -49,7 +57,7 @@ gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: tests, benchmarks
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -88,4 +96,13 @@ $(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py
 $(VENV)-newest/installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv --clear $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' jax
+	@touch $@
+
+$(VENV)-cuda%/installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV)-cuda$*
+	$(VENV)-cuda$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[real-cupy$*]'
+	@touch $@
+
+$(VENV)-cuda%/real_cupy/built: $(VENV)-cuda%/installed tests/real_cupy/build.py $(wildcard tests/real_cupy/driver/*)
+	PYTHONPATH=tests $(VENV)-cuda$*/bin/python -m real_cupy.build
 	@touch $@

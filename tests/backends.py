@@ -4,6 +4,7 @@ import functools
 import importlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -68,15 +69,20 @@ def device_backend(kernels: CudaKernels) -> Backend:
     """The backend of CuPy, or of what has its surface."""
     xp = kernels.xp
 
+    def put(array: np.ndarray) -> object:
+        with xp.cuda.Device(kernels.ordinal):
+            return xp.asarray(array)
+
     def get(buffer: Buffer) -> np.ndarray:
         elements = np.empty(buffer.size, STORAGE[buffer.dtype])
         if buffer.size:
             runtime = xp.cuda.runtime
-            runtime.deviceSynchronize()
-            runtime.memcpy(elements.ctypes.data, buffer.pointer, buffer.nbytes, runtime.memcpyDeviceToHost)
+            with xp.cuda.Device(kernels.ordinal):
+                runtime.deviceSynchronize()
+                runtime.memcpy(elements.ctypes.data, buffer.pointer, buffer.nbytes, runtime.memcpyDeviceToHost)
         return elements
 
-    return Backend(kernels, xp.asarray, get, chunk_for(0))
+    return Backend(kernels, put, get, chunk_for(0))
 
 
 def emulated_backend() -> Backend:
@@ -84,8 +90,8 @@ def emulated_backend() -> Backend:
     return device_backend(CudaKernels(cuda_emulator))
 
 
-def cupy_backend() -> Backend:
-    return device_backend(CudaKernels(load_cupy(0)))
+def cupy_backend(ordinal: int) -> Backend:
+    return device_backend(CudaKernels(load_cupy(ordinal), ordinal))
 
 
 # Made when a test first asks for one: the kernels are compiled then.
@@ -93,9 +99,15 @@ BACKENDS = {
     "host-1": functools.cache(lambda: host_backend(1)),
     "host-3": functools.cache(lambda: host_backend(3)),
     "emulated": functools.cache(emulated_backend),
-    "cupy": functools.cache(cupy_backend),
+    "cupy": functools.cache(lambda: cupy_backend(0)),
+    "cupy-other": functools.cache(lambda: cupy_backend(1)),  # while cuda:0 is the current device
 }
-DEVICE_BACKENDS = ("emulated", "cupy")
+DEVICE_BACKENDS = ("emulated", "cupy", "cupy-other")
+IS_EMULATED_CUPY = "real_cupy.importing" in sys.modules  # see tests/real_cupy
+RECORDED = ("emulated", "cupy") if IS_EMULATED_CUPY else ("emulated",)
+
+# A test of what the stand-in knows better than CuPy: which memory of the pool is whose, and how much of it is left.
+on_the_stand_in = pytest.mark.parametrize("emulated", ["emulated"], indirect=True)
 
 
 @functools.cache
@@ -104,16 +116,20 @@ def missing(name: str) -> str | None:
     if name == "emulated":
         return None if cuda_emulator.compiler() else "g++ is not installed"
     if name == "cupy":
-        return _missing_gpu()
+        return _missing_gpus(1)
+    if name == "cupy-other":
+        return _missing_gpus(2)
     return None
 
 
-def _missing_gpu() -> str | None:
+def _missing_gpus(wanted: int) -> str | None:
     try:
         cupy = importlib.import_module("cupy")
     except ImportError:
         return "CuPy is not installed"
-    return None if cupy.cuda.is_available() else "no GPU"
+    if not cupy.cuda.is_available():
+        return "no GPU"
+    return None if cupy.cuda.runtime.getDeviceCount() >= wanted else f"fewer than {wanted} GPUs"
 
 
 def runnable(names: Iterable[str]) -> list[str]:

@@ -1,13 +1,15 @@
 """Fixtures of all tests."""
 
+import importlib
 import importlib.util
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 
 import cuda_emulator
 import pytest
-from backends import BACKENDS, DEVICE_BACKENDS, ORDERS, Backend, available, runnable
+from backends import BACKENDS, DEVICE_BACKENDS, ORDERS, RECORDED, Backend, available, runnable
 from hypothesis import settings
 from transports import package_threads
 
@@ -20,7 +22,9 @@ settings.load_profile("gradengine")
 REQUIRE_FRAMEWORKS = "GRADENGINE_REQUIRE_FRAMEWORKS"  # set to 1 by `make test-interop`: a missing one is no skip then
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if "real_cupy.importing" in sys.modules:  # an environment of `make real-cupy`
+        config.pluginmanager.register(importlib.import_module("real_cupy.plugin"))
     missing = [name for name in ("torch", "jax") if importlib.util.find_spec(name) is None]
     if missing and os.environ.get(REQUIRE_FRAMEWORKS) == "1":
         raise pytest.UsageError(f"{' and '.join(missing)} not installed, and {REQUIRE_FRAMEWORKS}=1")
@@ -37,9 +41,10 @@ def device(request: pytest.FixtureRequest) -> Backend:
     return available(request.param)
 
 
-@pytest.fixture(scope="session")
-def emulated() -> Backend:
-    return available("emulated")
+@pytest.fixture(scope="session", params=RECORDED)
+def emulated(request: pytest.FixtureRequest) -> Backend:
+    """A device whose kernels are emulated, and all that it is asked for recorded: CuPy's stand-in, or CuPy itself."""
+    return available(request.param)
 
 
 @pytest.fixture(scope="session")

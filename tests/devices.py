@@ -1,10 +1,12 @@
 """Gradients to a backend's device and results back: what the tests share that run on every device."""
 
 import contextlib
+import re
 import unittest.mock
 
 import cuda_emulator
 import numpy as np
+from backends import IS_EMULATED_CUPY
 
 from gradengine import RawBuffer
 
@@ -18,7 +20,10 @@ def put_all(backend, gradients):
 
 def on_host(array):
     """A copy of an array that lies anywhere, on the host; waits for the device."""
-    return array.get() if hasattr(array, "get") else np.array(array)
+    if not hasattr(array, "get"):
+        return np.array(array)
+    with array.device:  # CuPy reads behind the current stream of the current device
+        return array.get()
 
 
 def all_on_host(arrays):
@@ -35,7 +40,14 @@ def bits_of(result):
 def synchronize(backend):
     """Wait for the device, where there is one."""
     if not backend.is_host:
-        backend.kernels.xp.cuda.runtime.deviceSynchronize()
+        backend.kernels.xp.cuda.Device(backend.kernels.ordinal).synchronize()
+
+
+def operations_of(graph):
+    """The names of a recorded graph's kernels, copies and fills, in the order they were asked for."""
+    if hasattr(graph, "operations"):
+        return graph.operations
+    return re.findall(r'label="([^"]*)"', graph.debug_dot_str())
 
 
 def raw(buffer, **change):
@@ -47,15 +59,16 @@ def raw(buffer, **change):
 def churned(backend):
     """Have memory that was freed be taken by others and full of NaN."""
     xp = backend.kernels.xp
-    others = [xp.empty(size, np.uint8) for size in (512, 1024, 2048, 4096, 8192, 65536) for _ in range(4)]
-    for other in others:
-        xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, xp.cuda.get_current_stream().ptr)
+    with xp.cuda.Device(backend.kernels.ordinal):
+        others = [xp.empty(size, np.uint8) for size in (512, 1024, 2048, 4096, 8192, 65536) for _ in range(4)]
+        for other in others:
+            xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, xp.cuda.get_current_stream().ptr)
 
 
 @contextlib.contextmanager
 def nothing_is_launched(backend):
-    """On the emulator, that nothing was queued: no kernel, copy or fill."""
-    if getattr(backend.kernels, "xp", None) is not cuda_emulator:
+    """Where that is recorded, that nothing was queued: no kernel, copy or fill."""
+    if backend.is_host or not (IS_EMULATED_CUPY or backend.kernels.xp is cuda_emulator):
         yield
         return
     with cuda_emulator.recorded() as record:

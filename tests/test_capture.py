@@ -4,10 +4,11 @@ import gc
 import math
 import weakref
 
+import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from devices import bits_of, churned, nothing_is_launched, on_host, put_all, raw, synchronize
+from devices import bits_of, churned, nothing_is_launched, on_host, operations_of, put_all, raw, synchronize
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer
@@ -197,7 +198,7 @@ class TestLaunches:
     @pytest.mark.parametrize(("count", "hold", "folds"), [(1, 1, 1), (4, 1, 4), (4, 4, 1), (5, 2, 3), (9, 9, 3)])
     def test_the_graph_is_the_eager_launch_list(self, emulated, count, hold, folds):
         """K + 2 launches without hold: each micro-batch, the verdict, the hand-back."""
-        xp, engine = emulated.kernels.xp, new_engine(emulated, LAYOUT, hold=hold)
+        engine = new_engine(emulated, LAYOUT, hold=hold)
         batches = [arrays_of(emulated, seed, LAYOUT) for seed in range(count)]
 
         def window():
@@ -206,22 +207,22 @@ class TestLaunches:
             engine.step()
 
         window()
-        with xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             window()
         graph = captured_window(engine, batches)
-        assert graph._recorded.graph.operations == record.launches
+        assert operations_of(graph._recorded.graph) == record.launches
         assert len(record.launches) == folds + 2
         assert [name for name in record.operations if name not in record.launches] == ["copy device to host"]
 
     def test_nothing_is_allocated_and_nothing_waits(self, emulated):
-        xp, engine = emulated.kernels.xp, new_engine(emulated)
+        engine = new_engine(emulated)
         arrays = arrays_of(emulated, 0)
         engine.add(arrays)
         engine.step()
-        with xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             graph = captured_window(engine, [arrays])
         assert (record.allocations, record.pinned_allocations, record.waits) == ([], [], [])
-        with xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             for _ in range(3):
                 graph.replay()
         assert (record.allocations, record.pinned_allocations, record.waits) == ([], [], [])
@@ -230,7 +231,7 @@ class TestLaunches:
     def test_a_first_window_may_be_captured(self, emulated):
         """What it needs on the device is brought there outside of the graph."""
         graph = captured_window(new_engine(emulated), [arrays_of(emulated, 0)])
-        assert graph._recorded.graph.operations == ["accumulate_1_small", "finalise", "hand_back_small"]
+        assert operations_of(graph._recorded.graph) == ["accumulate_1_small", "finalise", "hand_back_small"]
 
     def test_unchecked_replays_are_the_same(self, device):
         engine, arrays = new_engine(device), arrays_of(device, 0)

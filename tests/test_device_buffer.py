@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import strategies as draw
+from backends import on_the_stand_in
 from devices import bits_of, churned, nothing_is_launched, on_host, put_all, raw
 from producers import Producer
 
@@ -360,6 +361,7 @@ class TestRefused:
         assert (on_host(kept) == 1).all()
         assert list(bits_of(engine.step()).values()) == [value.tobytes() for value in values]
 
+    @on_the_stand_in
     def test_a_pointer_behind_the_last_element(self, emulated):
         """Too long by one: its last byte is in no array."""
         engine, array = new_engine(emulated), emulated.put(np.ones(128, np.float32))  # what the pool hands out at least
@@ -372,6 +374,7 @@ class TestRefused:
             engine.add(gradients)
         engine.add(in_place_of_the_second(emulated, RawBuffer(array.data.ptr + 4 * 121, 7, "float32", "cuda:0", array)))
 
+    @on_the_stand_in
     def test_memory_that_was_freed(self, emulated):
         engine, array = new_engine(emulated), emulated.put(np.ones(7, np.float32))
         gone = RawBuffer(array.data.ptr, 7, "float32", "cuda:0")

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
@@ -586,9 +587,11 @@ class TestLateVerdict:
 
     def test_check_of_a_good_step_hides_no_bad_one(self, emulated):
         engine = new_engine(emulated)
-        add_to(engine, emulated, bad_gradients())
+        bad, good = put_all(emulated, bad_gradients()), put_all(emulated, random_gradients(1))
+        synchronize(emulated)
+        engine.add(bad)
         engine.step()
-        add_to(engine, emulated, random_gradients(1))
+        engine.add(good)
         engine.step().check()
         errors, _ = self.told(engine, emulated, random_gradients(1))
         assert [error.step for error in errors] == [0]
@@ -626,8 +629,10 @@ class TestLateVerdict:
 
     def test_of_several_the_last_is_named_and_all_are_counted(self, emulated):
         engine = new_engine(emulated)
-        for index in range(3):
-            add_to(engine, emulated, bad_gradients(index=index))
+        batches = [put_all(emulated, bad_gradients(index=index)) for index in range(3)]
+        synchronize(emulated)
+        for batch in batches:
+            engine.add(batch)
             engine.step()
         errors, _ = self.told(engine, emulated, random_gradients(1))
         assert [(error.step, error.index) for error in errors] == [(2, 2)]
@@ -679,7 +684,6 @@ class TestAsynchronous:
 
     @pytest.mark.parametrize(("hold", "known"), [(1, None), (3, None), (2, 4)])
     def test_nothing_waits_and_nothing_is_allocated(self, emulated, hold, known):
-        xp = emulated.kernels.xp
         engine = new_engine(emulated, LAYOUT, hold=hold, micro_batches=known)
         batches = [put_all(emulated, random_gradients(seed, LAYOUT)) for seed in range(4)]
 
@@ -689,7 +693,7 @@ class TestAsynchronous:
             return engine.step()
 
         bits = bits_of(window())
-        with xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             result = window()
         assert (record.waits, record.allocations, record.pinned_allocations) == ([], [], [])
         assert record.copies == ["device to host"]  # the verdict's, into pinned memory

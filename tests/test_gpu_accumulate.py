@@ -2,9 +2,11 @@
 
 import gc
 
+import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
+from backends import on_the_stand_in
 from devices import all_on_host, churned, named_cuda, nothing_is_launched, on_host, put_all, raw, synchronize
 
 from gradengine import GpuGradientAccumulator, GradientLayout, PerBlockGradientAccumulator
@@ -107,6 +109,7 @@ class TestMemory:
         assert 1.5e9 < GpuGradientAccumulator.memory_needed(LARGE) < 1.6e9
         assert LARGE.nbytes < GpuGradientAccumulator.memory_needed(LARGE) < 1.01 * LARGE.nbytes
 
+    @on_the_stand_in
     @pytest.mark.parametrize(
         "layout",
         [
@@ -122,7 +125,7 @@ class TestMemory:
         batches = [put_all(emulated, batch) for batch in batches_of(2, layout, "float16")]
         gc.collect()
         before = pool.used_bytes()
-        with emulated.kernels.xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             accumulator = new(emulated, layout, hold)
             for batch in batches:
                 accumulator.add(batch)
@@ -140,19 +143,20 @@ class TestMemory:
             accumulator.zero_all()
 
         window()
-        with emulated.kernels.xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             for _ in range(3):
                 window()
         assert (record.allocations, record.pinned_allocations) == ([], [])
 
+    @on_the_stand_in
     def test_too_little_says_what_is_needed_and_what_is_free_and_takes_nothing(self, emulated):
         xp, layout = emulated.kernels.xp, GradientLayout.of([(1 << 20,)])
         pool = xp.get_default_memory_pool()
         pool.free_all_blocks()
         before, needed = pool.used_bytes(), GpuGradientAccumulator.memory_needed(layout)
-        with xp.options(device_memory=pool.total_bytes() + needed - 512):
+        with cuda_emulator.options(device_memory=pool.total_bytes() + needed - 512):
             free = xp.cuda.runtime.memGetInfo()[0]
-            with xp.recorded() as record, pytest.raises(OutOfDeviceMemory) as caught:
+            with cuda_emulator.recorded() as record, pytest.raises(OutOfDeviceMemory) as caught:
                 new(emulated, layout)
         assert f"got {free} bytes free of" in str(caught.value)
         assert f"expected {needed} bytes" in str(caught.value)
@@ -169,7 +173,7 @@ class TestMemory:
         xp, layout = emulated.kernels.xp, GradientLayout.of([(1 << 20,)])
         pool = xp.get_default_memory_pool()
         pool.free_all_blocks()
-        with xp.options(device_memory=pool.total_bytes() + (8 << 20)):
+        with cuda_emulator.options(device_memory=pool.total_bytes() + (8 << 20)):
             unused = xp.empty(6 << 20, np.uint8)
             del unused
             assert new(emulated, layout).arena.size == 1 << 20
@@ -199,7 +203,7 @@ class TestAsynchronous:
 
         window()
         synchronize(emulated)
-        with emulated.kernels.xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             window()
         assert (record.waits, record.copies) == ([], [])
         assert len(record.launches) == -(-4 // hold) + 2  # the folds, the mean, the copy
@@ -329,6 +333,6 @@ class TestDevices:
 
     @pytest.mark.parametrize("hold", [0, -1, 1.5, None])
     def test_hold_is_a_count(self, emulated, hold):
-        with emulated.kernels.xp.recorded() as record, pytest.raises(CallerError, match="hold counts micro-batches"):
+        with cuda_emulator.recorded() as record, pytest.raises(CallerError, match="hold counts micro-batches"):
             new(emulated, hold=hold)
         assert record.allocations == []

@@ -66,7 +66,7 @@ class TestThroughMemory:
         assert counting.values() == {sum(range(2 * _SLOTS + 2))}
 
     def test_the_host_waits_only_when_all_slots_are_under_way(self, emulated):
-        counting, stream = Counting(emulated), cuda_emulator.cuda.Stream(non_blocking=True)
+        counting, stream = Counting(emulated), emulated.kernels.xp.cuda.Stream(non_blocking=True)
         emulated.get(counting.arena)
         with stream:
             counting.fold(0, overwrite=True)

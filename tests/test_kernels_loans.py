@@ -7,6 +7,7 @@ import time
 import types
 import weakref
 
+import cuda_emulator
 import numpy as np
 import pytest
 from devices import all_on_host, named_cuda, nothing_is_launched, on_host, put_all, raw, synchronize
@@ -568,7 +569,7 @@ class TestLoans:
     def test_nothing_is_recorded_on_one_stream(self, emulated):
         loans = Loans(emulated.kernels._place)
         current = emulated.kernels.xp.cuda.get_current_stream()
-        with emulated.kernels.xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             loans.wait_for([NamedStream(current.ptr)])
             loans.give_back([NamedStream(current.ptr)], [1])
         assert record.operations == []

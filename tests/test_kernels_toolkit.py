@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import cuda_emulator
 import pytest
+from backends import on_the_stand_in
 
 from gradengine.errors import CallerError, DeviceUnavailable, OutOfDeviceMemory
 from gradengine.kernels import CudaKernels, HostKernels, kernels_for, toolkit
@@ -163,6 +164,7 @@ class TestMemory:
             assert int(str(caught.value).split("got ")[1].split(" ")[0]) >= room
             assert emulated.kernels.allocate(room // 8).size == room // 8
 
+    @on_the_stand_in
     def test_what_the_pool_holds_unused_is_free(self, emulated):
         cuda_emulator.get_default_memory_pool().free_all_blocks()
         unused = emulated.kernels.allocate(1 << 18)
@@ -173,6 +175,7 @@ class TestMemory:
             del unused
             assert emulated.kernels.allocate(1 << 18).size == 1 << 18
 
+    @on_the_stand_in
     def test_a_limit_of_the_pool_is_told_in_its_own_words(self, emulated):
         pool = cuda_emulator.get_default_memory_pool()
         pool.free_all_blocks()

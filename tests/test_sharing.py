@@ -2,6 +2,7 @@
 
 import math
 
+import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
@@ -264,7 +265,6 @@ class TestAfterAFault:
 
 class TestMirror:
     def test_a_span_is_fetched_once_and_the_arena_put_back_once(self, emulated):
-        xp = emulated.kernels.xp
 
         def one(exchange):
             engine = GradientEngine(LAYOUT, emulated.kernels, exchange=exchange, max_norm=None)
@@ -275,7 +275,7 @@ class TestMirror:
             if exchange.rank == 1:
                 engine.step()
                 return None
-            with xp.recorded() as record:
+            with cuda_emulator.recorded() as record:
                 engine.step()
             return record
 
@@ -295,7 +295,7 @@ class TestMirror:
         assert sharing._mirror.data.shape == (SMALL.arena_size,)
 
     def test_an_engine_alone_has_none(self, emulated):
-        with emulated.kernels.xp.recorded() as record:
+        with cuda_emulator.recorded() as record:
             engine = GradientEngine(SMALL, emulated.kernels, max_norm=1.0)
         assert sum(record.pinned_allocations) < SMALL.nbytes + 4096
         assert engine.exchange is None

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import cuda_emulator
 import numpy as np
 import pytest
+from backends import on_the_stand_in
 from devices import churned, on_host, put_all, synchronize
 from ranks import on_ranks
 
@@ -311,6 +312,7 @@ class TestSteps:
         assert record.launches == ["accumulate_1_small"] * 2 + ["finalise", "hand_back_small"]
         assert float(result.norm) == pytest.approx(np.sqrt(5000 / 4 + 7))
 
+    @on_the_stand_in
     def test_memory_that_runs_out_later_stops_no_window(self, emulated):
         """All that a window and its step need is there before the first of them."""
         engine, gradients = new_engine(emulated), put_all(emulated, ones())

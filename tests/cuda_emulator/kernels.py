@@ -36,7 +36,7 @@ _MOST_THREADS = 1024
 _LAUNCH_NUMBERS = itertools.count(1)
 
 
-class _Library:
+class Library:
     """Compiled kernels by name."""
 
     def __init__(self, code: str, options: tuple[str, ...], expressions: tuple[str, ...], check: bool) -> None:
@@ -59,8 +59,9 @@ class _Library:
 
 
 @functools.cache
-def _library(code: str, options: tuple[str, ...], expressions: tuple[str, ...], check: bool) -> _Library:
-    return _Library(code, options, expressions, check)
+def compiled(code: str, options: tuple[str, ...], expressions: tuple[str, ...], check: bool) -> Library:
+    """The kernels of a source, and of its templates those with these name expressions."""
+    return Library(code, options, expressions, check)
 
 
 class RawModule:
@@ -77,9 +78,9 @@ class RawModule:
         self.code, self.options, self.backend = code, tuple(options), backend
         self.name_expressions = tuple(name_expressions or ())
 
-    def _library(self) -> _Library:
+    def _library(self) -> Library:
         with LOCK:
-            return _library(self.code, self.options, self.name_expressions, settings().check)
+            return compiled(self.code, self.options, self.name_expressions, settings().check)
 
     def compile(self, log_stream: Any = None) -> None:
         """Compile now."""

@@ -67,11 +67,26 @@ def launch(
     shared_size: int,
     how: Settings,
 ) -> str | None:
+    """Run a kernel to its end; see `launch_at`. Its arguments are the bytes of an array."""
+    return launch_at(kernel, arguments.ctypes.data, arguments.nbytes, offsets, grid, block, shared_size, how)
+
+
+def launch_at(
+    kernel: int,
+    arguments: int,
+    nbytes: int,
+    offsets: Sequence[int],
+    grid: Sequence[int],
+    block: Sequence[int],
+    shared_size: int,
+    how: Settings,
+) -> str | None:
     """Run a kernel to its end; what was found, or None.
 
     Args:
         kernel: Address of its trampoline.
-        arguments: Bytes of all arguments.
+        arguments: Address of the bytes of all arguments.
+        nbytes: How many these are.
         offsets: Where in them each argument begins.
         grid: Blocks, in three dimensions.
         block: Threads of a block, in three dimensions.
@@ -90,8 +105,8 @@ def launch(
     )
     failed = runtime().emulator_launch(
         kernel,
-        arguments.ctypes.data,
-        arguments.nbytes,
+        arguments,
+        nbytes,
         (ctypes.c_size_t * len(offsets))(*offsets),
         len(offsets),
         (ctypes.c_uint * 3)(*grid),

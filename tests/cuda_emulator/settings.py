@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class Settings:
 
 
 _current = Settings()
+listeners: list[Callable[[Settings], None]] = []  # told of each change: whoever else behaves as the settings say
 
 
 def settings() -> Settings:
@@ -54,6 +55,8 @@ def set_settings(new: Settings) -> None:
     """From now on, for all threads."""
     global _current  # noqa: PLW0603  (one device, one way to run it)
     _current = new
+    for tell in listeners:
+        tell(new)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,27 @@
+// For the files that define CUDA's own functions: each takes its turn, and its error stays for cudaGetLastError.
+#pragma once
+#include "lock.h"
+#include "settings.h"
+
+namespace gpuless {
+
+inline Error& last_error() {
+  thread_local Error it = cudaSuccess;
+  return it;
+}
+inline Error answer(Error error) {
+  if (error != cudaSuccess) last_error() = error;
+  return error;
+}
+inline bool is_device(int device) { return device >= 0 && device < settings().devices; }
+
+}  // namespace gpuless
+
+// Begins a function that wants a device.
+#define TURN    \
+  Turn turn_;   \
+  WANT(settings().devices > 0, cudaErrorNoDevice)
+#define WANT(condition, error) \
+  if (!(condition)) return gpuless::answer(error)
+#define REFUSE(check) \
+  if (gpuless::Error error_ = (check)) return gpuless::answer(error_)

@@ -1,0 +1,59 @@
+// What Python sets, asks and is told; none of it is CUDA's.
+#include <cstring>
+
+#include "api.h"
+#include "capture.h"
+#include "launches.h"
+
+using namespace gpuless;
+
+extern "C" {
+
+void gpuless_set(int order, unsigned seed, int devices, size_t memory, int guard) {
+  Turn turn;
+  Settings& it = settings();
+  it.order = order, it.devices = devices, it.memory = memory, it.guard = guard;
+  dice().seed(seed);
+}
+
+void gpuless_run_kernels_by(Runner given) { runner() = given; }
+void gpuless_tell(Listener given) { listener() = given; }
+void gpuless_tell_of_memory(void (*born)(size_t, size_t), void (*dead)(size_t)) {
+  Turn turn;
+  listen_to_memory({born, dead});
+}
+
+// The oldest fault that nobody has taken; false where there is none.
+bool gpuless_take_fault(char* text, size_t room) {
+  Turn turn;
+  if (faults().empty()) return false;
+  snprintf(text, room, "%s", faults().front().c_str());
+  faults().erase(faults().begin());
+  return true;
+}
+void gpuless_fault(const char* text) { fault("%s", text); }
+
+// All devices have done all they have to do, and no stream captures.
+int gpuless_finish_all() {
+  Turn turn;
+  abandon_captures();
+  Error first = cudaSuccess;
+  for (int device = 0; device < MOST_DEVICES; ++device)
+    if (const Error error = finish_device(device); first == cudaSuccess) first = error;
+  return first;
+}
+
+// Memory went back to CuPy's pool, which gives it to whoever asks next on that stream: it is NaN when that comes.
+void gpuless_void(void* pointer, size_t size, cudaStream_t handle, int device) {
+  Turn turn;
+  const int before = current_device();
+  current_device() = device;
+  Stream* stream = stream_of(handle);
+  current_device() = before;
+  if (!stream || stream->capture) return;
+  queue_unseen(stream, [=] {
+    if (allocation_of(pointer, size)) memset(pointer, 0xff, size);  // the pool may have given it back for good
+    return cudaSuccess;
+  });
+}
+}

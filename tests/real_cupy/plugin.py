@@ -1,0 +1,111 @@
+"""A pytest plugin: tests of a GPU alone are run, faults fail them, nothing is skipped but for want of torch or JAX.
+
+REAL_CUPY_ORDER (lazy, eager, random), REAL_CUPY_SEED, REAL_CUPY_DEVICES and REAL_CUPY_GUARD=1 say how the driver
+behaves (see `loaded`); REAL_CUPY_STREAM=own gives each test a current stream that is not the default one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+STREAM = "REAL_CUPY_STREAM"
+_FIXTURES = {"backend", "device", "emulated", "gpu", "kernels"}
+_MAY_BE_ABSENT = re.compile(r"could not import '(torch|jax)|this (torch|JAX) has no CUDA|(torch|jax) has no GPU")
+_NEEDS_CUBLAS = {"test_same_on_cupy"}  # the demo's model has complex numbers and matrix products, gradengine has none
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import cupy  # type: ignore[import-not-found]
+
+    assert cupy.cuda.is_available()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    dropped = [item for item in items if not _is_of_real_cupy(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if _is_of_real_cupy(item)]
+
+
+def _is_of_real_cupy(item: Any) -> bool:
+    if item.name in _NEEDS_CUBLAS:
+        return False
+    values = getattr(item, "callspec", None)
+    names = {values.params[name] for name in _FIXTURES & set(values.params)} if values else set()
+    return all(str(name).startswith("cupy") for name in names) if names else "cupy" in item.nodeid
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """The current stream is that of the user who has one, while the test runs."""
+    with _own_streams() if os.environ.get(STREAM) == "own" else contextlib.nullcontext():
+        return (yield)
+
+
+@contextlib.contextmanager
+def _own_streams() -> Iterator[None]:
+    import cupy
+
+    with contextlib.ExitStack() as stack:
+        for device in reversed(range(cupy.cuda.runtime.getDeviceCount())):
+            stack.enter_context(cupy.cuda.Device(device))
+            stream = cupy.cuda.Stream(non_blocking=True)
+            stream.wait_event(cupy.cuda.Stream.null.record())  # fixtures put arrays there
+            stack.enter_context(stream)
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from real_cupy.loaded import seed
+
+    seed(zlib.crc32(item.nodeid.encode()))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """What a kernel or copy did wrong is its test's fault, also where no call of CUDA was there to say so."""
+    from real_cupy.loaded import faults, finish_all
+
+    finish_all()
+    found = faults()
+    if found:
+        pytest.fail("\n".join(found), pytrace=False)
+
+
+# ---- skips ----
+
+_skipped: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _note_skip(report)
+
+
+def _note_skip(report: Any) -> None:
+    reason = str(report.longrepr[2]) if report.skipped and isinstance(report.longrepr, tuple) else ""
+    if reason and not _MAY_BE_ABSENT.search(reason):
+        _skipped.append(f"{report.nodeid}: {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if _skipped and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for skipped in _skipped:
+        terminalreporter.write_line(f"SKIPPED, and must not be: {skipped}", red=True)
