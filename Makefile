@@ -98,6 +98,8 @@ $(VENV)-newest/installed: pyproject.toml
 	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' jax
 	@touch $@
 
+.SECONDARY: $(VENV)-cuda12/installed $(VENV)-cuda13/installed
+
 $(VENV)-cuda%/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)-cuda$*
 	$(VENV)-cuda$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[real-cupy$*]'
