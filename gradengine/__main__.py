@@ -5,15 +5,21 @@ from __future__ import annotations
 import errno
 import sys
 
-from gradengine.errors import GradientError
+from gradengine.errors import CallerError, GradientError
 
 __all__ = ["main"]
 
 _WANTED = {"typer": ("the command line", "cli"), "rich": ("the command line", "cli"), "matplotlib": ("a plot", "plot")}
 
 
+_INTERRUPTED = 130  # as shells say it of Ctrl-C
+
+
 def main() -> None:
-    """Run the command line; what the user can mend is one line on stderr and no traceback."""
+    """Run the command line; what the user can mend is one line on stderr and no traceback.
+
+    It exits with 2 where the command cannot be carried out as it was given, with 1 where it failed.
+    """
     try:
         # Here, so that a package that is not installed can be named.
         from gradengine.cli import app  # noqa: PLC0415
@@ -25,6 +31,8 @@ def main() -> None:
             raise
         what, extra = _WANTED[package]
         _end(2, f"{what} needs {package}, which is not installed: pip install 'gradengine[{extra}]'")
+    except CallerError as fault:
+        _end(2, str(fault))
     except GradientError as fault:
         _end(1, str(fault))
     except OSError as fault:
@@ -33,7 +41,11 @@ def main() -> None:
         sys.stdout = None  # its flush at the end of the process would fail again
         _end(1, f"cannot write to stdout: {fault.strerror}")
     except KeyboardInterrupt:
-        sys.exit(130)  # as a shell says it; typer does the same once it runs
+        _end(_INTERRUPTED, "interrupted")
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:  # typer's, for a KeyboardInterrupt
+            _end(_INTERRUPTED, "interrupted")
+        raise
 
 
 def _end(code: int, message: str) -> None:

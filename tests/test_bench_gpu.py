@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from gradengine.bench.case import Absent, Case
 from gradengine.bench.command import bench
+from gradengine.bench.gpu import command
 from gradengine.bench.gpu.__main__ import benchmarks_of, parser
 from gradengine.bench.gpu.benchmarks import Benchmarks, run
 from gradengine.bench.gpu.command import show_on
@@ -335,6 +336,19 @@ def test_a_benchmark_that_fails_leaves_the_others(tmp_path):
 def test_an_unknown_benchmark_is_refused(tmp_path):
     with pytest.raises(CallerError, match="no such benchmark: got none, expected accumulate"):
         ran(["none"], tmp_path)
+
+
+def test_the_command_takes_the_names_that_there_are():
+    assert list(command.NAMES) == list(benchmarks().names) == EVERYTHING
+
+
+def test_the_commands_json_to_stdout_is_all_that_is_printed(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "open_gpu", device)
+    small = ["--blocks", "1", "--hidden", "8", "--rounds", "2", "--json", "-"]
+    result = CliRunner().invoke(bench, ["gpu", "norm", *small], catch_exceptions=False)
+    assert [report["benchmark"] for report in json.loads(result.stdout)["reports"]] == ["norm"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_needs_a_gpu():

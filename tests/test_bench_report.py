@@ -17,6 +17,7 @@ from gradengine.bench.case import Absent, Case, ResultsDiffer
 from gradengine.bench.command import bench, table_of
 from gradengine.bench.machine import machine, versions
 from gradengine.bench.report import measure
+from gradengine.errors import CallerError
 
 SMALL = ["--hidden", "8", "--blocks", "1", "--rounds", "2"]
 
@@ -51,10 +52,9 @@ def test_nothing_is_timed_where_results_differ():
     assert len(calls) == 1
 
 
-def test_json_says_everything(tmp_path):
+def test_json_says_everything():
     made = report([case("ours", ours=True, arenas=1.0), case("triad"), Absent("torch", "torch not installed")])
-    made.write(tmp_path / "run.json")
-    kept = json.loads((tmp_path / "run.json").read_text())
+    kept = json.loads(made.as_json())
     assert kept["parameters"] == {"k": 2, "rounds": 3}
     assert kept["machine"] == machine()
     assert kept["versions"] == versions()
@@ -65,15 +65,16 @@ def test_json_says_everything(tmp_path):
     assert kept["load"] is None or kept["load"] >= 0
 
 
-def shown(made):
-    console = Console(width=200, file=StringIO(), record=True)
+def shown(made, width=200):
+    console = Console(width=width, file=StringIO(), record=True)
     console.print(table_of(made))
     return console.export_text()
 
 
-def test_the_table_has_a_line_for_what_is_absent():
-    text = shown(report([case("ours", ours=True), Absent("torch foreach", "torch not installed")]))
-    assert re.search(r"torch foreach .*torch not installed", text)
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_what_is_absent_and_why_is_never_cut(width):
+    text = shown(report([case("ours", ours=True), Absent("torch foreach", "torch not installed")]), width)
+    assert "absent: torch foreach: torch not installed" in re.sub(r"\s+", " ", text)
     assert "above 1 ours is faster" in re.sub(r"\s+", " ", text)
     assert "arenas" not in text
 
@@ -94,6 +95,7 @@ def test_machine_and_versions():
         ["accumulate", "--k", "2", *SMALL],
         ["accumulate", "--k", "2", "--dtype", "bfloat16", "--hold", "2", *SMALL],
         ["clip", *SMALL],
+        ["clip", "--dtype", "bfloat16", *SMALL],
         ["step", "--k", "2", *SMALL],
         ["step", "--k", "3", "--dtype", "bfloat16", "--hold", "2", *SMALL],
         ["exchange", "--workers", "2", "--megabytes", "0.01", "--rounds", "2"],
@@ -113,6 +115,35 @@ def test_each_command_prints_a_table_and_writes_json(arguments, tmp_path, monkey
         assert row["error"] <= kept["tolerance"]
         assert row["of_triad"] is not None
     assert {"copy", "triad"} < {row["variant"] for row in kept["rows"]}
+
+
+def test_json_to_stdout_is_all_that_is_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(bench, ["clip", *SMALL, "--json", "-"], catch_exceptions=False)
+    assert json.loads(result.stdout)["benchmark"] == "clip"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["accumulate", "clip", "step", "exchange", "gpu"])
+def test_a_file_that_cannot_be_written_is_said_so_before_anything_is_run(command):
+    done = CliRunner().invoke(bench, [command, "--json", "/dev/null/run.json"])
+    assert isinstance(done.exception, CallerError)
+    assert "'/dev/null' is no folder; pass another --json FILE" in str(done.exception)
+
+
+def test_a_folder_that_is_missing_is_made_for_json(tmp_path):
+    path = tmp_path / "new" / "run.json"
+    CliRunner().invoke(bench, ["clip", *SMALL, "--json", str(path)], catch_exceptions=False)
+    assert json.loads(path.read_text())["benchmark"] == "clip"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["clip", "--dtype", "int8"], ["gpu", "--dtype", "float16"], ["gpu", "norm", "no"]]
+)
+def test_a_word_that_is_no_choice_is_a_mistake_of_usage(arguments):
+    done = CliRunner().invoke(bench, arguments)
+    assert done.exit_code == 2
+    assert "is not one of" in done.output
 
 
 def test_a_wrong_peer_ends_the_command(monkeypatch):

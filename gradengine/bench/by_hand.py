@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from gradengine.bench.workload import widened
 
-__all__ = ["add", "clip", "norm_of", "zero", "zeros_like"]
+__all__ = ["add", "clip", "clip_in_place", "norm_of", "zero", "zeros_like"]
 
 Totals = Sequence[npt.NDArray[np.float32]]
 
@@ -60,3 +60,25 @@ def clip(totals: Totals, max_norm: float, divisor: float = 1.0) -> float:
     for total in totals:
         np.multiply(total, factor, out=total)
     return norm
+
+
+def clip_in_place(gradients: Sequence[npt.NDArray[Any]], max_norm: float) -> None:
+    """Clip by the global norm; bfloat16 is widened, clipped and rounded back to its bits.
+
+    Example:
+        >>> bits = np.array([0x40C0, 0x4100], np.uint16)  # 6 and 8
+        >>> clip_in_place([bits], max_norm=5.0)
+        >>> [hex(word) for word in bits]
+        ['0x4040', '0x4080']
+    """
+    wide = [widened(gradient) for gradient in gradients]
+    clip(wide, max_norm)
+    for gradient, values in zip(gradients, wide, strict=True):
+        if values is not gradient:
+            gradient[...] = _rounded(values)
+
+
+def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    """The bits of the nearest bfloat16, ties to even; not for NaN."""
+    bits = values.view(np.uint32)
+    return (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16

@@ -1,6 +1,7 @@
 """`bench clip`: gradients are clipped in place by their global norm.
 
-Bytes counted, of A the gradients in fp32, for every variant alike: read A for the norm, read and write A to scale.
+Bytes counted, of A the gradients in their dtype, for every variant alike: read A for the norm, read
+and write A to scale.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from gradengine.bench import by_hand
 from gradengine.bench.case import Absent, Case
 from gradengine.bench.torch_peers import TorchGradients, as_tensors, without_torch
-from gradengine.bench.workload import Workload
+from gradengine.bench.workload import Workload, as_taken, widened
 from gradengine.clip import FusedClipState, clip_gradients_fused
 
 __all__ = ["clip_cases"]
@@ -22,7 +23,7 @@ def clip_cases(workload: Workload) -> list[Case | Absent]:
     """Ours, NumPy by hand, and torch, on the same memory, which is put back before each run.
 
     Args:
-        workload: One micro-batch in fp32.
+        workload: One micro-batch.
     """
     originals = workload.micro_batches[0]
     gradients = [np.empty_like(original) for original in originals]
@@ -37,16 +38,17 @@ def clip_cases(workload: Workload) -> list[Case | Absent]:
         return Case(
             "clip",
             variant,
-            3 * workload.total_bytes,
+            3 * workload.gradient_bytes,
             run,
-            error=lambda: workload.error_of_step(gradients),
+            error=lambda: workload.error_of_step([widened(gradient) for gradient in gradients]),
             prepare=put_back,
             ours=ours,
         )
 
+    taken = [as_taken(gradient) for gradient in gradients]
     cases: list[Case | Absent] = [
-        case("ours", lambda: clip_gradients_fused(gradients, bound, state), ours=True),
-        case("numpy by hand", lambda: by_hand.clip(gradients, bound)),
+        case("ours", lambda: clip_gradients_fused(taken, bound, state), ours=True),
+        case("numpy by hand", lambda: by_hand.clip_in_place(gradients, bound)),
     ]
     absent = without_torch("torch foreach")
     if absent:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias, final
 
 from gradengine.bench.reduction import Reduction
+from gradengine.demo.crew import interrupts_blocked
 from gradengine.errors import ExchangeError
 
 __all__ = ["Build", "Crew", "ProcessCrew", "ThreadCrew"]
@@ -92,16 +94,19 @@ class ProcessCrew(Crew):
         self._processes = [
             context.Process(target=_serve, args=(far, build, rank), daemon=True) for rank, (_, far) in enumerate(pipes)
         ]
-        for process, (_, far) in zip(self._processes, pipes, strict=True):
-            process.start()
-            far.close()  # this process's copy: without it a dead worker's end reads as the end of the file
-        self._answers()
+        with interrupts_blocked():
+            for process, (_, far) in zip(self._processes, pipes, strict=True):
+                process.start()
+                far.close()  # this process's copy: without it a dead worker's end reads as the end of the file
+        with self._ended_by_a_fault():
+            self._answers()
 
     def tell(self, method: str) -> list[Any]:
         """See `Crew.tell`."""
-        for pipe in self._pipes:
-            pipe.send(method)
-        return self._answers()
+        with self._ended_by_a_fault():
+            for pipe in self._pipes:
+                pipe.send(method)
+            return self._answers()
 
     def close(self) -> None:
         """See `Crew.close`."""
@@ -118,11 +123,19 @@ class ProcessCrew(Crew):
             fault, answer = pipe.recv() if pipe.poll(_PATIENCE) else (f"no answer in {_PATIENCE:g} s", None)
         except EOFError:
             fault = "its process ended"
-        if fault is None:
-            return answer
-        for process in self._processes:
-            process.terminate()
-        raise ExchangeError(f"rank {rank} of the benchmark failed", got=fault)
+        if fault is not None:
+            raise ExchangeError(f"rank {rank} of the benchmark failed", got=fault)
+        return answer
+
+    @contextmanager
+    def _ended_by_a_fault(self) -> Iterator[None]:
+        """End the workers at once if the block does not end well, Ctrl-C too: they may wait for each other."""
+        try:
+            yield
+        except BaseException:
+            for process in self._processes:
+                process.terminate()
+            raise
 
 
 def _serve(pipe: Connection, build: Build, rank: int) -> None:

@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from gradengine.bench.case import Absent, Case, check_results
 from gradengine.bench.machine import load, machine, versions
@@ -76,9 +75,9 @@ class Report:
         """The variants of ours, with which the others are compared."""
         return list(self.rows[0].ratios) if self.rows else []
 
-    def write(self, path: Path) -> None:
-        """Write all of it as JSON, samples included; an existing file is replaced."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+    def as_json(self) -> str:
+        """All of it, samples included."""
+        return json.dumps(asdict(self), indent=1)
 
 
 def measure(

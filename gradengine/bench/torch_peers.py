@@ -97,7 +97,7 @@ class TorchGradients:
 
     def _parameter(self, gradient: Any) -> Any:
         # The weights are no part of the step: an expanded scalar has their shape and takes no memory.
-        weight = self._torch.zeros((), device=gradient.device).expand(gradient.shape)
+        weight = self._torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
         parameter = self._torch.nn.Parameter(weight)
         parameter.grad = gradient
         return parameter

@@ -15,7 +15,7 @@ from gradengine.buffer import RawBuffer
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
-__all__ = ["Workload", "block_layout"]
+__all__ = ["Workload", "as_taken", "block_layout", "widened"]
 
 
 def block_layout(blocks: int, hidden: int) -> GradientLayout:
@@ -90,7 +90,7 @@ class Workload:
 
     def for_engine(self) -> list[Sequence[object]]:
         """The micro-batches as an engine takes them: arrays, or raw buffers where NumPy has no such dtype."""
-        return [[_raw(g) for g in batch] if self.dtype == "bfloat16" else list(batch) for batch in self.micro_batches]
+        return [[as_taken(gradient) for gradient in batch] for batch in self.micro_batches]
 
     def total(self, position: int) -> npt.NDArray[np.float64]:
         """The sum of one component over the micro-batches, in fp64, flat."""
@@ -131,12 +131,15 @@ def widened(gradient: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     return (gradient.astype(np.uint32) << 16).view(np.float32)
 
 
+def as_taken(gradient: npt.NDArray[Any]) -> npt.NDArray[Any] | RawBuffer:
+    """A gradient as the package takes it: bfloat16's bits as a raw buffer, since NumPy has no such dtype."""
+    if gradient.dtype == np.float32:
+        return gradient
+    return RawBuffer(gradient.ctypes.data, gradient.size, "bfloat16", owner=gradient)
+
+
 def _micro_batch(generator: np.random.Generator, layout: GradientLayout, dtype: str) -> tuple[npt.NDArray[Any], ...]:
     gradients = [generator.standard_normal(slot.shape, np.float32) for slot in layout.slots]
     if dtype == "float32":
         return tuple(gradients)
     return tuple((gradient.view(np.uint32) >> 16).astype(np.uint16) for gradient in gradients)
-
-
-def _raw(bits: npt.NDArray[Any]) -> RawBuffer:
-    return RawBuffer(bits.ctypes.data, bits.size, "bfloat16", owner=bits)

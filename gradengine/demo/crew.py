@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from gradengine.demo.reports import Report
 
-__all__ = ["Crew", "Member"]
+__all__ = ["Crew", "Member", "interrupts_blocked"]
 
 Work: TypeAlias = "Callable[..., None]"  # picklable; called with report=
 
@@ -112,7 +113,7 @@ class Crew:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there,), name=name, daemon=True)
-        with _environment(), _interrupts_blocked():
+        with _environment(), interrupts_blocked():
             process.start()
         there.close()
         member = Member(name, process, here, self._deadline)
@@ -228,8 +229,9 @@ def _environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
+def interrupts_blocked() -> Iterator[None]:
     """Processes started here never see Ctrl-C, which reaches a whole terminal: this one sees it, and ends them."""
+    resource_tracker.ensure_running()  # with the first process it would be started, and that unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

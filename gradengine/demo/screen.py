@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -36,7 +36,7 @@ class Screen:
         self._console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
         self._progress = Progress(
             TextColumn("training"),
-            BarColumn(bar_width=None),
+            *_bar(self._console),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
@@ -112,6 +112,12 @@ class Screen:
 
     def _line(self, name: str, what: str) -> None:
         self._console.print(f"{name:<9}{what}", markup=False)
+
+
+def _bar(console: Console) -> list[ProgressColumn]:
+    """Without colours what is not done yet is blank: then the bar needs ends."""
+    bar = BarColumn(bar_width=None)
+    return [TextColumn("|"), bar, TextColumn("|")] if console.no_color or console.color_system is None else [bar]
 
 
 def _size(text: bytes) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gradengine.bench.options import STDOUT, print_or_save, refuse_unwritable, save, writable_json
 from gradengine.errors import CallerError
 from gradengine.plan.machine import Rates
 from gradengine.plan.measure import measure_rates
@@ -27,7 +27,6 @@ __all__ = ["plan"]
 
 _MICROSECONDS = 1e6
 _UNITS = "with its unit: '10 Gbit/s', '1.25 GB/s'"
-_STDOUT = Path("-")
 _FIELDS = {field.name for field in fields(Question)}
 _OPTIONS = {"latency_seconds": "latency-us", "tp_latency_seconds": "tp-latency-us"}  # where they are not the field's
 _NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0, 1.0)
@@ -93,7 +92,7 @@ def plan(
     }  # fmt: skip
     found = _predicted(model, numbers, texts)
     _write(found, json, plot)
-    if json != _STDOUT:
+    if json != STDOUT:
         show(found, Console(highlight=False))
 
 
@@ -110,11 +109,12 @@ def _predicted(model: str, numbers: Mapping[str, Any], texts: Mapping[str, str |
 
 
 def _refuse_both_or_neither(bandwidth: str | None, *, one_machine: bool) -> None:
-    if (bandwidth is None) != one_machine:
+    if bandwidth is not None and one_machine:
+        raise CallerError("--bandwidth and --one-machine exclude each other", do="leave one of them out")
+    if bandwidth is None and not one_machine:
         raise CallerError(
-            "--bandwidth and --one-machine exclude each other",
-            got="both" if one_machine else "neither",
-            expected="the bandwidth of the links between workers, or that all are on one machine",
+            "--bandwidth is missing: of the links between workers",
+            do="pass --bandwidth '10 Gbit/s', or --one-machine where all workers are on this machine",
         )
 
 
@@ -137,51 +137,21 @@ def _naming_the_option(fault: CallerError) -> CallerError:
 
 def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:
     """All of them, before anything is measured or written."""
-    if json is not None and json != _STDOUT:
-        _refuse_unwritable(json, "--json")
+    writable_json(json)
     if plot is None:
         return
     # Only a plot needs matplotlib, whose import takes longer than all else.
     from gradengine.plan.plot import refuse_unknown_kind  # noqa: PLC0415
 
     refuse_unknown_kind(plot)
-    _refuse_unwritable(plot, "--plot")
+    refuse_unwritable(plot, "--plot")
     if json is not None and json.resolve() == plot.resolve():
         raise CallerError("--json and --plot are one file", got=repr(str(plot)), expected="two")
 
 
-def _refuse_unwritable(path: Path, option: str) -> None:
-    """A file that is there can be written; or the nearest folder that is there can be written to."""
-    there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
-    reason = None
-    if there == path:
-        reason = "it is a folder" if path.is_dir() else None
-    elif not there.is_dir():
-        reason = f"{str(there)!r} is no folder"
-    if reason or not os.access(there, os.W_OK):
-        raise _unwritable(path, option, reason or "permission denied")
-
-
-def _unwritable(path: Path, option: str, reason: str) -> CallerError:
-    return CallerError(f"cannot write {str(path)!r}: {reason}", do=f"pass another {option} FILE")
-
-
 def _write(found: Plan, json: Path | None, plot: Path | None) -> None:
-    if json is not None:
-        text = json_format.dumps(found.as_json(), indent=1, allow_nan=False)
-        if json == _STDOUT:
-            typer.echo(text)
-        else:
-            _save(json, "--json", lambda: json.write_text(f"{text}\n", encoding="utf-8"))
+    print_or_save(json_format.dumps(found.as_json(), indent=1, allow_nan=False), json)
     if plot is not None:
         from gradengine.plan.plot import save_plot  # noqa: PLC0415
 
-        _save(plot, "--plot", lambda: save_plot(plot, found))
-
-
-def _save(path: Path, option: str, write: Callable[[], object]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write()
-    except OSError as fault:
-        raise _unwritable(path, option, fault.strerror or str(fault)) from None
+        save(plot, "--plot", lambda file: save_plot(file, found))

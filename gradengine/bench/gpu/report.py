@@ -18,7 +18,7 @@ from gradengine.bench.machine import load
 from gradengine.bench.report import Report, Row, rows_of
 from gradengine.bench.timing import in_turn
 
-__all__ = ["COPY", "Entry", "GpuReport", "GpuRow", "built", "measure_on_gpu", "write_reports"]
+__all__ = ["COPY", "Entry", "GpuReport", "GpuRow", "built", "measure_on_gpu", "reports_as_json", "write_reports"]
 
 COPY = "copy"
 _WARM_UP = 3  # rounds: clocks rise, pools grow
@@ -132,10 +132,14 @@ def built(entries: Sequence[Entry], tolerance: float) -> tuple[list[Case], list[
 
 def write_reports(path: Path, reports: Sequence[object]) -> None:
     """All reports so far as one JSON file, replaced as a whole: whoever is killed leaves what was there before."""
-    whole = {"reports": [asdict(report) for report in reports]}  # type: ignore[call-overload]
     partial_file = path.with_suffix(".partial")
-    partial_file.write_text(json.dumps(whole, indent=1) + "\n")
+    partial_file.write_text(reports_as_json(reports) + "\n")
     os.replace(partial_file, path)
+
+
+def reports_as_json(reports: Sequence[object]) -> str:
+    """All reports as one JSON text."""
+    return json.dumps({"reports": [asdict(report) for report in reports]}, indent=1)  # type: ignore[call-overload]
 
 
 def _reason(fault: Exception) -> str:

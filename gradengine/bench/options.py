@@ -1,0 +1,91 @@
+"""Options that several commands have: of several words one, and a file that can be written, or stdout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import typer
+
+from gradengine.errors import CallerError
+
+__all__ = ["DTYPES", "STDOUT", "one_of", "print_or_save", "refuse_unwritable", "save", "writable_json"]
+
+STDOUT = Path("-")
+DTYPES = ("float32", "bfloat16")
+
+Given = TypeVar("Given", str, list[str] | None)
+
+
+def one_of(*choices: str) -> Callable[[Given], Given]:
+    """The callback of an option or argument whose words are to be among these; another ends the command with code 2.
+
+    >>> one_of("float32", "bfloat16")("float32")
+    'float32'
+    """
+
+    def checked(given: Given) -> Given:
+        for word in [given] if isinstance(given, str) else given or []:
+            if word not in choices:
+                raise typer.BadParameter(f"{word!r} is not one of {', '.join(choices)}.")
+        return given
+
+    return checked
+
+
+def writable_json(path: Path | None) -> Path | None:
+    """The path that --json names, before anything is run.
+
+    Raises:
+        CallerError: It is a file that cannot be written.
+    """
+    if path is not None and path != STDOUT:
+        refuse_unwritable(path, "--json")
+    return path
+
+
+def refuse_unwritable(path: Path, option: str) -> None:
+    """A file that is there can be written; or the nearest folder that is there can be written to.
+
+    Raises:
+        CallerError: Neither; the option is named.
+    """
+    there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+    reason = None
+    if there == path:
+        reason = "it is a folder" if path.is_dir() else None
+    elif not there.is_dir():
+        reason = f"{str(there)!r} is no folder"
+    if reason or not os.access(there, os.W_OK):
+        raise _unwritable(path, option, reason or "permission denied")
+
+
+def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
+    """Write a file, its folder made first.
+
+    Raises:
+        CallerError: The system refuses; the option is named.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as fault:
+        raise _unwritable(path, option, fault.strerror or str(fault)) from None
+
+
+def print_or_save(text: str, path: Path | None) -> None:
+    """JSON goes where --json names: nowhere, to stdout, or into a file.
+
+    Raises:
+        CallerError: The file cannot be written.
+    """
+    if path == STDOUT:
+        typer.echo(text)
+    elif path is not None:
+        save(path, "--json", lambda file: file.write_text(f"{text}\n", encoding="utf-8"))
+
+
+def _unwritable(path: Path, option: str, reason: str) -> CallerError:
+    return CallerError(f"cannot write {str(path)!r}: {reason}", do=f"pass another {option} FILE")
