@@ -53,8 +53,9 @@ class GradientAccumulator(ABC):
         self.kernels = kernels
         self.arena = self.kernels.allocate(layout.arena_size)
         self.targets = tuple(self.arena.part(slot.offset, slot.stop) for slot in layout.slots)
-        self.sums = self.kernels.squared_sums([slot.size for slot in layout.slots])
-        self.kernels.fill_zero(list(_padding(self.arena, layout)))
+        self.sums = self.kernels.squared_sums([slot.size for slot in layout.slots], self.arena)
+        with self.kernels.in_order(self.sums):
+            self.kernels.fill_zero(list(_padding(self.arena, layout)))
         self._window = self._new_window()
         self._is_changing = False
         self.changes = 0
@@ -233,11 +234,11 @@ class GradientAccumulator(ABC):
             WindowError: It was interrupted before.
         """
         self.refuse_interrupted()
-        self.kernels.follow(self.sums)
-        self.changes += 1
-        self._is_changing = True
-        yield
-        self._is_changing = False
+        with self.kernels.in_order(self.sums):
+            self.changes += 1
+            self._is_changing = True
+            yield
+            self._is_changing = False
 
     def note_written(self) -> None:
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
@@ -293,7 +294,11 @@ class GradientAccumulator(ABC):
         return slot
 
     def views(self) -> Mapping[str, Any]:
-        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies."""
+        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
+
+        On a GPU they may be read on the streams that are current now.
+        """
+        self.kernels.follow(self.sums)
         return self._views
 
     @cached_property

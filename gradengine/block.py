@@ -44,8 +44,8 @@ class BlockGradientSet:
         order: SquaredSums | None = None,
     ) -> None:
         self._block, self._kernels = block, kernels or kernels_for("cpu")
-        self._order = order if order is not None else self._kernels.squared_sums([1])
         self._memory = memory if memory is not None else self._kernels.allocate(block.stop - block.start)
+        self._order = order if order is not None else self._kernels.squared_sums([1], self._memory)
         self._targets = tuple(
             self._memory.part(slot.offset - block.start, slot.stop - block.start) for slot in block.slots
         )
@@ -54,7 +54,11 @@ class BlockGradientSet:
 
     @property
     def components(self) -> Mapping[str, Any]:
-        """Component name without the block's ("w_q") -> its gradient, a view in its shape."""
+        """Component name without the block's ("w_q") -> its gradient, a view in its shape.
+
+        On a GPU it may be read on the streams that are current now; so may `flatten`.
+        """
+        self._kernels.follow(self._order)
         pairs = zip(self._block.slots, self._targets, strict=True)
         return MappingProxyType({self._short(slot): self._kernels.array(target, slot.shape) for slot, target in pairs})
 
@@ -68,6 +72,7 @@ class BlockGradientSet:
 
         Between components whose sizes are no multiple of 32 it holds padding, which is zero.
         """
+        self._kernels.follow(self._order)
         return self._kernels.array(self._memory, (self._memory.size,))
 
     def from_flat(self, flat: object) -> None:
@@ -115,18 +120,18 @@ class BlockGradientSet:
                 "cannot divide by this", got=divisor, expected="a finite number, 2**-126..2**126 or minus"
             )
         factor = np.float32(1 / divisor)
-        self._kernels.follow(self._order)
-        self._kernels.scale(self._targets, factor, self._targets)
+        with self._kernels.in_order(self._order):
+            self._kernels.scale(self._targets, factor, self._targets)
 
     def zero(self) -> None:
         """Write zeros, padding included."""
-        self._kernels.follow(self._order)
-        self._kernels.fill_zero([self._memory])
+        with self._kernels.in_order(self._order):
+            self._kernels.fill_zero([self._memory])
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
-        self._kernels.follow(self._order)
-        return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
+        with self._kernels.in_order(self._order):
+            return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its memory.
@@ -145,9 +150,9 @@ class BlockGradientSet:
                     expected="memory of the caller's",
                     do="pass a copy",
                 )
-        self._kernels.follow(self._order)
         one = (np.float32(1),)
-        self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources) if s])
+        with self._kernels.in_order(self._order):
+            self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources) if s])
 
     def _short(self, slot: Slot) -> str:
         return slot.name.removeprefix(f"{self._block.name}.")

@@ -137,6 +137,7 @@ class CapturedWindow:
             yield
         if self.result is None:
             raise WindowError("nothing was closed inside capture()", expected="add() as often as you like, then step()")
+        recorded.kept += [array for _, array, _ in self._kept]
         self._recorded = recorded
 
     # ---- inside ----

@@ -16,7 +16,7 @@ from gradengine.buffer import Buffer, overlapping
 from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.frameworks import note_written
-from gradengine.kernels import ClipPlan, Kernels, kernels_for
+from gradengine.kernels import ClipPlan, Decision, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 
 __all__ = [
@@ -44,8 +44,9 @@ class FusedClipState:
 
     Attributes:
         norm: The last global norm, before clipping; NaN until there is one. On a GPU a 0-d array there, which the next
-            clip writes anew; reading it (`float(state.norm)`) waits for the device.
+            clip writes anew; reading it (`float(state.norm)`) waits for the device, whatever stream is current.
         scale: The last clip scale; on a GPU likewise.
+        last: What the last clip came to; None until there is one.
 
     Raises:
         DeviceUnavailable: The device cannot be used here.
@@ -61,8 +62,23 @@ class FusedClipState:
     def __init__(self, sizes: Sequence[int], device: str | Kernels = "cpu") -> None:
         self.kernels = kernels_for(device)
         self.sums = self.kernels.squared_sums(sizes)
-        self.norm: Any = math.nan
-        self.scale: Any = 1.0
+        self.last: Decision | None = None
+
+    @property
+    def norm(self) -> Any:
+        """The last global norm."""
+        if self.last is None:
+            return math.nan
+        self.kernels.follow(self.sums)
+        return self.last.norm
+
+    @property
+    def scale(self) -> Any:
+        """The last clip scale."""
+        if self.last is None:
+            return 1.0
+        self.kernels.follow(self.sums)
+        return self.last.scale
 
 
 def clip_gradients_fused(
@@ -98,7 +114,8 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
 
     Returns:
         The global norm before clipping, accumulated beyond fp32 whatever the arrays' dtype; on a GPU a 0-d array there,
-        and nothing waits but the first call with arrays of these sizes.
+        to be read on the streams that are current at the call, and nothing waits but the first call with arrays of
+        these sizes.
 
     Raises:
         BufferRefused: An array cannot be written as it lies, or two overlap.
@@ -116,7 +133,7 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     state = _states.of(tuple(view.size for view in views), kernels)
     _clip(views, max_norm, state)
     note_written(named.values())
-    return state.norm if kernels.device == "cpu" else state.norm.copy()  # the next clip writes the state's anew
+    return kernels.copied(state.norm, state.sums)  # the next clip writes the state's anew
 
 
 class _States(threading.local):
@@ -245,7 +262,7 @@ def _clip(views: Sequence[Buffer], max_norm: float, state: FusedClipState) -> No
     kernels.measure_all(views, sums)
     decision = kernels.finalise(None, sums, plan, 1.0, zero_if_bad=False)
     kernels.hand_back(views, decision, plan.groups, views)
-    state.norm, state.scale = decision.norm, decision.scale
+    state.last = decision
 
 
 def _writable(buffers: Sequence[object], names: Sequence[str], state: FusedClipState) -> list[Buffer]:

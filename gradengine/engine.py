@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, SupportsIndex, final
@@ -378,8 +377,11 @@ class GradientEngine:
         def find(step: int) -> NonFiniteGradient | None:
             return self._late.of_step(step, decision) if decision.bad is None else non_finite
 
-        current = self._still()
-        return result_of(tally, decision, self._group_names, gradients, deferred, self.current_step, find, current)
+        def follow() -> None:
+            self._kernels.follow(self.accumulator.sums)
+
+        names, step, current = self._group_names, self.current_step, self._still()
+        return result_of(tally, decision, names, gradients, deferred, step, find, current, follow)
 
     def _still(self) -> Callable[[], bool]:
         """Whether the arena is what it is now, whenever that is asked."""
@@ -413,10 +415,10 @@ class GradientEngine:
         """Run a captured window once more, as a step of its own number."""
         self._admission.of_graph(self._captured)
         self._admission.raise_late()
-        self._kernels.follow(self.accumulator.sums)
-        captured.launch()
+        with self._kernels.in_order(self.accumulator.sums):
+            captured.launch()
         self._late.send()
         self.accumulator.changes += 1
         step = self.current_step
         self._sharing.next_step()
-        return dataclasses.replace(recorded, step=step, find_current=self._still())
+        return recorded.of_replay(step, self._still())

@@ -108,4 +108,5 @@ class GpuGradientAccumulator(GradientAccumulator):
         named = {slot.name: destination for (slot, _), destination in zip(wanted, destinations, strict=True)}
         refuse_overlapping_destinations(named, self.arena, "accumulator")
         self.settle([slot for slot, _ in wanted])  # and be behind all that was queued, whatever the stream
-        self.kernels.scale([self.target_of(slot) for slot, _ in wanted], np.float32(1), destinations)
+        with self.kernels.in_order(self.sums):
+            self.kernels.scale([self.target_of(slot) for slot, _ in wanted], np.float32(1), destinations)

@@ -1,14 +1,15 @@
 """What a step hands back, and what was found on the way.
 
 On a GPU the numbers are 0-d arrays there: reading one (`float(result.norm)`) is the only wait for the device, and the
-next step writes them anew.
+next step writes them anew. Whoever takes one from the result may read it on the streams that are current then, whatever
+device and stream the step was queued on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, final
 
 from gradengine.agreement import Tally
 from gradengine.errors import CallerError, NonFiniteGradient, not_copied
@@ -39,6 +40,7 @@ class StepResult:
         step: The step's number, counted from 0.
         find_non_finite: What finds `non_finite` of a step by its number.
         find_current: What finds `is_current`.
+        follow: Has whoever reads next on a GPU come behind the step.
     """
 
     _arrays: Mapping[str, Any] = field(repr=False)
@@ -57,6 +59,7 @@ class StepResult:
     step: int
     find_non_finite: Callable[[int], NonFiniteGradient | None]
     find_current: Callable[[], bool]
+    follow: Callable[[], None]
 
     @property
     def is_current(self) -> bool:
@@ -122,6 +125,37 @@ class StepResult:
         """
         raise not_copied("a StepResult", "copy what you need: float(result.norm), result.gradients[name].copy()")
 
+    def of_replay(self, step: int, find_current: Callable[[], bool]) -> StepResult:
+        """The same arrays as the result of another step."""
+        result = object.__new__(StepResult)
+        result.__dict__.update(self.__dict__, step=step, find_current=find_current)  # replace() would read each field
+        return result
+
+
+@final
+class _OnDevice:
+    """A field that lies on the device: taking it puts what is read next behind the step."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, result: StepResult | None, owner: type[StepResult]) -> Any:
+        if result is None:
+            return self
+        result.follow()
+        return result.__dict__[self._name]
+
+    def __set__(self, result: StepResult, value: Any) -> None:
+        result.__dict__[self._name] = value
+
+
+_ON_DEVICE = (
+    *("_arrays", "norm", "scale", "factor", "inverse_factor", "skipped"),
+    *("group_norms", "group_scales", "block_norms", "component_norms"),
+)
+for _name in _ON_DEVICE:
+    setattr(StepResult, _name, _OnDevice(_name))
+
 
 def result_of(
     tally: Tally,
@@ -132,6 +166,7 @@ def result_of(
     step: int,
     find_non_finite: Callable[[int], NonFiniteGradient | None],
     find_current: Callable[[], bool],
+    follow: Callable[[], None],
 ) -> StepResult:
     """A step's result, from what the workers counted and what K2 decided."""
     return StepResult(
@@ -151,4 +186,5 @@ def result_of(
         step=step,
         find_non_finite=find_non_finite,
         find_current=find_current,
+        follow=follow,
     )

@@ -201,7 +201,8 @@ class Sharing:
                     index = bad.index - slot.offset
                     return NonFiniteGradient(slot.name, index, bad.value, step=self.step, rank=bad.rank)
         for position in suspects:
-            found = self._kernels.first_non_finite(self._accumulator.targets[position])
+            with self._kernels.in_order(self._accumulator.sums):
+                found = self._kernels.first_non_finite(self._accumulator.targets[position])
             if found is not None:
                 return NonFiniteGradient(self._layout.slots[position].name, *found, step=self.step)
         return None

@@ -228,9 +228,10 @@ class _Replicas:
         self._kernels = accumulator.kernels
         self._divisor = accumulator.layout.tp_size if average else 1
         self._arena = self._kernels.allocate(layout.arena_size)
-        self._kernels.fill_zero([self._arena])
         self._parts = [self._arena.part(slot.offset, slot.stop) for slot in slots]
-        self._sums = self._kernels.squared_sums([slot.size for slot in slots])
+        self._sums = self._kernels.squared_sums([slot.size for slot in slots], self._arena)
+        with self._kernels.in_order(self._sums):
+            self._kernels.fill_zero([self._arena])
 
     @property
     def data(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -243,14 +244,16 @@ class _Replicas:
 
     def take(self, targets: Sequence[Buffer]) -> None:
         """Copy this rank's gradients to where the exchange finds them."""
-        self._kernels.scale(targets, np.float32(1), self._parts)
-        if self._arena.size:
-            self._mirror.fetch(0, self._arena.size)
+        with self._kernels.in_order(self._sums):
+            self._kernels.scale(targets, np.float32(1), self._parts)
+            if self._arena.size:
+                self._mirror.fetch(0, self._arena.size)
 
     def land(self) -> None:
         """The sums are there."""
         if self._arena.size:
-            self._mirror.put_back()
+            with self._kernels.in_order(self._sums):
+                self._mirror.put_back()
 
     def totals(self) -> Float64:
         """Squared sums of what will be put back: the memory holds sums until then, as it may be put back twice."""
@@ -259,7 +262,8 @@ class _Replicas:
 
     def put_back(self, targets: Sequence[Buffer]) -> None:
         """Copy sums, or averages, to the arena."""
-        self._kernels.scale(self._parts, np.float32(1 / self._divisor), targets)
+        with self._kernels.in_order(self._sums):
+            self._kernels.scale(self._parts, np.float32(1 / self._divisor), targets)
 
 
 def _do_nothing(span: Span, upto: int) -> None:

@@ -1417,7 +1417,7 @@ def test_what_is_asked_of_the_device_is_recorded(stream):
     assert record.operations == ["scale", "fill", "copy host to device", "copy device to host", "store", "graph"]
     assert record.launches == ["scale", "store"]
     assert record.copies == ["host to device", "device to host"]
-    assert (record.fills, record.graphs, record.allocations, record.pinned_allocations) == (1, 1, [16], [16])
+    assert (record.fills, record.graphs, record.allocations, record.pinned_allocations) == (1, 1, [16], [512])
     assert record.waits == ["copy", "stream"]
 
 

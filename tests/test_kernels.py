@@ -1162,8 +1162,9 @@ class TestStreams:
             step()
         assert not kernels.is_capturing()
         assert kernels.read_verdict(decision).step == 1
-        recorded.graph.launch()
-        recorded.graph.launch()
+        for _ in range(2):
+            with kernels.in_order(sums):
+                kernels.replay(recorded)
         assert kernels.read_verdict(decision).step == 3
         total = np.ones(3000, np.float32)
         for _ in range(2):

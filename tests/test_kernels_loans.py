@@ -18,6 +18,7 @@ from gradengine import GradientEngine, GradientLayout, clip_by_global_norm, elem
 from gradengine.buffer import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
 from gradengine.gpu_accumulate import GpuGradientAccumulator
+from gradengine.kernels.device import Kept
 from gradengine.kernels.loans import Loans
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
@@ -385,7 +386,7 @@ class TestKept:
             engine.add(capsules(arrays)[0])
             engine.step()
             synchronize(emulated)
-        assert len(emulated.kernels._loans._kept) <= 2
+        assert len(emulated.kernels._place.kept) <= 2
 
 
 class JaxArray(Producer):
@@ -476,10 +477,13 @@ class StubDevice:
     """A device whose events are done when the test says so."""
 
     def __init__(self):
-        self.events = []
+        self.events, self.kept = [], Kept()
 
     def is_capturing(self):
         return False
+
+    def let_go(self):
+        self.kept.let_go()
 
     def current_stream(self):
         return types.SimpleNamespace(ptr=0)
@@ -504,7 +508,8 @@ class Lent:
 
 class TestSharedByThreads:
     def test_nothing_is_lost_when_threads_give_back_and_let_go_at_once(self):
-        loans, names = Loans(StubDevice()), list(range(120))
+        device, names = StubDevice(), list(range(120))
+        loans = Loans(device)
         threads = [
             threading.Thread(target=lambda mine=names[i::4]: [loans.give_back([UnknownStream()], n) for n in mine])
             for i in range(4)
@@ -513,10 +518,11 @@ class TestSharedByThreads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert sorted(lent for _, lent in loans._kept) == names
+        assert sorted(lent for _, lent in device.kept._waiting) == names
 
     def test_what_comes_while_another_thread_asks_an_event_is_kept(self, monkeypatch):
-        loans = Loans(StubDevice())
+        device = StubDevice()
+        loans = Loans(device)
         loans.give_back([UnknownStream()], "first")
 
         def asked(_):
@@ -528,7 +534,7 @@ class TestSharedByThreads:
 
         monkeypatch.setattr(StubEvent, "done", property(asked))
         loans.give_back([UnknownStream()], "last")
-        assert {lent for _, lent in loans._kept} == {"first", "meanwhile", "last"}
+        assert {lent for _, lent in device.kept._waiting} == {"first", "meanwhile", "last"}
 
     @pytest.mark.parametrize(
         "call",
@@ -569,16 +575,18 @@ class TestLoans:
     def test_nothing_is_recorded_on_one_stream(self, emulated):
         loans = Loans(emulated.kernels._place)
         current = emulated.kernels.xp.cuda.get_current_stream()
+        emulated.kernels._place.kept.wait()
         with cuda_emulator.recorded() as record:
             loans.wait_for([NamedStream(current.ptr)])
             loans.give_back([NamedStream(current.ptr)], [1])
         assert record.operations == []
-        assert not loans._kept
+        assert not emulated.kernels._place.kept
 
     def test_a_lender_without_memory_keeps_nothing(self, emulated):
         loans = Loans(emulated.kernels._place)
+        emulated.kernels._place.kept.wait()
         loans.give_back([UnknownStream()])
-        assert not loans._kept
+        assert not emulated.kernels._place.kept
 
 
 def test_a_window_forgets_its_lenders(device, monkeypatch):

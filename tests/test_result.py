@@ -144,7 +144,7 @@ class TestVerdict:
         """The step's number goes to what finds it, so that a replay's result asks for its own."""
         asked = []
         fields = {field.name: None for field in dataclasses.fields(StepResult)}
-        result = StepResult(**{**fields, "step": 3, "find_non_finite": asked.append})
+        result = StepResult(**{**fields, "step": 3, "find_non_finite": asked.append, "follow": lambda: None})
         assert result.non_finite is None
-        assert dataclasses.replace(result, step=4).non_finite is None
+        assert result.of_replay(4, lambda: True).non_finite is None
         assert asked == [3, 4]

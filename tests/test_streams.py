@@ -232,18 +232,19 @@ class TestTwoStreams:
         with sides.b:
             assert (accumulator if asked == "the accumulator" else block).has_non_finite() == np.isnan(values[1])
 
-    def test_an_accumulator_may_be_dropped(self, emulated):
+    def test_an_accumulator_may_be_dropped(self, device):
         """The memory goes back to the stream that it came from, behind the work of the others."""
-        gradients, workspace = put_all(emulated, ones(3)), put_all(emulated, ones(0))
-        synchronize(emulated)
-        accumulator, sides = GpuGradientAccumulator(LAYOUT, emulated.kernels), Sides(emulated, "b")
+        gradients, workspace = put_all(device, ones(3)), put_all(device, ones(0))
+        synchronize(device)
+        accumulator, sides = GpuGradientAccumulator(LAYOUT, device.kernels), Sides(device, "b")
         with sides.b:
             accumulator.add(gradients)
             accumulator.copy_block_to(0, workspace[:1])
         del accumulator
         gc.collect()
-        churned(emulated)
-        emulated.kernels.xp.cuda.Stream.null.synchronize()
+        churned(device)
+        device.kernels.xp.cuda.Stream.null.synchronize()
+        synchronize(device)
         assert (on_host(workspace[0]) == 3).all()
 
 

@@ -122,8 +122,10 @@ struct Weights {
   }
 
 ACCUMULATE(accumulate_1_small, 480, 1)
-ACCUMULATE(accumulate_1_large, 4000, 1)
 ACCUMULATE(accumulate_4_small, 480, 4)
+#ifndef SMALL_ARGUMENTS_ONLY
+ACCUMULATE(accumulate_1_large, 4000, 1)
 ACCUMULATE(accumulate_4_large, 4000, 4)
+#endif
 ACCUMULATE_TABLE(accumulate_1_table, 1)
 ACCUMULATE_TABLE(accumulate_4_table, 4)

@@ -1,14 +1,14 @@
-"""How addresses travel with a launch: by value where they fit, else through pinned memory, in stream order.
+"""How addresses travel with a launch: by value where they fit, else through memory of the stream's own.
 
 By value there is no copy to order and nothing that a captured graph could lose: 4 KB of arguments on any driver, 32 KB
-from CUDA 12.1 on. More than 4000 addresses (thousands of experts) go by one copy before the launch.
+where NVRTC and the driver are of CUDA 12.1 or later. More addresses than fit (4000, for thousands of experts, or 480)
+go by one copy before the launch, from pinned memory that stays until it is done.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from gradengine.kernels.device import CudaDevice
 __all__ = ["CAPACITIES", "Addresses"]
 
 CAPACITIES = {"small": 480, "large": 4000}
-_SLOTS = 8  # copies that may be under way before the host waits for the oldest
 
 
 class Addresses:
@@ -27,12 +26,11 @@ class Addresses:
 
     Args:
         device: Where they are needed.
+        capacities: How many the kernels' variants take by value, from the smallest on.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self._staged: dict[tuple[int, int], _Staged] = {}
-        self.turn = threading.RLock()  # held from here to the launch: two threads' copies must not come between
+    def __init__(self, device: CudaDevice, capacities: Mapping[str, int] = CAPACITIES) -> None:
+        self._device, self._capacities = device, capacities
 
     def arguments(self, addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = ()) -> tuple[str, tuple[Any, ...]]:
         """What carries addresses (and weights), and the name of the kernel's variant that takes it.
@@ -41,49 +39,18 @@ class Addresses:
             addresses: As the kernel reads them, flat.
             weights: One for each source.
         """
-        if addresses.size <= CAPACITIES["large"]:
-            size, argument = _by_value(addresses, weights)
-            return size, (argument,)
-        return "table", (*_weights_by_value(weights), self._sent(addresses))
-
-    def _sent(self, addresses: npt.NDArray[np.uint64]) -> Any:
-        if self._device.is_capturing():
-            return self._device.sent_in_graph(addresses)
-        key = (self._device.current_stream().ptr, addresses.size)
-        if key not in self._staged:
-            self._staged[key] = _Staged(self._device, addresses.size)
-        return self._staged[key].sent(addresses)
+        for size, capacity in self._capacities.items():
+            if addresses.size <= capacity:
+                return size, (_by_value(addresses, weights, capacity),)
+        return "table", (*_weights_by_value(weights), self._device.sent(addresses))
 
 
-class _Staged:
-    """Device memory for so many addresses, and pinned memory to write them to while older ones are under way."""
-
-    def __init__(self, device: CudaDevice, count: int) -> None:
-        self._device = device
-        self._there = device.upload(np.zeros(count, np.uint64))
-        self._here = [device.pinned(count, np.uint64) for _ in range(_SLOTS)]
-        self._sent = [device.event() for _ in range(_SLOTS)]
-        self._turn = 0
-
-    def sent(self, addresses: npt.NDArray[np.uint64]) -> Any:
-        slot = self._turn % _SLOTS
-        if self._turn >= _SLOTS:
-            self._sent[slot].synchronize()
-        self._turn += 1
-        self._here[slot][:] = addresses
-        self._device.copy_to(self._there, self._here[slot])
-        with self._device.active():
-            self._sent[slot].record(self._device.current_stream())
-        return self._there
-
-
-def _by_value(addresses: npt.NDArray[np.uint64], weights: Sequence[Any]) -> tuple[str, Any]:
-    name = next(name for name, capacity in CAPACITIES.items() if addresses.size <= capacity)
-    argument = np.empty(1, _argument_type(CAPACITIES[name], len(weights)))
+def _by_value(addresses: npt.NDArray[np.uint64], weights: Sequence[Any], capacity: int) -> Any:
+    argument = np.empty(1, _argument_type(capacity, len(weights)))
     argument["address"][0, : addresses.size] = addresses
     if weights:
         argument["weight"][0, :] = weights
-    return name, argument
+    return argument
 
 
 def _weights_by_value(weights: Sequence[Any]) -> tuple[Any, ...]:

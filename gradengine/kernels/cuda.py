@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import numpy as np
@@ -14,21 +15,13 @@ import numpy.typing as npt
 from gradengine.buffer import Buffer, Lender, RawBuffer
 from gradengine.device_buffer import device_buffer, exporting_stream
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places, lenders_of
-from gradengine.kernels.decision import ClipPlan, Decision, Float64, sum_in_order
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, sum_in_order
 from gradengine.kernels.device import CudaDevice, StreamOrder
 from gradengine.kernels.interface import Chunk, Kernels, Recorded, SquaredSums
 from gradengine.kernels.launches import Launches
 from gradengine.kernels.loans import Loans
 from gradengine.kernels.mirror import PinnedMirror
-from gradengine.kernels.tables import (
-    OVERWRITE,
-    DeviceSums,
-    Entry,
-    Table,
-    as_batches,
-    chunk_for,
-    tagged,
-)
+from gradengine.kernels.tables import OVERWRITE, DeviceSums, Entry, Table, as_batches, chunk_for, handed_back, tagged
 from gradengine.kernels.toolkit import load_cupy
 from gradengine.kernels.verdict import DecisionMemory, DeviceDecision, Telemetry, Verdict
 
@@ -113,11 +106,11 @@ class CudaKernels(Kernels):
         """Any buffer as a flat CuPy array of its bits: fp32 as it is, the short dtypes as uint16; no copy."""
         return self._place.array(buffer, (buffer.size,), np.float32 if buffer.dtype == "float32" else np.uint16)
 
-    def squared_sums(self, sizes: Sequence[int]) -> DeviceSums:
+    def squared_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> DeviceSums:
         """See `Kernels.squared_sums`."""
-        order = StreamOrder(self._place)
+        order = StreamOrder(self._place, memory.owner if memory else None)
         sums = DeviceSums(sizes, self._place.upload, order)
-        weakref.finalize(sums, order.end, self._place).atexit = False
+        weakref.finalize(sums, order.end).atexit = False
         return sums
 
     def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
@@ -128,7 +121,6 @@ class CudaKernels(Kernels):
     def accumulate_batch(self, targets: Sequence[Buffer], batch: Batch, sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate_batch`; one launch for four micro-batches, whatever their dtypes are."""
         columns = 1 if len(batch.contributions) == 1 else _SOURCES
-        self.follow(sums)
         table = self._table_of(targets, batch.places, sums)
         is_empty = batch.overwrite.copy()
         for first in range(0, len(batch.contributions), _SOURCES):
@@ -140,7 +132,8 @@ class CudaKernels(Kernels):
             is_empty &= gets_none  # a target's first gradient need not be among the first four
             weights = list(batch.weights[first : first + _SOURCES])
             weights += [np.float32(1)] * (columns - len(weights))
-            self._accumulate(table, addresses, weights, sums)
+            with self.in_order(sums):
+                self._accumulate(table, addresses, weights, sums)
         for contribution in batch.contributions:
             if contribution.lenders:
                 self._loans.give_back(contribution.lenders, contribution.held)
@@ -159,12 +152,12 @@ class CudaKernels(Kernels):
         chosen = buffers if positions is None else [buffers[p] for p in positions]
         table = self._table_to_measure(sums, positions)
         where = np.array([tagged(buffer) for buffer in chosen], np.uint64)
-        self.follow(sums)
-        self._launches.over(table, "measure", (np.int64(table.chunk), *_partials(sums)), where)
+        with self.in_order(sums):
+            self._launches.over(table, "measure", (np.int64(table.chunk), *_partials(sums)), where)
 
     def totals(self, sums: SquaredSums) -> Float64:
         """See `Kernels.totals`; waits for the device."""
-        values = sums.values.get()
+        values = _of_device(sums).order.read(sums.values)
         spans = zip(sums.first, sums.counts, strict=True)
         return np.array([sum_in_order(values[first : first + count]) for first, count in spans], np.float64)
 
@@ -179,7 +172,6 @@ class CudaKernels(Kernels):
         step: int = 0,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. The decision's arrays are written by each call."""
-        self.follow(sums)
         decision = self.decision(sums, plan)
         memory = decision.memory
         if memory.of_all is None or memory.of_all[0] is not targets:
@@ -207,25 +199,33 @@ class CudaKernels(Kernels):
             memory.factors,
             memory.record,
         )
-        self._launches.finalise(arguments)
+        with self.in_order(sums):
+            self._launches.finalise(arguments)
         return decision
 
     def decision(self, sums: SquaredSums, plan: ClipPlan) -> DeviceDecision:
         """Where K2 writes for these sums and this plan; made at the first call."""
-        assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
         # A single bound travels with each launch, so that a schedule of it needs no memory of its own.
         key = plan if len(plan.max_norms) > 1 else (plan.groups, plan.blocks)
-        if key not in sums.decisions:
-            while len(sums.decisions) >= _DECISIONS:
-                sums.decisions.pop(next(iter(sums.decisions)))
-            memory = DecisionMemory(self._place.upload, plan, len(sums.sizes), sums.order)
-            sums.decisions[key] = memory.decision()
-        decision: DeviceDecision = sums.decisions[key]
+        known, order = _of_device(sums).decisions, _of_device(sums).order
+        if key not in known:
+            while len(known) >= _DECISIONS:
+                with order.use():
+                    self._place.drop(known.pop(next(iter(known))))
+            known[key] = DecisionMemory(self._place.upload, plan, len(sums.sizes), order).decision()
+        decision: DeviceDecision = known[key]
         return decision
 
     def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> Telemetry:
         """See `Kernels.telemetry`."""
-        return Telemetry(self.xp, self.decision(sums, plan).memory.record)
+        return Telemetry(self._place, self.decision(sums, plan).memory)
+
+    def copied(self, number: Scalar, sums: SquaredSums) -> Scalar:
+        """See `Kernels.copied`; one copy on the device, to be read on the streams that are current now."""
+        with self.in_order(sums):
+            copy = self._place.copied(number)
+        self.follow(sums)
+        return copy
 
     def read_verdict(self, decision: Decision) -> Verdict:
         """See `Kernels.read_verdict`; waits for the device."""
@@ -234,7 +234,7 @@ class CudaKernels(Kernels):
 
     def mirror(self, arena: Buffer) -> PinnedMirror:
         """See `Kernels.mirror`; in pinned memory."""
-        return PinnedMirror(self.xp, arena)
+        return PinnedMirror(self.xp, arena, self._place.pinned(arena.size, np.float32))
 
     def recording(self) -> AbstractContextManager[Recorded]:
         """See `Kernels.recording`; on a stream of its own, ordered behind the current one."""
@@ -242,7 +242,7 @@ class CudaKernels(Kernels):
 
     def replay(self, recorded: Recorded) -> None:
         """See `Kernels.replay`; one launch."""
-        self._place.launch(recorded.graph)
+        self._place.launch(recorded)
 
     def hand_back(
         self,
@@ -254,9 +254,9 @@ class CudaKernels(Kernels):
         """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
         if isinstance(decision, DeviceDecision):
             memory = decision.memory
-            memory.order.follow(self._place)
             work = self._remembered_hand_back_of(sources, destinations, groups, memory)
-            self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)))
+            with memory.order.use():
+                self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)))
         elif decision.skipped:
             self.fill_zero(destinations)
         else:
@@ -279,8 +279,8 @@ class CudaKernels(Kernels):
 
     def zero_sums(self, sums: SquaredSums, positions: Sequence[int]) -> None:
         """See `Kernels.zero_sums`."""
-        for position in positions:
-            for memory in _partials(sums):
+        with self.in_order(sums):
+            for position, memory in itertools.product(positions, _partials(sums)):
                 itemsize = memory.dtype.itemsize
                 start = int(memory.data.ptr) + sums.first[position] * itemsize
                 self._place.clear(start, sums.counts[position] * itemsize)
@@ -293,10 +293,13 @@ class CudaKernels(Kernels):
         verdict = self.finalise([buffer], sums, plan, 1.0, zero_if_bad=False).memory.read()
         return (verdict.bad_index, verdict.bad_value) if verdict.is_bad else None
 
-    def follow(self, sums: SquaredSums | None) -> None:
+    def in_order(self, sums: SquaredSums | None) -> AbstractContextManager[None]:
+        """See `Kernels.in_order`; by an event, never by a wait of the host."""
+        return sums.order.use() if isinstance(sums, DeviceSums) else nullcontext()
+
+    def follow(self, sums: SquaredSums) -> None:
         """See `Kernels.follow`; by an event, never by a wait of the host."""
-        if isinstance(sums, DeviceSums):
-            sums.order.follow(self._place)
+        _of_device(sums).order.follow()
 
     def prepare(
         self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[Places], plan: ClipPlan | None = None
@@ -340,13 +343,13 @@ class CudaKernels(Kernels):
         return self._launches.table(entries, sums.chunk if sums else chunk_for(sum(e.size for e in entries)))
 
     def _table_to_measure(self, sums: SquaredSums, positions: Sequence[int] | None) -> Table:
-        assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
-        if positions is None and sums.of_all is not None:
-            return sums.of_all
+        mine = _of_device(sums)
+        if positions is None and mine.of_all is not None:
+            return mine.of_all
         chosen = range(len(sums.sizes)) if positions is None else positions
         table = self._launches.table([Entry(0, sums.sizes[p], sums.first[p]) for p in chosen], sums.chunk)
         if positions is None:
-            sums.of_all = table
+            mine.of_all = table
         return table
 
     def _table_of_all(self, targets: Sequence[Buffer] | None, sums: SquaredSums) -> Table:
@@ -358,7 +361,7 @@ class CudaKernels(Kernels):
         self, sources: Sequence[Buffer], destinations: Sequence[Buffer], groups: Sequence[int]
     ) -> _HandBack:
         wanted = [i for i, source in enumerate(sources) if source.size]
-        entries = [_handed_back(sources[i], destinations[i], groups[i]) for i in wanted]
+        entries = [handed_back(sources[i], destinations[i], groups[i]) for i in wanted]
         table = self._launches.table(entries, chunk_for(sum(entry.size for entry in entries)))
         return _HandBack(table, np.array([tagged(destinations[i]) for i in wanted], np.uint64), destinations)
 
@@ -403,11 +406,10 @@ def cuda_kernels(ordinal: int) -> CudaKernels:
     return CudaKernels(load_cupy(ordinal), ordinal)
 
 
-def _handed_back(source: Buffer, destination: Buffer, group: int) -> Entry:
-    in_place = source.pointer == destination.pointer and source.dtype == destination.dtype
-    return Entry(0 if in_place else tagged(source), source.size, 0, group)
+def _of_device(sums: SquaredSums) -> DeviceSums:
+    assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
+    return sums
 
 
 def _partials(sums: SquaredSums) -> tuple[Any, Any]:
-    assert isinstance(sums, DeviceSums)  # noqa: S101  (made by squared_sums above)
-    return sums.values, sums.non_finite
+    return sums.values, _of_device(sums).non_finite

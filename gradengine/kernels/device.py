@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,10 +19,50 @@ from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.interface import Recorded
 from gradengine.kernels.toolkit import refuse_to_exceed
 
-__all__ = ["CudaDevice", "StreamOrder"]
+__all__ = ["CudaDevice", "Kept", "StreamOrder"]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
+_PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
+_POOLED = 1 << 20  # bytes: CuPy's pool of pinned memory rounds up to a power of two
+
+
+@final
+class Kept:
+    """Memory that work may still read or write: kept until events behind that work are done."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Collection[Any], object]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def until(self, events: Collection[Any], memory: object) -> None:
+        """Keep memory until these events are done."""
+        self._waiting.append((events, memory))
+
+    def dropped(self, events: Collection[Any], memory: object) -> None:
+        """Keep memory that nobody else keeps any more, unless these events are done."""
+        if not all(event.done for event in events):
+            self.until(events, memory)
+
+    def let_go(self) -> None:
+        """Of what work is done with. Threads share these, so each entry is one's own while it is looked at."""
+        for _ in range(len(self._waiting)):
+            try:
+                events, memory = self._waiting.popleft()
+            except IndexError:  # another thread looks at the rest
+                return
+            if not all(event.done for event in events):
+                self._waiting.append((events, memory))
+
+    def wait(self) -> None:
+        """Wait for the work, and let all of it go."""
+        while self._waiting:
+            with suppress(IndexError):  # another thread took it
+                events, _ = self._waiting.popleft()
+                for event in events:
+                    event.synchronize()
 
 
 @final
@@ -29,6 +72,10 @@ class CudaDevice:
     Args:
         xp: CuPy, or what has its surface.
         ordinal: Which device.
+
+    Attributes:
+        name: "cuda:0", ...
+        kept: What was dropped while work on it may run.
     """
 
     def __init__(self, xp: Any, ordinal: int) -> None:
@@ -36,7 +83,8 @@ class CudaDevice:
         with xp.cuda.Device(ordinal):
             self._uploads = xp.cuda.Stream(non_blocking=True)
         self._recorded: Recorded | None = None  # what is being recorded
-        self._kept: list[Any] = []
+        self._foreign: list[Any] = []  # what graphs that others record read
+        self.kept = Kept()
 
     def on(self, stream: object) -> AbstractContextManager[object]:
         """Within it, work is queued on a stream: CuPy's, one with `__cuda_stream__` or `cuda_stream`, or a handle."""
@@ -85,13 +133,28 @@ class CudaDevice:
             finally:
                 self._recorded = None
             recorded.graph = stream.end_capture()
+        recorded.launched = self.event()
+        memory = recorded.kept, recorded.graph
+        weakref.finalize(recorded, self.kept.dropped, (recorded.launched,), memory).atexit = False
 
     def keep(self, *memory: Any) -> None:
         """What a graph that is being recorded reads stays alive with it."""
         if self._recorded is not None:
             self._recorded.kept += memory
         elif self.is_capturing():  # somebody else's graph: how long it lives is not known here
-            self._kept += memory
+            self._foreign += memory
+
+    def drop(self, *memory: Any) -> None:
+        """Let memory go that only the current stream's work uses, once that is done."""
+        if self.is_capturing():
+            self.keep(*memory)
+        else:
+            self.kept.until((self.record(),), memory)
+
+    def let_go(self) -> None:
+        """Of memory that was dropped, what work is done with; not in a capture, where nothing may be asked."""
+        if self.kept and not self.is_capturing():
+            self.kept.let_go()
 
     def allocate(self, size: int) -> Buffer:
         """An fp32 buffer from CuPy's pool; raises `OutOfDeviceMemory`."""
@@ -101,9 +164,15 @@ class CudaDevice:
         return Buffer(int(memory.data.ptr), size, "float32", (size,), True, memory, self.name)
 
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """Raise `OutOfDeviceMemory` where so many bytes do not fit."""
+        """Raise `OutOfDeviceMemory` where so many bytes do not fit; waits where they may once work is done."""
         with self.active():
-            refuse_to_exceed(self.xp, nbytes, what)
+            try:
+                refuse_to_exceed(self.xp, nbytes, what)
+            except OutOfDeviceMemory:
+                if not self.kept or self.is_capturing():
+                    raise
+                self.kept.wait()
+                refuse_to_exceed(self.xp, nbytes, what)
 
     def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """A buffer as a CuPy array of that shape and dtype; no copy, and its owner stays alive with it."""
@@ -114,15 +183,25 @@ class CudaDevice:
         """The calling thread's current stream on this device."""
         return self.xp.cuda.get_current_stream(self.ordinal)
 
+    def giving_stream(self) -> Any:
+        """The stream that memory is taken from now: in a capture not the current one."""
+        return self._uploads if self.is_capturing() else self.current_stream()
+
     def event(self) -> Any:
         """An event without a clock."""
         with self.active():
             return self.xp.cuda.Event(disable_timing=True)
 
     def pinned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Pinned host memory as a NumPy array."""
-        memory = self.xp.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+        """Pinned host memory as a NumPy array; much of it is taken from the driver, to the byte, and given back."""
+        nbytes = count * np.dtype(dtype).itemsize
+        with self.active():
+            memory = self._pinned_exactly(nbytes) if nbytes > _POOLED else self.xp.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, dtype, count)
+
+    def _pinned_exactly(self, nbytes: int) -> Any:
+        memory = self.xp.cuda.PinnedMemory(nbytes, self.xp.cuda.runtime.hostAllocPortable)
+        return self.xp.cuda.PinnedMemoryPointer(memory, 0)
 
     def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
         """Queue a copy from pinned memory, which must stay as it is until it is done."""
@@ -130,13 +209,33 @@ class CudaDevice:
         with self.active():
             runtime.memcpyAsync(there.data.ptr, here.ctypes.data, here.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
-    def sent_in_graph(self, values: npt.NDArray[Any]) -> Any:
-        """Values on the device, whereto each replay of the graph that is recorded copies them; the graph keeps both."""
+    def copy_from(self, there: Any, here: npt.NDArray[Any]) -> None:
+        """Queue a copy into pinned memory, which is not to be looked at until it is done."""
+        runtime, stream = self.xp.cuda.runtime, self.current_stream()
+        with self.active():
+            runtime.memcpyAsync(here.ctypes.data, there.data.ptr, here.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+
+    def copied(self, array: Any) -> Any:
+        """The same elements in the current stream's memory; a copy, and no kernel."""
+        runtime, stream = self.xp.cuda.runtime, self.current_stream()
+        with self.active():
+            copy = self._empty(array.shape, array.dtype)
+            kind = runtime.memcpyDeviceToDevice
+            runtime.memcpyAsync(copy.data.ptr, array.data.ptr, array.nbytes, kind, stream.ptr)
+        return copy
+
+    def sent(self, values: npt.NDArray[Any]) -> Any:
+        """Values in device memory, for the work that the current stream is given next: dropped, it is behind that.
+
+        In a capture each replay copies them anew, and the graph keeps the memory.
+        """
         here = self.pinned(values.size, values.dtype)
         here[:] = values
-        there = self.upload(np.zeros_like(values))
+        with self.active(), self.giving_stream():
+            there = self._empty(values.shape, values.dtype)
         self.copy_to(there, here)
-        self.keep(here, there)
+        self.keep(there)
+        self.drop(here)
         return there
 
     def clear(self, pointer: int, nbytes: int) -> None:
@@ -152,7 +251,7 @@ class CudaDevice:
         it; what it holds now may be such work's, which is waited for.
         """
         with self.active():
-            current = self._uploads if self.is_capturing() else self.current_stream()
+            current = self.giving_stream()
             with current:
                 memory = self._empty(array.shape, array.dtype)
             self._uploads.wait_event(current.record())
@@ -161,7 +260,15 @@ class CudaDevice:
             self._uploads.synchronize()
         return memory
 
+    def read(self, array: Any, behind: Any) -> npt.NDArray[Any]:
+        """A copy on the host of what an array holds behind an event, whatever stream is current; waits."""
+        with self.active():
+            self._uploads.wait_event(behind)
+            on_host: npt.NDArray[Any] = array.get(stream=self._uploads)
+        return on_host
+
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        self.let_go()
         try:
             return self.xp.empty(shape, dtype)
         except self.xp.cuda.memory.OutOfMemoryError as fault:  # the pool may have a limit below what the device has
@@ -190,10 +297,31 @@ class CudaDevice:
         with self.active():
             return self.current_stream().record(self.event())
 
-    def launch(self, graph: Any) -> None:
-        """Queue a recorded graph."""
+    def launch(self, recorded: Recorded) -> None:
+        """Queue a recorded graph; what it reads stays alive until that is done."""
         with self.active():
-            graph.launch()
+            recorded.graph.launch()
+            if self.is_capturing():
+                self.keep(recorded)
+            else:
+                self.current_stream().record(recorded.launched)
+
+    def used(self, uses: dict[tuple[int, int], Any], born: int) -> None:
+        """Have `uses` hold an event behind what the current stream has to do, unless it is the one with that handle."""
+        stream = self.current_stream()
+        if stream.is_capturing() or (stream.ptr == born and born != _PER_THREAD):
+            return
+        key = stream.ptr, threading.get_ident()
+        with self.active():
+            uses[key] = stream.record(uses.get(key) or self.event())
+
+    def readers(self) -> list[Any]:
+        """The streams that CuPy reads this device's arrays on, now.
+
+        A read is queued on the current stream of the current device, whatever device the array lies on; a kernel of the
+        user's on that of this device.
+        """
+        return [*{self.xp.cuda.get_current_stream(), self.current_stream()}]
 
     def stream_of(self, handle: int) -> Any:
         """Another library's stream as one of CuPy's; 0 is the default stream."""
@@ -213,29 +341,67 @@ class CudaDevice:
                 )
 
 
+@final
 class StreamOrder:
-    """The order of work on some memory, whichever streams it is queued on: each stream waits for the one before.
+    """The order of work on some memory, whichever streams it is queued on: each use waits for the one before.
+
+    Behind each use an event is kept. A stream is never asked later: it may be gone then, and another have its handle.
 
     Args:
         device: Where the memory is, given out on the stream that is current now.
+        memory: What is kept alive until the work on it is done, when all else that kept it is dropped.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, *memory: Any) -> None:
+        self._device, self._memory = device, memory
         self._born = self._last = device.current_stream()
-
-    def follow(self, device: CudaDevice) -> None:
-        """Work is about to be queued on the current stream. A recorded graph is ordered as a whole, when it runs."""
-        stream = device.current_stream()
-        if stream.ptr != self._last.ptr and not stream.is_capturing():
+        self._done = device.event()
+        if not device.is_capturing():
             with device.active():
-                stream.wait_event(self._last.record())
-            self._last = stream
+                self._last.record(self._done)
 
-    def end(self, device: CudaDevice) -> None:
-        """The memory is dropped: whoever gets it next, on the stream it came from, is behind what was done with it."""
-        if self._last.ptr != self._born.ptr:
-            with device.active():
-                self._born.wait_event(self._last.record())
+    def keep(self, *memory: Any) -> None:
+        """More memory of which this is the order of work."""
+        self._memory += memory
+        if self._device.current_stream() is not self._born:
+            self._born = None  # of several streams
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Work that is queued in it comes behind all that was queued before; a graph's as a whole, when it runs."""
+        stream = self._device.current_stream()
+        if stream.is_capturing():
+            yield
+            return
+        with self._device.active():
+            if stream is not self._last or stream.ptr == _PER_THREAD:
+                stream.wait_event(self._done)
+                self._last = stream
+            try:
+                yield
+            finally:
+                stream.record(self._done)
+
+    def follow(self) -> None:
+        """Have whoever reads next come behind what was queued, whatever device and stream are current."""
+        streams = self._device.readers()
+        with self._device.active():
+            for stream in streams:
+                if (stream is not self._last or stream.ptr == _PER_THREAD) and not stream.is_capturing():
+                    stream.wait_event(self._done)
+
+    def read(self, array: Any) -> npt.NDArray[Any]:
+        """A copy on the host; waits for what was queued."""
+        return self._device.read(array, self._done)
+
+    def end(self) -> None:
+        """Everybody else has dropped the memory: whoever gets it next comes behind what was done with it.
+
+        CuPy's pool gives memory out again on the stream that it came from: behind work there nothing needs be kept.
+        """
+        memory, self._memory = self._memory, ()  # which may refer to this order
+        if self._last is not self._born or self._last.ptr == _PER_THREAD:
+            self._device.kept.dropped((self._done,), memory)
 
 
 class _ForeignStream:

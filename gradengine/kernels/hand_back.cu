@@ -46,7 +46,9 @@ struct Destinations {
   }
 
 HAND_BACK(hand_back_small, 480)
+#ifndef SMALL_ARGUMENTS_ONLY
 HAND_BACK(hand_back_large, 4000)
+#endif
 
 extern "C" __global__ void __launch_bounds__(HAND_BACK_THREADS)
     hand_back_table(const Row* rows, const Target* targets, i64 chunk, const float* factors, const float* skipped,

@@ -22,7 +22,7 @@ from gradengine.buffer import Array, Buffer, Lender
 from gradengine.errors import CallerError
 from gradengine.host_buffer import host_buffer
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
-from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, sum_in_order
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, decide, sum_in_order
 from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums, chunks_of
 from gradengine.kernels.mirror import ArenaItself
 from gradengine.kernels.verdict import Verdict
@@ -35,6 +35,7 @@ _ELEMENTS_A_THREAD = 262144  # less work than this is done before another thread
 _ROW = 512  # elements whose squares are summed in fp32; with 16 lanes or more that is <= 32 roundings, 1e-6 of the norm
 _SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
 _BF16_NAN = np.uint16(0x7FC0)
+_IN_ORDER: AbstractContextManager[None] = nullcontext()
 
 
 @final
@@ -96,7 +97,7 @@ class HostKernels(Kernels):
         view: Array = buffer.data.reshape(shape)
         return view
 
-    def squared_sums(self, sizes: Sequence[int]) -> SquaredSums:
+    def squared_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> SquaredSums:
         """See `Kernels.squared_sums`."""
         return SquaredSums(sizes)
 
@@ -105,8 +106,12 @@ class HostKernels(Kernels):
     ) -> None:
         """See `Kernels.prepare`: the host needs nothing."""
 
+    def in_order(self, sums: SquaredSums) -> AbstractContextManager[None]:
+        """See `Kernels.in_order`: the host does one thing after the other."""
+        return _IN_ORDER
+
     def follow(self, sums: SquaredSums) -> None:
-        """See `Kernels.follow`: the host does one thing after the other."""
+        """See `Kernels.follow`: what was done is done."""
 
     def is_capturing(self) -> bool:
         """See `Kernels.is_capturing`: never."""
@@ -199,6 +204,10 @@ class HostKernels(Kernels):
 
     def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> None:
         """See `Kernels.telemetry`: the host knows at once."""
+
+    def copied(self, number: Scalar, sums: SquaredSums) -> Scalar:
+        """See `Kernels.copied`: numbers are nobody's memory."""
+        return number
 
     def read_verdict(self, decision: Decision) -> Verdict:
         """See `Kernels.read_verdict`: the host's decisions are read as they are."""

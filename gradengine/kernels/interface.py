@@ -17,7 +17,7 @@ import numpy as np
 
 from gradengine.buffer import Buffer, Lender, refuse_read_only
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
-from gradengine.kernels.decision import ClipPlan, Decision, Float64
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.mirror import Mirror
 from gradengine.kernels.verdict import Telemetry, Verdict
 
@@ -86,11 +86,13 @@ class Recorded:
 
     Attributes:
         graph: The CUDA graph, once the recording is over; `launch()` runs it on the current stream.
-        kept: Memory that the graph reads and that nobody else keeps.
+        kept: Memory that the graph reads or writes: it outlives the last run, also where this is dropped before.
+        launched: An event behind the last run.
     """
 
     graph: Any = None
     kept: list[Any] = field(default_factory=list)
+    launched: Any = None
 
 
 class Kernels(ABC):
@@ -152,8 +154,13 @@ class Kernels(ABC):
         """One of our fp32 buffers as the device's own kind of array (NumPy, CuPy), in that shape; no copy."""
 
     @abstractmethod
-    def squared_sums(self, sizes: Sequence[int]) -> SquaredSums:
-        """Room for the squared sums of targets of these sizes."""
+    def squared_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> SquaredSums:
+        """Room for the squared sums of targets of these sizes, and the order of work on them over a GPU's streams.
+
+        Args:
+            sizes: Elements of each.
+            memory: Where they lie, if it is ours: it stays alive until that work is done, whoever drops it before.
+        """
 
     @abstractmethod
     def prepare(
@@ -162,8 +169,15 @@ class Kernels(ABC):
         """Make now what later calls need for these targets, so that none of them allocates."""
 
     @abstractmethod
+    def in_order(self, sums: SquaredSums) -> AbstractContextManager[None]:
+        """What is queued in it is ordered behind what was done with these sums, and before what will be; on any stream.
+
+        Whatever reads or writes the sums or their targets belongs in one; the methods that are given sums do so.
+        """
+
+    @abstractmethod
     def follow(self, sums: SquaredSums) -> None:
-        """Order what is queued next behind what was done with these sums, also on another stream."""
+        """Have whoever reads next come behind what was done with these sums, whatever stream and device are current."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -235,6 +249,10 @@ class Kernels(ABC):
     @abstractmethod
     def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> Telemetry | None:
         """The late word of what K2 finds with these sums and this plan; None where it is known at once."""
+
+    @abstractmethod
+    def copied(self, number: Scalar, sums: SquaredSums) -> Scalar:
+        """One of a decision's numbers from these sums, in memory of its own where the next decision would write it."""
 
     @abstractmethod
     def read_verdict(self, decision: Decision) -> Verdict:

@@ -15,19 +15,13 @@ import numpy.typing as npt
 from gradengine.kernels.addresses import CAPACITIES, Addresses
 from gradengine.kernels.device import CudaDevice
 from gradengine.kernels.tables import Entry, Table, Tables
-from gradengine.kernels.toolkit import compiled
+from gradengine.kernels.toolkit import compiled, takes_large_arguments
 
 __all__ = ["Launches"]
 
 _THREADS = 256  # as the .cu files say; 512 for finalise
 _FINALISE_THREADS = 512
-_SIZES = (*CAPACITIES, "table")
-_FUNCTIONS = {
-    "accumulate": [f"accumulate_{sources}_{size}" for sources in (1, 4) for size in _SIZES],
-    "measure": [f"measure_{size}" for size in _SIZES],
-    "finalise": ["finalise"],
-    "hand_back": [f"hand_back_{size}" for size in _SIZES],
-}
+_FILES = ("accumulate", "measure", "finalise", "hand_back")
 
 
 @final
@@ -43,16 +37,18 @@ class Launches:
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
+        takes_32_kb = takes_large_arguments(device.xp)
+        capacities = CAPACITIES if takes_32_kb else {"small": CAPACITIES["small"]}
         with device.active():
-            modules = {name: compiled(device.xp, name) for name in _FUNCTIONS}
-        functions = [(name, modules[file]) for file, names in _FUNCTIONS.items() for name in names]
+            modules = {file: compiled(device.xp, file, large_arguments=takes_32_kb) for file in _FILES}
+        functions = [(name, modules[file]) for file in _FILES for name in _functions_of(file, (*capacities, "table"))]
         self._functions = {name: module.get_function(name) for name, module in functions}
-        self._tables = Tables(device.upload)
-        self._addresses = Addresses(device)
+        self._tables = Tables(device.upload, device.kept.dropped)
+        self._addresses = Addresses(device, capacities)
 
     def table(self, entries: Sequence[Entry], chunk: int) -> Table:
         """The table of these entries, made at the first call."""
-        return self._tables.of(entries, chunk)
+        return self._tables.of(entries, chunk, self._device.giving_stream().ptr)
 
     def over(
         self,
@@ -73,9 +69,9 @@ class Launches:
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
-        with self._addresses.turn:
-            size, carried = self._addresses.arguments(addresses, weights)
-            self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *carried))
+        size, carried = self._addresses.arguments(addresses, weights)
+        self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *carried))
+        self._device.used(table.uses, table.born)
 
     def finalise(self, arguments: tuple[Any, ...]) -> None:
         """Launch K2: one thread block."""
@@ -85,3 +81,10 @@ class Launches:
         self._device.keep(arguments)
         with self._device.active():
             self._functions[function]((blocks,), (threads,), arguments)
+
+
+def _functions_of(file: str, sizes: Sequence[str]) -> list[str]:
+    if file == "finalise":
+        return [file]
+    names = ("accumulate_1", "accumulate_4") if file == "accumulate" else (file,)
+    return [f"{name}_{size}" for name in names for size in sizes]

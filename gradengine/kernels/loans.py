@@ -6,9 +6,8 @@ gets it next on that stream comes behind us. Of one whose stream nobody knows th
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from typing import Any, final
+from typing import final
 
 from gradengine.buffer import Lender
 from gradengine.errors import CallerError
@@ -27,11 +26,10 @@ class Loans:
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._kept: deque[tuple[Any, object]] = deque()
 
     def wait_for(self, lenders: Iterable[Lender]) -> None:
         """Have the current stream wait for the lenders' own. A graph that is recorded is ordered when it runs."""
-        self._let_go()
+        self._device.let_go()
         handles = self._others(lender.stream() for lender in lenders)
         self._refuse_recording(handles)
         for handle in handles:
@@ -39,7 +37,7 @@ class Loans:
 
     def give_back(self, lenders: Iterable[Lender], lent: object = None) -> None:
         """Have the lenders' streams wait for what was queued so far; without one, keep what is `lent` until then."""
-        self._let_go()
+        self._device.let_go()
         streams = [lender.stream() for lender in lenders]
         handles, is_kept = self._others(streams), lent is not None and None in streams
         if not (handles or is_kept) or self._device.is_capturing():
@@ -49,17 +47,7 @@ class Loans:
         for handle in handles:
             self._device.let_wait(handle, done)
         if is_kept:
-            self._kept.append((done, lent))
-
-    def _let_go(self) -> None:
-        """Of what our work is done with. Threads share these, so each entry is one's own while it is looked at."""
-        for _ in range(0 if not self._kept or self._device.is_capturing() else len(self._kept)):
-            try:
-                done, lent = self._kept.popleft()
-            except IndexError:  # another thread looks at the rest
-                return
-            if not done.done:
-                self._kept.append((done, lent))
+            self._device.kept.until((done,), lent)
 
     def _refuse_recording(self, handles: Iterable[int]) -> None:
         for handle in handles:

@@ -36,7 +36,9 @@ struct Addresses {
   }
 
 MEASURE(measure_small, 480)
+#ifndef SMALL_ARGUMENTS_ONLY
 MEASURE(measure_large, 4000)
+#endif
 
 extern "C" __global__ void __launch_bounds__(MEASURE_THREADS)
     measure_table(const Row* rows, const Target* targets, i64 chunk, double* squares, u32* non_finite,

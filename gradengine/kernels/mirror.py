@@ -56,14 +56,13 @@ class PinnedMirror(Mirror):
     Args:
         xp: CuPy.
         arena: The arena on the device.
+        pinned: As many elements of pinned memory.
     """
 
     is_arena = False
 
-    def __init__(self, xp: Any, arena: Buffer) -> None:
-        self._xp, self._arena = xp, arena
-        self._pinned = xp.cuda.alloc_pinned_memory(arena.nbytes)
-        self.data = np.frombuffer(self._pinned, np.float32, arena.size)
+    def __init__(self, xp: Any, arena: Buffer, pinned: npt.NDArray[np.float32]) -> None:
+        self._xp, self._arena, self.data = xp, arena, pinned
 
     def fetch(self, start: int, stop: int) -> None:
         """Copy a stretch from the device behind the current stream's work, and wait for it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from gradengine.buffer import Buffer
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places, lenders_of
 from gradengine.kernels.interface import SquaredSums
 
-__all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "as_batches", "chunk_for", "tagged"]
+__all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "as_batches", "chunk_for", "handed_back", "tagged"]
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
 _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
@@ -62,7 +63,7 @@ class DeviceSums(SquaredSums):
         tables: Those of K1, by the targets that they are for.
     """
 
-    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any], order: Any = None) -> None:
+    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any], order: Any) -> None:
         super().__init__(sizes, chunk_for(sum(sizes)))
         self.order = order
         self.values = upload(self.values)
@@ -70,6 +71,7 @@ class DeviceSums(SquaredSums):
         self.decisions: dict[Any, Any] = {}
         self.of_all: Table | None = None
         self.tables: WeakKeyDictionary[Places, Table] = WeakKeyDictionary()
+        order.keep(self.values, self.non_finite, self.decisions)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,12 @@ class Entry:
     group: int = 0
 
 
+def handed_back(source: Buffer, destination: Buffer, group: int) -> Entry:
+    """The entry of K3 that brings a source to its destination; in place the address goes with the launch alone."""
+    in_place = source.pointer == destination.pointer and source.dtype == destination.dtype
+    return Entry(0 if in_place else tagged(source), source.size, 0, group)
+
+
 @dataclass(frozen=True)
 class Table:
     """Entries and rows on the device.
@@ -99,6 +107,8 @@ class Table:
         chunk: Elements of a chunk.
         rows: (entry, chunk) of each thread block.
         targets: What each entry is.
+        born: Handle of the stream that the memory came from.
+        uses: Events behind the work of other streams, by handle and thread.
     """
 
     entries: int
@@ -106,6 +116,8 @@ class Table:
     chunk: int
     rows: Any
     targets: Any
+    born: int
+    uses: dict[tuple[int, int], Any]
 
 
 class Tables:
@@ -113,30 +125,33 @@ class Tables:
 
     Args:
         upload: Copies a NumPy array to the device, and returns when it is there.
+        dropped: Takes a table's memory when nobody keeps the table any more, and the events behind work that reads it.
     """
 
-    def __init__(self, upload: Callable[[npt.NDArray[Any]], Any]) -> None:
-        self._upload = upload
+    def __init__(self, upload: Callable[[npt.NDArray[Any]], Any], dropped: Callable[[Any, Any], None]) -> None:
+        self._upload, self._dropped = upload, dropped
         self._made: dict[tuple[int, tuple[Entry, ...]], Table] = {}
         self._turn = threading.Lock()
 
-    def of(self, entries: Sequence[Entry], chunk: int) -> Table:
-        """The table of these entries, made at the first call."""
+    def of(self, entries: Sequence[Entry], chunk: int, stream: int = 0) -> Table:
+        """The table of these entries, made at the first call, in memory of the stream with that handle."""
         key = (chunk, tuple(entries))
         with self._turn:  # engines in several threads share one device's tables
             if key not in self._made:
                 while len(self._made) >= _TABLES:
                     self._made.pop(next(iter(self._made)))
-                self._made[key] = self._make(entries, chunk)
+                self._made[key] = self._make(entries, chunk, stream)
             return self._made[key]
 
-    def _make(self, entries: Sequence[Entry], chunk: int) -> Table:
+    def _make(self, entries: Sequence[Entry], chunk: int, stream: int) -> Table:
         targets = np.array([(e.address, e.size, e.first, e.group) for e in entries], _TARGET)
         chunks = [-(-e.size // chunk) for e in entries]
         rows = np.empty(sum(chunks), _ROW)
         rows["entry"] = np.repeat(np.arange(len(entries)), chunks)
         rows["chunk"] = np.concatenate([np.arange(count) for count in chunks]) if chunks else 0
-        return Table(len(entries), len(rows), chunk, self._bytes(rows), self._bytes(targets))
+        table = Table(len(entries), len(rows), chunk, self._bytes(rows), self._bytes(targets), stream, {})
+        weakref.finalize(table, self._dropped, table.uses.values(), (table.rows, table.targets)).atexit = False
+        return table
 
     def _bytes(self, array: npt.NDArray[Any]) -> Any:
         return self._upload(array.view(np.uint8)) if array.size else None

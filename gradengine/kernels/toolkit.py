@@ -9,11 +9,20 @@ from typing import Any
 
 from gradengine.errors import DeviceUnavailable, OutOfDeviceMemory
 
-__all__ = ["arithmetic", "compiled", "device_ordinal", "load_cupy", "refuse_to_exceed", "source"]
+__all__ = [
+    "arithmetic",
+    "compiled",
+    "device_ordinal",
+    "load_cupy",
+    "refuse_to_exceed",
+    "source",
+    "takes_large_arguments",
+]
 
 _FOLDER = Path(__file__).parent  # importlib.resources takes 30 ms to import, a fifth of what the package may take
 _INSTALL = "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]', as nvidia-smi's CUDA version says"
 _OLDEST_CUPY = 14  # bf16, Stream.from_external and C++17 come with it
+_LARGE_ARGUMENTS, _LARGE_ARGUMENTS_DRIVER = (12, 1), 12010
 _OLDEST_CAPABILITY = 70  # arguments taken by reference (__grid_constant__)
 
 
@@ -87,13 +96,28 @@ def arithmetic() -> str:
     return f"namespace gradengine {{\n{(_FOLDER / 'arithmetic.cuh').read_text()}\n}}"
 
 
-def compiled(xp: Any, name: str) -> Any:
+def takes_large_arguments(xp: Any) -> bool:
+    """Whether a launch may carry 32 KB of arguments: NVRTC and the driver must both be of CUDA 12.1 or later."""
+    try:
+        nvrtc = tuple(xp.cuda.nvrtc.getVersion())
+    except (RuntimeError, ImportError, OSError):  # NVRTC is missing: whoever compiles says so, and how to get it
+        return False
+    return nvrtc >= _LARGE_ARGUMENTS and int(xp.cuda.runtime.driverGetVersion()) >= _LARGE_ARGUMENTS_DRIVER
+
+
+def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
     """The module of one .cu file, compiled for the current device (from CuPy's cache after the first time).
+
+    Args:
+        xp: CuPy.
+        name: The file.
+        large_arguments: Whether with the kernels that take 32 KB of arguments.
 
     Raises:
         DeviceUnavailable: NVRTC or its headers are missing.
     """
-    module = xp.RawModule(code=source(name), options=("--std=c++17",))
+    options = ("--std=c++17", *(() if large_arguments else ("-DSMALL_ARGUMENTS_ONLY",)))
+    module = xp.RawModule(code=source(name), options=options)
     try:
         module.compile()
     except (RuntimeError, ImportError, OSError) as fault:

@@ -101,7 +101,7 @@ class DecisionMemory:
         order: The order of work on them over streams.
     """
 
-    def __init__(self, upload: Any, plan: ClipPlan, components: int, order: Any = None) -> None:
+    def __init__(self, upload: Any, plan: ClipPlan, components: int, order: Any) -> None:
         self.order = order
         segments = [list(range(components)), *plan.members, *plan.block_members]
         self.groups, self.segments = len(plan.max_norms), len(segments)
@@ -141,46 +141,41 @@ class DecisionMemory:
         )
 
     def read(self) -> Verdict:
-        """The verdict as it stands: waits for the device."""
-        return _read(self.record)
+        """The verdict as it stands behind what was queued, whatever stream is current: waits for the device."""
+        return _verdict(self.order.read(self.record).view(RECORD)[0])
 
 
 class Telemetry:
     """The verdicts of recent steps in pinned memory: sent behind the work of a step, read when they have arrived.
 
     Args:
-        xp: CuPy.
-        record: The verdict on the device.
+        device: Where the verdict is, as `kernels.device` knows it.
+        memory: What holds it there.
     """
 
     SLOTS = 4  # steps that the host may run ahead before one step's verdict is not sent (its blame is never lost)
 
-    def __init__(self, xp: Any, record: Any) -> None:
-        self._xp, self._record = xp, record
-        self._pinned = xp.cuda.alloc_pinned_memory(self.SLOTS * RECORD.itemsize)
-        self._host = np.frombuffer(self._pinned, RECORD, self.SLOTS)
-        with record.device:
-            self._events = [xp.cuda.Event(disable_timing=True) for _ in range(self.SLOTS)]
+    def __init__(self, device: Any, memory: DecisionMemory) -> None:
+        self._device, self._memory = device, memory
+        self._host = device.pinned(self.SLOTS, RECORD)
+        self._events = [device.event() for _ in range(self.SLOTS)]
         self._under_way: list[int] = []
         # The memory goes back to CuPy's pool, and to others, once the copies that are under way have written to it.
-        weakref.finalize(self, _finish, self._events, self._under_way, self._pinned).atexit = False
+        weakref.finalize(self, device.kept.dropped, self._events, (memory, self._host)).atexit = False
 
     def send(self) -> None:
         """Queue the verdict's copy behind what the current stream has to do."""
         free = [slot for slot in range(self.SLOTS) if slot not in self._under_way]
         if not free:
             return
-        runtime, target = self._xp.cuda.runtime, self._host[free[0] :].ctypes.data
-        with self._record.device:
-            stream = self._xp.cuda.get_current_stream()
-            size, kind = RECORD.itemsize, runtime.memcpyDeviceToHost
-            runtime.memcpyAsync(target, self._record.data.ptr, size, kind, stream.ptr)
-            self._events[free[0]].record(stream)
+        with self._memory.order.use():
+            self._device.copy_from(self._memory.record, self._host[free[0] : free[0] + 1])
+            self._device.current_stream().record(self._events[free[0]])
         self._under_way.append(free[0])
 
     def read(self) -> Verdict:
         """The verdict as it stands on the device: waits for it."""
-        return _read(self._record)
+        return self._memory.read()
 
     def newest(self) -> Verdict | None:
         """The newest verdict that has arrived since the last call; None where none has. Never waits."""
@@ -190,17 +185,8 @@ class Telemetry:
         return found
 
 
-def _finish(events: list[Any], under_way: list[int], _: Any) -> None:
-    for slot in under_way:
-        events[slot].synchronize()
-
-
 def _scalar(array: Any, index: int) -> Any:
     return array[index : index + 1].reshape(())
-
-
-def _read(record: Any) -> Verdict:
-    return _verdict(record.get().view(RECORD)[0])
 
 
 def _verdict(record: Any) -> Verdict:

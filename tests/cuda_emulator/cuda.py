@@ -1,9 +1,16 @@
 """What stands in cupy.cuda."""
 
-from . import memory, runtime
+from . import memory, nvrtc, runtime
 from .arrays import alloc
 from .device import Device
-from .memory import BaseMemory, MemoryPointer, UnownedMemory, alloc_pinned_memory
+from .memory import (
+    BaseMemory,
+    MemoryPointer,
+    PinnedMemory,
+    PinnedMemoryPointer,
+    UnownedMemory,
+    alloc_pinned_memory,
+)
 from .settings import settings
 from .streams import Event, ExternalStream, Graph, Stream, get_current_stream
 
@@ -14,6 +21,8 @@ __all__ = [
     "ExternalStream",
     "Graph",
     "MemoryPointer",
+    "PinnedMemory",
+    "PinnedMemoryPointer",
     "Stream",
     "UnownedMemory",
     "alloc",
@@ -21,6 +30,7 @@ __all__ = [
     "get_current_stream",
     "is_available",
     "memory",
+    "nvrtc",
     "runtime",
 ]
 

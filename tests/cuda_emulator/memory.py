@@ -208,44 +208,73 @@ class MemoryPointer:
 # ---- pinned host memory ----
 
 
-@dataclass
 class PinnedMemory:
-    """A piece of pinned host memory: `ptr` and `size` in bytes."""
+    """A piece of pinned host memory from the driver: `ptr` and `size` in bytes; given back when nobody refers to it."""
 
-    ptr: int
-    size: int
+    def __init__(self, size: int, flags: int = 0) -> None:
+        note_allocation(size, pinned=True)
+        self.size = size
+        with LOCK:
+            self._block = _new_block(_rounded(max(size, 1)))
+            self.ptr = _lent(self._block)
+        weakref.finalize(self, _take_back, self._block).atexit = False
 
     def __int__(self) -> int:
         return self.ptr
 
 
+def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
+    """A place in it: an object with the buffer protocol, `ptr`, `mem` and `size()`."""
+    return _pinned_view(mem._block, mem, offset)
+
+
 _free_pinned: dict[int, list[Block]] = defaultdict(list)  # by size
 
 
+@dataclass
+class _PooledPinnedMemory:
+    ptr: int
+    size: int
+
+
 def alloc_pinned_memory(size: int) -> Any:
-    """Pinned host memory: an object with the buffer protocol, `ptr`, `mem` and `size()`.
+    """Pinned host memory of the pool, which rounds up to powers of two: as `PinnedMemoryPointer`.
 
     It is given out again as soon as nobody refers to it, whatever copies still wait: as by CuPy's pool.
     """
-    note_allocation(size, pinned=True)
+    rounded = 1 << (_rounded(max(size, 1)) - 1).bit_length() if size else 0
+    note_allocation(rounded, pinned=True)
     with LOCK:
-        rounded = _rounded(max(size, 1))
         free = _free_pinned[rounded]
-        block = free.pop() if free else _new_block(rounded)
-        register(block.address, rounded)
-        ADDRESSES.add(block.address, rounded, HOST)
-    pinned = _pinned_type(rounded if size else 0).from_buffer(block.memory, _RED_ZONE)
-    pinned.mem = PinnedMemory(block.address, rounded if size else 0)
-    pinned.ptr = block.address
-    weakref.finalize(pinned, _free_pinned_block, block).atexit = False
+        block = free.pop() if free else _new_block(max(rounded, _UNIT))
+        address = _lent(block)
+    pinned = _pinned_view(block, _PooledPinnedMemory(address, rounded), 0)
+    weakref.finalize(pinned, _free_pinned_block, block, rounded).atexit = False
     return pinned
 
 
-def _free_pinned_block(block: Block) -> None:
+def _lent(block: Block) -> int:
+    register(block.address, block.size)
+    ADDRESSES.add(block.address, block.size, HOST)
+    return block.address
+
+
+def _take_back(block: Block) -> None:
     with LOCK:
         ADDRESSES.remove(block.address)
         _make_void(block.address, block.size)
-        _free_pinned[block.size].append(block)
+
+
+def _free_pinned_block(block: Block, size: int) -> None:
+    with LOCK:
+        _take_back(block)
+        _free_pinned[size].append(block)
+
+
+def _pinned_view(block: Block, memory: Any, offset: int) -> Any:
+    pinned = _pinned_type(memory.size - offset).from_buffer(block.memory, _RED_ZONE + offset)
+    pinned.mem, pinned.ptr = memory, memory.ptr + offset
+    return pinned
 
 
 def _pinned_type(size: int) -> Any:

@@ -19,6 +19,7 @@ memcpyDefault = DEFAULT
 memoryTypeUnregistered = 0
 memoryTypeHost = HOST
 memoryTypeDevice = DEVICE
+hostAllocPortable = 1
 streamCaptureModeGlobal = 0
 streamCaptureModeThreadLocal = 1
 streamCaptureModeRelaxed = 2
@@ -78,8 +79,8 @@ def getDeviceProperties(device: int) -> dict[str, Any]:
 
 
 def driverGetVersion() -> int:
-    """12.8."""
-    return 12080
+    """12.8, or what the settings say."""
+    return settings().driver_version
 
 
 def runtimeGetVersion() -> int:

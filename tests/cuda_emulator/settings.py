@@ -26,6 +26,7 @@ class Settings:
         timeout: Seconds for one launch.
         device_memory: Bytes the device has.
         device_count: 1, or 0 for a machine without one.
+        driver_version: The CUDA that the driver is of, as 1000 major + 10 minor.
     """
 
     order: str = "forward"
@@ -40,6 +41,7 @@ class Settings:
     timeout: int = 60
     device_memory: int = 8 << 30
     device_count: int = 1
+    driver_version: int = 12080
 
 
 _current = Settings()
