@@ -1,7 +1,8 @@
 """Fused clipping: norm -> scale -> apply, in place, on state that is allocated once.
 
 By default one global norm over everything; a plan may give blocks, components or named groups norms of their own. On a
-GPU norm and scale stay in its memory and nothing waits: three launches, which a CUDA graph may record.
+GPU norm and scale stay in its memory and nothing waits: three launches, which a CUDA graph may record (and for
+`clip_by_global_norm` a copy of the norm, which the next call leaves alone).
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ class FusedClipState:
         norm: The last global norm, before clipping; NaN until there is one. On a GPU a 0-d array there, which the next
             clip writes anew; reading it (`float(state.norm)`) waits for the device, whatever stream is current.
         scale: The last clip scale; on a GPU likewise.
-        last: What the last clip came to; None until there is one.
 
     Raises:
         DeviceUnavailable: The device cannot be used here.
@@ -62,23 +62,23 @@ class FusedClipState:
     def __init__(self, sizes: Sequence[int], device: str | Kernels = "cpu") -> None:
         self.kernels = kernels_for(device)
         self.sums = self.kernels.squared_sums(sizes)
-        self.last: Decision | None = None
+        self._last: Decision | None = None
 
     @property
     def norm(self) -> Any:
         """The last global norm."""
-        if self.last is None:
+        if self._last is None:
             return math.nan
         self.kernels.follow(self.sums)
-        return self.last.norm
+        return self._last.norm
 
     @property
     def scale(self) -> Any:
         """The last clip scale."""
-        if self.last is None:
+        if self._last is None:
             return 1.0
         self.kernels.follow(self.sums)
-        return self.last.scale
+        return self._last.scale
 
 
 def clip_gradients_fused(
@@ -262,7 +262,7 @@ def _clip(views: Sequence[Buffer], max_norm: float, state: FusedClipState) -> No
     kernels.measure_all(views, sums)
     decision = kernels.finalise(None, sums, plan, 1.0, zero_if_bad=False)
     kernels.hand_back(views, decision, plan.groups, views)
-    state.last = decision
+    state._last = decision
 
 
 def _writable(buffers: Sequence[object], names: Sequence[str], state: FusedClipState) -> list[Buffer]:

@@ -53,7 +53,10 @@ class GpuGradientAccumulator(GradientAccumulator):
 
     @staticmethod
     def memory_needed(layout: GradientLayout) -> int:
-        """Bytes of device memory that an accumulator of this layout takes: its arena, and less than 1 % for tables."""
+        """Bytes of device memory that an accumulator of this layout takes: its arena, and less than 1 % for tables.
+
+        An engine with an exchange takes `layout.nbytes` of pinned host memory besides, and no more.
+        """
         sizes = [slot.size for slot in layout.slots]
         chunk = chunk_for(sum(sizes))
         chunks = sum(-(-size // chunk) for size in sizes)

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer
 from gradengine.capture import address_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
+from gradengine.kernels.addresses import CAPACITIES
 
 LAYOUT = GradientLayout.transformer(2, 8, 4, 12, 16)
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
@@ -192,6 +193,69 @@ class TestBits:
             assert device.kernels.xp.cuda.get_current_stream() == stream
             stream.synchronize()
         assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
+
+
+class TestDropped:
+    """What a graph reads and writes outlives its last replay, whoever has dropped it before that was done."""
+
+    COUNT = CAPACITIES["small"] + 1
+
+    @pytest.fixture(autouse=True)
+    def _through_memory(self, monkeypatch):
+        monkeypatch.setitem(CAPACITIES, "large", CAPACITIES["small"])
+
+    def window(self, device):
+        """A graph whose addresses travel through memory of its own, its gradients, and where it writes to."""
+        layout = GradientLayout.of([(5,)] * self.COUNT)
+        gradients = put_all(device, [np.full(5, 1 + position % 7, np.float32) for position in range(self.COUNT)])
+        out = put_all(device, [np.zeros(5, np.float32)] * self.COUNT)
+        engine = new_engine(device, layout, max_norm=None)
+        graph = captured_window(engine, [gradients], out=out)
+        synchronize(device)
+        return graph, gradients, out
+
+    def taken_by_others(self, device):
+        """Whatever memory was freed, pinned or the device's, whichever stream it came from."""
+        xp, place = device.kernels.xp, device.kernels._place
+        gc.collect()
+        for nbytes in (512, 4096, 8192, 65536):
+            for pinned in [xp.cuda.alloc_pinned_memory(nbytes) for _ in range(20)]:
+                np.frombuffer(pinned, np.uint8)[:] = 0x11
+        for stream in (place._uploads, place.current_stream()):
+            with device.kernels.on(stream):
+                others = [xp.empty(size, np.uint8) for size in (512, 1024, 4096, 4608, 8192) for _ in range(20)]
+                for other in others:
+                    xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, stream.ptr)
+
+    @pytest.mark.parametrize("stream", ["the current one", "its own"])
+    @pytest.mark.parametrize("how", ["dropped", "pointed elsewhere", "dropped with its gradients"])
+    def test_while_its_last_replay_runs(self, device, how, stream):
+        graph, gradients, out = self.window(device)
+        values = [1 + position % 7 for position in range(self.COUNT)]
+        with device.kernels.active():
+            own = device.kernels.xp.cuda.Stream(non_blocking=True)
+        with device.kernels.on(own if stream == "its own" else None):
+            graph.replay()
+        if how == "pointed elsewhere":
+            graph.repoint([put_all(device, [np.zeros(5, np.float32)] * self.COUNT)], out=out)
+        if how == "dropped with its gradients":
+            gradients.clear()
+        del graph
+        self.taken_by_others(device)
+        synchronize(device)
+        assert [on_host(array)[0] for array in out] == values
+
+    def test_is_let_go_when_that_is_done(self, device):
+        graph, gradients, _ = self.window(device)
+        place, reference = device.kernels._place, weakref.ref(graph._recorded)
+        graph.replay()
+        del graph
+        gc.collect()
+        assert reference() is None
+        synchronize(device)
+        device.kernels.allocate(1)
+        assert not place.kept
+        assert gradients  # which are the caller's
 
 
 class TestLaunches:

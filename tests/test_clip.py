@@ -341,6 +341,16 @@ class TestOnADevice:
         assert record.operations == ["measure_small", "finalise", "hand_back_small"]
         assert (record.waits, record.allocations) == ([], [])
 
+    def test_three_launches_and_a_copy_of_the_norm(self, emulated):
+        """For a norm that stays what it is when the next call comes."""
+        _, there = self.gradients(emulated)
+        with named_cuda(emulated):
+            clip_by_global_norm(there, 0.5)
+            with emulated.kernels.xp.recorded() as record:
+                clip_by_global_norm(there, 0.5)
+        assert record.operations == ["measure_small", "finalise", "hand_back_small", "copy device to device"]
+        assert record.waits == []
+
     def test_a_bound_that_changes_at_each_step_takes_no_memory_and_no_wait(self, emulated):
         _, there = self.gradients(emulated)
         state = self.state(emulated)

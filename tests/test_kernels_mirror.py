@@ -90,6 +90,20 @@ class TestOfADevice:
         assert record.waits == ["stream"]
         assert record.allocations == record.pinned_allocations == []
 
+    @pytest.mark.parametrize("size", [(1 << 18) + 1, 3 << 18])
+    def test_takes_as_much_pinned_memory_as_its_arena_has(self, emulated, size):
+        """CuPy's pool would round up to a power of two: 2 GB for 1.6."""
+        arena = emulated.kernels.allocate(size)
+        with cuda_emulator.recorded() as record:
+            mirror = emulated.kernels.mirror(arena)
+        assert record.pinned_allocations == [4 * size]
+        assert mirror.data.size == size
+
+    def test_large_memory_is_pinned(self, device):
+        xp, mirror = device.kernels.xp, device.kernels.mirror(device.kernels.allocate(3 << 18))
+        kinds = {xp.cuda.runtime.pointerGetAttributes(mirror.data[at:].ctypes.data).type for at in (0, -1)}
+        assert kinds == {xp.cuda.runtime.memoryTypeHost}
+
     def test_on_the_stream_that_is_current(self, device):
         """Work of a stream of its own is waited for, and seen."""
         xp, kernels = device.kernels.xp, device.kernels

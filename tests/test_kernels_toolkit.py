@@ -4,11 +4,14 @@ import sys
 from types import SimpleNamespace
 
 import cuda_emulator
+import numpy as np
 import pytest
 from backends import on_the_stand_in
 
+from gradengine import GradientEngine, GradientLayout
 from gradengine.errors import CallerError, DeviceUnavailable, OutOfDeviceMemory
 from gradengine.kernels import CudaKernels, HostKernels, kernels_for, toolkit
+from gradengine.kernels.addresses import CAPACITIES
 from gradengine.kernels.cuda import cuda_kernels
 
 
@@ -139,6 +142,49 @@ class TestCompiled:
         assert "#include" not in text
         assert text.count('extern "C" __global__') >= 1
         assert "struct Stretch" in text
+
+
+class TestLargeArguments:
+    """32 KB of arguments are of CUDA 12.1: by an older NVRTC or driver the 4 KB kernels carry what they can."""
+
+    @pytest.mark.parametrize(
+        ("nvrtc", "driver", "are_taken"),
+        [
+            ((12, 1), 12010, True),
+            ((13, 0), 13000, True),
+            ((12, 9), 13000, True),
+            ((12, 0), 13000, False),
+            ((11, 8), 12010, False),
+            ((12, 9), 12000, False),
+            ((12, 9), 11080, False),
+        ],
+    )
+    def test_by_versions(self, monkeypatch, nvrtc, driver, are_taken):
+        monkeypatch.setattr(cuda_emulator.cuda.nvrtc, "getVersion", lambda: nvrtc)
+        with cuda_emulator.options(driver_version=driver):
+            assert toolkit.takes_large_arguments(cuda_emulator) is are_taken
+
+    def test_without_nvrtc_the_compiler_is_what_is_missing(self, monkeypatch):
+        def missing():
+            raise RuntimeError("CuPy failed to load libnvrtc.so.12")
+
+        monkeypatch.setattr(cuda_emulator.cuda.nvrtc, "getVersion", missing)
+        assert toolkit.takes_large_arguments(cuda_emulator) is False
+
+    def test_what_does_not_fit_goes_through_memory(self):
+        """With the kernels as they are compiled for an older driver: they have no large ones."""
+        count = CAPACITIES["small"] + 1
+        with cuda_emulator.options(driver_version=12000):
+            kernels = CudaKernels(cuda_emulator)
+        layout = GradientLayout.of([(3,)] * count)
+        engine = GradientEngine(layout, kernels, max_norm=1.0)
+        with cuda_emulator.recorded() as record:
+            engine.add([cuda_emulator.asarray(np.ones(3, np.float32))] * count)
+            result = engine.step()
+        assert record.launches == ["accumulate_1_table", "finalise", "hand_back_table"]
+        assert float(result.norm) == pytest.approx((3 * count) ** 0.5)
+        with pytest.raises(cuda_emulator.EmulatorError, match="no kernel 'measure_large'"):
+            toolkit.compiled(cuda_emulator, "measure", large_arguments=False).get_function("measure_large")
 
 
 class TestKernelsFor:

@@ -1,6 +1,8 @@
 """Work on several streams and in several threads: it is ordered by events, or refused, never left to chance."""
 
+import contextlib
 import gc
+import math
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +10,8 @@ import cuda_emulator
 import numpy as np
 import pytest
 from backends import on_the_stand_in
-from devices import churned, on_host, put_all, synchronize
+from devices import churned, named_cuda, on_host, put_all, synchronize
+from emulated_torch import copy_on
 from ranks import on_ranks
 
 from gradengine import (
@@ -17,10 +20,14 @@ from gradengine import (
     GradientEngine,
     GradientLayout,
     NonFiniteGradient,
+    clip_by_global_norm,
     clip_gradients_fused,
 )
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.gpu_accumulate import GpuGradientAccumulator
+from gradengine.kernels import ClipPlan, tables
+from gradengine.kernels.device import StreamOrder
+from gradengine.kernels.tables import Entry, chunk_for
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
 
@@ -246,6 +253,355 @@ class TestTwoStreams:
         device.kernels.xp.cuda.Stream.null.synchronize()
         synchronize(device)
         assert (on_host(workspace[0]) == 3).all()
+
+
+def stream_on(device):
+    """A stream of the device that the kernels are on, whichever is the current one."""
+    with device.kernels.active():
+        return stream_of(device)
+
+
+@contextlib.contextmanager
+def taken_by_others(device):
+    """Behind it memory that was freed in it is taken by others and full of NaN, whichever stream it came from."""
+    place = device.kernels._place
+    yield
+    gc.collect()
+    churned(device)
+    with device.kernels.on(place._uploads):
+        churned(device)
+
+
+def is_told(engine, raises):
+    try:
+        raises()
+    except NonFiniteGradient as found:
+        return found.step == engine.current_step - 1
+    return False
+
+
+# How a user learns that the last step's gradient was not finite.
+LOOKS = {
+    "check": lambda engine, result: is_told(engine, result.check),
+    "non_finite": lambda _, result: result.non_finite is not None,
+    "engine.check": lambda engine, _: is_told(engine, engine.check),
+    "norm": lambda _, result: not math.isfinite(float(result.norm)),
+    "skipped": lambda _, result: bool(result.skipped),
+    "gradients": lambda _, result: not result.gradients["head"].get().any(),
+    "component_norms": lambda _, result: not np.isfinite(result.component_norms.get()).all(),
+    "group_norms": lambda _, result: not math.isfinite(float(result.group_norms["all"])),
+    "views": lambda engine, _: not engine.accumulator.views()["head"].get().any(),
+}
+
+
+class TestWhoeverLooks:
+    """A NaN is neither missed nor invented, whatever stream, device or thread is current when somebody looks."""
+
+    @pytest.fixture(params=["the default stream", "a stream", "a thread", "the device's own stream"])
+    def elsewhere(self, request, device):
+        def look(what):
+            if request.param == "a thread":
+                return on_ranks(lambda _: what(), 1)[0]
+            with contextlib.ExitStack() as current:
+                if request.param == "a stream":
+                    current.enter_context(stream_of(device))
+                if request.param == "the device's own stream":
+                    current.enter_context(device.kernels.on(stream_on(device)))
+                return what()
+
+        return look
+
+    @pytest.mark.parametrize("what", LOOKS)
+    @pytest.mark.parametrize("is_bad", [True, False], ids=["missed", "invented"])
+    def test_at_a_step(self, device, elsewhere, what, is_bad):
+        engine = new_engine(device)
+        good, bad = put_all(device, ones()), put_all(device, ones(math.nan))
+        engine.add(good if is_bad else bad)
+        engine.step()
+        with contextlib.suppress(NonFiniteGradient):
+            engine.check()
+        synchronize(device)
+        with device.kernels.on(stream_on(device)):
+            engine.add(bad if is_bad else good)
+            result = engine.step()
+        assert elsewhere(lambda: LOOKS[what](engine, result)) is is_bad
+
+    @pytest.mark.parametrize("what", ["check", "norm", "gradients"])
+    def test_at_a_replay(self, device, elsewhere, what):
+        engine, gradients = new_engine(device), put_all(device, ones())
+        with engine.capture() as graph:
+            engine.add(gradients)
+            engine.step()
+        graph.replay()
+        bad, stream = put_all(device, ones(math.nan)), stream_on(device)
+        synchronize(device)
+        with device.kernels.on(stream):
+            for to, of in zip(gradients, bad, strict=True):
+                copy_on(device.kernels.xp, stream, to, of)
+            result = graph.replay()
+        assert elsewhere(lambda: LOOKS[what](engine, result))
+
+    @pytest.mark.parametrize("number", ["norm", "scale"])
+    def test_at_a_clip_state(self, device, elsewhere, number):
+        state, gradients = FusedClipState([5000, 7], device.kernels), put_all(device, ones(2))
+        clip_gradients_fused(put_all(device, ones()), 1.0, state)
+        synchronize(device)
+        clip_gradients_fused(gradients, 1.0, state, stream=stream_on(device))
+        norm = 2 * math.sqrt(5007)
+        wanted = pytest.approx(norm if number == "norm" else 1 / norm)
+        assert elsewhere(lambda: float(getattr(state, number))) == wanted
+
+    def test_at_the_norm_of_a_clip_while_another_device_is_current(self, device):
+        gradients = put_all(device, ones(2))
+        with named_cuda(device):
+            clip_by_global_norm(put_all(device, ones()), 1.0)
+        synchronize(device)
+        with named_cuda(device), stream_of(device):
+            norm = clip_by_global_norm(gradients, 1.0)
+            assert norm.device.id == device.kernels.ordinal
+            assert float(norm) == pytest.approx(2 * math.sqrt(5007))
+
+    @pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+    def test_at_an_accumulator(self, device, elsewhere, values):
+        accumulator = GpuGradientAccumulator(LAYOUT, device.kernels)
+        accumulator.add(put_all(device, ones(values[0])))
+        accumulator.has_non_finite()
+        accumulator.zero_all()
+        now = put_all(device, ones(values[1]))
+        synchronize(device)
+        with device.kernels.on(stream_on(device)):
+            accumulator.add(now)
+        assert elsewhere(accumulator.has_non_finite) is math.isnan(values[1])
+
+    @pytest.mark.parametrize("what", ["flatten", "components"])
+    def test_at_a_block(self, device, elsewhere, what):
+        accumulator, gradients = GpuGradientAccumulator(LAYOUT, device.kernels), put_all(device, ones(3))
+        synchronize(device)
+        with device.kernels.on(stream_on(device)):
+            accumulator.add(gradients)
+            block = accumulator.block(0)
+
+        def look():
+            return (block.flatten() if what == "flatten" else block.components["w"]).get()
+
+        assert (elsewhere(look)[:5000] == 3).all()
+
+    def test_late_while_the_next_step_is_on_another_stream(self, device):
+        """The verdict that is sent to the host is that of its step: the next one may not write it before."""
+        engine, telemetry = new_engine(device, on_non_finite="skip"), []
+        good, bad = put_all(device, ones()), put_all(device, ones(math.nan))
+        first, second = stream_on(device), stream_on(device)
+        synchronize(device)
+        with device.kernels.on(first):
+            engine.add(bad)
+            engine.step()
+        with device.kernels.on(second), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine._late._telemetry, "send", lambda: telemetry.append("not sent"))
+            engine.add(good)
+            engine.step()
+        second.synchronize()
+        first.synchronize()
+        assert telemetry
+        assert engine.latest_verdict.is_bad
+
+
+class TestAStreamThatIsGone:
+    """A handle need live only until the step is over; later another stream may have it."""
+
+    @pytest.fixture
+    def work(self, device):
+        """Runs something on a stream that is destroyed at once, by its handle."""
+
+        def run(what):
+            stream = stream_on(device)
+            with device.kernels.on(stream.ptr):
+                what()
+            del stream
+            gc.collect()
+
+        return run
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_harms_no_engine(self, device, work, waits):
+        engine, gradients = new_engine(device), put_all(device, ones(3))
+        synchronize(device)
+        for _ in range(3):
+            work(lambda: (engine.add(gradients), engine.step()))
+            if waits:
+                synchronize(device)
+        engine.add(gradients)
+        result = engine.step()
+        assert float(result.norm) == pytest.approx(3 * math.sqrt(5007))
+        assert (result.gradients["head"].get() == 3).all()
+
+    def test_harms_none_that_was_made_on_it(self, device, work):
+        engines, gradients = [], put_all(device, ones(3))
+        synchronize(device)
+        work(lambda: engines.append(new_engine(device)))
+        engines[0].add(gradients)
+        result = engines[0].step()
+        assert (result.gradients["head"].get() == 3).all()
+        del result
+        engines.clear()
+        gc.collect()
+        synchronize(device)
+        device.kernels.allocate(1)
+        assert not device.kernels._place.kept
+
+    def test_keeps_what_its_work_uses(self, device, work):
+        """Memory that came from the default stream, dropped while the work of one that is gone still runs."""
+        workspace, gradients = put_all(device, ones(0)), put_all(device, ones(3))
+        synchronize(device)
+        accumulators = [GpuGradientAccumulator(LAYOUT, device.kernels)]
+        work(lambda: (accumulators[0].add(gradients), accumulators[0].copy_block_to(0, workspace[:1])))
+        with taken_by_others(device):
+            accumulators.clear()
+        synchronize(device)
+        assert (on_host(workspace[0]) == 3).all()
+
+    def test_another_that_has_its_handle_waits_all_the_same(self):
+        """As one of CuPy's own is known by its object, not by its handle."""
+        device = StubDevice()
+        order, first, second = StreamOrder(device), StubStream(7), StubStream(7)
+        for stream, waits in ((first, 1), (first, 1), (second, 1), (first, 2)):
+            device.stream = stream
+            with order.use():
+                assert len(stream.waited) == waits
+
+    def test_per_thread_default_streams_are_each_threads_own(self):
+        device = StubDevice()
+        device.stream = StubStream(2)
+        order = StreamOrder(device)
+        for turn in range(3):
+            with order.use():
+                assert len(device.stream.waited) == turn + 1
+        order.follow()
+        assert len(device.stream.waited) == 4
+
+
+class StubStream:
+    """A stream that notes what it is asked."""
+
+    def __init__(self, ptr):
+        self.ptr, self.waited = ptr, []
+
+    def is_capturing(self):
+        return False
+
+    def record(self, event):
+        return event
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+class StubDevice:
+    """A device whose current stream the test says."""
+
+    def __init__(self):
+        self.stream = StubStream(0)
+
+    def current_stream(self):
+        return self.stream
+
+    def readers(self):
+        return [self.stream]
+
+    def event(self):
+        return object()
+
+    def is_capturing(self):
+        return False
+
+    def active(self):
+        return contextlib.nullcontext()
+
+
+def test_threads_with_their_own_default_streams(device):
+    """cudaStreamPerThread: one handle, and another stream in each thread."""
+    xp, engine = device.kernels.xp, new_engine(device)
+    gradients = put_all(device, ones(2))
+    synchronize(device)
+
+    def on_default_of_thread(what):
+        with device.kernels.active(), xp.cuda.Stream.ptds:
+            return what()
+
+    on_ranks(lambda _: on_default_of_thread(lambda: engine.add(gradients)), 1)
+    result = on_default_of_thread(engine.step)
+    on_ranks(lambda _: on_default_of_thread(lambda: engine.add(gradients)), 1)
+    assert on_default_of_thread(lambda: float(engine.step().norm)) == pytest.approx(2 * math.sqrt(5007))
+    assert result.non_finite is None
+
+
+class TestDropped:
+    """Nothing is freed while work may still use it: on a stream that is not the one the memory came from."""
+
+    def test_an_engine(self, device):
+        engine, out, gradients = new_engine(device), put_all(device, ones(0)), put_all(device, ones(3))
+        synchronize(device)
+        with device.kernels.on(stream_on(device)):
+            churned(device)
+            engine.add(gradients)
+            engine.step(out=out)
+        with taken_by_others(device):
+            del engine
+        synchronize(device)
+        assert all((on_host(array) == 3).all() for array in out)
+
+    def test_an_engine_may_be_replaced_where_there_is_room_for_one(self, device):
+        """The memory of the first is waited for."""
+        kernels, layout = device.kernels, GradientLayout.of([(1 << 20,)])
+        pool = kernels.xp.get_default_memory_pool()
+        gradient = device.put(np.ones(1 << 20, np.float32))
+        engine = GradientEngine(layout, kernels, max_norm=None)
+        synchronize(device)
+        kernels._place.kept.wait()
+        pool.free_all_blocks()
+        with kernels.active():
+            pool.set_limit(size=pool.total_bytes() + (1 << 20))
+        try:
+            with kernels.on(stream_on(device)):
+                engine.add([gradient])
+                engine.step()
+            del engine
+            engine = GradientEngine(layout, kernels, max_norm=None)
+            engine.add([gradient])
+            assert float(engine.step().norm) == 1024
+        finally:
+            with kernels.active():
+                pool.set_limit(size=0)
+
+    def test_a_plan(self, device):
+        """More plans than are remembered, each of which the last stream's work still reads."""
+        kernels = device.kernels
+        state, stream = kernels.squared_sums([4]), stream_on(device)
+        buffers = [device.buffer(np.full(4, 8, np.float32)) for _ in range(20)]
+        synchronize(device)
+        plans = [ClipPlan((0,), (1.0, float(number))) for number in range(20)]
+        with kernels.on(stream):
+            for plan, buffer in zip(plans, buffers, strict=True):
+                with taken_by_others(device):
+                    kernels.measure_all([buffer], state)
+                    decision = kernels.finalise(None, state, plan, 1.0, zero_if_bad=False)
+                    kernels.hand_back([buffer], decision, [0], [buffer])
+        synchronize(device)
+        assert all((device.get(buffer).view(np.float32) == 0.5).all() for buffer in buffers)
+
+    def test_a_table(self, device, monkeypatch):
+        """Destinations that move make a table each; those that are forgotten may still be read."""
+        monkeypatch.setattr(tables, "_TABLES", 1)
+        kernels, stream = device.kernels, stream_on(device)
+        sources = [device.buffer(np.full(3000 + number, 8, np.float32)) for number in range(12)]
+        synchronize(device)
+        for source in sources:
+            kernels._launches.table([Entry(0, source.size, 0, 0)], chunk_for(source.size))
+            with kernels.on(stream):
+                kernels.scale([source], np.float32(0.5), [source])
+            with taken_by_others(device):
+                kernels._launches.table([Entry(0, 1, 0, 0)], 2048)
+        synchronize(device)
+        assert all((device.get(source).view(np.float32) == 4).all() for source in sources)
 
 
 class TestCapture:

@@ -272,6 +272,9 @@ class CudaDevice:
         try:
             return self.xp.empty(shape, dtype)
         except self.xp.cuda.memory.OutOfMemoryError as fault:  # the pool may have a limit below what the device has
+            if self.kept and not self.is_capturing():
+                self.kept.wait()
+                return self._empty(shape, dtype)
             nbytes = dtype.itemsize * math.prod(shape)
             raise OutOfDeviceMemory(str(fault), expected=f"{nbytes} bytes") from None
 

@@ -13,7 +13,7 @@ from .copies import DEVICE_TO_HOST, HOST_TO_DEVICE, copy, fill
 from .device import Device
 from .memory import Memory, MemoryPointer
 from .queues import Work, add, finish_queue
-from .record import note_copy, note_wait
+from .record import note_copy, note_launch, note_wait
 from .streams import Event, Stream, current_queue, get_current_stream
 
 _KDL_CUDA = 2
@@ -179,6 +179,8 @@ class ndarray:
     def __setitem__(self, index: Any, value: Any) -> None:
         there = self[index]._elements
         source = value._elements if isinstance(value, ndarray) else np.array(value)
+        if there.size:  # by a kernel of CuPy's own
+            note_launch(f"cupy_copy__{source.dtype}_{there.dtype}" if isinstance(value, ndarray) else "cupy_fill")
         add(current_queue(), Work("assign", lambda: np.copyto(there, source, casting="unsafe")))
 
     def fill(self, value: Any) -> None:
