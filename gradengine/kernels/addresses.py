@@ -46,7 +46,7 @@ class Addresses:
 
 
 def _by_value(addresses: npt.NDArray[np.uint64], weights: Sequence[Any], capacity: int) -> Any:
-    argument = np.empty(1, _argument_type(capacity, len(weights)))
+    argument = np.zeros(1, _argument_type(capacity, len(weights)))
     argument["address"][0, : addresses.size] = addresses
     if weights:
         argument["weight"][0, :] = weights
