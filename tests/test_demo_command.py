@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 import gradengine
 from gradengine.__main__ import main
 from gradengine.demo import command
+from gradengine.demo.screen import _bar
 from gradengine.demo.settings import Settings, Transport
 
 SMALL = [
@@ -84,7 +87,7 @@ def fails(monkeypatch, capsys, *arguments):
 def test_a_model_that_cannot_be_cut_is_said_so_before_anything_is_started(monkeypatch, capsys, options, message):
     begin = time.monotonic()
     code, error = fails(monkeypatch, capsys, *options)
-    assert code == 1
+    assert code == 2
     assert re.search(message, error)
     assert "Traceback" not in error
     assert time.monotonic() - begin < 3
@@ -115,7 +118,7 @@ def test_ports_beyond_the_last_are_refused_before_anything_is_started(monkeypatc
     begin = time.monotonic()
     options = ["--port", port, "--tp", tp, "--heads", 16, "--kv-heads", 16, "--hidden-size", 96]
     code, error = fails(monkeypatch, capsys, *options)
-    assert code == 1
+    assert code == 2
     assert f"--port={port} leaves too few ports for {tp} shards: got ports {port} to {last}, expected at most" in error
     assert f"pass --port {65536 - tp} or less" in error
     assert time.monotonic() - begin < 3
@@ -151,3 +154,16 @@ def test_a_killed_worker_ends_the_demo_in_shards_and_is_named(tmp_path, rank):
     for pid in pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("variables", "ends"), [({}, False), ({"NO_COLOR": "1"}, True)])
+def test_a_bar_without_colours_has_ends(monkeypatch, variables, ends):
+    """What is not done yet is blank there, and at first all of it is."""
+    for name, value in {"TERM": "xterm-256color", **variables}.items():
+        monkeypatch.setenv(name, value)
+    console = Console(force_terminal=True, width=60, color_system="auto")
+    progress = Progress(*_bar(console), console=console)
+    progress.add_task("", total=10)
+    with console.capture() as shown:
+        console.print(progress.get_renderable())
+    assert (shown.get().strip().startswith("|") and shown.get().strip().endswith("|")) == ends

@@ -263,3 +263,19 @@ def test_connection_with_itself_is_none(monkeypatch):
 )
 def test_addresses_are_shown_as_urls_write_them(address, text):
     assert shown(address) == text
+
+
+# ---- systems ----
+
+
+@pytest.mark.parametrize("missing", ["AF_UNIX", "sendmsg"])
+@pytest.mark.parametrize(("address", "url"), [("/run/x", "unix:///run/x"), (("127.0.0.1", 1), "tcp://127.0.0.1:1")])
+def test_a_system_without_posix_sockets_is_refused_by_name(monkeypatch, missing, address, url):
+    """As Windows is: no AttributeError of Python's."""
+    if missing == "AF_UNIX":
+        monkeypatch.delattr(socket, "AF_UNIX")
+    else:
+        monkeypatch.setattr(socket, "socket", object)
+    for use in (listen_socket, lambda given: connect_socket(given, 0.1)):
+        with pytest.raises(CallerError, match=f"no exchange over {url}: this system's sockets are not POSIX: got"):
+            use(address)

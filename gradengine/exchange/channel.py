@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -152,9 +153,9 @@ def listen_socket(address: Address) -> socket.socket:
     """A listening socket.
 
     Raises:
-        CallerError: The address cannot be bound; the error says which.
+        CallerError: The address cannot be bound, the error says which; or the system has no POSIX sockets.
     """
-    family = socket.AF_UNIX if isinstance(address, str) else _family(address)
+    family = _family(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     if isinstance(address, str):
         _remove_stale(address)
@@ -179,10 +180,11 @@ def connect_socket(address: Address, timeout: float) -> socket.socket:
 
     Raises:
         PeerLost: It was not there within `timeout` seconds.
+        CallerError: The system has no POSIX sockets.
     """
-    deadline = time.monotonic() + timeout
+    deadline, family = time.monotonic() + timeout, _family(address)
     while True:
-        connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else _family(address), socket.SOCK_STREAM)
+        connection = socket.socket(family, socket.SOCK_STREAM)
         connection.settimeout(max(_RETRY_SECONDS, deadline - time.monotonic()))
         try:
             connection.connect(address)
@@ -235,5 +237,15 @@ def _remove_stale(path: str) -> None:
             return  # bind says what is wrong
 
 
-def _family(address: tuple[str, int]) -> socket.AddressFamily:
+def _family(address: Address) -> socket.AddressFamily:
+    """The address' kind of socket, on a system that has all that a `Channel` needs of them: Windows has not."""
+    if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
+        raise CallerError(
+            f"no exchange over {url_of(address)}: this system's sockets are not POSIX",
+            got=sys.platform,
+            expected="Linux or macOS",
+            do="use WSL on Windows; threads of one process need no sockets: local_group",
+        )
+    if isinstance(address, str):
+        return socket.AF_UNIX
     return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
