@@ -62,6 +62,7 @@ class Compiled:
     """One .cu file for one architecture."""
 
     cubin: bytes
+    ptx: str
     log: str
     kernels: dict[str, Kernel]
 
@@ -125,10 +126,10 @@ def compiled_text(major: int, text: str, name: str, architecture: str) -> Compil
         log = _text(nvrtc, "ProgramLog", program).rstrip(b"\0").decode()
         if status:
             raise CompileError(f"{name}.cu for {architecture}:\n{log}")
-        cubin = _text(nvrtc, "CUBIN", program)
+        cubin, ptx = _text(nvrtc, "CUBIN", program), _text(nvrtc, "PTX", program).rstrip(b"\0").decode()
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return Compiled(cubin, log, _kernels(cubin, log))
+    return Compiled(cubin, ptx, log, _kernels(cubin, log))
 
 
 def _succeed(nvrtc: ctypes.CDLL, status: int) -> None:
@@ -204,6 +205,17 @@ def _attribute(info: bytes, wanted: int) -> int:
 
 
 # ---- the instructions ----
+
+_RESULTS = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?((?:add|sub|mul|mad|fma|div|rcp|sqrt|rsqrt|cvt|cvta|neg|min|max|ex2|lg2|sin|cos|tanh)"
+    r"[.\w]*\.b?f(?:16|16x2|32|64)(?:\.\w+)*)\b",
+    re.MULTILINE,
+)
+
+
+def float_arithmetic(ptx: str) -> set[str]:
+    """The PTX instructions with a result that may be rounded or flushed, such as `add.rn.f32`."""
+    return set(_RESULTS.findall(ptx))
 
 
 @functools.cache

@@ -128,6 +128,65 @@ def test_the_elementwise_kernels_compile_and_keep_subnormals(major, architecture
         (kernel,) = compiled.kernels.values()
         assert (kernel.stack, kernel.spill_stores, kernel.spill_loads) == (0, 0, 0), text
         assert "warning" not in compiled.log.lower(), compiled.log
+        assert nvrtc.float_arithmetic(compiled.ptx) == arithmetic_of(text), text
+
+
+def arithmetic_of(text):
+    """What an elementwise kernel may do: each operation that its text names, rounded to nearest, flushing nothing."""
+    named = {
+        r"gradengine::add\(": "add.rn.f32",
+        r"gradengine::multiply\(": "mul.rn.f32",
+        r"gradengine::widened\(\w+, gradengine::FLOAT16": "cvt.f32.f16",
+        r"gradengine::rounded\(.*, gradengine::FLOAT16\);": "cvt.rn.f16.f32",
+    }
+    return {instruction for pattern, instruction in named.items() if re.search(pattern, text)}
+
+
+# All that a kernel adds, multiplies and converts, for every architecture: a GPU runs this inline PTX where the emulator
+# runs C++. fp64 is rounded to nearest where nothing is said; .ftz is for squares in fp32 alone.
+WIDENED, SQUARES = {"cvt.f32.f16"}, {"fma.rn.ftz.f32", "cvt.f64.f32", "fma.rn.f64", "add.f64"}
+ARITHMETIC = {
+    "accumulate": {*WIDENED, "mul.rn.f32", "add.rn.f32", *SQUARES},
+    "measure": {*WIDENED, *SQUARES},
+    "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64"},
+    "hand_back": {*WIDENED, "mul.rn.f32", "cvt.rn.f16.f32"},
+}
+OR_FUSED = {"mul.f64"}  # the first of eight squares, where the compiler does not add it to zero
+
+
+@pytest.mark.parametrize("name", nvrtc.names())
+def test_every_operation_is_rounded_to_nearest_and_flushes_nothing_but_squares(compiled, name):
+    assert nvrtc.float_arithmetic(compiled.ptx) - OR_FUSED == ARITHMETIC[name]
+
+
+@pytest.mark.parametrize("name", nvrtc.names())
+def test_the_assembler_rounds_to_nearest_too(instructions, name):
+    """But within the division and the square root of fp64, whose own steps round as they must."""
+    singles = ("FADD", "FMUL", "FFMA", "F2F", "F2FP", "HADD2", "HMUL2", "HFMA2")
+    doubles = () if name == "finalise" else ("DADD", "DMUL", "DFMA")
+    for kernel, codes in instructions.items():
+        found = sum(of(codes, opcode, mode) for opcode in (*singles, *doubles) for mode in ("RZ", "RM", "RP"))
+        assert not found, kernel
+
+
+PLANTED = [
+    ("add.rn.f32", "add.rz.f32"),
+    ("mul.rn.f32", "mul.rp.f32"),
+    ("cvt.rn.f32.f64", "cvt.rz.f32.f64"),
+    ("cvt.rn.f32.f64", "cvt.rn.ftz.f32.f64"),
+    ("cvt.rn.f16.f32", "cvt.rn.ftz.f16.f32"),
+    ("cvt.f64.f32", "cvt.ftz.f64.f32"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), PLANTED)
+def test_another_rounding_in_the_inline_ptx_shows(major, right, wrong):
+    """As tests of a GPU's branch: each inline instruction is replaced in one kernel that has it."""
+    name = next(name for name in ("hand_back", "measure", "finalise", "accumulate") if right in ARITHMETIC[name])
+    text = toolkit.source(name)
+    assert text.count(f'"{right} ') == 1
+    planted = nvrtc.compiled_text(major, text.replace(f'"{right} ', f'"{wrong} '), name, "sm_90")
+    assert nvrtc.float_arithmetic(planted.ptx) - OR_FUSED != ARITHMETIC[name]
 
 
 @pytest.mark.parametrize("name", nvrtc.names())
