@@ -133,6 +133,9 @@ def cast(
 ) -> None:
     """Copy, destination = source in the destination's dtype: widened exactly, or rounded to nearest, ties to even.
 
+    NaN stays NaN, a signalling one too: 0x7fc0 in bf16, and in fp16 and fp32 with whatever sign and payload the device
+    gives it.
+
     Args:
         source: fp32, fp16 or bf16; an array or a `RawBuffer`.
         destination: As many elements, writable.

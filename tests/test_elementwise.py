@@ -18,6 +18,14 @@ SPECIAL = np.array(
     [0.0, -0.0, 1.0, -1.5, 1e-45, -1e-42, 2.0**-126, 3e38, np.inf, -np.inf, np.nan, 65504, 65520, 2**-24, 2**-25, 257],
     np.float32,
 )
+# Quiet and signalling, of both signs; in fp32 also those whose upper 10 or 13 bits of payload are zeros or ones.
+FP32_NANS = np.array(
+    [sign | 0x7F800000 | payload for sign in (0, 1 << 31) for payload in
+     (1, 0xFFF, 0x1000, 0x1FFF, 0x2000, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7FFFFF)],
+    np.uint32,
+)  # fmt: skip
+FP16_NANS = np.array([sign | 0x7C00 | payload for sign in (0, 1 << 15) for payload in range(1, 1024)], np.uint16)
+BF16_NANS = np.array([sign | 0x7F80 | payload for sign in (0, 1 << 15) for payload in range(1, 128)], np.uint16)
 PAIRS = list(itertools.product(draw.DTYPES, draw.DTYPES))
 
 
@@ -136,6 +144,19 @@ class TestCast:
         to, got = placed(np.full(values.size, 9, draw.DTYPES[destination]))
         elementwise.cast(placed(values)[0], to)
         draw.assert_same_values(got(), draw.scaled(values, 1, destination))
+
+    @pytest.mark.parametrize(("source", "destination"), PAIRS)
+    def test_a_signalling_nan_stays_nan(self, on, placed, source, destination):
+        """Cut to its upper bits, or carried over by rounding, it would be an infinity, a zero or a number."""
+        nan = {"float32": FP32_NANS, "float16": FP16_NANS, "bfloat16": BF16_NANS}[source].view(draw.DTYPES[source])
+        numbers = np.arange(nan.size).astype(draw.DTYPES[source])
+        values = np.stack([nan, numbers], axis=1).reshape(-1)
+        to, got = placed(np.full(values.size, 9, draw.DTYPES[destination]))
+        elementwise.cast(placed(values)[0], to)
+        found = got().view(draw.DTYPES[destination])
+        assert np.isnan(found[::2].astype(np.float32)).all()
+        assert destination != "bfloat16" or set(draw.storage_bits(found[::2])) == {0x7FC0}
+        draw.assert_same_bits(found[1::2], draw.scaled(numbers, 1, destination))
 
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     def test_onto_itself_changes_nothing(self, on, placed, dtype):
