@@ -76,6 +76,7 @@ def measures(backend: Backend) -> None:
     kernels, kinds = backend.kernels, list(draw.DTYPES)
     arrays = [values_of(p, size, kinds[p % 3]) for p, size in enumerate(SIZES)]
     arrays[8][:] = 1e-30
+    arrays[8][16:32] = np.exp2([-60, *[-64] * 7] * 2)  # squares of which fp32 keeps the largest
     arrays[0][[3, 5000, 8999]] = NAN
     arrays[2][[0, 20]] = -INF
     sums = kernels.squared_sums(SIZES)
@@ -254,6 +255,10 @@ MUTATIONS = {
     "measure": {
         "a sum that overflows is taken for a sum": (" && sum <= LARGEST_FLOAT", ""),
         "a sum that vanishes is taken for a sum": ("sum >= SAFE_SQUARE && ", ""),
+        "a sum that vanishes in part is taken for a sum": (
+            "#define SAFE_SQUARE 7.8886090522101181e-31f",
+            "#define SAFE_SQUARE 1.1754943508222875e-38f",
+        ),
         "a partial at its component's first place": (
             "squares[component.first + row.chunk]",
             "squares[component.first]",

@@ -81,6 +81,20 @@ class TestTables:
         others = [made.of([Entry(64, 5)], 2048), made.of([Entry(64, 5), Entry(128, 7)], 4096)]
         assert len({id(t) for t in (table, *others)}) == 3
 
+    def test_only_so_many_are_remembered_and_the_oldest_goes_first(self, monkeypatch):
+        """Destinations that move make new tables for ever."""
+        monkeypatch.setattr(tables, "_TABLES", 3)
+        uploads, dropped = Uploads(), []
+        made = Tables(uploads, lambda events, memory: dropped.append(memory))
+        for address in (64, 128, 192, 256, 320):
+            made.of([Entry(address, 5)], 2048)
+        assert (len(uploads), len(dropped)) == (10, 2)
+        for address in (192, 256, 320):
+            made.of([Entry(address, 5)], 2048)
+        assert len(uploads) == 10
+        made.of([Entry(64, 5)], 2048)
+        assert len(uploads) == 12
+
     def test_nothing_is_copied_of_nothing(self):
         uploads = Uploads()
         table = Tables(uploads, let_go).of([], 2048)
