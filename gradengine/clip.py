@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 from gradengine.buffer import Buffer, overlapping
 from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.frameworks import note_written
-from gradengine.kernels import ClipPlan, Decision, Kernels, kernels_for
+from gradengine.kernels import ClipPlan, Decision, Device, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 
 __all__ = [
@@ -41,7 +41,7 @@ class FusedClipState:
 
     Args:
         sizes: Elements of each buffer.
-        device: Where the buffers lie: "cpu", "cuda", "cuda:1", or kernels.
+        device: Where the buffers lie: "cpu", "cuda", "cuda:1", a torch.device, or kernels.
 
     Attributes:
         norm: The last global norm, before clipping; NaN until there is one. On a GPU a 0-d array there, which the next
@@ -59,7 +59,7 @@ class FusedClipState:
         (5.0, 0.2, array([0.6, 0.8], dtype=float32))
     """
 
-    def __init__(self, sizes: Sequence[int], device: str | Kernels = "cpu") -> None:
+    def __init__(self, sizes: Sequence[int], device: Device = "cpu") -> None:
         self.kernels = kernels_for(device)
         self.sums = self.kernels.squared_sums(sizes)
         self._last: Decision | None = None
@@ -99,6 +99,7 @@ def clip_gradients_fused(
         BufferRefused: A buffer cannot be written as it lies, or two overlap.
         CallerError: `max_norm` is negative or NaN, or a stream is given on the CPU.
     """
+    _refuse_lone_array(buffers)
     names = [f"buffers[{i}]" for i in range(len(buffers))]
     with state.kernels.on(stream):
         _clip(_writable(buffers, names, state), max_norm, state)
@@ -126,6 +127,7 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
         >>> clip_by_global_norm([gradient], 1.0), gradient
         (10.0, array([0., 1.], dtype=float32))
     """
+    _refuse_lone_array(arrays)
     named = arrays if isinstance(arrays, Mapping) else {f"arrays[{i}]": array for i, array in enumerate(arrays)}
     kernels = kernels_for(device_of(next(iter(named.values()), None)))
     views = kernels.writable_views(list(named.values()), list(named))
@@ -146,7 +148,7 @@ class _States(threading.local):
 _states = _States()
 
 
-def init_lora_fused_clip(workspace: object, device: str | Kernels | None = None) -> FusedClipState:
+def init_lora_fused_clip(workspace: object, device: Device | None = None) -> FusedClipState:
     """Clip state for the six gradients of a LoRA block.
 
     Args:
@@ -288,6 +290,17 @@ def _refuse_overlap(views: Sequence[Buffer], names: Sequence[str]) -> None:
         raise BufferRefused(
             f"'{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory",
             do="pass each gradient once, or it would be counted and scaled twice",
+        )
+
+
+def _refuse_lone_array(arrays: object) -> None:
+    """Else each of its elements would be taken for an array of no dimension."""
+    if hasattr(arrays, "shape") or not isinstance(arrays, (Mapping, Iterable)):
+        raise CallerError(
+            "gradients are given in a list, or by name",
+            got=type(arrays).__name__,
+            expected="a sequence of arrays, or a mapping",
+            do="pass one array as [array]",
         )
 
 

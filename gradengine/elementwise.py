@@ -14,7 +14,7 @@ import numpy as np
 from gradengine.buffer import STORAGE, Buffer
 from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, LayoutMismatch
-from gradengine.kernels import CudaKernels, Fold, Kernels, arithmetic, kernels_for
+from gradengine.kernels import CudaKernels, Device, Fold, Kernels, arithmetic, kernels_for
 
 __all__ = ["add", "cast", "fill", "scale"]
 
@@ -36,7 +36,7 @@ def add(
     source: object,
     weight: float = 1.0,
     *,
-    device: str | Kernels | None = None,
+    device: Device | None = None,
     stream: object | None = None,
 ) -> None:
     """Add in place, target += weight * source: the product rounded to fp32, then the sum.
@@ -71,7 +71,7 @@ def add(
             kernels.accumulate([to], [Fold(0, False, (of,), (np.float32(weight),))])
 
 
-def scale(buffer: object, factor: float, *, device: str | Kernels | None = None, stream: object | None = None) -> None:
+def scale(buffer: object, factor: float, *, device: Device | None = None, stream: object | None = None) -> None:
     """Multiply in place, buffer *= factor: rounded to fp32, then to the buffer's dtype; exactly 1 writes nothing.
 
     Args:
@@ -99,7 +99,7 @@ def scale(buffer: object, factor: float, *, device: str | Kernels | None = None,
             _run(kernels, "scale", value, (np.float32(factor),), to, "float32 factor")
 
 
-def fill(buffer: object, value: float, *, device: str | Kernels | None = None, stream: object | None = None) -> None:
+def fill(buffer: object, value: float, *, device: Device | None = None, stream: object | None = None) -> None:
     """Every element becomes `value`, rounded to fp32 and then to the buffer's dtype.
 
     Args:
@@ -128,9 +128,7 @@ def fill(buffer: object, value: float, *, device: str | Kernels | None = None, s
             to.data.fill(to.data[0])
 
 
-def cast(
-    source: object, destination: object, *, device: str | Kernels | None = None, stream: object | None = None
-) -> None:
+def cast(source: object, destination: object, *, device: Device | None = None, stream: object | None = None) -> None:
     """Copy, destination = source in the destination's dtype: widened exactly, or rounded to nearest, ties to even.
 
     NaN stays NaN, a signalling one too: 0x7fc0 in bf16, and in fp16 and fp32 with whatever sign and payload the device

@@ -17,7 +17,7 @@ from gradengine.errors import CallerError, NonFiniteGradient, not_copied
 from gradengine.exchange.interface import Exchange
 from gradengine.frameworks import note_written
 from gradengine.gradients import Gradients
-from gradengine.kernels import Decision, Kernels, Verdict, decide, kernels_for, lenders_of, refuse_bad_divisor
+from gradengine.kernels import Decision, Device, Verdict, decide, kernels_for, lenders_of, refuse_bad_divisor
 from gradengine.late import LateVerdicts
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult, result_of
@@ -41,7 +41,7 @@ class GradientEngine:
 
     Args:
         layout: Where each component lies.
-        device: "cpu", "cuda" (the first GPU), "cuda:1", or kernels.
+        device: "cpu", "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
         max_norm: Bound of the global norm, or one by group name. None, the default, clips nothing: a bound that nobody
             asked for would change gradients without a word. The norm is taken either way.
         exchange: The sum over workers; None for one worker. Of a part of a model, over the workers with the same part.
@@ -77,7 +77,7 @@ class GradientEngine:
     def __init__(
         self,
         layout: GradientLayout,
-        device: str | Kernels = "cpu",
+        device: Device = "cpu",
         max_norm: MaxNorm = None,
         exchange: Exchange | None = None,
         on_non_finite: OnNonFinite = "raise",

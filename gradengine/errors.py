@@ -25,7 +25,8 @@ __all__ = [
     "WindowError",
 ]
 
-_MAX_CHARACTERS = 1000  # of each part of a message
+_MAX_WHAT = 1000  # characters; it may hold the rows in which two layouts differ, or another's message
+_MAX_VALUE = 300
 _MAX_LINES = 12
 
 
@@ -51,9 +52,10 @@ class GradientError(Exception):
 
     def __str__(self) -> str:
         values = (("got", self.got), ("expected", self.expected))
-        numbers = [f"{word} {_printable(value)}" for word, value in values if value is not None]
-        message = f"{_printable(self.what)}: {', '.join(numbers)}" if numbers else _printable(self.what)
-        return f"{message}; {_printable(self.do)}" if self.do else message
+        numbers = [f"{word} {_printable(value, _MAX_VALUE)}" for word, value in values if value is not None]
+        what = _printable(self.what, _MAX_WHAT)
+        message = f"{what}: {', '.join(numbers)}" if numbers else what
+        return f"{message}; {_printable(self.do, _MAX_VALUE)}" if self.do else message
 
 
 class CallerError(GradientError):
@@ -145,19 +147,20 @@ class DeadlineExceeded(ExchangeError):
     """Nothing moved for longer than the progress deadline; the error names who is late and who waits."""
 
 
-def _printable(value: object) -> str:
+def _printable(value: object, limit: int) -> str:
     """A value as text that changes no terminal: bounded from its middle, control characters escaped, lines kept."""
     try:
         text = str(value)
     except (RecursionError, ValueError) as fault:  # nested too deep, or an integer of too many digits
         text = f"<{type(value).__name__}: {fault}>"
-    lines = _shortened(text, _MAX_CHARACTERS).split("\n")
+    lines = _shortened(text, limit).split("\n")
     shown = lines if len(lines) <= _MAX_LINES else [*lines[: _MAX_LINES - 2], "...", lines[-1]]
-    return "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in shown)
+    escaped = "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in shown)
+    return _shortened(escaped, limit)
 
 
 def _shortened(text: str, limit: int) -> str:
-    if len(text) <= limit:
+    if len(text) <= limit + 60:  # what is said of the rest is no longer
         return text
     tail = limit // 4  # what to do stands at the end
     return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from gradengine.buffer import STORAGE, Array, Buffer, Lender, strided, wrong_dev
 from gradengine.errors import BufferRefused
 
 __all__ = [
+    "TorchDevice",
     "TorchStream",
+    "device_name",
     "is_jax",
     "is_torch",
     "jax_device",
@@ -39,6 +41,33 @@ def is_torch(source: object) -> bool:
     """
     torch, kind = sys.modules.get("torch"), type(source)  # half imported it lacks either name
     return kind is getattr(torch, "Tensor", None) or kind is getattr(getattr(torch, "nn", None), "Parameter", None)
+
+
+class TorchDevice(Protocol):
+    """A torch.device."""
+
+    @property
+    def type(self) -> str:
+        """Its kind: "cpu", "cuda", ..."""
+        ...
+
+    @property
+    def index(self) -> Any:
+        """Which of them; None for the current one, which is taken for the first."""
+        ...
+
+
+def device_name(device: object) -> object:
+    """A torch.device by name: "cpu", "cuda:1"; anything else as it is.
+
+    >>> device_name("cuda")
+    'cuda'
+    """
+    kind = getattr(sys.modules.get("torch"), "device", None)
+    if not (isinstance(kind, type) and isinstance(device, kind)):
+        return device
+    named: Any = device
+    return "cpu" if named.type == "cpu" else str(named)
 
 
 def is_jax(source: object) -> bool:
@@ -95,7 +124,7 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     torch = sys.modules["torch"]
     device = torch_device(tensor)
     if device not in devices:
-        raise wrong_device(component, device, devices[0])
+        raise _on_meta(component) if tensor.is_meta else wrong_device(component, device, devices[0])
     if tensor.layout is not torch.strided:
         raise _sparse(tensor, component)
     dtype = _torch_dtype(tensor.dtype)
@@ -220,6 +249,15 @@ def _stands_for_several(tensor: Any, component: str, fault: Exception) -> Buffer
         f"component '{component}' has no memory of its own ({fault})",
         got=type(tensor).__name__,
         do="pass plain tensors, outside of torch.func transformations",
+    )
+
+
+def _on_meta(component: str) -> BufferRefused:
+    return BufferRefused(
+        f"component '{component}' is on the meta device and has no memory",
+        got="a shape and a dtype",
+        expected="a gradient that was computed",
+        do="materialise the module before backward: module.to_empty(device=...), then load its weights",
     )
 
 

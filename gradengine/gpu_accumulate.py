@@ -10,7 +10,7 @@ from gradengine.accumulate import GradientAccumulator
 from gradengine.buffer import refuse_overlapping_destinations
 from gradengine.errors import CallerError
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
-from gradengine.kernels import HostKernels, Kernels, chunk_for, kernels_for
+from gradengine.kernels import Device, HostKernels, chunk_for, kernels_for
 from gradengine.layout import GradientLayout, Slot
 
 __all__ = ["GpuGradientAccumulator"]
@@ -25,7 +25,7 @@ class GpuGradientAccumulator(GradientAccumulator):
 
     Args:
         layout: Where each component lies.
-        device: "cuda" (the first GPU), "cuda:1", or kernels.
+        device: "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
         hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
         reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
             a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
@@ -43,7 +43,7 @@ class GpuGradientAccumulator(GradientAccumulator):
     """
 
     def __init__(
-        self, layout: GradientLayout, device: str | Kernels = "cuda", *, hold: int = 1, reused_buffers: bool = False
+        self, layout: GradientLayout, device: Device = "cuda", *, hold: int = 1, reused_buffers: bool = False
     ) -> None:
         kernels = kernels_for(device)
         if isinstance(kernels, HostKernels):

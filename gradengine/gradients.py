@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from gradengine.buffer import Buffer
+from gradengine.components import is_nested, named_components
 from gradengine.errors import LayoutMismatch
 from gradengine.layout import Slot
 
@@ -19,7 +20,8 @@ def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefi
 
     Args:
         slots: What is expected.
-        gradients: Mapping by full name, or by name without `prefix`; or a sequence in order.
+        gradients: Mapping by full name, or by name without `prefix`, or of containers whose names lead there; or a
+            sequence in order, or of containers.
         where: What the gradients are for, as errors say it.
         prefix: What names may leave out: "blocks.0.".
 
@@ -40,6 +42,8 @@ def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefi
             got=type(gradients).__name__,
             do="pass a dict by component name, or a list in layout order",
         )
+    if len(gradients) != len(slots) or is_nested(gradients[0]):
+        gradients = [gradient for _, gradient in named_components(gradients)]
     if len(gradients) != len(slots):
         raise LayoutMismatch(
             f"another number of gradients than {where} has",
@@ -55,6 +59,8 @@ def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where:
     # A short name that is another's full name says nothing: nested numbers, "0.w" beside "0.0.w" in block "0".
     names = [s.name if s.name in gradients or short[s.name] in full else short[s.name] for s in slots]
     missing = [name for name in names if name not in gradients]
+    if missing and any(map(is_nested, gradients.values())):
+        return _from_mapping(slots, _flat(gradients, where), where, prefix)
     if missing:
         raise LayoutMismatch(
             f"gradients of {where} lack component '{missing[0]}'{and_more(missing)}",
@@ -69,6 +75,14 @@ def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where:
             f"{where} has no component {unknown[0]!r}{and_more(unknown)}", expected=f"{len(slots)}: {_named(slots)}"
         )
     return [gradients[name] for name in names]
+
+
+def _flat(gradients: Mapping[str, object], where: str) -> dict[str, object]:
+    pairs = named_components(gradients)
+    flat = dict(pairs)
+    if len(flat) < len(pairs):
+        raise LayoutMismatch(f"two gradients of {where} have one name", do="the parts of a name are joined by dots")
+    return flat
 
 
 def refuse_other_shape(view: Buffer, slot: Slot) -> None:

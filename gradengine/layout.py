@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol, get_args, runtime_checkable
+from typing import Any, TypeAlias, get_args
 
 import msgpack
+import numpy as np
 
+from gradengine.components import ParameterHolder, named_components
 from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
 from gradengine.shards import Partition, Shape, checked_tp_rank
 from gradengine.slots import Block, Row, Slot, Span, place, refuse_bad_rows
@@ -21,16 +23,13 @@ __all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout"
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
 PARTITIONS = get_args(Partition)
+_MOST_BLOCKS = 1 << 20
+_MOST_BYTES = 1 << 62
 MAX_DIMENSIONS = 64  # NumPy's own limit
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
 
 
-@runtime_checkable
-class Shaped(Protocol):
-    """Anything with a shape: an array of any framework."""
-
-    @property
-    def shape(self) -> Iterable[int]: ...
+Components: TypeAlias = Mapping[str, Any] | Iterable[Any] | ParameterHolder
 
 
 class GradientLayout:
@@ -75,10 +74,12 @@ class GradientLayout:
         _refuse_bad_order(order, by_key)
         self.spans = tuple(by_key[key] for key in order)
         self.arena_size = max(span.stop for span in self.spans)
+        if self.nbytes > _MOST_BYTES:
+            raise LayoutMismatch("a layout is larger than any memory", got=f"above {_MOST_BYTES} bytes")
 
     @staticmethod
     def of(
-        gradients: Mapping[str, Shaped | Shape] | Sequence[Shaped | Shape],
+        gradients: Components,
         *,
         tp_rank: int = 0,
         tp_size: int | None = None,
@@ -88,10 +89,14 @@ class GradientLayout:
 
         Args:
             gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; a sequence
-                names its components "0", "1", .... Up to and including its first whole-number part a dotted name says
-                which block it belongs to: "layers.0.wq" lies in block "layers.0". Blocks are numbered by stem, then
-                by that number. Workers exchange in the reverse of this order, so give the components from the model's
-                input to its output where blocks shall travel while backward runs.
+                names its components "0", "1", .... Containers within are taken apart, their names joined by dots. Or a
+                torch.nn.Module: its trainable parameters by name, each in the shape in which it lies in memory. Or
+                its parameters, each by its position, frozen ones too. Only shapes are read; of torch's parameters the
+                gradients' dtype as well. Up to and including its first whole-number part a dotted name says which block
+                it belongs to: "layers.0.wq" lies in block "layers.0"; where there is none, up to the first part that
+                ends in a number, as flax names them: "Block_0.kernel" lies in "Block_0". Blocks are numbered by stem,
+                then by that number. Workers exchange in the reverse of this order, so give the components from the
+                model's input to its output where blocks shall travel while backward runs.
             tp_rank: This rank in its tensor-parallel group; the shapes are those of its parts.
             tp_size: Ranks of that group; 1, if it is not given, for a whole model.
             partitions: Name -> "column", "row" or "replicated", for each component of a part of a model. To the norm
@@ -99,24 +104,25 @@ class GradientLayout:
 
         Raises:
             LayoutMismatch: Two components of one name, a negative or fractional dimension, a partition of no component
-                or of no kind, a component of a part without one, or nothing at all.
+                or of no kind, a component of a part without one, a lazy parameter, or nothing at all.
+            BufferRefused: A parameter whose gradients cannot be taken: float64, complex, sparse, a DTensor.
             CallerError: The rank is out of range, or there are partitions and no `tp_size`.
 
         Example:
             >>> [slot.shape for slot in GradientLayout.of([(2, 3), (4,)]).slots]
             [(2, 3), (4,)]
+            >>> [slot.name for slot in GradientLayout.of({"encoder": [{"w": (2,)}], "head": (1,)}).slots]
+            ['encoder.0.w', 'head']
             >>> cut = {"w": "column", "norm": "replicated"}
             >>> shard = GradientLayout.of({"w": (2, 3), "norm": (4,)}, tp_rank=1, tp_size=2, partitions=cut)
             >>> [slot.partition for slot in shard.slots]
             ['column', 'replicated']
         """
-        named = gradients if isinstance(gradients, Mapping) else {str(i): g for i, g in enumerate(gradients)}
-        cut = partitions or {}
+        named = named_components(gradients)
+        cut = {} if partitions is None else partitions
         checked_tp_rank(tp_rank, 1 if tp_size is None else tp_size)
-        _refuse_bad_partitions(cut, named, tp_size)
-        rows = [
-            Row(name, _shape_of(name, g), _block_name(name), cut.get(name, "replicated")) for name, g in named.items()
-        ]
+        _refuse_bad_partitions(cut, dict(named), tp_size)
+        rows = [Row(name, _shape_of(name, g), _block_name(name), cut.get(name, "replicated")) for name, g in named]
         return GradientLayout(rows, tp_rank=tp_rank, tp_size=1 if tp_size is None else tp_size)
 
     @staticmethod
@@ -289,8 +295,9 @@ def layout_from_table(table: bytes) -> GradientLayout:
 
 
 def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Row]:
-    if not (hasattr(num_blocks, "__index__") and num_blocks >= 0):
-        raise LayoutMismatch("num_blocks is not a count", got=repr(num_blocks), expected="a whole number >= 0")
+    if np.ndim(num_blocks) or not (hasattr(num_blocks, "__index__") and 0 <= num_blocks <= _MOST_BLOCKS):
+        expected = f"a whole number in 0..{_MOST_BLOCKS}"
+        raise LayoutMismatch("num_blocks is not a count", got=_shown(num_blocks), expected=expected)
     return [
         Row(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
         for b in range(num_blocks)
@@ -298,13 +305,13 @@ def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence
     ]
 
 
-def _shape_of(name: str, array: Shaped | Sequence[int]) -> Shape:
-    dimensions = array.shape if isinstance(array, Shaped) else array
+def _shape_of(name: str, array: Any) -> Shape:
+    dimensions = getattr(array, "shape", array)
     try:
         shape = tuple(d.__index__() for d in dimensions)
     except (AttributeError, TypeError):
         raise LayoutMismatch(
-            f"component '{name}' has no shape", got=repr(array), expected="an array or a shape"
+            f"component '{name}' has no shape", got=_shown(array), expected="an array or a shape"
         ) from None
     if len(shape) > MAX_DIMENSIONS:
         raise LayoutMismatch(f"component '{name}' has too many dimensions", got=len(shape), expected=MAX_DIMENSIONS)
@@ -314,13 +321,21 @@ def _shape_of(name: str, array: Shaped | Sequence[int]) -> Shape:
 
 
 def _block_name(name: str) -> str | None:
-    if not isinstance(name, str):
-        raise LayoutMismatch("a component's name is no text", got=repr(name), expected="a string")
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if part.isdecimal():
-            return ".".join(parts[: i + 1])
+    parts = name.split(".")[:-1]
+    for is_number in (str.isdecimal, _ends_in_number):
+        for i, part in enumerate(parts):
+            if is_number(part):
+                return ".".join(parts[: i + 1])
     return None
+
+
+def _ends_in_number(part: str) -> bool:
+    """As flax numbers its modules.
+
+    >>> _ends_in_number("Block_0"), _ends_in_number("layer0")
+    (True, False)
+    """
+    return part.rpartition("_")[2].isdecimal() and "_" in part
 
 
 def _part_of(row: Row, config: TensorParallelConfig) -> Row:
@@ -329,6 +344,8 @@ def _part_of(row: Row, config: TensorParallelConfig) -> Row:
 
 
 def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str, object], tp_size: int | None) -> None:
+    if not isinstance(partitions, Mapping):
+        raise CallerError("partitions are no mapping", got=_shown(partitions), expected="name -> 'column', 'row', ...")
     for name in partitions:
         if name not in named:
             raise LayoutMismatch("a partition of no component", got=repr(name), expected=_few(named))
@@ -342,6 +359,13 @@ def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str,
 def _refuse_bad_order(order: Sequence[int | str], spans: Mapping[int | str, Span]) -> None:
     if len(order) != len(spans) or set(order) != set(spans):
         raise LayoutMismatch("the backward order does not name each span once", got=list(order), expected=list(spans))
+
+
+def _shown(value: object) -> object:
+    """What an error shows of it: arrays and objects by their kind."""
+    if isinstance(value, (int, float, tuple, list)):
+        return value
+    return repr(value) if isinstance(value, (str, type(None))) else type(value).__name__
 
 
 def _few(names: Iterable[str], limit: int = 4) -> str:

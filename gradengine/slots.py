@@ -16,6 +16,7 @@ from gradengine.shards import Partition, Shape
 
 __all__ = ["Block", "Row", "Slot", "Span", "place", "refuse_bad_rows"]
 
+_MOST_DIGITS = 18  # of a block's number
 ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
 
 
@@ -91,7 +92,7 @@ def refuse_bad_rows(rows: Sequence[Row]) -> None:
         raise LayoutMismatch("a layout needs at least one component", got=0)
     seen: set[str] = set()
     for row in rows:
-        if row.partition not in get_args(Partition):
+        if not isinstance(row.partition, str) or row.partition not in get_args(Partition):
             raise LayoutMismatch(
                 f"component '{row.name}' has an unknown partition",
                 got=repr(row.partition),
@@ -134,6 +135,8 @@ def _numbered(block_names: Iterable[str]) -> list[str]:
     stems: dict[str, int] = {}
     keys = {}
     for name in block_names:
-        stem, _, number = name.rpartition(".")
-        keys[name] = (stems.setdefault(stem, len(stems)), int(number))
+        number = name.rpartition(".")[2].rpartition("_")[2]
+        if not number.isdecimal() or len(number) > _MOST_DIGITS:
+            raise LayoutMismatch("a block's name ends in no number", got=repr(name[-80:]), expected="'layers.0'")
+        keys[name] = (stems.setdefault(name.removesuffix(number), len(stems)), int(number))
     return sorted(keys, key=keys.__getitem__)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from gradengine.clip import checked_max_norm, clip_by_global_norm
+from gradengine.components import memory_order, shapes_in_memory, trainable
 from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient
 from gradengine.kernels import kernels_for
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
+
+Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
 
 __all__ = ["clip_grad_norm_", "give_gradients", "gradients_of", "layout_of", "step_fused", "tensors_of"]
 
@@ -80,8 +83,11 @@ def clip_grad_norm_(
     return norm.to(torch.float32)
 
 
-def layout_of(module: torch.nn.Module) -> GradientLayout:
+def layout_of(module: Parameters) -> GradientLayout:
     """The layout of a module's trainable parameters, in the order of `named_parameters()`; tied ones come once.
+
+    Of a module it is `GradientLayout.of(module)`. In place of a module a list of parameters will do, here and wherever
+    this file takes one: each is named by its position in it.
 
     A parameter that is dense but not contiguous (channels_last, transposed) has the shape in which it lies in memory:
     that is what is added up and exchanged, so workers must agree on it. `result.gradients` has that shape too, which
@@ -90,15 +96,17 @@ def layout_of(module: torch.nn.Module) -> GradientLayout:
     Raises:
         CallerError: It is no module.
         LayoutMismatch: Nothing in it is trainable, or a lazy parameter has no shape yet.
+        BufferRefused: A parameter's gradients cannot be taken: float64, complex, sparse, a DTensor. One on the "meta"
+            device has a layout, but no gradients that could be added.
 
     Example::
 
         engine = GradientEngine(layout_of(model), max_norm=1.0)
     """
-    return GradientLayout.of({name: _as_it_lies(p, p).shape for name, p in _trainable(module).items()})
+    return GradientLayout.of(shapes_in_memory(module))
 
 
-def gradients_of(module: torch.nn.Module, *, allocate: bool = False) -> dict[str, torch.Tensor | None]:
+def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, torch.Tensor | None]:
     """A module's gradients by name, as `engine.add` takes them and `engine.step(out=...)` writes them; no copy.
 
     Args:
@@ -120,7 +128,7 @@ def gradients_of(module: torch.nn.Module, *, allocate: bool = False) -> dict[str
         engine.step(out=gradients_of(model, allocate=True))
         optimizer.step()
     """
-    parameters = _trainable(module)
+    parameters = trainable(module)
     for parameter in parameters.values():
         if allocate and parameter.grad is None:
             # Older torch has no grad_dtype; None means any.
@@ -128,7 +136,7 @@ def gradients_of(module: torch.nn.Module, *, allocate: bool = False) -> dict[str
     return {name: None if p.grad is None else _as_it_lies(p.grad, p) for name, p in parameters.items()}
 
 
-def tensors_of(module: torch.nn.Module, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """A step's gradients as tensors in the parameters' own shapes and orders of memory; no copy.
 
     Args:
@@ -146,10 +154,10 @@ def tensors_of(module: torch.nn.Module, gradients: Mapping[str, Any]) -> dict[st
         for name, gradient in tensors_of(model, engine.step().gradients).items():
             masters[name].grad = gradient  # fp32 master weights of a bf16 model
     """
-    return {name: _view_for(parameter, name, gradients) for name, parameter in _trainable(module).items()}
+    return {name: _view_for(parameter, name, gradients) for name, parameter in trainable(module).items()}
 
 
-def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
+def give_gradients(module: Parameters, result: StepResult) -> None:
     """Make each trainable parameter's `.grad` a view of a step's result; no copy.
 
     For fp32 parameters, and in torch >= 2.10 for others whose `grad_dtype` is float32 or None. Good until the next
@@ -176,7 +184,7 @@ def give_gradients(module: torch.nn.Module, result: StepResult) -> None:
     _give(module, result.gradients)
 
 
-def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: torch.nn.Module) -> None:
+def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Parameters) -> None:
     """Step an optimizer that was built with `fused=True` on a deferred result: it averages, clips and skips itself.
 
     Each parameter's `.grad` becomes a view of the result's sum. torch's kernel divides it by `result.inverse_factor` as
@@ -204,7 +212,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: tor
     """
     _refuse_not_fused(optimizer)
     _refuse_stale(result)
-    before = {parameter: parameter.grad for parameter in _trainable(module).values()}
+    before = {parameter: parameter.grad for parameter in trainable(module).values()}
     _give(module, result.sums)
     try:
         _refuse_other_gradients(optimizer, result, before)
@@ -287,28 +295,9 @@ def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradien
 # ---- memory ----
 
 
-def _trainable(module: Any) -> dict[str, torch.nn.Parameter]:
-    if not hasattr(module, "named_parameters"):
-        raise CallerError("this is no module", got=type(module).__name__, expected="torch.nn.Module")
-    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    for name, parameter in parameters.items():
-        if torch.nn.parameter.is_lazy(parameter):
-            what, got = f"parameter '{name}' has no shape yet", type(parameter).__name__
-            raise LayoutMismatch(what, got=got, do="call the module once, which makes its lazy parameters")
-    return parameters
-
-
-def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions in the order in which memory runs through them; None where that is theirs, or there are gaps."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return None
-    order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-    return order if tensor.permute(order).is_contiguous() else None
-
-
 def _as_it_lies(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The tensor, its dimensions in the order in which memory runs through those of `like`."""
-    order = _memory_order(like)
+    order = memory_order(like)
     return tensor if order is None else tensor.permute(order)
 
 
@@ -323,12 +312,12 @@ def _view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, 
             expected=f"shape {tuple(lying.shape)}",
             do="build the engine with layout_of(module), and step it without out=",
         )
-    order = _memory_order(parameter)
+    order = memory_order(parameter)
     return view if order is None else view.permute([order.index(d) for d in range(view.ndim)])
 
 
-def _give(module: torch.nn.Module, gradients: Mapping[str, Any]) -> None:
-    parameters, views = _trainable(module), tensors_of(module, gradients)
+def _give(module: Parameters, gradients: Mapping[str, Any]) -> None:
+    parameters, views = trainable(module), tensors_of(module, gradients)
     for name, view in views.items():
         _refuse_as_gradient(view, parameters[name], name)
     for name, parameter in parameters.items():

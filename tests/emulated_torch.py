@@ -9,7 +9,7 @@ import numpy as np
 class Tensor:
     """A tensor on the device; it has no DLPack, so that whoever falls back to that is found out."""
 
-    is_cpu = False
+    is_cpu = is_meta = False
     is_leaf = True
     requires_grad = False
     _version = 0

@@ -20,7 +20,7 @@ from gradengine import (
     clip_lora_gradients_fused,
 )
 from gradengine.errors import BufferRefused, GradientError
-from gradengine.frameworks import TorchStream, is_jax, is_torch
+from gradengine.frameworks import TorchStream, device_name, is_jax, is_torch
 from gradengine.host_buffer import host_buffer
 from gradengine.kernels import HostKernels
 
@@ -50,6 +50,25 @@ def test_frameworks_are_never_imported():
         "print([n for n in ('torch', 'jax', 'cupy', 'ml_dtypes', 'tensorflow') if n in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+class TestDeviceName:
+    def test_torchs_devices_go_by_their_names(self, monkeypatch):
+        class Device:
+            def __init__(self, kind, index=None):
+                self.type, self.index = kind, index
+
+            def __str__(self):
+                return self.type if self.index is None else f"{self.type}:{self.index}"
+
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(device=Device))
+        devices = [Device("cpu"), Device("cpu", 0), Device("cuda"), Device("cuda", 1), "cuda:1", None]
+        assert [device_name(device) for device in devices] == ["cpu", "cpu", "cuda", "cuda:1", "cuda:1", None]
+        assert GradientEngine(GradientLayout.of([(2,)]), device=Device("cpu")).accumulator.kernels.device == "cpu"
+
+    def test_half_imported_torch_has_none(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace())
+        assert device_name("cpu") == "cpu"
 
 
 class TestTorch:
@@ -103,7 +122,7 @@ class TestTorch:
                 r"'w' requires grad: it is a parameter, neither a gradient nor a destination: got Ten",
             ),
             (lambda t: t.nn.Parameter(t.ones(3)), r"it is a parameter, .*: got Parameter; pass its .grad, or .detach"),
-            (lambda t: t.ones(3, device="meta"), "component 'w' lies on another device: got meta:0, expected cpu"),
+            (lambda t: t.ones(3, device="meta"), "component 'w' is on the meta device and has no memory: .*to_empty"),
             (lambda t: t.ones(3).to_sparse(), r"'w' is sparse, .*: got torch.sparse_coo, .*; pass .to_dense\(\)"),
             (lambda t: t.quantize_per_tensor(t.ones(3), 0.1, 0, t.qint8), "not taken: got qint8, expected float32"),
             (lambda t: t.ones(2, 3).T, r"not contiguous: got shape \(3, 2\) with strides \(1, 3\)"),

@@ -33,6 +33,42 @@ def test_in_the_order_of_the_slots(gradients):
     assert ordered(gradients) == [1, 2, 3]
 
 
+NESTED = GradientLayout.of({"encoder": [{"w": (1,), "b": (2,)}, {"w": (3,)}], "head": {"w": (4,)}})
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        {"head": {"w": 4}, "encoder": [{"b": 2, "w": 1}, {"w": 3}]},
+        {"encoder": {"0": {"b": 2, "w": 1}, "1": {"w": 3}}, "head.w": 4},
+        {"encoder.0": {"w": 1, "b": 2}, "encoder.1.w": 3, "head": {"w": 4}},
+        [[{"w": 1, "b": 2}, {"w": 3}], {"w": 4}],
+        [[1, 2, {"w": 3}], [4]],
+    ],
+)
+def test_containers_are_taken_apart_as_the_layout_took_them(gradients):
+    class Array:
+        shape = ()
+
+        def __init__(self, number):
+            self.number = number
+
+    def arrays(value):
+        if isinstance(value, dict):
+            return {name: arrays(item) for name, item in value.items()}
+        return [arrays(item) for item in value] if isinstance(value, list) else Array(value)
+
+    assert [a.number for a in in_slot_order(NESTED.slots, arrays(gradients), "the layout")] == [1, 2, 3, 4]
+
+
+def test_what_a_container_lacks_is_named_by_its_path():
+    arrays = {"encoder": [{"w": np.ones(1), "b": None}, {}], "head": {"w": np.ones(4)}}
+    with pytest.raises(LayoutMismatch, match=r"gradients of the layout lack component 'encoder\.1\.w'"):
+        in_slot_order(NESTED.slots, arrays, "the layout")
+    with pytest.raises(LayoutMismatch, match="two gradients of the layout have one name"):
+        in_slot_order(NESTED.slots, {"head": {"w": np.ones(4)}, "head.w": np.ones(4), "encoder": []}, "the layout")
+
+
 @given(draw.layouts, st.randoms())
 def test_a_mapping_in_any_order_is_the_sequence(layout, random):
     shuffled = list(layout.slots)

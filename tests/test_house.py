@@ -23,6 +23,7 @@ ORDER = [
     "shards",
     "tensor_parallel",
     "slots",
+    "components",
     "layout",
     "kernels.contribution",
     "kernels.decision",

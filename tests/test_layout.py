@@ -172,6 +172,13 @@ class TestBlockNames:
             ("0.weight", "0"),
             ("layers.0", None),  # a number at the end is no block but the component's own
             ("layer0.w", None),
+            ("params.Block_0.Dense_1.kernel", "params.Block_0"),  # as flax names them
+            ("layers_11.w", "layers_11"),
+            ("encoder_1.layers.3.w", "encoder_1.layers.3"),  # a number alone comes first
+            ("Block_0", None),
+            ("_0.w", "_0"),
+            ("block_.w", None),
+            ("block_x1.w", None),
             ("layers.-1.w", None),
             ("layers.1.5e3.w", "layers.1"),
             ("head", None),
@@ -191,6 +198,11 @@ class TestBlockNames:
             "encoder.layers.10",
             "decoder.layers.0",
         ]
+
+    def test_flaxs_blocks_too(self):
+        layout = GradientLayout.of({f"params.{name}.kernel": (2,) for name in ("Block_10", "Block_9", "out", "Head_0")})
+        assert [block.name for block in layout.blocks] == ["params.Block_9", "params.Block_10", "params.Head_0"]
+        assert GradientLayout.of({f"params.{name}.kernel": (2,) for name in ("out",)}).blocks == ()
 
     def test_a_gap_in_the_numbers_is_none_in_the_indices(self):
         layout = GradientLayout.of({f"layers.{n}.w": (2,) for n in (12, 13, 40)})
@@ -225,6 +237,19 @@ class TestOf:
         assert [(slot.name, slot.shape) for slot in layout.slots][:2] == [("0.weight", (2, 3)), ("0.bias", (2,))]
         assert [block.name for block in layout.blocks] == ["0", "2"]
 
+    def test_containers_within_are_taken_apart(self):
+        arrays = {"encoder": [{"w": np.zeros((2, 3)), "b": np.zeros(3)}, {"w": (4, 1)}], "head": {"scale": ()}}
+        expected = {"encoder.0.w": (2, 3), "encoder.0.b": (3,), "encoder.1.w": (4, 1), "head.scale": ()}
+        assert GradientLayout.of(arrays) == GradientLayout.of(expected)
+        assert GradientLayout.of([[(2,), (3,)], (4,)]) == GradientLayout.of({"0.0": (2,), "0.1": (3,), "1": (4,)})
+        assert GradientLayout.of(np.zeros(n) for n in (2, 3)) == GradientLayout.of([(2,), (3,)])
+
+    def test_one_that_holds_itself_is_refused(self):
+        endless = {}
+        endless["within"] = [endless]
+        with pytest.raises(LayoutMismatch, match=r"nested too deep: got within\.0.*expected at most 64 levels"):
+            GradientLayout.of(endless)
+
     @pytest.mark.parametrize(
         ("gradients", "message"),
         [
@@ -238,7 +263,15 @@ class TestOf:
             ({"w": None}, "component 'w' has no shape: got None"),
             ([(2,), 3], "component '1' has no shape: got 3"),
             ({7: (2,)}, "a component's name is no text: got 7"),
-            ("ab", "component '0' has no shape"),
+            ("ab", "made of several arrays or shapes: got str, expected a mapping by name, a sequence, or a torch"),
+            (b"ab", "several arrays or shapes: got bytes"),
+            (5, "several arrays or shapes: got int"),
+            (None, "several arrays or shapes: got NoneType"),
+            (np.zeros((3, 4)), r"several arrays or shapes: got ndarray, .* pass one array as \[array\]"),
+            ({"a": {"b": 5}}, r"component 'a\.b' has no shape: got 5"),
+            ({"a": {7: (2,)}}, "a component's name is no text: got 7"),
+            ({"a": {"b": (2,)}, "a.b": (3,)}, r"two components have one name: got 'a\.b'"),
+            ({"layers." + "9" * 5000 + ".w": (2,)}, "a block's name ends in no number"),
         ],
     )
     def test_refused(self, gradients, message):

@@ -20,8 +20,21 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 import gradengine.torch  # noqa: E402
-from gradengine import GradientEngine, GradientLayout  # noqa: E402
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient  # noqa: E402
+from gradengine import (  # noqa: E402
+    FusedClipState,
+    GpuGradientAccumulator,
+    GradientEngine,
+    GradientLayout,
+    clip_gradients_fused,
+    elementwise,
+)
+from gradengine.errors import (  # noqa: E402
+    BufferRefused,
+    CallerError,
+    DeviceUnavailable,
+    LayoutMismatch,
+    NonFiniteGradient,
+)
 from gradengine.torch import (  # noqa: E402
     clip_grad_norm_,
     give_gradients,
@@ -214,8 +227,8 @@ class TestClipBeyondTorch:
 
     def test_a_norm_beyond_fp32_is_returned_as_inf_and_clipped_by_its_true_value(self):
         parameters = [parameter_of(torch.full((4,), 3e38))]
-        assert clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True) == INF
-        assert exact_norm(parameters) == pytest.approx(1.0, rel=1e-6)
+        assert clip_grad_norm_(parameters, 100.0, error_if_nonfinite=True) == INF
+        assert exact_norm(parameters) == pytest.approx(100.0, rel=1e-6)
 
     def test_dtypes_may_be_mixed_in_one_call(self):
         parameters = [p for i, dtype in enumerate(DTYPES) for p in random_parameters(i, SHAPES, dtype)]
@@ -547,13 +560,85 @@ class TestLayout:
         assert layout_of(module).slot("weight").shape == (8, 5, 7, 3)
         assert layout_of(module) != layout_of(torch.nn.Conv2d(3, 8, (5, 7)))  # so workers who differ will not meet
 
-    @pytest.mark.parametrize("given", [None, [torch.nn.Parameter(torch.ones(2))], torch.ones(2), {}])
+    @pytest.mark.parametrize("given", [None, [torch.ones(2)], torch.ones(2), {}, "ab", 5])
     def test_what_is_no_module_is_refused(self, given):
         for call in (layout_of, gradients_of, lambda module: tensors_of(module, {})):
             with pytest.raises(
-                CallerError, match=f"this is no module: got {type(given).__name__}, expected torch.nn.M"
+                CallerError, match=f"this is no module: got {type(given).__name__}, expected torch.nn.Module, or a list"
             ):
                 call(given)
+
+    def test_a_module_is_laid_out_by_gradient_layout_too(self):
+        for module in (net(), torch.nn.Conv2d(3, 8, (5, 7)).to(memory_format=torch.channels_last)):
+            assert GradientLayout.of(module) == layout_of(module)
+
+    def test_a_list_of_parameters_is_laid_out_by_position(self):
+        module = net()
+        module[0].bias.requires_grad_(False)
+        shapes = [(7, 5), (7,), (3, 7), (3,)]
+        assert GradientLayout.of(module.parameters()) == GradientLayout.of(shapes)  # as a list of gradients is passed
+        assert layout_of(module.parameters()) == GradientLayout.of({str(i): shapes[i] for i in (0, 2, 3)})
+
+    def test_a_list_of_parameters_will_do_for_a_whole_step(self):
+        ours, theirs = net(), net()
+        for module, passed in ((ours, ours), (theirs, list(theirs.parameters()))):
+            engine = GradientEngine(layout_of(passed))
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
+            for deferred in (False, True):
+                module.zero_grad()
+                backward(module, 0)
+                engine.add(gradients_of(passed))
+                result = engine.step(deferred=deferred)
+                if deferred:
+                    step_fused(optimizer, result, passed)
+                else:
+                    assert len(tensors_of(passed, result.gradients)) == 4
+                    give_gradients(passed, result)
+                    optimizer.step()
+        assert_same_bits(ours.parameters(), theirs.parameters())
+
+    @pytest.mark.parametrize("call", [layout_of, GradientLayout.of])
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda m: m[2].double(), "'2.weight' has a dtype that is not taken: got float64, .* cast it first"),
+            (
+                lambda m: setattr(m[2], "weight", torch.nn.Parameter(torch.ones(3, 7) * 1j)),
+                "'2.weight' .* got complex64, .* complex: take its real view",
+            ),
+            (
+                lambda m: setattr(m[0].weight, "to_local", None),
+                "'0.weight' is one rank's part .* local shapes, and add",
+            ),
+            (
+                lambda m: setattr(m[2], "bias", torch.nn.Parameter(torch.ones(3).to_sparse())),
+                "'2.bias' is sparse: .*dense",
+            ),
+        ],
+        ids=["float64", "complex", "DTensor", "sparse"],
+    )
+    def test_a_parameter_whose_gradients_would_be_refused_is_refused_at_once(self, call, change, says):
+        module = net()
+        change(module)
+        with pytest.raises(BufferRefused, match=says):
+            call(module)
+
+    def test_so_it_is_in_a_list(self):
+        with pytest.raises(BufferRefused, match="'1' has a dtype that is not taken: got float64"):
+            GradientLayout.of([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).double())])
+
+    @has_grad_dtype
+    def test_one_whose_gradients_have_a_dtype_of_their_own_is_taken(self):
+        module = net(torch.float64)
+        for parameter in module.parameters():
+            parameter.grad_dtype = torch.float32
+        assert layout_of(module) == layout_of(net())
+
+    def test_a_module_without_memory_has_a_layout_and_no_gradients(self):
+        module = net().to("meta")
+        assert layout_of(module) == layout_of(net())  # to know what it would take
+        with pytest.raises(BufferRefused, match=r"'0\.weight' is on the meta device and has no memory"):
+            GradientEngine(layout_of(module)).add([torch.ones_like(p).detach() for p in module.parameters()])
 
     def test_lazy_parameters_are_refused_until_they_have_a_shape(self):
         module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LazyLinear(3))
@@ -1285,6 +1370,36 @@ class TestUncleared:
             for _ in range(3):
                 buffer += 1
                 engine.add([buffer])
+
+
+class TestDevice:
+    """A torch.device wherever a device is taken by name."""
+
+    def test_the_cpu(self):
+        cpu = torch.device("cpu")
+        gradient = torch.full((4,), 3.0)
+        engine = GradientEngine(GradientLayout.of([(4,)]), device=cpu, max_norm=3.0)
+        engine.add([gradient])
+        assert engine.step().norm == 6
+        state = FusedClipState([4], device=torch.device("cpu", 0))
+        clip_gradients_fused([gradient], 3.0, state)
+        elementwise.scale(gradient, 2.0, device=cpu)
+        assert gradient.eq(3).all()
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+    @pytest.mark.parametrize("build", [GpuGradientAccumulator, GradientEngine])
+    @pytest.mark.parametrize("named", ["cuda", "cuda:1"])
+    def test_a_gpu_that_is_not_there_is_missed_as_by_name(self, build, named):
+        errors = []
+        for device in (named, torch.device(named)):
+            with pytest.raises(DeviceUnavailable) as caught:
+                build(GradientLayout.of([(4,)]), device=device)
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
+
+    def test_one_without_kernels_is_named(self):
+        with pytest.raises(CallerError, match=r"no kernels for the device: got 'mps:0'"):
+            GradientEngine(GradientLayout.of([(4,)]), device=torch.device("mps", 0))
 
 
 class TestBesideTorch:

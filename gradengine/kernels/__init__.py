@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import TypeAlias
 
 from gradengine.errors import CallerError
+from gradengine.frameworks import TorchDevice, device_name
 from gradengine.kernels.contribution import (
     ADDRESS,
     Batch,
@@ -32,6 +34,7 @@ __all__ = [
     "Contribution",
     "CudaKernels",
     "Decision",
+    "Device",
     "Float64",
     "Fold",
     "HostKernels",
@@ -56,11 +59,14 @@ def _host_kernels() -> HostKernels:
     return HostKernels()
 
 
-def kernels_for(device: str | Kernels) -> Kernels:
+Device: TypeAlias = str | TorchDevice | Kernels
+
+
+def kernels_for(device: Device) -> Kernels:
     """The kernels of a device by name.
 
     Args:
-        device: "cpu", "cuda" (the first GPU) or "cuda:1"; kernels are given back as they are.
+        device: "cpu", "cuda" (the first GPU) or "cuda:1", or a torch.device; kernels are given back as they are.
 
     Raises:
         CallerError: There is no such device.
@@ -72,11 +78,12 @@ def kernels_for(device: str | Kernels) -> Kernels:
     """
     if isinstance(device, Kernels):
         return device
-    if device == "cpu":
+    name = device_name(device)
+    if name == "cpu":
         return _host_kernels()
-    ordinal = device_ordinal(device)
+    ordinal = device_ordinal(name)
     if ordinal is None:
         raise CallerError(
-            "there are no kernels for the device", got=repr(device), expected="'cpu', 'cuda' or 'cuda:<number>'"
+            "there are no kernels for the device", got=repr(name), expected="'cpu', 'cuda' or 'cuda:<number>'"
         )
     return cuda_kernels(ordinal)

@@ -35,7 +35,7 @@ def device_ordinal(device: object) -> int | None:
     if not isinstance(device, str):
         return None
     name, colon, ordinal = device.partition(":")
-    if name != "cuda" or (colon and not ordinal.isdecimal()):
+    if name != "cuda" or (colon and not ordinal.isdecimal()) or len(ordinal) > 9:
         return None
     return int(ordinal or 0)
 

@@ -1,0 +1,172 @@
+"""What is given, taken apart into named components: nested containers, a torch module, a list of its parameters.
+
+A component's name is its path, the parts joined by dots. torch is recognised where it is loaded and never imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradengine.buffer import STORAGE, wrong_dtype
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+
+__all__ = [
+    "ParameterHolder",
+    "is_nested",
+    "memory_order",
+    "named_components",
+    "shapes_in_memory",
+    "trainable",
+]
+
+_DEEPEST = 64  # levels of containers
+_DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own
+
+
+class ParameterHolder(Protocol):
+    """A torch.nn.Module, as far as a layout asks it."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Name and parameter, tied ones once."""
+        ...
+
+
+def named_components(given: Any) -> list[tuple[str, Any]]:
+    """Each component's name, and its array or shape.
+
+    Args:
+        given: A mapping or a sequence, which may hold others; an iterator; or a torch module, whose trainable
+            parameters are meant, in the shapes in which they lie in memory.
+
+    Raises:
+        LayoutMismatch: It is none of these, or nested too deep.
+        BufferRefused: A parameter whose gradient cannot be taken.
+
+    Example:
+        >>> named_components({"encoder": [{"w": (2, 3)}, {"w": (3,)}], "head": (5,)})
+        [('encoder.0.w', (2, 3)), ('encoder.1.w', (3,)), ('head', (5,))]
+    """
+    if hasattr(given, "named_parameters"):
+        return list(shapes_in_memory(given).items())
+    if isinstance(given, (str, bytes)) or hasattr(given, "shape") or not isinstance(given, Iterable):
+        raise LayoutMismatch(
+            "a layout is made of several arrays or shapes",
+            got=type(given).__name__,
+            expected="a mapping by name, a sequence, or a torch.nn.Module",
+            do="pass one array as [array]",
+        )
+    listed = given if isinstance(given, Mapping) else list(given)
+    for position, parameter in enumerate([] if isinstance(given, Mapping) else listed):
+        if _is_parameter(parameter):
+            _refuse_untakable(str(position), parameter)
+    return list(_leaves(listed, ""))
+
+
+def is_nested(value: object) -> bool:
+    """Whether it holds components rather than being one: a mapping, or a list of more than dimensions.
+
+    >>> is_nested({}), is_nested([np.zeros(2)]), is_nested((2, 3))
+    (True, True, False)
+    """
+    if isinstance(value, (list, tuple)):
+        return any(not isinstance(item, _DIMENSION) and _is_component(item) for item in value)
+    return isinstance(value, Mapping)
+
+
+def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
+    """Each trainable parameter's shape, its dimensions in the order in which memory runs through them.
+
+    Raises:
+        CallerError: It is neither a module nor a list of parameters.
+        LayoutMismatch: A lazy parameter has no shape yet.
+        BufferRefused: A parameter's gradients cannot be taken: another dtype, sparse, a DTensor.
+    """
+    parameters = trainable(module)
+    for name, parameter in parameters.items():
+        _refuse_untakable(name, parameter)
+    return {name: _shape_as_it_lies(parameter) for name, parameter in parameters.items()}
+
+
+def trainable(module: Any) -> dict[str, Any]:
+    """The trainable parameters of a torch module by name, tied ones once; of a list of parameters by position.
+
+    Raises:
+        CallerError: It is neither.
+        LayoutMismatch: A lazy parameter has no shape yet.
+    """
+    parameters = {name: p for name, p in _named_parameters(module) if p.requires_grad}
+    for name, parameter in parameters.items():
+        if sys.modules["torch"].nn.parameter.is_lazy(parameter):
+            what, got = f"parameter '{name}' has no shape yet", type(parameter).__name__
+            raise LayoutMismatch(what, got=got, do="call the module once, which makes its lazy parameters")
+    return parameters
+
+
+def memory_order(tensor: Any) -> tuple[int, ...] | None:
+    """A torch tensor's dimensions in the order in which memory runs; None where that is theirs, or there are gaps."""
+    if tensor.layout is not sys.modules["torch"].strided or tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
+    if hasattr(module, "named_parameters"):
+        yield from module.named_parameters()
+        return
+    listed = list(module) if isinstance(module, Iterable) and not isinstance(module, (str, bytes, Mapping)) else [None]
+    if not all(map(_is_parameter, listed)):
+        raise CallerError(
+            "this is no module",
+            got=type(module).__name__,
+            expected="torch.nn.Module, or a list of its parameters",
+        )
+    yield from ((str(position), parameter) for position, parameter in enumerate(listed))
+
+
+def _is_component(value: object) -> bool:
+    return value is None or isinstance(value, (list, tuple, Mapping)) or hasattr(value, "shape")
+
+
+def _is_parameter(value: object) -> bool:
+    kind = getattr(getattr(sys.modules.get("torch"), "nn", None), "Parameter", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _refuse_untakable(name: str, parameter: Any) -> None:
+    if hasattr(parameter, "to_local"):
+        raise BufferRefused(
+            f"parameter '{name}' is one rank's part of a distributed tensor",
+            got=type(parameter).__name__,
+            do="lay out the local shapes, and add .grad.to_local()",
+        )
+    if parameter.layout is not sys.modules["torch"].strided:
+        raise BufferRefused(f"parameter '{name}' is sparse", got=str(parameter.layout), do="make it dense")
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any, as it comes
+    if dtype is not None and (said := str(dtype).removeprefix("torch.")) not in STORAGE:
+        raise wrong_dtype(name, said)
+
+
+def _shape_as_it_lies(parameter: Any) -> tuple[int, ...]:
+    order = memory_order(parameter)
+    return tuple(parameter.shape) if order is None else tuple(parameter.shape[dimension] for dimension in order)
+
+
+def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > _DEEPEST:
+        raise LayoutMismatch("components are nested too deep", got=path, expected=f"at most {_DEEPEST} levels")
+    pairs: Iterable[tuple[Any, Any]] = (
+        value.items() if isinstance(value, Mapping) else ((str(i), item) for i, item in enumerate(value))
+    )
+    for key, item in pairs:
+        if not isinstance(key, str):
+            raise LayoutMismatch("a component's name is no text", got=repr(key), expected="a string")
+        name = f"{path}{key}"
+        if is_nested(item):
+            yield from _leaves(item, f"{name}.", depth + 1)
+        else:
+            yield name, item
