@@ -183,6 +183,17 @@ class TestAccumulate:
             draw.assert_same_bits(backend.get(buffer), values)
         assert np.isnan(backend.kernels.totals(sums)).tolist() == [True, False, False, False, True]
 
+    @pytest.mark.parametrize(
+        ("weights", "expected"), [([(2,), (3,)], [2, 3]), ([(2, 3), (3, 2)], [32, 23]), ([(2, 3), (3,)], [32, 3])]
+    )
+    def test_each_target_has_its_own_weights(self, backend, weights, expected):
+        """Though there are two weights in all, and the second target may lack the first micro-batch."""
+        one, ten = (backend.buffer(np.full(40, value, np.float32)) for value in (1, 10))
+        targets = [backend.buffer(np.full(40, NAN, np.float32)) for _ in weights]
+        folds = [fold_of(p, True, [one, ten][: len(mine)], mine) for p, mine in enumerate(weights)]
+        backend.kernels.accumulate(targets, folds)
+        assert [set(backend.get(target).tolist()) for target in targets] == [{value} for value in expected]
+
     @pytest.mark.parametrize("first", range(9))
     def test_whichever_micro_batch_gives_a_targets_first_gradient_overwrites_it(self, backend, first):
         """A GPU folds four at a time: the target's first gradient need not be of the first four."""
@@ -367,6 +378,17 @@ class TestSquaredSums:
         totals = measured(backend, *arrays, clean)
         assert not np.isfinite(totals[:-1]).any()
         assert totals[-1] == 0
+
+    @pytest.mark.parametrize("value", [NAN, -INF, 3e38, 1e-30, 2.0**-149])
+    def test_every_position_among_zeros_of_a_unit_shows(self, backend, value):
+        arrays = [np.zeros(4 * draw.UNIT, np.float32) for _ in range(4 * draw.UNIT)]
+        for index, array in enumerate(arrays):
+            array[index] = value
+        expected = float(np.float32(value)) ** 2
+        if math.isfinite(value):
+            assert measured(backend, *arrays).tolist() == [expected] * len(arrays)
+        else:
+            assert not np.isfinite(measured(backend, *arrays)).any()
 
     @pytest.mark.parametrize("size", [1, draw.ROW, draw.ROW + 1, 5 * draw.ROW])
     def test_every_position_of_a_bad_element_shows(self, size):
@@ -620,6 +642,15 @@ class TestFinalise:
             backend.kernels.accumulate(targets, [fold], sums)
             decision = backend.kernels.finalise(targets, sums, plan, 1.0, zero_if_bad=False)
             assert (float(decision.norm), float(decision.factor)) == (value, 1 / value)
+
+    def test_plans_are_forgotten_in_turn_and_made_again(self, device):
+        """A schedule of several bounds makes a plan a step; decisions that are kept go on."""
+        sums = sums_of(device, [device.buffer(np.full(1, 4, np.float32))] * 2)
+        plans = [ClipPlan((0, 1), (1.0 + i, 2.0)) for i in range(20)]
+        for plan in [*plans, plans[0]]:
+            decision = device.kernels.finalise(None, sums, plan, 1.0, zero_if_bad=False)
+            assert numbers(decision.scales) == [min(1, plan.max_norms[0] / 4), 0.5]
+        assert len(sums.decisions) <= 8
 
 
 class TestVerdict:

@@ -155,6 +155,14 @@ def test_chunks_of_8_billion_elements_are_handed_back_where_they_lie(kernels, fa
             assert not elements[first:start].any()
 
 
+def test_factor_1_copies_to_memory_whose_address_differs_by_4_gib_alone(kernels, far_memory):
+    elements, buffer = far_memory("float32")
+    elements[:500] = draw.random_array(1, 500)
+    kernels.scale([buffer.part(0, 500)], np.float32(1), [buffer.part(2**30, 2**30 + 500)])
+    cuda_emulator.cuda.runtime.deviceSynchronize()
+    draw.assert_same_bits(elements[2**30 : 2**30 + 500], elements[:500])
+
+
 @pytest.mark.parametrize("index", [2**30 + 1, 2**31 + 777, 2**32 - 1, 2**32 + 5, 2**33, SIZE - 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bad_element_is_found_and_shown_wherever_it_lies(kernels, far_memory, index, dtype):
