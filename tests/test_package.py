@@ -1,0 +1,124 @@
+"""What a user gets (`make test-package`): the sdist, the wheel made of it, and both at work where nothing else is."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TEST_PACKAGE") != "1", reason="set TEST_PACKAGE=1, as make test-package does"),
+    pytest.mark.timeout(900),
+]
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+OF_THE_REPOSITORY_ALONE = {".ci/run", ".gitignore"}
+
+
+def run(*command, cwd, **variables):
+    line = list(map(str, command))
+    done = subprocess.run(
+        line, cwd=cwd, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, timeout=600, check=False
+    )
+    done.seen = f"{line} ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return done
+
+
+def printed(*command, cwd, **variables):
+    done = run(*command, cwd=cwd, **variables)
+    assert done.returncode == 0, done.seen
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    """The files of the repository, those that are to be added to it too."""
+    return set(printed("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The sdist of this checkout, and the wheel that is made of the sdist alone."""
+    folder = tmp_path_factory.mktemp("dist")
+    printed(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return SimpleNamespace(sdist=sdist, wheel=wheel)
+
+
+@pytest.fixture
+def empty(tmp_path):
+    """An environment where only pip is installed."""
+    printed(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    return tmp_path / "venv" / "bin"
+
+
+def test_the_sdist_has_every_file_of_the_repository(built, tracked):
+    with tarfile.open(built.sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert tracked - names <= OF_THE_REPOSITORY_ALONE
+    assert names - tracked == {"PKG-INFO"}
+
+
+def test_the_wheel_has_every_file_of_the_package(built, tracked):
+    names = set(zipfile.ZipFile(built.wheel).namelist())
+    ours = {name for name in tracked if name.startswith("gradengine/")}
+    assert {name for name in names if ".dist-info/" not in name} == ours
+    assert {Path(name).suffix for name in ours} == {".py", ".cu", ".cuh", ".typed"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_at_work_where_nothing_else_is(built, empty, tmp_path):
+    printed(empty / "pip", "install", built.wheel, cwd=tmp_path)
+    assert installed(empty) == {"gradengine", "msgpack", "numpy"}
+    assert learned(printed(empty / "python", "-c", ten_lines(), cwd=tmp_path))
+    without = run(empty / "gradengine", "--version", cwd=tmp_path)
+    assert (without.returncode, without.stdout) == (2, "")
+    extra = re.fullmatch(r"gradengine: the command line needs typer, .*: pip install '(.*)'\n", without.stderr)
+    assert extra, without.seen
+    printed(empty / "pip", "install", extra.group(1), "pytest", cwd=tmp_path)
+    assert not {"matplotlib", "torch", "jax"} & installed(empty)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", printed(empty / "gradengine", "--version", cwd=tmp_path))
+    assert "pip install 'gradengine[plot]'" in printed(empty / "gradengine", "doctor", cwd=tmp_path)
+    small = ["--blocks", 1, "--hidden", 64, "--rounds", 2]
+    assert "all results within" in printed(empty / "gradengine", "bench", "step", *small, cwd=tmp_path)
+    (tmp_path / "doctest_names.py").write_text((ROOT / "conftest.py").read_text())
+    options = ["--doctest-modules", "--doctest-ignore-import-errors", "-p", "doctest_names", "--pyargs", "gradengine"]
+    flags = ["-o", "doctest_optionflags=NORMALIZE_WHITESPACE ELLIPSIS", "-p", "no:cacheprovider"]
+    assert (
+        passed(printed(empty / "python", "-m", "pytest", *options, *flags, cwd=tmp_path, PYTHONPATH=str(tmp_path))) > 50
+    )
+
+
+def test_the_sdist_at_work_and_its_own_tests(built, empty, tmp_path):
+    with tarfile.open(built.sdist) as archive:
+        archive.extractall(tmp_path)
+    (source,) = tmp_path.glob("gradengine-*")
+    printed(empty / "pip", "install", f"{built.sdist}[test]", cwd=tmp_path)
+    assert learned(printed(empty / "python", "-c", ten_lines(), cwd=tmp_path))
+    some = ["gradengine", "tests/test_docs.py", "tests/test_public_api.py", "tests/test_engine.py"]
+    assert passed(printed(empty / "python", "-m", "pytest", "-q", *some, cwd=source)) > 500
+
+
+def installed(folder):
+    lines = printed(folder / "pip", "list", "--format=freeze", cwd=folder).splitlines()
+    return {line.partition("==")[0] for line in lines} - {"pip", "setuptools"}
+
+
+def ten_lines():
+    section = (ROOT / "README.md").read_text().partition("## Ten lines")[2]
+    return section.partition("```python\n")[2].partition("```")[0]
+
+
+def learned(text):
+    return re.fullmatch(r"norm \de-0[5-9], error \de-0[5-9]\n", text)
+
+
+def passed(text):
+    """How many tests a run of pytest passed; 0 where it closed otherwise."""
+    closing = re.search(r"(\d+) passed", text.splitlines()[-1])
+    return int(closing.group(1)) if closing else 0
