@@ -17,10 +17,11 @@ from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
 
+from gradengine.arguments import as_index, refuse_other_kind, said, whole_number
 from gradengine.arrivals import Arrivals
 from gradengine.block import BlockGradientSet
 from gradengine.buffer import Buffer, Lender
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError, not_copied
+from gradengine.errors import BufferRefused, LayoutMismatch, WindowError, not_copied
 from gradengine.gradients import Gradients, and_more, in_slot_order
 from gradengine.kernels import ADDRESS, Contribution, Kernels, Places, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
@@ -47,9 +48,8 @@ class GradientAccumulator(ABC):
 
     @abstractmethod
     def __init__(self, layout: GradientLayout, kernels: Kernels, hold: int, *, reused_buffers: bool) -> None:
-        if not isinstance(hold, int) or hold < 1:
-            raise CallerError("hold counts micro-batches", got=hold, expected="at least 1")
-        self.layout, self.hold = layout, hold
+        refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
+        self.layout, self.hold = layout, whole_number("hold", hold, 1)
         self.kernels = kernels
         self.arena = self.kernels.allocate(layout.arena_size)
         self.targets = tuple(self.arena.part(slot.offset, slot.stop) for slot in layout.slots)
@@ -284,10 +284,12 @@ class GradientAccumulator(ABC):
         Raises:
             LayoutMismatch: There is none.
         """
-        if isinstance(name, int):
-            if not 0 <= name < len(NON_BLOCK_COMPONENTS):
-                raise LayoutMismatch("unknown non-block id", got=name, expected=f"0, 1 or 2 for {NON_BLOCK_COMPONENTS}")
-            name = NON_BLOCK_COMPONENTS[name]
+        if not isinstance(name, str):
+            number = as_index(name)
+            if number is None or not 0 <= number < len(NON_BLOCK_COMPONENTS):
+                expected = f"a name, or 0, 1 or 2 for {NON_BLOCK_COMPONENTS}"
+                raise LayoutMismatch("unknown non-block id", got=said(name), expected=expected)
+            name = NON_BLOCK_COMPONENTS[number]
         slot = self.layout.slot(name)
         if slot.block is not None:
             raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
@@ -419,7 +421,9 @@ class PerBlockGradientAccumulator(GradientAccumulator):
     def __init__(
         self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1, reused_buffers: bool = False
     ) -> None:
-        super().__init__(layout, kernels or kernels_for("cpu"), hold, reused_buffers=reused_buffers)
+        super().__init__(
+            layout, kernels_for("cpu" if kernels is None else kernels), hold, reused_buffers=reused_buffers
+        )
 
 
 def _padding(arena: Buffer, layout: GradientLayout) -> Iterator[Buffer]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
 
+from gradengine.arguments import as_float, refuse_other_kind, said
 from gradengine.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
@@ -43,7 +44,8 @@ class BlockGradientSet:
         memory: Buffer | None = None,
         order: SquaredSums | None = None,
     ) -> None:
-        self._block, self._kernels = block, kernels or kernels_for("cpu")
+        refuse_other_kind("block", block, Block, do="pass one of layout.blocks")
+        self._block, self._kernels = block, kernels_for("cpu" if kernels is None else kernels)
         self._memory = memory if memory is not None else self._kernels.allocate(block.stop - block.start)
         self._order = order if order is not None else self._kernels.squared_sums([1], self._memory)
         self._targets = tuple(
@@ -115,11 +117,11 @@ class BlockGradientSet:
         Raises:
             CallerError: 1 / divisor is no normal number of fp32: the divisor is 0, not finite, or too near either.
         """
-        if not SMALLEST_FACTOR <= abs(divisor) <= 1 / SMALLEST_FACTOR:
-            raise CallerError(
-                "cannot divide by this", got=divisor, expected="a finite number, 2**-126..2**126 or minus"
-            )
-        factor = np.float32(1 / divisor)
+        number = as_float(divisor)
+        if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
+            expected = "a finite number in +-(2**-126..2**126)"
+            raise CallerError("cannot divide by this", got=said(divisor), expected=expected)
+        factor = np.float32(1 / number)
         with self._kernels.in_order(self._order):
             self._kernels.scale(self._targets, factor, self._targets)
 

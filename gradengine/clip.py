@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
+from gradengine.arguments import as_float, listed, refuse_other_kind, said, whole_number
 from gradengine.buffer import Buffer, overlapping
 from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
@@ -34,6 +35,8 @@ __all__ = [
 Groups: TypeAlias = str | Mapping[str, str] | Callable[[Slot], str] | None
 MaxNorm: TypeAlias = float | Mapping[str, float] | None
 
+_MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32, whose squared sums would take 34 MB
+
 
 @final
 class FusedClipState:
@@ -49,6 +52,7 @@ class FusedClipState:
         scale: The last clip scale; on a GPU likewise.
 
     Raises:
+        CallerError: A size is no whole number >= 0.
         DeviceUnavailable: The device cannot be used here.
 
     Example:
@@ -61,7 +65,8 @@ class FusedClipState:
 
     def __init__(self, sizes: Sequence[int], device: Device = "cpu") -> None:
         self.kernels = kernels_for(device)
-        self.sums = self.kernels.squared_sums(sizes)
+        counts = [whole_number("a buffer's size", size, 0, _MOST_ELEMENTS) for size in listed("sizes", sizes)]
+        self.sums = self.kernels.squared_sums(counts)
         self._last: Decision | None = None
 
     @property
@@ -99,11 +104,13 @@ def clip_gradients_fused(
         BufferRefused: A buffer cannot be written as it lies, or two overlap.
         CallerError: `max_norm` is negative or NaN, or a stream is given on the CPU.
     """
+    refuse_other_kind("state", state, FusedClipState)
     _refuse_lone_array(buffers)
-    names = [f"buffers[{i}]" for i in range(len(buffers))]
+    given = listed("buffers", buffers)
+    names = [f"buffers[{i}]" for i in range(len(given))]
     with state.kernels.on(stream):
-        _clip(_writable(buffers, names, state), max_norm, state)
-    note_written(buffers)
+        _clip(_writable(given, names, state), max_norm, state)
+    note_written(given)
 
 
 def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_norm: float) -> Any:
@@ -128,7 +135,9 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
         (10.0, array([0., 1.], dtype=float32))
     """
     _refuse_lone_array(arrays)
-    named = arrays if isinstance(arrays, Mapping) else {f"arrays[{i}]": array for i, array in enumerate(arrays)}
+    named = arrays
+    if not isinstance(named, Mapping):
+        named = {f"arrays[{i}]": array for i, array in enumerate(listed("arrays", arrays))}
     kernels = kernels_for(device_of(next(iter(named.values()), None)))
     views = kernels.writable_views(list(named.values()), list(named))
     _refuse_overlap(views, list(named))
@@ -168,7 +177,7 @@ def init_lora_fused_clip(workspace: object, device: Device | None = None) -> Fus
         (2.0, 0.5)
     """
     given = [array for name in LORA_COMPONENTS if (array := _component(workspace, name)) is not None]
-    kernels = kernels_for(device or device_of(next(iter(given), None)))
+    kernels = kernels_for(device_of(next(iter(given), None)) if device is None else device)
     present = _lora_buffers(workspace, kernels)
     return FusedClipState([view.size for view in kernels.views(list(present.values()), list(present))], kernels)
 
@@ -181,6 +190,9 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedCl
         BufferRefused: A buffer cannot be written as it lies, or two overlap.
         CallerError: `max_norm` is negative or NaN.
     """
+    refuse_other_kind("state", state, FusedClipState)
+    refuse_other_kind("state", state, FusedClipState)
+    refuse_other_kind("state", state, FusedClipState)
     named = _lora_buffers(workspace, state.kernels)
     _clip(_writable(list(named.values()), list(named), state), max_norm, state)
     note_written(named.values())
@@ -217,23 +229,28 @@ def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -
 def _group_of(slot: Slot, groups: Groups) -> str:
     if groups is None:
         return "all"
-    if groups == "block":
+    if isinstance(groups, str) and groups == "block":
         return "rest" if slot.block is None else f"block {slot.block}"
-    if groups == "component":
+    if isinstance(groups, str) and groups == "component":
         return slot.name
-    if isinstance(groups, str):
-        raise CallerError("unknown grouping", got=repr(groups), expected="None, 'block', 'component' or a mapping")
     if isinstance(groups, Mapping):
         if slot.name not in groups:
             raise CallerError(f"groups names no group for component '{slot.name}'", do="add it to the mapping")
-        return groups[slot.name]
-    return groups(slot)
+        group = groups[slot.name]
+    elif callable(groups):
+        group = groups(slot)
+    else:
+        expected = "None, 'block', 'component', a mapping or a function"
+        raise CallerError("unknown grouping", got=said(groups), expected=expected)
+    if not isinstance(group, str):
+        raise CallerError(f"the group of component '{slot.name}' is no text", got=said(group), expected="its name")
+    return group
 
 
 def _bound(max_norm: MaxNorm, group: str) -> float:
     if isinstance(max_norm, Mapping):
         if group not in max_norm:
-            raise CallerError(f"max_norm names no bound for group '{group}'", got=sorted(max_norm))
+            raise CallerError(f"max_norm names no bound for group '{group}'", got=sorted(max_norm, key=str))
         max_norm = max_norm[group]
     return checked_max_norm(max_norm)
 
@@ -242,19 +259,16 @@ def checked_max_norm(max_norm: float | None) -> float:
     """The bound as a float; None means infinity.
 
     Raises:
-        CallerError: It is negative, NaN or no number.
+        CallerError: It is negative (-0.0 too), NaN or no number.
 
     Example:
         >>> checked_max_norm(None)
         inf
     """
-    try:
-        bound = math.inf if max_norm is None else float(max_norm)
-    except (TypeError, ValueError, OverflowError):
-        bound = math.nan
-    if not bound >= 0:  # written so that NaN is refused
+    bound = math.inf if max_norm is None else as_float(max_norm)
+    if not bound >= 0 or math.copysign(1, bound) < 0:  # written so that NaN is refused; -0.0 is somebody's underflow
         expected = "a number >= 0, or None to clip nothing"
-        raise CallerError("max_norm is out of range", got=repr(max_norm), expected=expected)
+        raise CallerError("max_norm is out of range", got=said(max_norm), expected=expected)
     return bound
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from gradengine.arguments import as_number, said
 from gradengine.buffer import STORAGE, Buffer
 from gradengine.device_buffer import device_of
-from gradengine.errors import BufferRefused, LayoutMismatch
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.kernels import CudaKernels, Device, Fold, Kernels, arithmetic, kernels_for
 
 __all__ = ["add", "cast", "fill", "scale"]
@@ -51,6 +52,7 @@ def add(
     Raises:
         BufferRefused: A buffer cannot be taken as it lies, or the two overlap without being the same.
         LayoutMismatch: Another number of elements.
+        CallerError: The weight is no number.
 
     Example:
         >>> total = np.array([1, 2], np.float32)
@@ -58,7 +60,7 @@ def add(
         >>> total
         array([ 6., 12.], dtype=float32)
     """
-    kernels = kernels_for(device or device_of(target))
+    kernels, by = kernels_for(device_of(target) if device is None else device), _fp32("weight", weight)
     with kernels.on(stream):
         to, of = _pair(kernels, target, source)
         if to.dtype != "float32":
@@ -66,9 +68,9 @@ def add(
         if isinstance(kernels, CudaKernels):
             sum_of = "gradengine::add(target, weight == 1.0f ? {0} : gradengine::multiply(weight, {0}))"
             value = sum_of.format(_READ[of.dtype].format("source"))
-            _run(kernels, "add", value, (of, np.float32(weight)), to, "float32 weight")
+            _run(kernels, "add", value, (of, by), to, "float32 weight")
         else:
-            kernels.accumulate([to], [Fold(0, False, (of,), (np.float32(weight),))])
+            kernels.accumulate([to], [Fold(0, False, (of,), (by,))])
 
 
 def scale(buffer: object, factor: float, *, device: Device | None = None, stream: object | None = None) -> None:
@@ -82,6 +84,7 @@ def scale(buffer: object, factor: float, *, device: Device | None = None, stream
 
     Raises:
         BufferRefused: The buffer cannot be written as it lies.
+        CallerError: The factor is no number.
 
     Example:
         >>> gradient = np.array([1, 2], np.float16)
@@ -89,14 +92,14 @@ def scale(buffer: object, factor: float, *, device: Device | None = None, stream
         >>> gradient
         array([0.5, 1. ], dtype=float16)
     """
-    kernels = kernels_for(device or device_of(buffer))
+    kernels, by = kernels_for(device_of(buffer) if device is None else device), _fp32("factor", factor)
     with kernels.on(stream):
         to = kernels.writable_view(buffer, "buffer")
         if not isinstance(kernels, CudaKernels):
-            kernels.scale([to], np.float32(factor), [to])
-        elif np.float32(factor) != 1:
+            kernels.scale([to], by, [to])
+        elif by != 1:
             value = f"gradengine::multiply({_READ[to.dtype].format('target')}, factor)"
-            _run(kernels, "scale", value, (np.float32(factor),), to, "float32 factor")
+            _run(kernels, "scale", value, (by,), to, "float32 factor")
 
 
 def fill(buffer: object, value: float, *, device: Device | None = None, stream: object | None = None) -> None:
@@ -110,6 +113,7 @@ def fill(buffer: object, value: float, *, device: Device | None = None, stream: 
 
     Raises:
         BufferRefused: The buffer cannot be written as it lies.
+        CallerError: The value is no number.
 
     Example:
         >>> gradient = np.empty(2, np.float32)
@@ -117,14 +121,14 @@ def fill(buffer: object, value: float, *, device: Device | None = None, stream: 
         >>> gradient
         array([3., 3.], dtype=float32)
     """
-    kernels = kernels_for(device or device_of(buffer))
+    kernels, constant = kernels_for(device_of(buffer) if device is None else device), _fp32("value", value)
     with kernels.on(stream):
         to = kernels.writable_view(buffer, "buffer")
         if isinstance(kernels, CudaKernels):
-            _run(kernels, "fill", "value", (np.float32(value),), to, "float32 value")
+            _run(kernels, "fill", "value", (constant,), to, "float32 value")
         elif to.size:
-            constant = kernels.view(np.full(1, value, np.float32), "value")
-            kernels.scale([constant], np.float32(1), [to.part(0, 1)])
+            one = kernels.view(np.full(1, constant), "value")
+            kernels.scale([one], np.float32(1), [to.part(0, 1)])
             to.data.fill(to.data[0])
 
 
@@ -150,13 +154,23 @@ def cast(source: object, destination: object, *, device: Device | None = None, s
         >>> short
         array([1.000e+00, 2.048e+03], dtype=float16)
     """
-    kernels = kernels_for(device or device_of(destination))
+    kernels = kernels_for(device_of(destination) if device is None else device)
     with kernels.on(stream):
         to, of = _pair(kernels, destination, source)
         if isinstance(kernels, CudaKernels):
             _run(kernels, "cast", _READ[of.dtype].format("source"), (of,), to, "")
         else:
             kernels.scale([of], np.float32(1), [to])
+
+
+def _fp32(name: str, value: float) -> np.float32:
+    """The number rounded to fp32; infinity and NaN are numbers here."""
+    number = as_number(value)
+    if number is None:
+        raise CallerError(f"{name} is no number", got=said(value), expected="a number")
+    with np.errstate(over="ignore"):
+        rounded: np.float32 = np.float32(number)
+    return rounded
 
 
 def _pair(kernels: Kernels, destination: object, source: object) -> tuple[Buffer, Buffer]:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, SupportsIndex, final
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.admission import Admission
 from gradengine.agreement import Tally
+from gradengine.arguments import refuse_lacking, refuse_other_kind
 from gradengine.buffer import Buffer
 from gradengine.capture import CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
@@ -21,7 +22,7 @@ from gradengine.kernels import Decision, Device, Verdict, decide, kernels_for, l
 from gradengine.late import LateVerdicts
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult, result_of
-from gradengine.settings import Average, OnNonFinite, Settings
+from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale
 from gradengine.sharing import Sharing
 from gradengine.tensor_parallel_group import Replicated, TensorParallelGroup
 
@@ -91,6 +92,7 @@ class GradientEngine:
         tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
+        refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
         if tp_exchange is None:
@@ -145,8 +147,9 @@ class GradientEngine:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._admission.of_loss_scale(value)
-        self._settings.loss_scale = value
+        scale = checked_loss_scale(value)
+        self._admission.of_loss_scale(scale)
+        self._settings.loss_scale = scale
 
     @property
     def latest_verdict(self) -> Verdict | None:
@@ -327,6 +330,9 @@ class GradientEngine:
             CallerError: The tensor-parallel exchange is not of the layout's rank and size.
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps.
         """
+        for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
+            if group is not None:
+                refuse_lacking(name, group, ("rank", "world_size", "bind", "start", "wait", "gather", "close"))
         if exchange is not None and exchange is tp_exchange:
             raise CallerError(
                 "exchange and tp_exchange are one", expected="a group over the workers, and one over the parts"

@@ -7,6 +7,7 @@ from typing import final
 import numpy as np
 
 from gradengine.accumulate import GradientAccumulator
+from gradengine.arguments import refuse_other_kind
 from gradengine.buffer import refuse_overlapping_destinations
 from gradengine.errors import CallerError
 from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
@@ -57,6 +58,7 @@ class GpuGradientAccumulator(GradientAccumulator):
 
         An engine with an exchange takes `layout.nbytes` of pinned host memory besides, and no more.
         """
+        refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         sizes = [slot.size for slot in layout.slots]
         chunk = chunk_for(sum(sizes))
         chunks = sum(-(-size // chunk) for size in sizes)

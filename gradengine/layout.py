@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, get_args
 
 import msgpack
-import numpy as np
 
+from gradengine.arguments import as_index, refuse_other_kind, said, whole_number
 from gradengine.components import ParameterHolder, named_components
 from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
 from gradengine.shards import Partition, Shape, checked_tp_rank
@@ -120,6 +120,7 @@ class GradientLayout:
         """
         named = named_components(gradients)
         cut = {} if partitions is None else partitions
+        refuse_other_kind("partitions", cut, Mapping)
         checked_tp_rank(tp_rank, 1 if tp_size is None else tp_size)
         _refuse_bad_partitions(cut, dict(named), tp_size)
         rows = [Row(name, _shape_of(name, g), _block_name(name), cut.get(name, "replicated")) for name, g in named]
@@ -171,6 +172,7 @@ class GradientLayout:
         ]
         if tensor_parallel is None:
             return GradientLayout(rows, order)
+        refuse_other_kind("tensor_parallel", tensor_parallel, TensorParallelConfig)
         local = [_part_of(row, tensor_parallel) for row in rows]
         return GradientLayout(local, order, tp_rank=tensor_parallel.tp_rank, tp_size=tensor_parallel.tp_size)
 
@@ -229,12 +231,11 @@ class GradientLayout:
         Raises:
             LayoutMismatch: No such component; the first names are shown.
         """
-        try:
-            return self._by_name[name]
-        except KeyError:
+        if not isinstance(name, str) or name not in self._by_name:
             raise LayoutMismatch(
-                "unknown component", got=repr(name), expected=_few(self._by_name), do="see layout.slots for all names"
-            ) from None
+                "unknown component", got=said(name), expected=_few(self._by_name), do="see layout.slots for all names"
+            )
+        return self._by_name[name]
 
     def block(self, index: int) -> Block:
         """Block `index`, counted from 0.
@@ -242,9 +243,10 @@ class GradientLayout:
         Raises:
             LayoutMismatch: No such block.
         """
-        if not (hasattr(index, "__index__") and 0 <= index < len(self.blocks)):
-            raise LayoutMismatch("unknown block", got=repr(index), expected=f"a block in 0..{len(self.blocks) - 1}")
-        return self.blocks[index]
+        number = as_index(index)
+        if number is None or not 0 <= number < len(self.blocks):
+            raise LayoutMismatch("unknown block", got=said(index), expected=f"a block in 0..{len(self.blocks) - 1}")
+        return self.blocks[number]
 
     @cached_property
     def spans_by_key(self) -> Mapping[int | str, Span]:
@@ -295,12 +297,10 @@ def layout_from_table(table: bytes) -> GradientLayout:
 
 
 def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Row]:
-    if np.ndim(num_blocks) or not (hasattr(num_blocks, "__index__") and 0 <= num_blocks <= _MOST_BLOCKS):
-        expected = f"a whole number in 0..{_MOST_BLOCKS}"
-        raise LayoutMismatch("num_blocks is not a count", got=_shown(num_blocks), expected=expected)
+    count = whole_number("num_blocks", num_blocks, 0, _MOST_BLOCKS, LayoutMismatch)
     return [
         Row(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
-        for b in range(num_blocks)
+        for b in range(count)
         for name, shape in zip(names, shapes, strict=True)
     ]
 

@@ -6,11 +6,12 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, final
 
+from gradengine.arguments import as_float, refuse_unknown, said, whole_number
 from gradengine.errors import CallerError
 from gradengine.kernels import ClipPlan
 from gradengine.layout import GradientLayout
 
-__all__ = ["Average", "OnNonFinite", "Settings"]
+__all__ = ["Average", "OnNonFinite", "Settings", "checked_loss_scale"]
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
 Average: TypeAlias = Literal["weighted", "per_worker"]
@@ -34,11 +35,10 @@ class Settings:
     def __init__(
         self, plan: ClipPlan, on_non_finite: OnNonFinite, average: Average, micro_batches: int | None, loss_scale: float
     ) -> None:
-        _refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
-        _refuse_unknown("average", average, ("weighted", "per_worker"))
-        if micro_batches is not None and not (isinstance(micro_batches, int) and micro_batches >= 1):
-            raise CallerError("micro_batches is out of range", got=micro_batches, expected="at least 1, or None")
-        self.plan, self.micro_batches = plan, micro_batches
+        refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
+        refuse_unknown("average", average, ("weighted", "per_worker"))
+        self.plan = plan
+        self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
         self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
         self.per_worker = average == "per_worker"
         #: What all workers must have set alike; each step compares them.
@@ -57,9 +57,7 @@ class Settings:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        if not (isinstance(value, (int, float)) and 2.0**-64 <= value <= 2.0**64):  # NaN is refused too
-            raise CallerError("loss_scale is out of range", got=value, expected="2**-64..2**64")
-        self._loss_scale = float(value)
+        self._loss_scale = checked_loss_scale(value)
         self.shared["loss_scale"] = repr(self._loss_scale)
 
     def refuse_lone_part(self, layout: GradientLayout) -> None:
@@ -74,6 +72,17 @@ class Settings:
             )
 
 
-def _refuse_unknown(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise CallerError(f"unknown {name}", got=repr(value), expected=f"one of {', '.join(map(repr, known))}")
+def checked_loss_scale(value: float) -> float:
+    """The loss scale as a float.
+
+    Raises:
+        CallerError: It is no number in 2**-64..2**64.
+
+    Example:
+        >>> checked_loss_scale(np.float32(1024))
+        1024.0
+    """
+    scale = as_float(value)
+    if not 2.0**-64 <= scale <= 2.0**64:  # NaN is refused too
+        raise CallerError("loss_scale is out of range", got=said(value), expected="2**-64..2**64")
+    return scale

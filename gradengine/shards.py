@@ -7,13 +7,11 @@ the weight of a column-parallel layer is a `RowParallelShard`, and the other way
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
-import numpy as np
-
+from gradengine.arguments import as_index, listed, said, whole_number
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.foreign_arrays import (
     Array,
@@ -36,7 +34,6 @@ __all__ = [
     "Shard",
     "checked_tp_rank",
     "divided",
-    "whole_number",
 ]
 
 Partition: TypeAlias = Literal["column", "row", "replicated"]
@@ -107,7 +104,7 @@ class Shard(ABC):
             >>> shard.merge_shards([np.array([[1], [2]]), np.array([[3], [4]])])[:, 0]
             array([1, 2, 3, 4])
         """
-        parts = [as_sliceable(array, f"rank {rank}'s part") for rank, array in enumerate(arrays)]
+        parts = [as_sliceable(array, f"rank {rank}'s part") for rank, array in enumerate(listed("arrays", arrays))]
         if len(parts) != self.tp_size:
             raise LayoutMismatch(
                 "the parts of a component are not one for each rank", got=f"{len(parts)} parts", expected=self.tp_size
@@ -264,28 +261,18 @@ def checked_tp_rank(tp_rank: int, tp_size: int) -> tuple[int, int]:
     Traceback (most recent call last):
     gradengine.errors.CallerError: tp_rank is out of range: got 2, expected 0..1 for tp_size=2
     """
-    size = whole_number("tp_size", tp_size, 1)
-    if not _is_whole(tp_rank) or not 0 <= tp_rank < size:
-        raise CallerError("tp_rank is out of range", got=repr(tp_rank), expected=f"0..{size - 1} for tp_size={size}")
-    return operator.index(tp_rank), size
-
-
-def whole_number(name: str, value: int, least: int) -> int:
-    """The value as a plain integer; raises `CallerError` unless it is a whole number of at least `least`."""
-    if not _is_whole(value) or value < least:
-        raise CallerError(f"{name} is out of range", got=repr(value), expected=f"a whole number >= {least}")
-    return operator.index(value)
-
-
-def _is_whole(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, (bool, np.bool_))
+    rank, size = as_index(tp_rank), whole_number("tp_size", tp_size, 1)
+    if rank is None or not 0 <= rank < size:
+        raise CallerError("tp_rank is out of range", got=said(tp_rank), expected=f"0..{size - 1} for tp_size={size}")
+    return rank, size
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:
     """The quotient; raises `CallerError`, naming both numbers, where something is left."""
     if value % parts:
-        remainder = f"{value} / {parts}, which leaves {value % parts}"
-        raise CallerError(f"{name} cannot be divided by {by}", got=remainder, expected=f"a multiple of {parts}", do=do)
+        remainder = f"{said(value)} / {said(parts)}, which leaves {said(value % parts)}"
+        expected = f"a multiple of {said(parts)}"
+        raise CallerError(f"{name} cannot be divided by {by}", got=remainder, expected=expected, do=do)
     return value // parts
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from gradengine.arguments import said
 from gradengine.errors import LayoutMismatch
 from gradengine.shards import Partition, Shape
 
@@ -95,7 +96,7 @@ def refuse_bad_rows(rows: Sequence[Row]) -> None:
         if not isinstance(row.partition, str) or row.partition not in get_args(Partition):
             raise LayoutMismatch(
                 f"component '{row.name}' has an unknown partition",
-                got=repr(row.partition),
+                got=said(row.partition),
                 expected=f"one of {get_args(Partition)}",
             )
         if row.name in seen:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from gradengine.arguments import listed, refuse_other_kind, said, whole_number
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.shards import (
     ColumnParallelShard,
@@ -19,7 +20,6 @@ from gradengine.shards import (
     Shard,
     checked_tp_rank,
     divided,
-    whole_number,
 )
 
 __all__ = ["ColumnParallelShard", "RowParallelShard", "TensorParallelConfig"]
@@ -75,7 +75,7 @@ class TensorParallelConfig:
             object.__setattr__(self, name, value)
         if not isinstance(self.vocab_parallel, bool):
             raise CallerError(
-                "vocab_parallel is no truth value", got=repr(self.vocab_parallel), expected="True or False"
+                "vocab_parallel is no truth value", got=said(self.vocab_parallel), expected="True or False"
             )
         divided("hidden_size", self.hidden_size, self.num_heads, "num_heads")
         divided("num_heads", self.num_heads, self.num_kv_heads, "num_kv_heads")
@@ -170,7 +170,9 @@ class TensorParallelConfig:
             >>> TensorParallelConfig(1, 2, 8, 16, 2, 2).shard_of("down", (16, 8)).local_shape
             (8, 8)
         """
+        refuse_other_kind("a component's name", name, str)
         component = name.rpartition(".")[2]
+        shape = [whole_number("a dimension", size, 0, kind=LayoutMismatch) for size in listed("a shape", shape)]
         expected = self._full_shape(component, shape)
         if tuple(shape) != expected:
             raise LayoutMismatch(f"component '{name}' is not of this model", got=tuple(shape), expected=expected)

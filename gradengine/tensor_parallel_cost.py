@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from typing import final
 
+from gradengine.arguments import as_number, whole_number
 from gradengine.errors import CallerError
 
 __all__ = ["Bandwidth", "TensorParallelCost"]
@@ -45,7 +45,7 @@ class Bandwidth:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        rate = _number(self.bytes_per_second)
+        rate = as_number(self.bytes_per_second)
         if rate is None or not 0 < rate < math.inf:  # NaN is refused
             raise CallerError(
                 "a bandwidth is out of range",
@@ -171,7 +171,7 @@ class TensorParallelCost:
                 "vocab_parallel is no bool", got=_shortened(self.vocab_parallel), expected="True or False"
             )
         for name in sorted(vars(self).keys() - {"vocab_parallel"}):
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
 
     @property
     def bytes_per_all_reduce(self) -> int:
@@ -237,7 +237,7 @@ class TensorParallelCost:
             raise CallerError(
                 "a bandwidth must name its unit", got=_shortened(bandwidth), expected="Bandwidth.gigabits or .gigabytes"
             )
-        latency = _number(latency_seconds)
+        latency = as_number(latency_seconds)
         if latency is None or not 0 <= latency < math.inf:
             raise CallerError(
                 "latency is out of range", got=f"{_shortened(latency_seconds)} s", expected="seconds >= 0"
@@ -246,29 +246,8 @@ class TensorParallelCost:
         return self.link_bytes_per_step / bandwidth.bytes_per_second + messages * latency
 
 
-def _number(value: object) -> float | None:
-    """As a float; None for what is no number, or larger than any float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def _whole(name: str, value: object) -> int:
-    """Any library's integer as Python's, of which products never overflow."""
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise CallerError(f"{name} is out of range", got=_shortened(value), expected="a whole number >= 1")
-    return number
-
-
 def _scaled(value: object, factor: Fraction) -> float:
-    number = _number(value)
+    number = as_number(value)
     if number is None:
         raise CallerError(
             "a bandwidth is no number", got=_shortened(value), expected="a number, or Bandwidth.parse(text)"

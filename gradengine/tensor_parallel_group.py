@@ -19,6 +19,7 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.agreement import Tally, refuse_diverged, same_sums, tallies_of
+from gradengine.arguments import refuse_unknown
 from gradengine.buffer import Buffer
 from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange.interface import Exchange
@@ -54,8 +55,7 @@ class TensorParallelGroup:
     """
 
     def __init__(self, accumulator: PerBlockGradientAccumulator, replicated: Replicated) -> None:
-        if replicated not in get_args(Replicated):
-            raise CallerError("unknown replicated", got=repr(replicated), expected=f"one of {get_args(Replicated)}")
+        refuse_unknown("replicated", replicated, get_args(Replicated))
         self._accumulator, self._replicated = accumulator, replicated
         self._slots = accumulator.layout.slots
         self._is_replicated = np.array([slot.partition == "replicated" for slot in self._slots])

@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar, final
 
+from gradengine.arguments import refuse_lacking, whole_number
 from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
-from gradengine.exchange.interface import Exchange, refuse_bad_rank
+from gradengine.exchange.interface import Exchange, checked_rank
 from gradengine.gradients import Gradients
 from gradengine.host_buffer import host_buffer
 from gradengine.layout import GradientLayout
@@ -102,11 +103,11 @@ class DistributedTrainer:
         tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
-        if max_steps is not None and max_steps < 0:
-            raise CallerError("max_steps is out of range", got=max_steps, expected="at least 0, or None")
-        if check_every < 0 or (check_every and not hasattr(trainer, "weights")):
+        refuse_lacking("trainer", trainer, ("forward_backward", "apply_gradients"))
+        self.trainer, self.check_every = trainer, whole_number("check_every", check_every, 0)
+        self.max_steps = None if max_steps is None else whole_number("max_steps", max_steps, 0)
+        if self.check_every and not hasattr(trainer, "weights"):
             raise CallerError("check_every needs a trainer with weights()", got=check_every, expected="0, or weights()")
-        self.trainer, self.max_steps, self.check_every = trainer, max_steps, check_every
         self.step = 0
         self._losses: list[tuple[float, float]] = []
         self._loss = 0.0
@@ -283,10 +284,8 @@ def shard_batches(num_batches: int, rank: int, world_size: int) -> range:
         >>> [list(shard_batches(7, rank, 3)) for rank in range(3)]
         [[0, 3, 6], [1, 4], [2, 5]]
     """
-    refuse_bad_rank(rank, world_size)
-    if num_batches < 0:
-        raise CallerError("num_batches is out of range", got=num_batches, expected="at least 0")
-    return range(rank, num_batches, world_size)
+    rank, world_size = checked_rank(rank, world_size)
+    return range(rank, whole_number("num_batches", num_batches, 0), world_size)
 
 
 def weights_digest(weights: Mapping[str, object] | Iterable[object]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.arguments import as_float, said
 from gradengine.buffer import Lender
 from gradengine.errors import BufferRefused, WindowError
 from gradengine.kernels import Batch, Contribution, Places
@@ -206,15 +207,12 @@ def checked_weight(weight: float) -> np.float32:
         Traceback (most recent call last):
         gradengine.errors.WindowError: a micro-batch's weight is out of range: got 0, expected a finite ...
     """
-    try:
-        with np.errstate(over="ignore"):
-            scalar: np.float32 = np.float32(float(weight))
-    except (TypeError, ValueError, OverflowError):
-        scalar = np.float32(np.nan)
+    with np.errstate(over="ignore"):
+        scalar: np.float32 = np.float32(as_float(weight))
     if not np.finfo(np.float32).tiny <= scalar < np.inf:  # below, 1/weight may be no fp32 number
         raise WindowError(
             "a micro-batch's weight is out of range",
-            got=repr(weight),
+            got=said(weight),
             expected="a finite number above 1.18e-38",
             do="leave out a micro-batch that counts nothing",
         )

@@ -29,7 +29,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.block import BlockGradientSet
 from gradengine.buffer import Buffer, RawBuffer
 from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, WindowError
-from gradengine.kernels import CHUNK
+from gradengine.kernels import CHUNK, Kernels
 from gradengine.kernels.host import HostKernels
 from gradengine.layout import BLOCK_COMPONENTS, GradientLayout
 
@@ -41,6 +41,7 @@ NAN, INF = math.nan, math.inf
 HOST, HOST_WITH_THREADS = host_backend(1), host_backend(3)
 
 
+@Kernels.register
 class PoisonedKernels:
     """Kernels whose fresh memory is full of NaN, as fresh memory may be."""
 
@@ -322,9 +323,12 @@ class TestHold:
         accumulator.add(arrays)
         assert_window(closed(accumulator), expected_window(ODD, [batch], [1]))
 
-    @pytest.mark.parametrize("hold", [0, -1, 1.5, NAN, "2", None])
+    def test_is_of_any_kind_of_integer(self):
+        assert type(new(hold=np.int64(2)).hold) is int
+
+    @pytest.mark.parametrize("hold", [0, -1, 1.5, NAN, "2", None, True])
     def test_is_a_count(self, hold):
-        with pytest.raises(CallerError, match="hold counts micro-batches: "):
+        with pytest.raises(CallerError, match=r"hold is out of range: got .*, expected a whole number >= 1"):
             new(hold=hold)
 
 
@@ -417,12 +421,12 @@ class TestByBlock:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            (3, "unknown non-block id: got 3, expected 0, 1 or 2"),
+            (3, "unknown non-block id: got 3, expected a name, or 0, 1 or 2"),
             (-1, "unknown non-block id: got -1"),
             ("lm_tail", "unknown component: got 'lm_tail'"),
             ("blocks.1.w_q", "component 'blocks.1.w_q' lies in block 1; use add_block"),
-            (1.5, "unknown component: got 1.5"),
-            (None, "unknown component: got None"),
+            (1.5, "unknown non-block id: got 1.5"),
+            (None, "unknown non-block id: got None"),
         ],
     )
     def test_unknown_non_block_components(self, name, message):

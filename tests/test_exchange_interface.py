@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 from transports import LARGE, SMALL
 
 from gradengine.errors import CallerError, WindowError
+from gradengine.exchange import local_group
 from gradengine.exchange.interface import (
     Exchange,
     NonFiniteValue,
     Outbox,
     Progress,
     buckets_of,
+    checked_bucket,
+    checked_rank,
+    checked_seconds,
     find_non_finite,
     place,
     refuse_bad_arena,
-    refuse_bad_rank,
 )
 
 
@@ -98,7 +101,15 @@ def test_next_step_forgets_the_last():
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 1), (1, 1), (0, 0), (0, -1)])
 def test_bad_rank_is_refused(rank, world_size):
     with pytest.raises(CallerError, match="out of range"):
-        refuse_bad_rank(rank, world_size)
+        checked_rank(rank, world_size)
+
+
+def test_ranks_and_sizes_are_integers_of_any_kind_and_times_are_numbers():
+    assert [type(number) for number in checked_rank(np.int64(1), np.uint8(3))] == [int, int]
+    assert type(checked_seconds("timeout", np.float32(2))) is float
+    assert type(checked_bucket(np.int32(4096))) is int
+    exchanges = local_group(np.int64(2), timeout=np.float32(5), bucket_bytes=np.int64(64))
+    assert [(exchange.rank, exchange.world_size) for exchange in exchanges] == [(0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,6 @@ class TestDevices:
 
     @pytest.mark.parametrize("hold", [0, -1, 1.5, None])
     def test_hold_is_a_count(self, emulated, hold):
-        with cuda_emulator.recorded() as record, pytest.raises(CallerError, match="hold counts micro-batches"):
+        with cuda_emulator.recorded() as record, pytest.raises(CallerError, match="hold is out of range"):
             new(emulated, hold=hold)
         assert record.allocations == []

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "gradengine"
 # Reading down is the data's way; a file imports only what stands above it.
 ORDER = [
     "errors",
+    "arguments",
     "unpacking",
     "tensor_parallel_cost",
     "dlpack",

@@ -26,17 +26,25 @@ def settings(**change):
     [
         ({"on_non_finite": "warn"}, "unknown on_non_finite: got 'warn', expected one of 'raise', 'skip', 'pass'"),
         ({"average": "mean"}, "unknown average: got 'mean', expected one of 'weighted', 'per_worker'"),
-        ({"micro_batches": 0}, "micro_batches is out of range: got 0, expected at least 1, or None"),
+        ({"micro_batches": 0}, "micro_batches is out of range: got 0, expected a whole number >= 1"),
         ({"micro_batches": 2.0}, "got 2.0"),
         ({"loss_scale": 0.0}, r"loss_scale is out of range: got 0.0, expected 2\*\*-64..2\*\*64"),
         ({"loss_scale": float("nan")}, "got nan"),
         ({"loss_scale": 2.0**65}, "loss_scale is out of range"),
-        ({"loss_scale": "1"}, "loss_scale is out of range: got 1"),
+        ({"loss_scale": "1"}, "loss_scale is out of range: got '1'"),
     ],
 )
 def test_refused(change, message):
     with pytest.raises(CallerError, match=message):
         settings(**change)
+
+
+@pytest.mark.parametrize("number", [np.int64(2), np.uint8(2), np.float32(2), np.float64(2), np.array(2)])
+def test_numpys_numbers_are_numbers(number):
+    found = settings(loss_scale=number, micro_batches=np.int64(2))
+    assert (found.loss_scale, found.micro_batches) == (2.0, 2)
+    assert (type(found.loss_scale), type(found.micro_batches)) == (float, int)
+    assert found.shared["loss_scale"] == "2.0"
 
 
 @pytest.mark.parametrize(

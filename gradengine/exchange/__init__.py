@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from gradengine.arguments import said
 from gradengine.errors import CallerError
 from gradengine.exchange.channel import Address
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Exchange, NonFiniteValue, Progress, refuse_bad_rank
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Exchange, NonFiniteValue, Progress, checked_rank
 from gradengine.exchange.local import LocalExchange, local_group
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tcp import WorkerClient
@@ -58,7 +59,7 @@ def connect(
         ...     exchange.rank, exchange.world_size
         (0, 1)
     """
-    refuse_bad_rank(rank, world_size)
+    rank, world_size = checked_rank(rank, world_size)
     address = _address(url)
     if served or rank > 0:
         return WorkerClient(address, rank, world_size, token=token, job=job, timeout=timeout, join_timeout=join_timeout)
@@ -75,18 +76,18 @@ def connect(
 
 
 def _address(url: str) -> Address:
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url if isinstance(url, str) else "")
         port = parts.port
-    except ValueError:
-        port = None
+    except ValueError:  # of the port, or of a bracket
+        parts, port = urlsplit(""), None
     if parts.scheme == "unix" and parts.path and not parts.netloc:
         return parts.path
     if parts.scheme == "tcp" and parts.hostname and port is not None:
         return parts.hostname, port
     raise CallerError(
         "this is no address of a group",
-        got=repr(url),
+        got=said(url),
         expected="'tcp://host:port' or 'unix:///path'",
         do="threads of one process use local_group(world_size)",
     )

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from gradengine.arguments import as_index, refuse_other_kind, said
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
@@ -149,6 +150,28 @@ class Channel:
         return PeerLost(f"connection with {self.peer} broke while {doing} ({reason})")
 
 
+def checked_address(address: Address) -> Address:
+    """As (host, port) or the path of a Unix socket; raises `CallerError` where it is neither.
+
+    >>> checked_address(["localhost", 5000])
+    ('localhost', 5000)
+    """
+    if isinstance(address, str):
+        if address and "\0" not in address:
+            return address
+    elif isinstance(address, (tuple, list)) and len(address) == 2 and isinstance(address[0], str):
+        port = as_index(address[1])
+        if port is not None and 0 <= port < 1 << 16:
+            return address[0], port
+    raise CallerError("this is no address", got=said(address), expected="(host, port) or the path of a Unix socket")
+
+
+def refuse_bad_token(token: str | None) -> None:
+    """Raise `CallerError` unless it is text or None."""
+    if token is not None:
+        refuse_other_kind("token", token, str)
+
+
 def listen_socket(address: Address) -> socket.socket:
     """A listening socket.
 
@@ -157,9 +180,9 @@ def listen_socket(address: Address) -> socket.socket:
     """
     family = _family(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
-    if isinstance(address, str):
-        _remove_stale(address)
     try:
+        if isinstance(address, str):
+            _remove_stale(address)
         if family != socket.AF_UNIX:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -26,11 +26,11 @@ from gradengine.exchange.interface import (
     NonFiniteValue,
     Progress,
     buckets_of,
+    checked_bucket,
+    checked_rank,
+    checked_seconds,
     count_in,
     find_non_finite,
-    refuse_bad_bucket,
-    refuse_bad_rank,
-    refuse_bad_seconds,
 )
 from gradengine.layout import GradientLayout
 
@@ -90,11 +90,10 @@ class Group:
     """
 
     def __init__(self, world_size: int, timeout: float, join_timeout: float, bucket_bytes: int) -> None:
-        refuse_bad_rank(0, world_size)
-        refuse_bad_seconds(timeout=timeout, join_timeout=join_timeout)
-        refuse_bad_bucket(bucket_bytes)
-        self.world_size, self.timeout, self.join_timeout = world_size, timeout, join_timeout
-        self.bucket_bytes = bucket_bytes
+        self.world_size = checked_rank(0, world_size)[1]
+        self.timeout = checked_seconds("timeout", timeout)
+        self.join_timeout = checked_seconds("join_timeout", join_timeout)
+        self.bucket_bytes = checked_bucket(bucket_bytes)
         self.changed = threading.Condition()
         self.layout: GradientLayout | None = None
         self.buckets: list[Bucket] = []

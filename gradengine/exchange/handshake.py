@@ -13,6 +13,7 @@ import secrets
 
 import msgpack
 
+from gradengine.arguments import said
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
 from gradengine.exchange.interface import Membership, Progress
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Join
@@ -77,7 +78,7 @@ def refuse_bad_job(job: str) -> None:
     """Raise `CallerError` unless a job's name fits a message."""
     if not isinstance(job, str) or len(job) > MAX_JOB_CHARACTERS or not job.isprintable():
         raise CallerError(
-            "this is no name of a job", got=repr(job), expected=f"at most {MAX_JOB_CHARACTERS} printable characters"
+            "this is no name of a job", got=said(job), expected=f"at most {MAX_JOB_CHARACTERS} printable characters"
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.arguments import as_float, as_index, said, whole_number
 from gradengine.errors import CallerError, HandshakeRefused, WindowError, not_copied
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels.host import first_non_finite, squared_sum
@@ -255,8 +256,7 @@ def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
         >>> [(bucket.start, bucket.stop) for bucket in buckets_of(layout, 128)]
         [(0, 32), (32, 64)]
     """
-    refuse_bad_bucket(bucket_bytes)
-    size = bucket_bytes // 4
+    size = checked_bucket(bucket_bytes) // 4
     return [
         Bucket(span, start, min(span.stop, start + size))
         for span in layout.spans
@@ -287,35 +287,38 @@ def find_non_finite(rank: int, contribution: Arena, start: int) -> list[NonFinit
     return [NonFiniteValue(rank, start + index, value)]
 
 
-def refuse_bad_rank(rank: int, world_size: int) -> None:
-    """Raise `CallerError` unless 0 <= rank < world_size.
+def checked_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Both as plain integers; raises `CallerError` unless 0 <= rank < world_size.
 
-    >>> refuse_bad_rank(2, 2)
+    >>> checked_rank(2, 2)
     Traceback (most recent call last):
     gradengine.errors.CallerError: rank is out of range: got 2, expected 0..1
     """
-    if not isinstance(world_size, int) or world_size < 1:
-        raise CallerError("world size is out of range", got=world_size, expected="a whole number >= 1")
-    if not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise CallerError("rank is out of range", got=rank, expected=f"0..{world_size - 1}")
+    number, size = as_index(rank), whole_number("world size", world_size, 1)
+    if number is None or not 0 <= number < size:
+        raise CallerError("rank is out of range", got=said(rank), expected=f"0..{size - 1}")
+    return number, size
 
 
-def refuse_bad_bucket(bucket_bytes: int) -> None:
-    """Raise `CallerError` unless at least one element fits into a bucket."""
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 4:
-        raise CallerError("buckets are too small", got=f"{bucket_bytes} bytes", expected="at least 4 bytes")
+def checked_bucket(bucket_bytes: int) -> int:
+    """As a plain integer; raises `CallerError` unless at least one element fits into a bucket."""
+    number = as_index(bucket_bytes)
+    if number is None or number < 4:
+        raise CallerError("buckets are too small", got=f"{said(bucket_bytes)} bytes", expected="at least 4 bytes")
+    return number
 
 
-def refuse_bad_seconds(**times: float) -> None:
-    """Raise `CallerError` unless each of these is a number of seconds that a wait can last.
+def checked_seconds(name: str, seconds: float) -> float:
+    """As a float; raises `CallerError` unless it is a number of seconds that a wait can last.
 
-    >>> refuse_bad_seconds(timeout=float("inf"))
+    >>> checked_seconds("timeout", float("inf"))
     Traceback (most recent call last):
     gradengine.errors.CallerError: timeout is out of range: got inf, expected seconds above 0, at most 1e9
     """
-    for name, seconds in times.items():
-        if not (isinstance(seconds, (int, float)) and 0 < seconds <= 1e9):  # written so that NaN is refused
-            raise CallerError(f"{name} is out of range", got=seconds, expected="seconds above 0, at most 1e9")
+    number = as_float(seconds)
+    if not 0 < number <= 1e9:  # written so that NaN is refused
+        raise CallerError(f"{name} is out of range", got=said(seconds), expected="seconds above 0, at most 1e9")
+    return number
 
 
 def nothing_started(rank: int) -> WindowError:

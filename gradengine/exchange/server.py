@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, final
 import msgpack
 import numpy as np
 
+from gradengine.arguments import whole_number
 from gradengine.errors import (
     CallerError,
     ExchangeError,
@@ -25,7 +26,15 @@ from gradengine.errors import (
     PeerLost,
     ProtocolError,
 )
-from gradengine.exchange.channel import Address, Channel, listen_socket, shown, url_of
+from gradengine.exchange.channel import (
+    Address,
+    Channel,
+    checked_address,
+    listen_socket,
+    refuse_bad_token,
+    shown,
+    url_of,
+)
 from gradengine.exchange.group import Group, Member
 from gradengine.exchange.handshake import (
     answer_hello,
@@ -103,10 +112,13 @@ class GradientServer:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         max_arena_bytes: int = 1 << 36,
     ) -> None:
+        address = checked_address(address)
+        refuse_bad_token(token)
         _refuse_open_door(address, token)
         refuse_bad_job(job)
         self.group = Group(world_size, timeout, join_timeout, bucket_bytes)
-        self._token, self._job, self._max_arena_bytes = token, job, max_arena_bytes
+        self._token, self._job = token, job
+        self._max_arena_bytes = whole_number("max_arena_bytes", max_arena_bytes, 1)
         self._threads: list[threading.Thread] = []
         self._channels: list[Channel] = []
         self._strangers: set[Channel] = set()

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from typing import Any, final
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange.channel import Address, Channel, Kind, connect_socket, shown, url_of
+from gradengine.exchange.channel import (
+    Address,
+    Channel,
+    Kind,
+    checked_address,
+    connect_socket,
+    refuse_bad_token,
+    shown,
+    url_of,
+)
 from gradengine.exchange.handshake import check_challenge, join_of, new_nonce, proof, refuse_bad_job
 from gradengine.exchange.interface import (
     GROUP_BYTES,
@@ -22,13 +31,13 @@ from gradengine.exchange.interface import (
     Outbox,
     Progress,
     buckets_of,
+    checked_rank,
+    checked_seconds,
     count_in,
     not_bound,
     nothing_started,
     place,
     refuse_bad_arena,
-    refuse_bad_rank,
-    refuse_bad_seconds,
     refuse_long_part,
 )
 from gradengine.exchange.wire import (
@@ -83,13 +92,14 @@ class WorkerClient(Exchange):
         timeout: float = 300.0,
         join_timeout: float = 60.0,
     ) -> None:
+        address = checked_address(address)
+        refuse_bad_token(token)
         refuse_bad_job(job)
-        refuse_bad_rank(rank, world_size)
-        refuse_bad_seconds(timeout=timeout, join_timeout=join_timeout)
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size = checked_rank(rank, world_size)
         self.url = url_of(address)
         self._address, self._token, self._job = address, token, job
-        self._timeout, self._join_timeout = timeout, join_timeout
+        self._timeout = checked_seconds("timeout", timeout)
+        self._join_timeout = checked_seconds("join_timeout", join_timeout)
         self._changed = threading.Condition()
         self._outgoing: queue.SimpleQueue[tuple[Message, bytes | memoryview] | None] = queue.SimpleQueue()
         self._gathers: list[list[bytes]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TypeAlias
 
+from gradengine.arguments import said
 from gradengine.errors import CallerError
 from gradengine.frameworks import TorchDevice, device_name
 from gradengine.kernels.contribution import (
@@ -79,11 +80,11 @@ def kernels_for(device: Device) -> Kernels:
     if isinstance(device, Kernels):
         return device
     name = device_name(device)
-    if name == "cpu":
+    if isinstance(name, str) and name == "cpu":
         return _host_kernels()
     ordinal = device_ordinal(name)
     if ordinal is None:
         raise CallerError(
-            "there are no kernels for the device", got=repr(name), expected="'cpu', 'cuda' or 'cuda:<number>'"
+            "there are no kernels for the device", got=said(name), expected="'cpu', 'cuda' or 'cuda:<number>'"
         )
     return cuda_kernels(ordinal)

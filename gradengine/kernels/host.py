@@ -18,8 +18,9 @@ from typing import Generic, TypeAlias, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.arguments import said, whole_number
 from gradengine.buffer import Array, Buffer, Lender
-from gradengine.errors import CallerError
+from gradengine.errors import CallerError, OutOfDeviceMemory
 from gradengine.host_buffer import host_buffer
 from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, decide, sum_in_order
@@ -62,14 +63,12 @@ class HostKernels(Kernels):
     measures_in_passing = False  # a pass over what the cache has lost costs as much as a pass of its own
 
     def __init__(self, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise CallerError("too few threads", got=threads, expected="at least 1")
-        self.threads = threads or available_cpus()
+        self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
 
     def on(self, stream: object) -> AbstractContextManager[object]:
         """See `Kernels.on`: the CPU has no streams."""
         if stream is not None:
-            raise CallerError("the CPU has no streams", got=repr(stream), expected="stream=None")
+            raise CallerError("the CPU has no streams", got=said(stream), expected="stream=None")
         return nullcontext()
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
@@ -84,7 +83,10 @@ class HostKernels(Kernels):
 
     def allocate(self, size: int) -> Buffer:
         """See `Kernels.allocate`; the pages are touched when first written."""
-        memory = np.empty(4 * size + 128, np.uint8)
+        try:
+            memory = np.empty(4 * size + 128, np.uint8)
+        except (MemoryError, ValueError):  # NumPy's word for more than an address can say
+            raise OutOfDeviceMemory("the CPU has not the memory", got=f"{4 * size} bytes asked for") from None
         start = -memory.ctypes.data % 128
         data = memory[start : start + 4 * size].view(np.float32)
         return Buffer(data.ctypes.data, size, "float32", (size,), True, memory, data=data)
