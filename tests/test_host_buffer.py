@@ -268,8 +268,7 @@ class TestRefusedDLPack:
 
     @pytest.mark.parametrize("shape", [(2**61,), (2**40, 2**40)])
     def test_more_elements_than_there_are_addresses(self, shape):
-        producer = Producer(np.empty(shape[0] and 1, np.float32))
-        producer.shape[0] = shape[0]
+        producer = Producer(np.empty(1, np.float32), lengths=shape[:1])
         with pytest.raises(BufferRefused, match="component 'w' is no memory"):
             host_buffer(producer, "w") if len(shape) == 1 else refuse_impossible(4096, 2**80, 4, "w")
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradengine.errors import WindowError
@@ -12,6 +12,7 @@ from gradengine.kernels import ClipPlan, decide
 from gradengine.kernels.decision import clip_scale, refuse_bad_divisor, sum_in_order
 
 NAN, INF = math.nan, math.inf
+SMALLEST = math.ulp(0.0)
 
 squares = st.floats(0, 1e70)
 plans = st.integers(1, 3).flatmap(
@@ -147,11 +148,15 @@ class TestClipScale:
     def test_known_values(self, norm, bound, scale):
         assert clip_scale(norm, bound) == scale
 
-    @given(st.floats(0, 1e300), st.floats(1e-290, 1e300))
+    @given(st.floats(0, 1e300), st.floats(0, 1e300))
+    @example(1e300, 1e-15)  # a scale that is subnormal
+    @example(1e300, 1e-30)  # one that is 0
+    @example(1e-310, 1e-320)
     def test_it_is_at_most_one_and_reaches_the_bound(self, norm, bound):
+        """To a rounding: relative of a normal scale, half of the smallest number of a subnormal one."""
         scale = clip_scale(norm, bound)
         assert 0 <= scale <= 1
-        assert norm * scale <= bound * (1 + 1e-15) or norm * scale == norm == 0
+        assert abs(norm * scale - min(norm, bound)) <= 1e-15 * bound + norm * SMALLEST + SMALLEST
         assert (scale == 1) or norm > bound
 
 
