@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -10,16 +11,27 @@ from collections.abc import Iterator
 import cuda_emulator
 import pytest
 from backends import BACKENDS, DEVICE_BACKENDS, ORDERS, RECORDED, Backend, available, runnable
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from transports import package_threads
 
 from gradengine.kernels import Kernels
 
-settings.register_profile("gradengine", deadline=None, print_blob=True)  # shared machines stall; a stall is no bug
+# Shared machines stall; a stall is no bug.
+settings.register_profile("gradengine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("gradengine")
 
 
 REQUIRE_FRAMEWORKS = "GRADENGINE_REQUIRE_FRAMEWORKS"  # set to 1 by `make test-interop`: a missing one is no skip then
+
+
+# Every kernel for every architecture: `make compile-check` asks for them, and whoever names the file.
+collect_ignore = [] if "COMPILE_CHECK" in os.environ else ["test_kernels_compile.py"]
+
+
+def pytest_collection_finish() -> None:
+    """Whatever is there by now stays: a test's `gc.collect` need not look at all of torch and JAX for half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
