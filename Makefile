@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# On all cores, but four at most: each process holds torch and JAX where they are installed. ARGS="-n 0" is one process.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # `make test-lowest` and `make test-newest`: the oldest and newest Python that is here, pyenv's among them.
@@ -24,7 +26,7 @@ demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they a
 	$(BIN)/gradengine demo $(ARGS)
 
 test: $(VENV)/test  ## all tests that need no GPU
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: $(VENV)/test  ## lint, format and types, as CI runs them
 	$(BIN)/ruff check .
@@ -32,7 +34,7 @@ check: $(VENV)/test  ## lint, format and types, as CI runs them
 	$(BIN)/mypy
 
 test-interop: $(VENV)/interop  ## torch and JAX, in and out, and every example; what is missing fails, but for a GPU
-	GRADENGINE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest -k "torch or jax or frameworks or interop or examples or docs" $(ARGS)
+	GRADENGINE_REQUIRE_FRAMEWORKS=1 $(PYTEST) -k "torch or jax or frameworks or interop or examples or docs" $(ARGS)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
 	TEST_PACKAGE=1 $(BIN)/python -m pytest tests/test_package.py $(ARGS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transports import SOON
 from typer.testing import CliRunner
 
 import gradengine
@@ -34,7 +35,7 @@ def environment():
 
 def run(*arguments, cwd):
     return subprocess.run(
-        [*PYTHON, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=100, check=False
+        [*PYTHON, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=4 * SOON, check=False
     )
 
 
@@ -117,8 +118,8 @@ class Running:
     def end(self):
         """Exit code, standard error and seconds; every process must be gone."""
         begin = time.monotonic()
-        _, error = self.process.communicate(timeout=30)
-        deadline = time.monotonic() + 5
+        _, error = self.process.communicate(timeout=2 * SOON)
+        deadline = time.monotonic() + SOON
         while any(alive(pid) for pid in self.ranks.values()):
             assert time.monotonic() < deadline, "a worker was left behind"
             time.sleep(0.05)
@@ -142,7 +143,7 @@ def test_a_killed_worker_ends_the_demo_and_is_named(tmp_path, rank):
     assert code == 1
     assert f"rank {rank} (process {running.ranks[rank]}) was killed by SIGKILL" in error
     assert len(error.splitlines()) == 1
-    assert seconds < 15
+    assert seconds < SOON
 
 
 def test_ctrl_c_ends_all_and_says_nothing_more(tmp_path):
@@ -150,7 +151,7 @@ def test_ctrl_c_ends_all_and_says_nothing_more(tmp_path):
     os.killpg(running.process.pid, signal.SIGINT)
     code, error, seconds = running.end()
     assert (code, error) == (130, "gradengine: interrupted\n")
-    assert seconds < 15
+    assert seconds < SOON
 
 
 def test_no_worker_outlives_a_killed_demo(tmp_path):
@@ -197,9 +198,9 @@ def test_ctrl_c_is_one_line_however_many_workers_there_are(tmp_path, command, wo
         time.sleep(0.02)
     time.sleep(after)
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=2 * SOON)
     assert (process.returncode, error) == (130, "gradengine: interrupted\n")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while any(alive(pid) for pid in started):
         assert time.monotonic() < deadline, "a worker was left behind"
         time.sleep(0.05)
@@ -379,7 +380,7 @@ def test_serve_sums_until_its_workers_have_gone(tmp_path, where, job):
     with pytest.raises(HandshakeRefused, match=f"rank 0 belongs to another job: got job='run 2', expected job='{job}'"):
         WorkerClient(address_of(url), 0, 2, job="run 2").bind(LAYOUT, ARENA, Progress(), lambda *_: None)
     assert sums_of_two(url, job=job) == [[1.5] * 3] * 2
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=2 * SOON)
     assert process.returncode == 0, error
     assert error == "all 2 workers have come and gone\n"
 
@@ -392,7 +393,7 @@ def test_serve_takes_its_token_from_a_file_or_the_environment(tmp_path, given):
         tmp_path, "--world-size", "2", *by_file, token="secret" if given == "environment" else None
     )
     assert sums_of_two(url, "secret") == [[1.5] * 3] * 2
-    process.communicate(timeout=30)
+    process.communicate(timeout=2 * SOON)
     assert process.returncode == 0
 
 
@@ -413,7 +414,7 @@ def test_an_empty_or_missing_token_file_is_said_so(monkeypatch, capsys, tmp_path
 def test_serve_stops_at_ctrl_c(tmp_path):
     process, _ = start_server(tmp_path, "--world-size", "2")
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=2 * SOON)
     assert process.returncode == 130
     assert "Traceback" not in error
 

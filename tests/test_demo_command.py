@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.progress import Progress
+from transports import SOON
 
 import gradengine
 from gradengine.__main__ import main
 from gradengine.demo import command
+from gradengine.demo.crew import Crew
 from gradengine.demo.screen import _bar
 from gradengine.demo.settings import Settings, Transport
 
@@ -40,7 +42,9 @@ def environment():
 
 def run(*arguments, cwd):
     line = [*PYTHON, "--steps", "30", "--compared-steps", "8", *arguments]
-    return subprocess.run(line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=4 * SOON, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,8 @@ def test_the_demo_proves_all_it_claims_of_shards(tmp_path, options):
 
 
 def fails(monkeypatch, capsys, *arguments):
+    """Exit code and standard error of what is refused before any process is started."""
+    monkeypatch.setattr(Crew, "start", lambda crew, name: pytest.fail(f"{name} was started"))
     monkeypatch.setattr(sys, "argv", ["gradengine", "demo", *map(str, arguments)])
     with pytest.raises(SystemExit) as ending:
         main()
@@ -85,12 +91,10 @@ def fails(monkeypatch, capsys, *arguments):
     ],
 )
 def test_a_model_that_cannot_be_cut_is_said_so_before_anything_is_started(monkeypatch, capsys, options, message):
-    begin = time.monotonic()
     code, error = fails(monkeypatch, capsys, *options)
     assert code == 2
     assert re.search(message, error)
     assert "Traceback" not in error
-    assert time.monotonic() - begin < 3
 
 
 @pytest.mark.parametrize("tp", ["1", "2"])
@@ -115,13 +119,11 @@ def test_weights_that_never_move_fail_the_proofs_without_a_traceback(tmp_path, o
 
 @pytest.mark.parametrize(("port", "tp", "last"), [(65535, 2, 65536), (65533, 4, 65536), (65530, 16, 65545)])
 def test_ports_beyond_the_last_are_refused_before_anything_is_started(monkeypatch, capsys, port, tp, last):
-    begin = time.monotonic()
     options = ["--port", port, "--tp", tp, "--heads", 16, "--kv-heads", 16, "--hidden-size", 96]
     code, error = fails(monkeypatch, capsys, *options)
     assert code == 2
     assert f"--port={port} leaves too few ports for {tp} shards: got ports {port} to {last}, expected at most" in error
     assert f"pass --port {65536 - tp} or less" in error
-    assert time.monotonic() - begin < 3
 
 
 @pytest.mark.parametrize(
@@ -146,11 +148,11 @@ def test_a_killed_worker_ends_the_demo_in_shards_and_is_named(tmp_path, rank):
     pids = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d): process (\d+)", text)}
     os.kill(pids[rank], signal.SIGKILL)
     begin = time.monotonic()
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=2 * SOON)
     assert process.returncode == 1
     assert f"rank {rank} (process {pids[rank]}) was killed by SIGKILL" in error
     assert len(error.splitlines()) == 1
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < SOON
     for pid in pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from test_demo_run import Silent
-from transports import outcomes
+from transports import SOON, outcomes
 
 from gradengine.demo import worker
 from gradengine.demo.learner import Learner
@@ -223,9 +223,9 @@ def ends_soon(work, error, message):
     begin = time.monotonic()
     with pytest.raises(error, match=message):
         work()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < SOON
     for thread in demo_threads():
-        thread.join(5)
+        thread.join(SOON)
     assert demo_threads() == []
 
 
@@ -271,12 +271,12 @@ def test_a_failed_shard_of_one_worker_ends_the_other_worker_over_tcp(monkeypatch
         worker.train_as_rank_0(SETTINGS, TEXTS, [("127.0.0.1", 0)] * 2, "secret", listening)
 
     def second():
-        assert doors.wait(10)
+        assert doors.wait(SOON)
         worker.train_at(SETTINGS, TEXTS, 1, urls, "secret", stepping)
 
     begin = time.monotonic()
     failures = outcomes(lambda work: work(), [first, second])
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < SOON
     assert isinstance(failures[1], ZeroDivisionError)
     assert isinstance(failures[0], PeerLost)
     assert len(urls) == 2

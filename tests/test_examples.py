@@ -21,7 +21,9 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CAPTURED_STEP = ROOT / "examples/cupy_captured_step.py"
 TAKING_A_DEVICE = [path for path in EXAMPLES if "--device cuda" in path.read_text()]
-TIMEOUT = 100  # seconds; less than a test has
+TIMEOUT = 250  # seconds; less than a test has
+# Threads that wait for each other by spinning take minutes for seconds' work where others want the cores too.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 # What a Python process reads when it begins, and so does every process that it starts.
 EMULATOR_STANDS_FOR_CUPY = """
@@ -105,7 +107,7 @@ class Example:
         return subprocess.run(
             [sys.executable, str(self.path.relative_to(ROOT)), *arguments],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
             capture_output=True,
             text=True,
             timeout=TIMEOUT,

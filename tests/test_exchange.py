@@ -29,7 +29,7 @@ from gradengine.exchange import GradientServer, LocalExchange, NonFiniteValue, W
 from gradengine.exchange.interface import buckets_of
 from gradengine.layout import GradientLayout
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(150)
 every_transport = pytest.mark.parametrize("transport", Transport, ids=lambda transport: transport.value)
 over_sockets = pytest.mark.parametrize("transport", OVER_SOCKETS, ids=lambda transport: transport.value)
 

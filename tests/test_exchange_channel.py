@@ -9,14 +9,14 @@ import time
 import tracemalloc
 
 import pytest
-from transports import free_port
+from transports import SOON, free_port
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange import channel as channel_module
 from gradengine.exchange.channel import Channel, connect_socket, listen_socket, shown
 from gradengine.exchange.wire import PREFIX_BYTES, Gather, Gathered, Verdict, encode_head
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_nobody_there(timeout):
     address, began = ("127.0.0.1", free_port()), time.monotonic()
     with pytest.raises(PeerLost, match=rf"no coordinator at {shown(address)} .* no connection in {timeout:g} s; start"):
         connect_socket(address, timeout)
-    assert time.monotonic() - began < timeout + 2
+    assert time.monotonic() - began < SOON
 
 
 def test_waits_for_who_comes_later():

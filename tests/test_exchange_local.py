@@ -15,7 +15,7 @@ from gradengine.errors import CallerError, ExchangeError, PeerLost
 from gradengine.exchange import local_group
 from gradengine.layout import GradientLayout
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(150)
 
 names = st.one_of(
     st.integers(0, 3).flatmap(lambda block: st.sampled_from("abc").map(lambda name: f"layers.{block}.{name}")),

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from transports import LARGE, Worker, contributions, on_all, outcomes, package_threads
+from transports import LARGE, SOON, Worker, contributions, on_all, outcomes, package_threads
 
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
 from gradengine.exchange import GradientServer, LocalExchange, WorkerClient
 from gradengine.exchange.interface import buckets_of
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
 WORLD = 3
 HERE = Path(__file__).parent
 
@@ -88,7 +88,7 @@ def test_killed_worker_is_an_error_on_all_others_at_once():
         for error, seconds in results:
             assert isinstance(error, PeerLost), error
             assert "rank 1" in str(error)
-            assert seconds < 5
+            assert seconds < SOON
         print(f"from kill to error: {max(seconds for _, seconds in results):.3f} s")
         assert all(worker.progress.summed > 0 for worker in workers), "it was in the middle of a step"
     assert not package_threads()
@@ -103,7 +103,7 @@ def test_stopped_worker_is_named_after_the_deadline():
             assert f"rank 1 is late for bucket {late} of step 0, ranks 0, 2 are waiting: got nothing for 1 s" in str(
                 error
             )
-            assert 0.5 < seconds < 5
+            assert 0.5 < seconds < SOON
 
 
 def test_dead_coordinator_is_an_error_on_all_workers_at_once():
@@ -126,7 +126,7 @@ def test_dead_coordinator_is_an_error_on_all_workers_at_once():
         for error in outcomes(Worker.sum, workers):
             assert isinstance(error, PeerLost), error
             assert f"coordinator {host}:{port}" in str(error)
-        assert time.monotonic() - killed[0] < 5
+        assert time.monotonic() - killed[0] < SOON
         for exchange in exchanges:
             exchange.close()
     assert not package_threads()

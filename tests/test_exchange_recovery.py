@@ -28,7 +28,7 @@ from gradengine.errors import ExchangeError, HandshakeRefused, NonFiniteGradient
 from gradengine.exchange import GradientServer, LocalExchange, WorkerClient, connect, local_group
 from gradengine.exchange.interface import buckets_of
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(150)
 BUCKET = 128
 COUNT = len(buckets_of(SMALL, BUCKET))
 WORLD = 3

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transports import (
     SMALL,
+    SOON,
     Worker,
     bound,
     contributions,
@@ -43,7 +44,7 @@ from gradengine.exchange.wire import (
 )
 from gradengine.layout import GradientLayout
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(150)
 BUCKET = 64
 BUCKETS = buckets_of(SMALL, BUCKET)
 
@@ -100,7 +101,7 @@ def test_stranger_does_no_harm_and_delays_nobody(hosted, says, stays, monkeypatc
             if not stays:
                 stranger.close()
         assert step_of_all(server, exchange) == EXPECTED
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON
 
 
 def test_wrong_token_of_a_worker_is_refused_and_the_group_goes_on(hosted):
@@ -132,9 +133,9 @@ def test_replayed_and_reflected_proofs_are_refused_and_the_group_goes_on(hosted)
 def refusal_of(url, job):
     """What a worker of this job hears there; at once, not when its time to join is over."""
     began = time.monotonic()
-    with connect(url, 1, 2, job=job, join_timeout=20) as stray, pytest.raises(HandshakeRefused) as refused:
+    with connect(url, 1, 2, job=job, join_timeout=2 * SOON) as stray, pytest.raises(HandshakeRefused) as refused:
         Worker(stray, SMALL, contributions(SMALL, 1)[0]).bind()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON
     return str(refused.value)
 
 
@@ -421,10 +422,11 @@ def test_worker_that_is_back_before_its_loss_was_noticed_gets_in_later():
 def test_sums_that_the_server_lost_are_refused_with_what_to_do():
     with GradientServer(2, bucket_bytes=BUCKET) as server:
         channels = [join_by_hand(server, rank, 2, progress=Progress(0, rank, False)) for rank in range(2)]
-        # Rank 0 may be a member already when rank 1 comes, or still at the door.
+        # Whoever comes second is refused; the first may be a member by then, or still at the door.
         received = [channel.receive() for channel in channels]
-        assert isinstance(received[0][0], (Abort, Refused))
-        assert isinstance(received[1][0], Refused)
+        kinds = [type(message) for message, _ in received]
+        assert Refused in kinds
+        assert {*kinds} <= {Abort, Refused}
         for channel, (kind, size) in zip(channels, received, strict=True):
             message = channel.receive_bytes(kind, size).decode()
             assert "rank 1 has sums of step 0 that the coordinator lost: got 1 buckets" in message
@@ -485,7 +487,7 @@ def test_close_does_not_wait_for_a_worker_that_never_leaves():
         channel.expect(Welcome)
         began = time.monotonic()
         server.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON
         assert b"the coordinator left the group" in channel.expect(Abort)[1]
     assert not package_threads()
 

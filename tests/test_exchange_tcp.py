@@ -9,7 +9,7 @@ import time
 import msgpack
 import numpy as np
 import pytest
-from transports import SMALL, Worker, contributions, package_threads
+from transports import SMALL, SOON, Worker, contributions, package_threads
 
 from gradengine.errors import (
     CallerError,
@@ -38,7 +38,7 @@ from gradengine.exchange.wire import (
 )
 from gradengine.layout import GradientLayout
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(150)
 BUCKET = 128
 GROUP = bytes(range(16))
 LAYOUT = GradientLayout.of({"a": (32,), "b": (40,)})
@@ -355,7 +355,7 @@ def test_lost_connection_leaves_a_progress_that_is_true(cut):
         began = time.monotonic()
         with pytest.raises(PeerLost, match=r"coordinator 127\.0\.0\.1:\d+ closed the connection|broke while"):
             worker.sum()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < SOON
         assert worker.progress.summed == 1
         first, second = BUCKETS[0], BUCKETS[1]
         assert (worker.arena[first.start : first.stop] == 1).all()

@@ -31,7 +31,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.errors import HandshakeRefused, PeerLost, ProtocolError, WindowError
 from gradengine.tensor_parallel_group import TensorParallelGroup
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 SIZES = (2, 16, 16, 24, 12)  # blocks, H, KV, I, V
 WHOLE = GradientLayout.transformer(*SIZES)
 FORMS = ("same", "sum", "average")

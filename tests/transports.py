@@ -18,7 +18,8 @@ from gradengine.exchange.handshake import join_of, new_nonce, proof
 from gradengine.exchange.wire import Challenge, Hello
 from gradengine.layout import GradientLayout
 
-JOINED_SECONDS = 30.0  # a thread that still runs then hangs
+JOINED_SECONDS = 60.0  # a thread that still runs then hangs
+SOON = 30.0  # seconds in which what waits for nothing is done on any machine; what would be waited for takes longer
 
 
 class Transport(enum.Enum):
