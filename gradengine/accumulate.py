@@ -198,17 +198,22 @@ class GradientAccumulator(ABC):
         self.kernels.measure_all(self.targets, self.sums, filled)
         return not np.isfinite(self.kernels.totals(self.sums)[filled]).all()
 
-    def close(self, *, measure: bool = False) -> None:
+    def close(self, *, measure: bool = False, may_be_empty: bool = False) -> None:
         """Fold what is held; afterwards the arena holds the window's weighted sum.
 
         Args:
             measure: Take the squared sums of what is folded now in the same pass.
+            may_be_empty: Whether a window without a micro-batch is a sum of nothing, -0.0 everywhere: added to any
+                other it leaves each bit of that as it is, which 0.0 does not.
 
         Raises:
             WindowError: There is no micro-batch, or some component has fewer than the others; nothing is folded then.
         """
         self.refuse_interrupted()
         window = self._window
+        if not window.weights and may_be_empty:
+            self._fill_with_nothing()
+            return
         if not window.weights:
             raise WindowError(
                 "step without a micro-batch", got="0 micro-batches", expected="at least 1", do="add() gradients first"
@@ -236,9 +241,18 @@ class GradientAccumulator(ABC):
         self.refuse_interrupted()
         with self.kernels.in_order(self.sums):
             self.changes += 1
-            self._is_changing = True
+            self.give_up()
             yield
             self._is_changing = False
+
+    def give_up(self) -> None:
+        """From here on the window is good for nothing but zero_all()."""
+        self._is_changing = True
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a call that was writing did not come to its end."""
+        return self._is_changing
 
     def note_written(self) -> None:
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
@@ -321,12 +335,12 @@ class GradientAccumulator(ABC):
     def _add(
         self, slots: Sequence[Slot], gradients: Gradients, weight: float, measure: bool, where: str, prefix: str = ""
     ) -> None:
+        self.refuse_interrupted()
         scalar = checked_weight(weight)
         sources = in_slot_order(slots, gradients, where, prefix)
         places = self._places_of(slots)
         contribution = self._arrivals.contribution(places, slots, sources)
         self._window.refuse_other_weight(places, scalar, where)
-        self.refuse_interrupted()
         self._refuse_aliases(contribution)
         if self.hold > 1 and (measure or self._window.waiting[places.index].max() + 1 >= self.hold):
             self._before_fold(places)
@@ -344,7 +358,7 @@ class GradientAccumulator(ABC):
 
     def refuse_interrupted(self) -> None:
         """Raise `WindowError` where a call that was writing did not come to its end."""
-        if self._is_changing:
+        if self.is_interrupted:
             raise WindowError(
                 "the window is half written: a call was interrupted, or another thread is in one",
                 do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
@@ -378,6 +392,16 @@ class GradientAccumulator(ABC):
                 self.kernels.zero_sums(self.sums, empty.tolist())
                 self._window.filled[empty] = True
                 self._window.measured[empty] = ~self._exposed[empty]
+
+    def _fill_with_nothing(self) -> None:
+        if self._window.filled.all():
+            return  # and it may be a sum over workers by now
+        with self.changing():
+            self.kernels.fill_zero(self.targets)
+            self.kernels.scale(self.targets, np.float32(-1), self.targets)
+            self.kernels.zero_sums(self.sums, range(len(self.targets)))
+            self._window.filled[:] = True
+            self._window.measured[:] = ~self._exposed
 
     def _before_fold(self, places: Places) -> None:
         """Raise what would otherwise leave the window half written."""

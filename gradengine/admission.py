@@ -48,6 +48,7 @@ class Admission:
     def of_add(self, captured: CapturedWindow | None, span: Span | None = None) -> None:
         """A contribution: of a span, or a whole micro-batch."""
         self.of_call(captured)
+        self._refuse_closing()
         if self._sharing.failed:
             raise WindowError(
                 f"step {self._sharing.step} failed, and its window is kept",
@@ -70,6 +71,27 @@ class Admission:
                 expected=f"step() after {room} micro-batches",
             )
 
+    def of_step(self, captured: CapturedWindow | None, way: str) -> None:
+        """A step whose gradients go that way: "in place", "out" or "deferred"."""
+        self.of_call(captured)
+        closing = self._sharing.closing
+        if closing is not None and closing.way != way:
+            raise WindowError(
+                f"step {closing.step} was interrupted when its gradients had been handed back",
+                got=f"a step whose gradients go {way!r}",
+                expected=repr(closing.way),
+                do="run step() again with the same arguments",
+            )
+        if closing is not None:
+            return
+        if self._accumulator.is_interrupted and not self._sharing.is_alone and self._sharing.agreed is not None:
+            raise WindowError(
+                f"step {self._sharing.step} was interrupted while it handed back its gradients: they are half written",
+                do="other workers may have applied theirs: restart all from one checkpoint (with out= it could be run "
+                "again); discard() goes on without this step",
+            )
+        self._accumulator.refuse_interrupted()
+
     def of_graph(self, captured: CapturedWindow | None) -> None:
         """A graph is a whole step of one worker's: nothing of one may be under way where it begins."""
         if not self._late.exist:
@@ -77,6 +99,7 @@ class Admission:
             raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
         if not self._sharing.is_alone:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+        self._refuse_closing()
         if captured is not None:
             raise WindowError("a window is being captured", do="leave its `with` first")
         count = self._accumulator.accumulated_count
@@ -91,6 +114,14 @@ class Admission:
                 "the loss scale of an open window cannot be changed",
                 got=f"{value} after {count} micro-batches of {self._settings.loss_scale}",
                 do="set it after step() or discard()",
+            )
+
+    def _refuse_closing(self) -> None:
+        closing = self._sharing.closing
+        if closing is not None:
+            raise WindowError(
+                f"step {closing.step} was interrupted when its gradients had been handed back",
+                do="run step() again with the same arguments for its result, or discard() it",
             )
 
     def raise_late(self) -> None:

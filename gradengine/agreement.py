@@ -29,6 +29,7 @@ class Tally:
         totals: Squared sum of each component.
         settings: What all workers must have set alike.
         place: Which step and window it is of, in words.
+        workers: How many workers have part in it: those that had a micro-batch.
     """
 
     weight: float
@@ -36,6 +37,7 @@ class Tally:
     totals: Float64
     settings: Mapping[str, str] = field(default_factory=dict)
     place: str = ""
+    workers: int = 1
 
 
 def agree(group: GroupSum, mine: Tally) -> Tally:
@@ -55,6 +57,7 @@ def agree(group: GroupSum, mine: Tally) -> Tally:
         weight=ordered_sum(tally.weight for tally in tallies),
         micro_batches=sum(tally.micro_batches for tally in tallies),
         totals=tallies[0].totals,
+        workers=sum(tally.workers for tally in tallies),
     )
 
 
@@ -81,14 +84,16 @@ def same_sums(totals: Float64, first: Float64) -> npt.NDArray[np.bool_]:
 def _checked(rank: int, facts: Any, mine: Tally) -> Tally:
     try:
         weight, micro_batches, totals, settings = facts
-        tally = Tally(float(weight), int(micro_batches), np.frombuffer(totals, "<f8"), dict(settings), mine.place)
+        count, squares = int(micro_batches), np.frombuffer(totals, "<f8")
+        tally = Tally(float(weight), count, squares, dict(settings), mine.place, workers=min(count, 1))
     except (ValueError, TypeError, OverflowError) as fault:
         raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
-    if tally.totals.size != mine.totals.size or not 0 < tally.weight < np.inf or tally.micro_batches < 1:
+    is_weighed = 0 < tally.weight < np.inf if count > 0 else (tally.weight, count) == (0, 0)
+    if squares.size != mine.totals.size or not is_weighed:
         raise ProtocolError(
             f"rank {rank}'s tally cannot be",
-            got=f"weight {tally.weight}, {tally.micro_batches} micro-batches, {tally.totals.size} components",
-            expected=f"weight above 0, at least 1 micro-batch, {mine.totals.size} components",
+            got=f"weight {tally.weight}, {count} micro-batches, {squares.size} components",
+            expected=f"weight above 0 and micro-batches, or 0 and none, {mine.totals.size} components",
         )
     return tally
 

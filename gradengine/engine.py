@@ -14,7 +14,7 @@ from gradengine.buffer import Buffer
 from gradengine.capture import CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.destinations import destinations_of, handed_back
-from gradengine.errors import CallerError, NonFiniteGradient, not_copied
+from gradengine.errors import CallerError, NonFiniteGradient, WindowError, not_copied
 from gradengine.exchange.interface import Exchange
 from gradengine.frameworks import note_written
 from gradengine.gradients import Gradients
@@ -23,7 +23,7 @@ from gradengine.late import LateVerdicts
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult, result_of
 from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale
-from gradengine.sharing import Sharing
+from gradengine.sharing import Closing, Sharing
 from gradengine.tensor_parallel_group import Replicated, TensorParallelGroup
 
 __all__ = ["GradientEngine"]
@@ -227,6 +227,9 @@ class GradientEngine:
     def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.
 
+        A worker without a micro-batch takes part with weight 0. Interrupted, as by Ctrl-C, it can be called again with
+        the same arguments; an exchange that was interrupted half way is closed, as one that failed.
+
         Args:
             out: Destinations, mapping or sequence as for `add`, written in their dtype; None for a component that is
                 not wanted. By default the gradients are handed back in the arena.
@@ -237,8 +240,8 @@ class GradientEngine:
             The result; a later `add` overwrites its gradients.
 
         Raises:
-            WindowError: There is no micro-batch, some component lacks part of the window, or its weight times the loss
-                scale is beyond 2**-126..2**126.
+            WindowError: No worker has a micro-batch, some component lacks part of the window, or its weight times the
+                loss scale is beyond 2**-126..2**126; or a call that was interrupted left it half written.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
             NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU that of an earlier
                 step, whose gradients were handed back as zeros.
@@ -248,34 +251,28 @@ class GradientEngine:
             raise CallerError(
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
             )
-        self._admission.of_call(self._captured)
-        accumulator = self.accumulator
-        accumulator.refuse_interrupted()
-        destinations = destinations_of(self.layout.slots, self._kernels, accumulator.arena, out)
-        tally = self._sharing.agree()
-        decision = self._decide(tally)
-        non_finite = self._sharing.find_non_finite(decision)
-        if non_finite is not None and self._settings.raises:
-            self._sharing.failed = True
-            self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
-            raise non_finite
-        if not deferred:
-            with self.accumulator.changing():
-                self._hand_back(decision, destinations)
-        gradients = handed_back(self.layout.slots, accumulator.views(), out)
+        way = "deferred" if deferred else "in place" if out is None else "out"
+        self._admission.of_step(self._captured, way)
+        destinations = destinations_of(self.layout.slots, self._kernels, self.accumulator.arena, out)
+        closing = self._sharing.closing or self._closing(way)
+        self._hand_back(closing, destinations)
+        gradients = handed_back(self.layout.slots, self.accumulator.views(), out)
         if out is not None:
             note_written(gradients.values())
-            accumulator.note_written()
-        result = self._result(tally, decision, non_finite, gradients, deferred)
+            self.accumulator.note_written()
+        result = self._result(closing, gradients)
+        lenders = self.accumulator.lenders
         if self._captured is not None:
-            lenders = accumulator.lenders | lenders_of((destinations or {}).values())
+            lenders = lenders | lenders_of((destinations or {}).values())
             self._captured.closed(result, self.layout.slots, out, lenders, deferred=deferred)
-        else:
-            self._kernels.hand_over(accumulator.lenders)
-            if decision.bad is None:
-                self._late.send()
-            self._sharing.next_step()
-        self._clear_window()
+            self._clear_window()
+            return result
+        self._kernels.hand_over(lenders)
+        if closing.decision.bad is None:
+            self._late.send()
+        # Its last statement makes the step a past one. Interrupted before that, step() can be run again; from there to
+        # the caller's assignment there is no call behind which Python would look for a signal.
+        self._begin_next(closing)
         return result
 
     def capture(self) -> AbstractContextManager[CapturedWindow]:
@@ -308,11 +305,15 @@ class GradientEngine:
             raise found
 
     def discard(self) -> None:
-        """Drop the window, also one whose step failed.
+        """Drop the window, also one whose step failed. A step that the workers agreed on counts as made.
 
         With an exchange, call it on every rank. Where parts of the window are on their way already, the exchange cannot
         take them back and is closed: go on with `reconnect`.
         """
+        if self._sharing.closing is not None:
+            self._begin_next(self._sharing.closing)
+            return
+        self.accumulator.give_up()  # until the end of this, should it be interrupted
         self._sharing.discard()
         self.accumulator.zero_all()
 
@@ -363,31 +364,53 @@ class GradientEngine:
 
     # ---- the way out ----
 
-    def _hand_back(self, decision: Decision, destinations: dict[int, Buffer] | None) -> None:
+    def _closing(self, way: str) -> Closing:
+        """Sum, agree and decide; nothing is handed back yet."""
+        tally = self._sharing.agree()
+        if not tally.micro_batches:
+            raise self._nothing_to_step()
+        decision = self._decide(tally)
+        non_finite = self._sharing.find_non_finite(decision)
+        if non_finite is not None and self._settings.raises:
+            self._sharing.failed = True
+            self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
+            raise non_finite
+        return Closing(tally, decision, non_finite, way, self._sharing.step, self._sharing.window)
+
+    def _nothing_to_step(self) -> WindowError:
+        """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
+        self._sharing.failed = True  # until that has begun
+        self.accumulator.zero_all()
+        self._sharing.next_step()
+        return WindowError(
+            "step without a micro-batch on any worker",
+            got=f"0 micro-batches on each of {self.world_size} workers",
+            expected="at least 1 on one of them",
+            do="add() gradients first; the exchange goes on with the next step",
+        )
+
+    def _hand_back(self, closing: Closing, destinations: dict[int, Buffer] | None) -> None:
         targets = self.accumulator.targets
-        if destinations is None:
-            self._kernels.hand_back(targets, decision, self._plan.groups, targets)
-        else:
+        if destinations is not None:  # may be written twice: the arena stays as it is
             sources = [targets[position] for position in destinations]
             groups = [self._plan.groups[position] for position in destinations]
-            self._kernels.hand_back(sources, decision, groups, list(destinations.values()))
+            with self._kernels.in_order(self.accumulator.sums):
+                self._kernels.hand_back(sources, closing.decision, groups, list(destinations.values()))
+        elif closing.way == "in place" and closing is not self._sharing.closing:
+            with self.accumulator.changing():
+                self._kernels.hand_back(targets, closing.decision, self._plan.groups, targets)
+                self._sharing.closing = closing  # from here on it is not scaled again
 
-    def _result(
-        self,
-        tally: Tally,
-        decision: Decision,
-        non_finite: NonFiniteGradient | None,
-        gradients: Mapping[str, Any],
-        deferred: bool,
-    ) -> StepResult:
+    def _result(self, closing: Closing, gradients: Mapping[str, Any]) -> StepResult:
         def find(step: int) -> NonFiniteGradient | None:
-            return self._late.of_step(step, decision) if decision.bad is None else non_finite
+            return self._late.of_step(step, decision) if decision.bad is None else closing.non_finite
 
         def follow() -> None:
             self._kernels.follow(self.accumulator.sums)
 
-        names, step, current = self._group_names, self.current_step, self._still()
-        return result_of(tally, decision, names, gradients, deferred, step, find, current, follow)
+        decision, is_deferred = closing.decision, closing.way == "deferred"
+        names, step, current = self._group_names, closing.step, self._still()
+        return result_of(closing.tally, decision, names, gradients, is_deferred, step, find, current, follow)
 
     def _still(self) -> Callable[[], bool]:
         """Whether the arena is what it is now, whenever that is asked."""
@@ -396,7 +419,13 @@ class GradientEngine:
 
     def _clear_window(self) -> None:
         self.accumulator.zero_all()
-        self._sharing.clear()
+        self._sharing.begin(self._sharing.step, self._sharing.window)
+
+    def _begin_next(self, closing: Closing) -> None:
+        """Open the next window; interrupted, it is finished by step() or discard()."""
+        self._sharing.closing = closing
+        self.accumulator.zero_all()
+        self._sharing.begin(closing.step + 1, closing.window + 1)
 
     @contextmanager
     def _capturing(self) -> Iterator[CapturedWindow]:

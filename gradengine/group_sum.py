@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from gradengine.errors import PeerLost
-from gradengine.exchange.interface import Arena, Exchange, Landed, Progress
+from gradengine.errors import GradientError, PeerLost
+from gradengine.exchange.interface import Arena, Exchange, Landed, Progress, closing_if_interrupted
 from gradengine.layout import GradientLayout
 from gradengine.slots import Span
-from gradengine.telling import tell_all
+from gradengine.telling import heard, packed
 
 __all__ = ["GroupSum"]
 
@@ -28,30 +28,40 @@ class GroupSum:
         self.progress = Progress()
         self.started: set[int | str] = set()
         self._is_summed = self._has_left = False
+        self._gathered: dict[str, list[bytes]] = {}  # what was told, kept: the others are past it
 
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to sum with."""
         return self.exchange is None or self.exchange.world_size == 1
 
+    @closing_if_interrupted
     def join(self, exchange: Exchange, layout: GradientLayout, arena: Arena, landed: Landed) -> None:
         """Join the group, and contribute again what had left through another exchange.
 
         Raises:
             HandshakeRefused, PeerLost: The ranks do not come together, or stand at different steps.
         """
-        exchange.bind(layout, arena, self.progress, landed)
-        self.exchange, self._is_summed, self._has_left = exchange, False, False
+        try:
+            exchange.bind(layout, arena, self.progress, landed)
+            self.exchange, self._is_summed, self._has_left, self._gathered = exchange, False, False, {}
+        except GradientError:
+            raise
+        except BaseException:
+            exchange.close()  # bound, perhaps, and known to nobody
+            raise
         for span in layout.spans:
             if span.key in self.started:
                 exchange.start(span)
 
+    @closing_if_interrupted
     def start(self, span: Span) -> None:
         """This rank's contribution to a span is complete and may travel."""
         self.started.add(span.key)
         if not self._has_left:
             self._joined().start(span)
 
+    @closing_if_interrupted
     def wait(self) -> None:
         """Return when all spans hold their sums.
 
@@ -59,29 +69,35 @@ class GroupSum:
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
         """
         if not self._is_summed:
-            self.progress.bad = list(self._joined().wait())
-            self._is_summed = True
+            self.progress.bad, self._is_summed = [*self._joined().wait()], True
 
+    @closing_if_interrupted
     def tell(self, what: str, facts: object) -> list[Any]:
-        """Every rank's facts, in rank order; see `tell_all`."""
-        return tell_all(self._joined(), what, facts)
+        """Every rank's facts, in rank order; see `tell_all`. What is told once in a step is not told again."""
+        if what not in self._gathered:
+            self._gathered[what] = self._joined().gather(packed(what, facts))
+        return heard(self._gathered[what])
 
-    def next_step(self) -> None:
-        """The step is over on this rank."""
-        self.progress.next_step()
+    def close(self) -> None:
+        """Leave the group."""
+        if self.exchange is not None:
+            self.exchange.close()
+
+    def restart(self) -> None:
+        """Nothing of the open step has been contributed, or summed."""
+        self.progress.restart()
         self.clear()
 
     def drop(self) -> None:
         """The step begins anew. What is under way already the exchange cannot take back: it is closed."""
         if self.started and self.exchange is not None:
-            self.exchange.close()
+            self.close()
             self._has_left = True
-        self.progress.restart()
-        self.clear()
+        self.restart()
 
     def clear(self) -> None:
         """Nothing has been contributed."""
-        self.started, self._is_summed = set(), False
+        self.started, self._is_summed, self._gathered = set(), False, {}
 
     def _joined(self) -> Exchange:
         if self.exchange is None or self._has_left:

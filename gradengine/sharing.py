@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.agreement import Tally, agree
-from gradengine.errors import ExchangeError, NonFiniteGradient
+from gradengine.errors import CallerError, NonFiniteGradient
 from gradengine.exchange.interface import Exchange
 from gradengine.group_sum import GroupSum
 from gradengine.kernels import Decision
@@ -25,7 +26,28 @@ from gradengine.layout import GradientLayout
 from gradengine.slots import Span
 from gradengine.tensor_parallel_group import TensorParallelGroup
 
-__all__ = ["Sharing"]
+__all__ = ["Closing", "Sharing"]
+
+
+@dataclass(frozen=True)
+class Closing:
+    """A step that is summed and decided, and whose gradients are handed back: what is left of it can be done again.
+
+    Attributes:
+        tally: What all workers counted.
+        decision: What became of their sum.
+        non_finite: What was not finite, where the host knows it.
+        way: Where to the gradients went: "in place", "out" or "deferred".
+        step: The step's number.
+        window: Its window's.
+    """
+
+    tally: Tally
+    decision: Decision
+    non_finite: NonFiniteGradient | None
+    way: str
+    step: int
+    window: int
 
 
 @final
@@ -43,6 +65,7 @@ class Sharing:
         window: The number of the open window, counted from 0; one that was dropped counts, if others know of it.
         failed: Whether the window is kept as it is and takes no more.
         agreed: What all ranks know, once they do.
+        closing: The step whose gradients have been handed back, until the next window is open.
     """
 
     def __init__(
@@ -60,7 +83,9 @@ class Sharing:
         self.window = 0
         self.failed = False
         self.agreed: Tally | None = None
+        self.closing: Closing | None = None
         self._landed: dict[int | str, int] = {}
+        self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
 
     @property
     def is_alone(self) -> bool:
@@ -89,12 +114,10 @@ class Sharing:
         """The spans hold all that this worker contributes: they may leave."""
         if self.workers.is_alone:
             return
-        factor = self._accumulator.mean_factor if self._per_worker else np.float32(1)
         for span in spans:
             if span.key not in self.workers.started:
                 self._accumulator.settle_span(span)
-                with self._accumulator.changing():
-                    self._scale(span, factor)
+                self._to_mean(span)
                 self._mirror.fetch(span.start, span.stop)
                 self.workers.start(span)
 
@@ -102,13 +125,13 @@ class Sharing:
         """Local sums become sums over all workers, and all workers know the same facts about them.
 
         Raises:
-            WindowError: The window is not complete.
+            WindowError: The window is not complete, or empty on a worker that is alone.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
         """
         if self.agreed is not None and not self.is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
         self._kernels.wait_for(self._accumulator.lenders)  # refuses one that records a graph, before anything is done
-        self._accumulator.close(measure=self.workers.is_alone)
+        self._accumulator.close(measure=self.workers.is_alone, may_be_empty=not self.workers.is_alone)
         if self.is_alone:
             self._accumulator.measure_rest()
             self.agreed = self._tally(np.empty(0))
@@ -118,10 +141,7 @@ class Sharing:
 
     def divisor(self, tally: Tally) -> float:
         """What makes the sum the average: with one worker its own mean is the mean over all."""
-        exchange = self.workers.exchange
-        if self._per_worker and exchange is not None and exchange.world_size > 1:
-            return exchange.world_size
-        return tally.weight
+        return tally.workers if self._per_worker and not self.workers.is_alone else tally.weight
 
     def find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
         """What is not finite, where the host knows it now; of a worker's contribution rather than of the sum.
@@ -139,27 +159,26 @@ class Sharing:
 
     def next_step(self) -> None:
         """The step is over on this rank."""
-        self.window += 1
-        self.workers.next_step()
-        self.parts.group.next_step()
-        self.clear()
+        self.begin(self.step + 1, self.window + 1)
 
     def discard(self) -> None:
         """Forget the window. What is under way already the exchanges cannot take back: they are closed."""
         if self.agreed is not None:  # the groups are through with the step, and stand before the next
             self.next_step()
             return
-        self.window += bool(self.failed or self.workers.started)
+        self.failed = self.failed or bool(self.workers.started)  # so that it counts, however often this is begun
         self.workers.drop()
         self.parts.group.drop()
-        self.clear()
+        self.begin(self.step, self.window + self.failed)
 
-    def clear(self) -> None:
-        """The next window begins."""
-        self._landed = {}
-        self.failed, self.agreed = False, None
-        self.workers.clear()
-        self.parts.clear()
+    def begin(self, step: int, window: int) -> None:
+        """The next window is open. Interrupted, it is to be called again with the same numbers."""
+        self.workers.restart()
+        self.parts.restart(step)
+        self._landed, self._means = {}, set()
+        progress = self.workers.progress
+        # One statement, the last: before it nothing has begun, and behind it all has.
+        progress.step, self.window, self.failed, self.agreed, self.closing = step, window, False, None, None
 
     # ---- inside ----
 
@@ -182,7 +201,9 @@ class Sharing:
         """Where the exchange fails in it, the window is kept as it is and takes no more."""
         try:
             yield
-        except ExchangeError:
+        except CallerError:
+            raise  # nothing has left
+        except BaseException:
             self.failed = True
             raise
 
@@ -210,19 +231,26 @@ class Sharing:
     def _tally(self, totals: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tally:
         accumulator = self._accumulator
         settings = {**self._settings, "tensor-parallel group": self.parts.described}
-        return Tally(accumulator.total_weight, accumulator.accumulated_count, totals, settings, self._place)
+        count = accumulator.accumulated_count
+        return Tally(accumulator.total_weight, count, totals, settings, self._place, workers=min(count, 1))
 
-    def _scale(self, span: Span, factor: np.float32) -> None:
-        if factor != 1:
-            targets = self._accumulator.targets_of(span)
-            self._kernels.scale(targets, factor, targets)
+    def _to_mean(self, span: Span) -> None:
+        """Where workers' means are averaged, the span's sum becomes this worker's mean: once, however often asked."""
+        accumulator = self._accumulator
+        if not self._per_worker or span.key in self._means or not accumulator.accumulated_count:
+            return
+        factor, targets = accumulator.mean_factor, accumulator.targets_of(span)
+        with accumulator.changing():
+            if factor != 1:
+                self._kernels.scale(targets, factor, targets)
+            self._means.add(span.key)
 
     def _take_landed(self, span: Span, upto: int) -> None:
         """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""
         if self._mirror.is_arena:
             first = self._landed.get(span.key, span.start)
-            self._landed[span.key] = upto
             self._measure(span, first, upto)
+            self._landed[span.key] = upto  # not before: what was interrupted is measured again
 
     def _measure_landed(self) -> None:
         if self._mirror.is_arena:

@@ -6,7 +6,7 @@ be read as another's tally, or a tally of one window be added to that of the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from gradengine.errors import ExchangeError, ProtocolError
 from gradengine.exchange.interface import Exchange
 from gradengine.unpacking import unpack
 
-__all__ = ["in_group", "tell_all"]
+__all__ = ["heard", "in_group", "packed", "tell_all"]
 
 
 def tell_all(exchange: Exchange, what: str, facts: object) -> list[Any]:
@@ -39,7 +39,23 @@ def tell_all(exchange: Exchange, what: str, facts: object) -> list[Any]:
         >>> tell_all(exchange, "loss of step 0", [2.5, 1.0])
         [[2.5, 1.0]]
     """
-    told = [_unpacked(rank, part) for rank, part in enumerate(exchange.gather(msgpack.packb([what, facts])))]
+    return heard(exchange.gather(packed(what, facts)))
+
+
+def packed(what: str, facts: object) -> bytes:
+    """What one rank gives to a gather."""
+    data: bytes = msgpack.packb([what, facts])
+    return data
+
+
+def heard(parts: Sequence[bytes]) -> list[Any]:
+    """Every rank's facts, of what a gather brought.
+
+    Raises:
+        ExchangeError: A rank tells something else than rank 0.
+        ProtocolError: What a rank tells cannot be read.
+    """
+    told = [_unpacked(rank, part) for rank, part in enumerate(parts)]
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
             raise ExchangeError(

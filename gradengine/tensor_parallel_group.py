@@ -83,9 +83,9 @@ class TensorParallelGroup:
             HandshakeRefused, PeerLost: The ranks do not come together, or hold parts of different models.
         """
         _refuse_other_group(exchange, self._accumulator.layout)
+        self.agreed = self._told = None  # the old exchange may have brought them to this rank alone
         with _named():
             self.group.join(exchange, self._layout, self._replicas.data, _do_nothing)
-        self.agreed = self._told = None  # the old exchange may have brought them to this rank alone
 
     def agree(self, mine: Tally) -> Tally:
         """The whole model's tally from this rank's: the same on all ranks of the group.
@@ -133,9 +133,10 @@ class TensorParallelGroup:
             self._told = sorted((f for f in found if f is not None), key=lambda f: order[f.component])
         return self._told[0] if self._told else None
 
-    def clear(self) -> None:
-        """Nothing of the step has been told."""
-        self.group.clear()
+    def restart(self, step: int) -> None:
+        """Nothing of the step with this number has been contributed, or told."""
+        self.group.restart()
+        self.group.progress.step = step
         self.agreed = self._told = None
 
     # ---- inside ----

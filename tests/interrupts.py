@@ -1,8 +1,11 @@
 """Interrupts at each line of a call and at random times, for tests of what they leave behind."""
 
+import collections
 import contextlib
 import dis
+import functools
 import linecache
+import re
 import signal
 import sys
 import threading
@@ -17,28 +20,39 @@ PACKAGE = str(Path(gradengine.__file__).parent)
 class _Tracer:
     """Notes each line of the package that this thread runs; at one of them it raises what Ctrl-C raises.
 
-    But for where a `with` of a lock ends, which counts as a line: CPython looks for signals behind calls and jumps
-    back, and there is none between the last call inside and the lock's release.
+    CPython looks for signals behind calls and jumps back. So not where a `with` of a lock ends, which counts as a line
+    though there is no call between the last one inside and the lock's release; nor at a `return` of what is there.
     """
 
     def __init__(self, at=None):
-        self.places, self._at = [], at
+        self.times, self._at = collections.Counter(), at
 
     def __call__(self, frame, event, argument):
         return self._of_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _of_line(self, frame, event, argument):
-        if event == "line" and not _releases_lock(frame):
-            self.places.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(self.places) - 1 == self._at:
+        if event == "line" and frame.f_lasti not in _safe_at(frame.f_code):
+            place = frame.f_code.co_filename, frame.f_lineno
+            self.times[place] += 1
+            if (*place, self.times[place]) == self._at:
                 raise KeyboardInterrupt
         return self._of_line
 
 
-def _releases_lock(frame):
-    code = frame.f_code.co_code
-    ends_with = code[frame.f_lasti] == code[frame.f_lasti + 2] == code[frame.f_lasti + 4] == dis.opmap["LOAD_CONST"]
-    return ends_with and "lock" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+@functools.cache
+def _safe_at(code):
+    """Where in its bytes a line begins, or begins again, that no signal can interrupt."""
+    safe, steps = set(), list(dis.get_instructions(code))
+    for step, behind in zip(steps, [*steps[1:], None], strict=True):
+        if step.opname == "RETURN_VALUE" or (step.opname == "LOAD_FAST" and behind.opname == "RETURN_VALUE"):
+            safe.add(step.offset)
+    begun = set()
+    for start, _, line in code.co_lines():
+        text = linecache.getline(code.co_filename, line) if line in begun - {None} else ""
+        if re.match(r"\s*with .*lock:$", text):
+            safe.add(start)
+        begun.add(line)
+    return safe
 
 
 def _traced(tracer, call):
@@ -51,16 +65,14 @@ def _traced(tracer, call):
 
 
 def places_of(call):
-    """What to interrupt a call like this one at: every line of the package's, the first and the last time it runs."""
+    """What to interrupt a call like this one at: each line of the package's, the first or the last time it runs."""
     tracer = _Tracer()
     _traced(tracer, call)
-    first = {place: i for i, place in reversed(list(enumerate(tracer.places)))}
-    last = {place: i for i, place in enumerate(tracer.places)}
-    return {i: tracer.places[i] for i in sorted({*first.values(), *last.values()})}
+    return [(*place, tracer.times[place] if i % 2 else 1) for i, place in enumerate(sorted(tracer.times))]
 
 
 def interrupted_at(at, call):
-    """Interrupt a call where it runs its line number `at`; whether it came so far.
+    """Interrupt a call at one of its places; whether it came so far.
 
     What the call returned or raised by itself is returned or raised.
     """
@@ -70,16 +82,16 @@ def interrupted_at(at, call):
 
 
 @contextlib.contextmanager
-def signalled(seconds, within, times=1):
+def signalled(seconds, times=1):
     """In this, the main thread, raise KeyboardInterrupt in so many seconds, and then at short intervals, up to `times`.
 
-    Only where a function with that name is running, so that the test itself is not what is interrupted. (SIGUSR1 of a
-    thread, as pytest-timeout has the alarm clock.)
+    Only within the package, so that the test itself is not what is interrupted. (SIGUSR1 of a thread, as pytest-timeout
+    has the alarm clock.)
     """
     left, over = [times], threading.Event()
 
     def interrupt(number, frame):
-        while frame is not None and frame.f_code.co_name != within:
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         if left[0] and frame is not None:
             left[0] -= 1

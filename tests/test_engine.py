@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from operations import Name, growth, operations
 from ranks import on_ranks, on_tcp
 
-from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
+from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, local_group
 from gradengine.errors import (
     BufferRefused,
     CallerError,
@@ -1183,3 +1183,88 @@ def test_an_interrupt_half_way_is_never_taken_for_a_gradient(backend, operation,
     gradients = random_gradients(4)
     add_to(engine, backend, gradients)
     assert on_host(engine.step().gradients["head"]).tobytes() == gradients[2].tobytes()
+
+
+class TestAWorkerWithoutAMicroBatch:
+    """It takes part with weight 0: the others' step is theirs, to the bit, and its own result is the same."""
+
+    LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (4,)})
+
+    def gradients(self, rank):
+        """With zeros of both signs, which added to the wrong zero come out as another."""
+        arrays = draw.random_gradients(50 + rank, self.LAYOUT.slots)
+        for array in arrays:
+            array.reshape(-1)[:3] = [-0.0, 0.0, 1e-42]
+        return arrays
+
+    def step(self, exchange, backend, empty, of=None, **options):
+        engine = GradientEngine(self.LAYOUT, backend.kernels, exchange=exchange, **options)
+        rank = exchange.rank if of is None else of[exchange.rank]
+        if rank != empty:
+            engine.add(put_all(backend, self.gradients(rank)), 1.0 + rank)
+        result = engine.step()
+        return result.norm, result.weight, result.micro_batches, bits_of(result)
+
+    @pytest.mark.parametrize("empty", [0, 1, 2])
+    @pytest.mark.parametrize("options", [{}, {"average": "per_worker"}, {"max_norm": 0.5, "hold": 3}])
+    def test_the_others_end_as_if_it_were_not_there(self, backend, empty, options):
+        others = [rank for rank in range(3) if rank != empty]
+        wanted = on_ranks(lambda e: self.step(e, backend, None, others, **options), 2)
+        got = on_ranks(lambda e: self.step(e, backend, empty, **options), 3)
+        assert got == [wanted[0]] * 3
+
+    def test_over_tcp_in_any_step(self):
+        def work(exchange):
+            engine = GradientEngine(self.LAYOUT, exchange=exchange, micro_batches=1)
+            found = []
+            for step in range(3):
+                if exchange.rank == step % 2:
+                    engine.add(self.gradients(step))
+                result = engine.step()
+                found.append((result.step, result.weight, bits_of(result)))
+            return found
+
+        arrays = [zip(self.LAYOUT.slots, self.gradients(step), strict=True) for step in range(3)]
+        wanted = [(i, 1.0, {slot.name: array.tobytes() for slot, array in pairs}) for i, pairs in enumerate(arrays)]
+        assert on_tcp(work) == [wanted, wanted]
+
+    def test_beside_workers_whose_blocks_leave_early(self):
+        def work(exchange):
+            engine = GradientEngine(self.LAYOUT, exchange=exchange)
+            if exchange.rank == 1:
+                w0, w1, head = self.gradients(1)
+                engine.add_non_block("head", head, last=True)
+                engine.add_block(1, [w1], last=True)
+                engine.add_block(0, [w0], last=True)
+            return bits_of(engine.step())
+
+        wanted = {slot.name: a.tobytes() for slot, a in zip(self.LAYOUT.slots, self.gradients(1), strict=True)}
+        assert on_ranks(work, 2) == [wanted, wanted]
+
+    def test_of_nobodys_a_step_is_an_error_on_each_and_the_next_one_goes_on(self):
+        def work(exchange):
+            engine = GradientEngine(self.LAYOUT, exchange=exchange)
+            for _ in range(2):
+                with pytest.raises(WindowError, match=r"any worker: got 0 micro-batches on each of 2 workers.*add\(\)"):
+                    engine.step()
+            engine.add(self.gradients(0))
+            result = engine.step()
+            return result.step, result.weight, result.micro_batches
+
+        assert on_ranks(work, 2) == [(2, 2.0, 2)] * 2
+
+    def test_alone_it_is_an_error(self, backend):
+        (exchange,) = local_group(1)
+        for options in ({}, {"exchange": exchange}):
+            with pytest.raises(WindowError, match="step without a micro-batch: got 0"):
+                GradientEngine(self.LAYOUT, backend.kernels, **options).step()
+
+    def test_its_window_can_be_dropped_by_all(self):
+        def work(exchange):
+            engine = GradientEngine(self.LAYOUT, exchange=exchange)
+            engine.discard()
+            if exchange.rank == 0:
+                engine.add(self.gradients(0))
+            return engine.step().weight
+
+        assert on_ranks(work, 2) == [1.0, 1.0]

@@ -1,5 +1,7 @@
 """Ctrl-C at any line of any call, and at random times: what is left is right, or it says that it is not."""
 
+import collections
+import contextlib
 import random
 import threading
 import time
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 from interrupts import interrupted_at, places_of, signalled
 
+from gradengine import GradientEngine, GradientLayout, local_group
+from gradengine.errors import ExchangeError, HandshakeRefused, WindowError
 from gradengine.kernels import CHUNK, Fold
 from gradengine.kernels.host import HostKernels
 
@@ -46,7 +50,7 @@ class TestHelpers:
         lasts, seeds, interrupts = time.perf_counter() - started, random.Random(times), 0
         for _ in range(200):
             try:
-                with signalled(seeds.uniform(0, lasts), "accumulate", times):
+                with signalled(seeds.uniform(0, lasts), times):
                     self.accumulate()
             except KeyboardInterrupt:
                 interrupts += 1
@@ -75,3 +79,187 @@ class TestHelpers:
         busy.join(10)
         time.sleep(0.002)
         assert all((target.data == 7).all() for target in self.targets)
+
+
+LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (2,)})
+DEADLINE = 2.0
+
+
+def micro_batch(rank, window, k):
+    seeds = np.random.default_rng(100 * rank + 10 * window + k)
+    return [seeds.standard_normal(slot.shape, np.float32) for slot in LAYOUT.slots]
+
+
+class User:
+    """Two windows of two micro-batches, and what a user does about an interrupt: the same call again, or discard()."""
+
+    def __init__(self, exchange=None, spares=(), way="in place", whole=True, **options):
+        self.engine = GradientEngine(LAYOUT, max_norm=0.5, exchange=exchange, **options)
+        self.spares, self.way, self.whole = list(spares), way, whole
+        self.rank, self.window, self.results, self.steps, self.endings = self.engine.rank, 0, [], [], []
+        self.result = None
+        self.begin()
+
+    def begin(self):
+        self.batches = [micro_batch(self.rank, self.window, k) for k in range(2)]
+        self.added = 0
+
+    def add(self, k):
+        weight = 1.0 + k + self.rank
+        if self.whole:
+            self.engine.add(self.batches[k], weight)
+            return
+        for block in reversed(LAYOUT.blocks):
+            if self.engine.accumulator.count_of(block) == k:
+                self.engine.add_block(block.index, [self.batches[k][block.index]], weight, last=k == 1)
+        if self.engine.accumulator.count_of(LAYOUT.spans_by_key["head"]) == k:
+            self.engine.add_non_block("head", self.batches[k][2], weight, last=k == 1)
+
+    def run_window(self):
+        while self.added < 2:
+            self.add(self.added)
+            self.added += 1
+        out = [np.empty(slot.shape, np.float16) for slot in LAYOUT.slots] if self.way == "out" else None
+        self.result = self.engine.step(out, deferred=self.way == "deferred")
+
+    def note(self):
+        result, self.result = self.result, None
+        if result is not None:
+            arrays = result.sums if self.way == "deferred" else result.gradients
+            self.steps.append(result.step)
+            self.results.append([result.norm, result.factor, *(array.tobytes() for array in arrays.values())])
+            self.window += 1
+            self.begin()
+
+    def look_again(self):
+        """Whether the micro-batch of an interrupted add is in the window, its count says."""
+        if self.added < 2:
+            self.added = min(self.engine.accumulator.is_even and self.engine.accumulator.accumulated_count, 2)
+
+    def train(self, at=None):
+        """Both windows, the first one interrupted once; what the engine refuses ends them."""
+        interrupted, _ = interrupted_at(at, self.attempt)
+        if interrupted:
+            self.look_again()
+            self.endings.append("interrupted")
+        self.note()
+        while self.window < 2:
+            self.attempt()
+            self.note()
+        return self.results
+
+    def attempt(self):
+        try:
+            self.run_window()
+        except WindowError as refusal:
+            if "half written" not in str(refusal) or self.engine.world_size > 1:
+                raise
+            self.endings.append("discarded")
+            self.engine.discard()
+            self.added = 0
+        except HandshakeRefused:
+            raise
+        except ExchangeError:
+            if not self.spares:
+                raise
+            self.endings.append("reconnected")
+            self.engine.exchange.close()
+            self.engine.reconnect(self.spares.pop(0))
+
+
+WAYS = [
+    {},
+    {"way": "deferred"},
+    {"way": "out", "hold": 2, "micro_batches": 2},
+    {"whole": False, "hold": 3, "groups": "block"},
+]
+
+
+class TestOneWorker:
+    @pytest.mark.parametrize("options", WAYS)
+    def test_a_window_interrupted_at_any_line_ends_in_the_same_bits(self, options):
+        wanted = User(**options).train()
+        endings = set()
+        for at in places_of(User(**options).run_window):
+            user = User(**options)
+            assert user.train(at) == wanted, (at, user.endings)
+            # Where a step was handing back when it was discarded, it counts.
+            assert user.steps in ([[0, 1], [1, 2]] if "discarded" in user.endings else [[0, 1]])
+            endings.add(tuple(user.endings))
+        assert ("interrupted",) in endings, "the same call again"
+        assert ("interrupted", "discarded") in endings, "what was half written is refused"
+
+
+class Pair:
+    """Two workers, rank `who` on this thread. After a failure both take up the step in a new group."""
+
+    def __init__(self, who, **options):
+        self.who, self.options = who, options
+        times = {"timeout": DEADLINE, "join_timeout": DEADLINE}
+        self.groups = [local_group(2, **times) for _ in range(3)]
+        self.users, self.ends = [None, None], [None, None]
+
+    def run(self, work):
+        """`work(user)` of both, within the deadline; what it ended with is in `ends`."""
+
+        def run(rank):
+            try:
+                if self.users[rank] is None:
+                    spares = [group[rank] for group in self.groups[1:]]
+                    self.users[rank] = User(self.groups[0][rank], spares, **self.options)
+                self.ends[rank] = work(self.users[rank])
+            except (ExchangeError, WindowError) as refusal:
+                self.ends[rank] = refusal
+                for group in self.groups:
+                    group[rank].close()
+
+        other, started = threading.Thread(target=run, args=(1 - self.who,)), time.monotonic()
+        other.start()
+        run(self.who)
+        other.join(4 * DEADLINE)
+        assert not other.is_alive(), "the other worker hangs"
+        assert time.monotonic() - started < 4 * DEADLINE
+        return self
+
+    def train(self, at=None):
+        return self.run(lambda user: user.train(at if user.rank == self.who else None))
+
+    def places(self):
+        """The lines of a window that this rank runs and that run while it is joined."""
+        found = self.run(lambda user: places_of(user.run_window) if user.rank == self.who else user.run_window())
+        return found.ends[self.who]
+
+
+class TestTwoWorkers:
+    """A quarter of the lines for each rank and way to step: together all, the first or the last time they run."""
+
+    @pytest.mark.parametrize("who", [0, 1])
+    @pytest.mark.parametrize("options", [{}, {"whole": False, "average": "per_worker", "way": "out"}])
+    def test_interrupted_at_any_line_no_bit_is_wrong_and_nobody_hangs(self, who, options):
+        wanted = Pair(who, **options).train().ends
+        endings = collections.Counter()
+        for at in Pair(who, **options).places()[who + 2 * bool(options) :: 4]:
+            pair = Pair(who, **options).train(at)
+            for rank, (user, end) in enumerate(zip(pair.users, pair.ends, strict=True)):
+                assert user.results == wanted[rank][: len(user.results)], (at, rank, user.endings)
+                endings["refused" if isinstance(end, Exception) else tuple(user.endings)] += 1
+        assert endings["interrupted",], "the same call again"
+        assert endings["interrupted", "reconnected"], "the step taken up in a new group"
+        assert endings["refused"] < sum(endings.values()) / 2, endings
+
+    def test_a_step_interrupted_at_any_time_no_bit_is_wrong_and_nobody_hangs(self):
+        wanted, seeds = Pair(0).train().ends, random.Random(0)
+        for _ in range(40):
+            pair = Pair(0)
+
+            def train(user):
+                if user.rank == 0:
+                    with contextlib.suppress(KeyboardInterrupt), signalled(seeds.uniform(0, 0.01)):
+                        user.attempt()
+                    user.look_again()
+                    user.note()
+                return user.train()
+
+            pair.run(train)
+            for rank, user in enumerate(pair.users):
+                assert user.results == wanted[rank][: len(user.results)], (rank, user.endings, pair.ends)

@@ -72,7 +72,11 @@ def connect(
         join_timeout=join_timeout,
         bucket_bytes=bucket_bytes,
     )
-    return LocalExchange(server.group, 0, on_close=server.close, url=server.url)
+    try:
+        return LocalExchange(server.group, 0, on_close=server.close, url=server.url)
+    except BaseException:
+        server.close()  # interrupted: nobody else could
+        raise
 
 
 def _address(url: str) -> Address:

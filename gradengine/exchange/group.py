@@ -94,7 +94,10 @@ class Group:
         self.timeout = checked_seconds("timeout", timeout)
         self.join_timeout = checked_seconds("join_timeout", join_timeout)
         self.bucket_bytes = checked_bucket(bucket_bytes)
-        self.changed = threading.Condition()
+        # Taken by `with group.lock`: `with group.changed` runs Python code on its way to it, and an interrupt there
+        # would leave it locked for ever.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.layout: GradientLayout | None = None
         self.buckets: list[Bucket] = []
         self.failure: ExchangeError | None = None
@@ -120,7 +123,7 @@ class Group:
         Raises:
             HandshakeRefused: The layout, step or rank does not fit; the group fails with it unless the rank is taken.
         """
-        with self.changed:
+        with self.lock:
             self.refuse_failed()
             if member.rank in self.members:
                 raise HandshakeRefused(f"rank {member.rank} has joined already", do="give each worker its own rank")
@@ -135,7 +138,7 @@ class Group:
 
     def contribute(self, rank: int, count: int) -> None:
         """A rank's next `count` buckets are complete; sums what can be summed."""
-        with self.changed:
+        with self.lock:
             for _ in range(count):
                 self.opened().contribute(rank, self.opened().expects(rank))
             self.move()
@@ -143,7 +146,7 @@ class Group:
 
     def gather(self, rank: int, data: bytes) -> None:
         """A rank's part of a gather; the last one delivers it to all."""
-        with self.changed:
+        with self.lock:
             parts = self.opened().gather(rank, data)
             if parts is not None:
                 for member in self.members.values():
@@ -152,7 +155,7 @@ class Group:
 
     def fail(self, failure: ExchangeError) -> None:
         """End the group; the first failure counts."""
-        with self.changed:
+        with self.lock:
             if self.failure is None:
                 self.failure = failure
                 for member in self.members.values():
@@ -163,28 +166,42 @@ class Group:
         """Wait, with the lock held, until `done`; raises the group's failure, or that somebody is late."""
         while not done():
             self.refuse_failed()
-            left = self.fail_if_late()
+            left = self.fail_if_late(somebody_waits=True)
             if self.failure is None:
                 self.changed.wait(left)
 
     def settle(self) -> None:
-        """Wait until no other thread is summing: from then on a group that failed touches no arena."""
-        me = threading.get_ident()
-        with self.changed:
-            self.changed.wait_for(lambda: self._summer in {None, me})
+        """Wait until no other thread is summing: from then on a group that failed touches no arena.
 
-    def fail_if_late(self) -> float:
-        """Fail if somebody waits and nothing has moved for too long; else say for how many seconds that is not so."""
-        with self.changed:
+        Raises:
+            DeadlineExceeded: It does not come to its end.
+        """
+        me = threading.get_ident()
+        with self.lock:
+            if not self.changed.wait_for(lambda: self._summer in {None, me}, self.timeout):
+                raise DeadlineExceeded(
+                    "another thread is in the middle of a sum", got=f"no end in {self.timeout:g} s", do="start anew"
+                )
+
+    def fail_if_late(self, *, somebody_waits: bool = False) -> float:
+        """Fail if somebody waits and nothing has moved for too long; else say for how many seconds that is not so.
+
+        Args:
+            somebody_waits: Whether the caller is one who does, whatever the others are at.
+        """
+        with self.lock:
             patience = self.timeout if self.is_complete else self.join_timeout
             left = self._moved + patience - time.monotonic()
             if left > 0:
                 return left
             receiving = [rank for rank, member in self.members.items() if not member.has_all]
             standing = self.coordinator.standing(receiving) if self.coordinator else None
-            if standing is None or not standing.waiting:
+            if standing is not None and standing.waiting:
+                late = f"{_are(standing.late)} late for {standing.what}, {_are(standing.waiting)} waiting"
+            elif somebody_waits:
+                late = "a rank waits and none is late: its sum has been given up, or it began no step"
+            else:
                 return patience
-            late = f"{_are(standing.late)} late for {standing.what}, {_are(standing.waiting)} waiting"
             if self.is_complete:
                 self.fail(DeadlineExceeded(late, got=f"nothing for {patience:g} s", do="see what the late ranks do"))
             else:
@@ -252,28 +269,40 @@ class Group:
         return self._store[bucket.start : bucket.stop]
 
     def _sum_what_is_ready(self) -> None:
-        while True:
-            with self.changed:
-                position = self.opened().ready()
-                if position is None or self._summer is not None or self.failure is not None:
-                    return
-                self._summer = threading.get_ident()
-            step, index = self.opened().bucket_of(position)
-            try:
+        try:
+            while (position := self._claim()) is not None:
+                step, index = self.opened().bucket_of(position)
                 self._sum(step, self.buckets[index])
-            except BaseException as fault:
-                with self.changed:
-                    self._summer = None
-                    self.fail(ExchangeError(f"the sum of bucket {index} of step {step} broke off ({fault!r})"))
-                    self.changed.notify_all()
-                raise
-            with self.changed:
-                if self.opened().mark_summed():
-                    bad = tuple(self.members[0].progress.bad[:_MAX_BAD])
-                    for member in self.members.values():
-                        member.end_step(step, bad)
+                self._release(step)
+        except BaseException as fault:
+            self._break_off(fault)
+            raise
+
+    def _claim(self) -> int | None:
+        """The next bucket to sum; None where there is none for this thread."""
+        with self.lock:
+            position = self.opened().ready()
+            if position is None or self._summer is not None or self.failure is not None:
+                return None
+            self._summer = threading.get_ident()
+            return position
+
+    def _release(self, step: int) -> None:
+        with self.lock:
+            if self.opened().mark_summed():
+                bad = tuple(self.members[0].progress.bad[:_MAX_BAD])
+                for member in self.members.values():
+                    member.end_step(step, bad)
+            self._summer = None
+            self.move()
+
+    def _break_off(self, fault: BaseException) -> None:
+        with self.lock:
+            step, index = self.opened().bucket_of(self.opened().summed)
+            if self._summer == threading.get_ident():
                 self._summer = None
-                self.move()
+            self.fail(ExchangeError(f"the sum of bucket {index} of step {step} broke off ({fault!r})"))
+            self.changed.notify_all()
 
     def _sum(self, step: int, bucket: Bucket) -> None:
         total = self._total(bucket)

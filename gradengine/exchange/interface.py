@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex, TypeAlias
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import as_float, as_index, said, whole_number
-from gradengine.errors import CallerError, HandshakeRefused, WindowError, not_copied
+from gradengine.errors import CallerError, GradientError, HandshakeRefused, WindowError, not_copied
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels.host import first_non_finite, squared_sum
 from gradengine.layout import GradientLayout, Span
@@ -35,8 +36,11 @@ __all__ = [
     "Outbox",
     "Progress",
     "buckets_of",
+    "closing_if_interrupted",
 ]
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 Arena: TypeAlias = npt.NDArray[np.float32]
 GROUP_BYTES = 16  # of a group's random name
 DEFAULT_BUCKET_BYTES = 1 << 21  # at 1 MB threads hand over twice as often: 15 % slower on loopback; 4 MB gains nothing
@@ -98,8 +102,8 @@ class Progress:
 
     def next_step(self) -> None:
         """The step is over on all ranks."""
-        self.step += 1
         self.restart()
+        self.step += 1
 
     def restart(self) -> None:
         """The step begins anew: the arena holds nothing of it."""
@@ -116,6 +120,36 @@ class Bucket:
 
 
 Landed: TypeAlias = Callable[[Span, int], None]  # up to this arena index the span is summed
+
+
+class _Closing(Protocol):
+    def close(self) -> None: ...
+
+
+ClosingT = TypeVar("ClosingT", bound=_Closing)
+
+
+def closing_if_interrupted(
+    method: Callable[Concatenate[ClosingT, Arguments], Answer],
+) -> Callable[Concatenate[ClosingT, Arguments], Answer]:
+    """The method, but half done, by Ctrl-C or another error than ours, it closes what it is a method of.
+
+    Of a message or a sum that is half handed over nobody could say what the other ranks have of it: they are told that
+    this one has left. What the method returns is the caller's, or the exchange is closed: a `with` could not promise
+    that, as an interrupt may come in its `__exit__`.
+    """
+
+    @wraps(method)
+    def whole(self: ClosingT, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
+        try:
+            return method(self, *arguments, **named)
+        except GradientError:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    return whole
 
 
 class Exchange(ABC):
@@ -157,7 +191,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def wait(self) -> tuple[NonFiniteValue, ...]:
-        """Wait until the whole arena holds sums.
+        """Wait until the whole arena holds sums. Interrupted, as by Ctrl-C, this and its kin close the exchange.
 
         Returns:
             What was not finite in the contributions, the same on all ranks: of each bucket and rank the first, 64 in

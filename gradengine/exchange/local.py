@@ -18,6 +18,7 @@ from gradengine.exchange.interface import (
     NonFiniteValue,
     Outbox,
     Progress,
+    closing_if_interrupted,
     not_bound,
     nothing_started,
     refuse_bad_arena,
@@ -73,6 +74,7 @@ class LocalExchange(Exchange):
         self._outbox: Outbox | None = None
         self._on_close, self.url = on_close, url
 
+    @closing_if_interrupted
     def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, landed: Landed) -> None:
         """See `Exchange.bind`."""
         refuse_bad_arena(layout, arena)
@@ -80,11 +82,12 @@ class LocalExchange(Exchange):
             raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
         member = _LocalMember(self.rank, arena, progress, landed)
         group = self._group
-        with group.changed:
+        with group.lock:
             group.admit(member, layout, arena if self.rank == 0 else None)
             self._member = member
             self._wait_until(lambda: member.is_welcome)
 
+    @closing_if_interrupted
     def start(self, span: Span) -> None:
         """See `Exchange.start`; the last rank to come does the sum."""
         member = self._bound()
@@ -94,23 +97,25 @@ class LocalExchange(Exchange):
         member.progress.contributed = max(member.progress.contributed, leaving.stop)
         self._group.contribute(self.rank, len(leaving))
 
+    @closing_if_interrupted
     def wait(self) -> tuple[NonFiniteValue, ...]:
         """See `Exchange.wait`."""
         member, group = self._bound(), self._group
         if self._outbox is None and group.buckets and not member.has_ended and group.failure is None:
             raise nothing_started(self.rank)
-        with group.changed:
+        with group.lock:
             self._wait_until(
                 lambda: not group.buckets or (member.has_ended and all(m.has_all for m in group.members.values()))
             )
             member.has_ended, self._outbox = False, None
             return tuple(member.progress.bad)
 
+    @closing_if_interrupted
     def gather(self, data: bytes) -> list[bytes]:
         """See `Exchange.gather`."""
         member = self._bound()
         refuse_long_part(data)
-        with self._group.changed:
+        with self._group.lock:
             self._group.refuse_failed()
             self._group.gather(self.rank, data)
             self._wait_until(lambda: bool(member.gathers))
@@ -119,9 +124,11 @@ class LocalExchange(Exchange):
     def close(self) -> None:
         """See `Exchange.close`."""
         self._group.fail(PeerLost(f"rank {self.rank} left the group", do="windows are kept: reconnect or discard()"))
-        self._group.settle()
-        if self._on_close is not None:
-            self._on_close()
+        try:
+            self._group.settle()
+        finally:
+            if self._on_close is not None:
+                self._on_close()
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
         """Wait, with the lock held; where the group has failed, until nobody writes into this rank's arena any more."""
@@ -154,8 +161,9 @@ class _LocalMember(Member):
         mine = self.contribution(bucket)
         if mine.ctypes.data != total.ctypes.data:
             np.copyto(mine, total)
-        self.progress.torn = False
+        # In this order: interrupted between the two, it is a sum half written, and never taken for a contribution.
         self.progress.summed += 1
+        self.progress.torn = False
         self._landed(bucket.span, bucket.stop)
 
     def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:

@@ -127,8 +127,12 @@ class GradientServer:
         self._listener = listen_socket(address)
         self._listener.settimeout(0.2)
         self.address: Address = address if isinstance(address, str) else self._listener.getsockname()[:2]
-        self._spawn("accept", self._accept)
-        self._spawn("watch", self._watch)
+        try:
+            self._spawn("accept", self._accept)
+            self._spawn("watch", self._watch)
+        except BaseException:
+            self.close()  # else the thread that listens would keep the address
+            raise
 
     @property
     def url(self) -> str:
@@ -142,7 +146,7 @@ class GradientServer:
             HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done.
         """
         group = self.group
-        with group.changed:
+        with group.lock:
             group.changed.wait_for(
                 lambda: self._closing.is_set() or self._departed == group.world_size or self._failed()
             )
@@ -180,7 +184,7 @@ class GradientServer:
     def _join_threads(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _spawn(self, name: str, work: Callable[..., None], *arguments: object) -> None:
@@ -242,7 +246,7 @@ class GradientServer:
     def _refuse_untimely(self, hello: Hello) -> None:
         """A worker that is back before this group knows that it lost it, or has gone, shall try again."""
         group = self.group
-        with group.changed:
+        with group.lock:
             if group.is_complete or isinstance(group.failure, PeerLost):
                 known = group.failure is None and hello.rank in group.members
                 raise HandshakeRefused(
@@ -283,7 +287,7 @@ class GradientServer:
             while True:
                 member.read_one()
         except ExchangeError as failure:
-            with self.group.changed:
+            with self.group.lock:
                 self._departed += 1
                 self.group.fail(failure)
                 self.group.changed.notify_all()
@@ -310,7 +314,7 @@ class _RemoteMember(Member):
         return self._summing[: bucket.stop - bucket.start]
 
     def deliver(self, step: int, bucket: Bucket, total: Arena) -> None:
-        with self._group.changed:
+        with self._group.lock:
             if self._summing is not None:
                 self._free.append(self._summing)
                 self._summing = None
@@ -355,7 +359,7 @@ class _RemoteMember(Member):
             while (item := self._outgoing.get()) is not None:
                 self._channel.send(*item)
                 if isinstance(item[0], Sum):
-                    with self._group.changed:
+                    with self._group.lock:
                         self._unsent -= 1
                         self._group.move()
         except PeerLost as failure:
@@ -364,7 +368,7 @@ class _RemoteMember(Member):
 
     def _read_gradient(self, message: Gradient, payload_bytes: int) -> None:
         group = self._group
-        with group.changed:
+        with group.lock:
             if not group.buckets:
                 raise ProtocolError(f"rank {self.rank} sent a gradient", got=message, expected="none: nothing to sum")
             step, index = group.opened().bucket_of(group.opened().expects(self.rank))

@@ -33,6 +33,7 @@ from gradengine.exchange.interface import (
     buckets_of,
     checked_rank,
     checked_seconds,
+    closing_if_interrupted,
     count_in,
     not_bound,
     nothing_started,
@@ -100,7 +101,8 @@ class WorkerClient(Exchange):
         self._address, self._token, self._job = address, token, job
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # as a group's
+        self._changed = threading.Condition(self._lock)
         self._outgoing: queue.SimpleQueue[tuple[Message, bytes | memoryview] | None] = queue.SimpleQueue()
         self._gathers: list[list[bytes]] = []
         self._buckets: list[Bucket] = []
@@ -111,6 +113,7 @@ class WorkerClient(Exchange):
         self._has_ended = False
         self._moved = time.monotonic()
 
+    @closing_if_interrupted
     def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, landed: Landed) -> None:
         """See `Exchange.bind`."""
         refuse_bad_arena(layout, arena)
@@ -122,17 +125,17 @@ class WorkerClient(Exchange):
         channel, hello, challenge = self._meet()
         try:
             summed = self._join(channel, hello, challenge, layout)
+            channel.set_deadline(None)
+            self._outbox, self._channel = Outbox(self._buckets, summed), channel
         except BaseException:
             channel.close()
             raise
-        self._outbox = Outbox(self._buckets, summed)
-        self._channel = channel
-        channel.set_deadline(None)
         for name, work in (("sender", self._send_all), ("receiver", self._receive_all)):
             thread = threading.Thread(target=work, args=(channel,), name=f"gradengine-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)  # started: close() may come from another thread at any time
 
+    @closing_if_interrupted
     def start(self, span: Span) -> None:
         """See `Exchange.start`."""
         if self._channel is None:
@@ -146,6 +149,7 @@ class WorkerClient(Exchange):
             message = Gradient(self._progress.step, *place(bucket))
             self._outgoing.put((message, self._arena[bucket.start : bucket.stop].data))
 
+    @closing_if_interrupted
     def wait(self) -> tuple[NonFiniteValue, ...]:
         """See `Exchange.wait`."""
         if self._channel is None:
@@ -157,6 +161,7 @@ class WorkerClient(Exchange):
         self._has_ended, self._outbox = False, None
         return tuple(self._progress.bad)
 
+    @closing_if_interrupted
     def gather(self, data: bytes) -> list[bytes]:
         """See `Exchange.gather`."""
         if self._channel is None:
@@ -223,7 +228,7 @@ class WorkerClient(Exchange):
                 channel.send(*item)
         except PeerLost as failure:
             # Why the coordinator hung up may still be on its way to the receiver.
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._failure is not None, 1.0)
             self._fail(failure)
 
@@ -232,7 +237,7 @@ class WorkerClient(Exchange):
             while True:
                 message, payload_bytes = channel.receive()
                 self._receive_one(channel, message, payload_bytes)
-                with self._changed:
+                with self._lock:
                     self._moved = time.monotonic()
                     self._changed.notify_all()
         except ExchangeError as failure:
@@ -274,12 +279,12 @@ class WorkerClient(Exchange):
             raise ProtocolError(f"{channel.peer} sent another sum", got=(message, payload_bytes), expected=expected)
         progress.torn = True
         channel.receive_into(self._arena[bucket.start : bucket.stop].data)
-        progress.torn = False
         progress.summed += 1
+        progress.torn = False
         self._landed(bucket.span, bucket.stop)
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
-        with self._changed:
+        with self._lock:
             self._moved = time.monotonic()
             while not done() and self._failure is None:
                 left = self._moved + self._timeout + _GRACE_SECONDS - time.monotonic()
@@ -297,7 +302,7 @@ class WorkerClient(Exchange):
             raise self._failure
 
     def _fail(self, failure: ExchangeError) -> None:
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or failure
             self._changed.notify_all()
         self._outgoing.put(None)
