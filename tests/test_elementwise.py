@@ -70,7 +70,7 @@ def on(backend):
 
 class TestAdd:
     @pytest.mark.parametrize("dtype", draw.DTYPES)
-    @pytest.mark.parametrize("weight", [1.0, 0.3, -2.0, 2.0**-20])
+    @pytest.mark.parametrize("weight", [1.0, 0.3, -2.0, 2.0**-20, 0.0])
     def test_the_product_is_rounded_and_then_the_sum(self, on, placed, dtype, weight):
         source, total = special(dtype), draw.random_array(7, special(dtype).size)
         to, got = placed(total)
@@ -90,11 +90,6 @@ class TestAdd:
         to, got = placed(SPECIAL[:6])
         elementwise.add(to, to)
         draw.assert_same_bits(got(), 2 * SPECIAL[:6])
-
-    def test_of_nothing(self, on, placed):
-        to, got = placed(np.zeros(0, np.float32))
-        elementwise.add(to, placed(np.zeros(0, np.float16))[0])
-        assert got().size == 0
 
     @settings(max_examples=25)
     @given(size=st.integers(0, 70), dtype=draw.dtypes, weight=draw.weights, seed=draw.seeds)
@@ -121,11 +116,13 @@ class TestScale:
         draw.assert_same_values(got(), draw.scaled(special(dtype), factor, dtype))
 
     @pytest.mark.parametrize("dtype", draw.DTYPES)
-    def test_by_1_writes_nothing(self, on, placed, dtype):
-        to, got = placed(special(dtype))
+    @pytest.mark.parametrize("factor", [1.0, 1 + 1e-9, 1 - 1e-9])
+    def test_by_what_is_1_in_fp32_writes_nothing(self, on, placed, dtype, factor):
+        values = special(dtype) if dtype != "float32" else np.concatenate([SPECIAL, FP32_NANS.view(np.float32)])
+        to, got = placed(values)
         with nothing_is_launched(on):
-            elementwise.scale(to, 1.0)
-        draw.assert_same_bits(got(), special(dtype))
+            elementwise.scale(to, factor)
+        draw.assert_same_bits(got(), values)
 
 
 class TestFill:
@@ -235,6 +232,23 @@ class TestRefused:
             elementwise.fill(RawBuffer(0, 3, "float32"), 1.0)
 
 
+OPERATIONS = {
+    "add": elementwise.add,
+    "scale": lambda to, _, **where: elementwise.scale(to, 3.0, **where),
+    "fill": lambda to, _, **where: elementwise.fill(to, 3.0, **where),
+    "cast": lambda to, of, **where: elementwise.cast(of, to, **where),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", draw.DTYPES)
+def test_of_nothing(on, placed, operation, dtype):
+    nothing = np.zeros(0, draw.DTYPES["float32" if operation == "add" else dtype])
+    to, got = placed(nothing)
+    OPERATIONS[operation](to, placed(np.zeros(0, draw.DTYPES[dtype]))[0])
+    assert got().size == 0
+
+
 class TestOnADevice:
     def test_one_launch_each_and_no_wait(self, emulated):
         kernels = emulated.kernels
@@ -259,12 +273,13 @@ class TestOnADevice:
         stream.synchronize()
         assert on_host(array).tolist() == [9.0] * 9
 
-    def test_work_goes_to_that_stream_and_no_other(self, emulated):
+    @pytest.mark.parametrize("operation", OPERATIONS)
+    def test_work_goes_to_that_stream_and_no_other(self, emulated, operation):
         xp = emulated.kernels.xp
-        array = emulated.put(np.ones(9, np.float32))
+        array, other = (emulated.put(np.ones(9, np.float32)) for _ in range(2))
         xp.cuda.runtime.deviceSynchronize()
         stream = xp.cuda.Stream(non_blocking=True)
-        elementwise.fill(array, 3.0, device=emulated.kernels, stream=stream)
+        OPERATIONS[operation](array, other, device=emulated.kernels, stream=stream)
         assert xp.cuda.get_current_stream().done
         assert not stream.done
         stream.synchronize()
