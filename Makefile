@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 # On all cores, but four at most: each process holds torch and JAX where they are installed. ARGS="-n 0" is one process.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+RUN_TESTS := -m pytest -n auto --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python $(RUN_TESTS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # `make test-lowest` and `make test-newest`: the oldest and newest Python that is here, pyenv's among them.
@@ -40,10 +41,10 @@ test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at 
 	TEST_PACKAGE=1 $(BIN)/python -m pytest tests/test_package.py $(ARGS)
 
 test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the lower bound that pyproject.toml gives
-	$(VENV)-lowest/bin/python -m pytest -k "$(VERSIONED)" $(ARGS)
+	$(VENV)-lowest/bin/python $(RUN_TESTS) -k "$(VERSIONED)" $(ARGS)
 
 test-newest: $(VENV)-newest/installed  ## with the newest Python that is here and the newest of every dependency
-	$(VENV)-newest/bin/python -m pytest -k "$(VERSIONED)" $(ARGS)
+	$(VENV)-newest/bin/python $(RUN_TESTS) -k "$(VERSIONED)" $(ARGS)
 
 compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and a table of what it takes; needs no GPU
 	COMPILE_CHECK=1 $(BIN)/python -m pytest tests/test_kernels_compile.py $(ARGS)

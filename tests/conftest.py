@@ -26,6 +26,7 @@ REQUIRE_FRAMEWORKS = "GRADENGINE_REQUIRE_FRAMEWORKS"  # set to 1 by `make test-i
 
 # Every kernel for every architecture: `make compile-check` asks for them, and whoever names the file.
 collect_ignore = [] if "COMPILE_CHECK" in os.environ else ["test_kernels_compile.py"]
+collect_ignore_glob = ["real_cupy/*"]  # no tests, and some of it loads in the environments of `make real-cupy` alone
 
 
 def pytest_collection_finish() -> None:
