@@ -189,7 +189,8 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
 
     Each parameter's `.grad` becomes a view of the result's sum. torch's kernel divides it by `result.inverse_factor` as
     it reads it, leaves the quotient there, and changes neither parameters nor state where `result.skipped` is set. On a
-    GPU it reads both from the engine's memory: nothing waits. Call `module.zero_grad()` before the next backward.
+    GPU it reads both from the engine's memory: nothing waits, but for an SGD with momentum and dampening until its first
+    step that is not skipped. Call `module.zero_grad()` before the next backward.
 
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
@@ -404,14 +405,17 @@ def _step_scaled(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
         optimizer.step()
     finally:
         del scaled.grad_scale, scaled.found_inf
-    for parameter in without_momentum:
-        optimizer.state[parameter]["momentum_buffer"].masked_fill_(found_inf > 0, 0)
+    for parameter, dampening in without_momentum:
+        if not dampening:  # momentum x 0 + gradient is what a first step makes of it
+            optimizer.state[parameter]["momentum_buffer"].masked_fill_(found_inf > 0, 0)
+        elif found_inf > 0:  # a first step takes the gradient whole, and the next is to be the first; on a GPU a wait
+            del optimizer.state[parameter]["momentum_buffer"]
 
 
-def _without_momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters for which the next step of an SGD makes the momentum's memory; skipped, it leaves it uninitialised."""
+def _without_momentum(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, float]]:
+    """What an SGD's next step makes the momentum's memory for, and its dampening; skipped, it leaves it unwritten."""
     return [
-        parameter
+        (parameter, group["dampening"])
         for group in optimizer.param_groups
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"]
         for parameter in group["params"]

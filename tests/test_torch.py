@@ -1026,6 +1026,32 @@ class TestStepFused:
         for one, two in zip(skipping.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
+    @pytest.mark.parametrize("skips", [(), (0,), (0, 1), (0, 2), (1,)])
+    @pytest.mark.parametrize(
+        "options", [{"dampening": 0.3}, {"dampening": 1.0, "weight_decay": 0.1}, {"nesterov": True}]
+    )
+    def test_an_sgds_first_step_is_the_first_that_is_not_skipped(self, skips, options):
+        """Against torch's own kernel with grad_scale and found_inf, which is called for no step that is skipped."""
+        modules = net(), net()
+        ours, torchs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True, **options) for m in modules)
+        engine = GradientEngine(layout_of(modules[0]), max_norm=0.5, on_non_finite="skip")
+        for number in range(4):
+            backward(modules[0], number)
+            if number in skips:
+                modules[0][2].bias.grad[0] = NAN
+            engine.add(gradients_of(modules[0]))
+            result = engine.step(deferred=True)
+            assert result.skipped is (number in skips)
+            if number not in skips:
+                gradengine.torch._give(modules[1], result.sums)
+                for parameter in modules[1].parameters():
+                    parameter.grad = parameter.grad.clone()
+                torchs.grad_scale, torchs.found_inf = torch.tensor(float(result.inverse_factor)), torch.tensor(0.0)
+                torchs.step()
+            step_fused(ours, result, modules[0])
+            modules[0].zero_grad()
+            assert_same_bits(modules[0].parameters(), list(modules[1].parameters()))
+
     def test_a_gpus_numbers_are_handed_on_where_they_lie_with_no_wait(self, monkeypatch):
         """They stand for what cannot be here: reading one on the host would be the wait."""
 
