@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -16,8 +17,10 @@ from gradengine.layout import GradientLayout, Slot
 
 __all__ = ["GpuGradientAccumulator"]
 
-_BYTES_A_CHUNK = 12 + 3 * 8  # a squared sum and a count; rows of the tables of K1, K2 and K3
-_BYTES_A_COMPONENT = 3 * 24 + 7 * 8  # entries of the three tables; norms, members and counts
+_GRANULE = 512  # bytes: CuPy's pool gives out multiples of it
+_BYTES_A_CHUNK = (8, 4)  # its squared sum, and how many of its elements are not finite
+_BYTES_A_COMPONENT = (8, 8, 8, 4)  # K2's sum, count, norm and place in a group
+_BYTES_OF_K2 = (8, 8, 8, 8, 4, 80)  # what it keeps of the whole set
 
 
 @final
@@ -40,7 +43,7 @@ class GpuGradientAccumulator(GradientAccumulator):
     Example:
         >>> layout = GradientLayout.transformer(24, 1024, 256, 4096, 32768, embedding=False)
         >>> GpuGradientAccumulator.memory_needed(layout)
-        1594503652
+        1594624000
     """
 
     def __init__(
@@ -59,10 +62,14 @@ class GpuGradientAccumulator(GradientAccumulator):
         An engine with an exchange takes `layout.nbytes` of pinned host memory besides, and no more.
         """
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
-        sizes = [slot.size for slot in layout.slots]
-        chunk = chunk_for(sum(sizes))
-        chunks = sum(-(-size // chunk) for size in sizes)
-        return layout.nbytes + _BYTES_A_CHUNK * chunks + _BYTES_A_COMPONENT * len(sizes)
+        chunk = chunk_for(layout.num_elements)
+        chunks, components = _chunks_of(layout.slots, chunk), len(layout.slots)
+        spans = [span.slots for span in layout.spans] if len(layout.spans) > 1 else []
+        # Of all slots there are tables of K1, K2 and K3; of each span one of K1, for a window that comes in parts.
+        tables = sum(_bytes_of_table(slots, chunk) for slots in (*spans, *[layout.slots] * 3))
+        partials = [chunks * size for size in _BYTES_A_CHUNK]
+        norms = [components * size for size in _BYTES_A_COMPONENT]
+        return tables + sum(map(_taken, (layout.nbytes, *partials, *norms, *_BYTES_OF_K2)))
 
     def accumulate_block(self, index: int, gradients: Gradients, weight: float = 1.0) -> None:
         """Queue one block's part of a micro-batch: `add_block` under the name that says what it does on a GPU.
@@ -115,3 +122,16 @@ class GpuGradientAccumulator(GradientAccumulator):
         self.settle([slot for slot, _ in wanted])  # and be behind all that was queued, whatever the stream
         with self.kernels.in_order(self.sums):
             self.kernels.scale([self.target_of(slot) for slot, _ in wanted], np.float32(1), destinations)
+
+
+def _chunks_of(slots: Sequence[Slot], chunk: int) -> int:
+    return sum(-(-slot.size // chunk) for slot in slots)
+
+
+def _bytes_of_table(slots: Sequence[Slot], chunk: int) -> int:
+    """Of the rows and the entries, as `kernels.tables` uploads them."""
+    return _taken(8 * _chunks_of(slots, chunk)) + _taken(24 * len(slots))
+
+
+def _taken(nbytes: int) -> int:
+    return -(-nbytes // _GRANULE) * _GRANULE

@@ -189,8 +189,8 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
 
     Each parameter's `.grad` becomes a view of the result's sum. torch's kernel divides it by `result.inverse_factor` as
     it reads it, leaves the quotient there, and changes neither parameters nor state where `result.skipped` is set. On a
-    GPU it reads both from the engine's memory: nothing waits, but for an SGD with momentum and dampening until its first
-    step that is not skipped. Call `module.zero_grad()` before the next backward.
+    GPU it reads both from the engine's memory: nothing waits, but an SGD with momentum and dampening for its first step
+    that is not skipped. Call `module.zero_grad()` before the next backward.
 
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
