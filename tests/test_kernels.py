@@ -275,9 +275,10 @@ class TestAccumulate:
         arena, views = backend.buffer(np.zeros(4 * components, np.float32)), [backend.buffer(a) for a in arrays]
         parts = [(4 * p, 4 * p + p % 4) for p in range(components)]
         targets = [arena.part(*part) for part in parts]
-        folds = [fold_of(p, True, [v.part(*parts[p]) for v in views], [1] * sources) for p in range(components)]
+        weights = [3, 0.3, 1, 0.7][:sources]
+        folds = [fold_of(p, True, [v.part(*parts[p]) for v in views], weights) for p in range(components)]
         backend.kernels.accumulate(targets, folds)
-        expected = draw.folded(None, arrays, [1] * sources, True)
+        expected = draw.folded(None, arrays, weights, True)
         expected[[i for p, (_, stop) in enumerate(parts) for i in range(stop, 4 * p + 4)]] = 0
         draw.assert_same_bits(backend.get(arena), expected)
 
@@ -723,6 +724,17 @@ class TestVerdict:
             assert (found.bad_steps, found.bad_step, found.non_finite) == blame
             assert found.skipped == found.is_bad == (step in {2, 4})
         assert (found.bad_component, found.bad_index, found.bad_value) == (0, 0, INF)
+
+    def test_of_the_step_that_is_named_or_the_one_after_the_last(self, device):
+        """A step that was run again has its number again; a graph that is replayed counts by itself."""
+        sums, plan = sums_of(device, [device.buffer(np.full(1, INF, np.float32))]), ClipPlan((0,), (1.0,))
+        found = []
+        for step in (1, 2, 2, 0, 0, 40, 0):
+            decision = device.kernels.finalise(None, sums, plan, 1.0, zero_if_bad=True, step=step)
+            found.append(device.kernels.read_verdict(decision))
+        assert [verdict.step for verdict in found] == [1, 2, 2, 3, 4, 40, 41]
+        assert [verdict.bad_step for verdict in found] == [1, 2, 2, 3, 4, 40, 41]
+        assert [verdict.bad_steps for verdict in found] == [1, 2, 3, 4, 5, 6, 7]
 
     def test_nobody_measured_it(self, device):
         sums = device.kernels.squared_sums([3])
