@@ -275,6 +275,30 @@ class GradientEngine:
         self._begin_next(closing)
         return result
 
+    @property
+    def has_open_window(self) -> bool:
+        """Whether something of a window is there: added, on its way, or handed back by a step that was interrupted."""
+        sharing = self._sharing
+        is_kept = sharing.failed or sharing.closing is not None or self.accumulator.is_interrupted
+        return bool(self.accumulator.accumulated_count or sharing.workers.started or is_kept)
+
+    def tell_all(self, what: str, facts: object) -> list[Any]:
+        """Every worker's facts, in rank order, on every worker; what has been told in a step is not told again in it.
+
+        Args:
+            what: What is told, the same on all workers: "loss of step 3".
+            facts: Small, and what msgpack carries.
+
+        Raises:
+            ExchangeError: A worker tells something else than rank 0.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
+
+        Example:
+            >>> GradientEngine(GradientLayout.of([(2,)])).tell_all("loss of step 0", 2.5)
+            [2.5]
+        """
+        return [facts] if self.exchange is None else self._sharing.workers.tell(what, facts)
+
     def capture(self) -> AbstractContextManager[CapturedWindow]:
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
 

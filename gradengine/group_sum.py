@@ -73,7 +73,7 @@ class GroupSum:
 
     @closing_if_interrupted
     def tell(self, what: str, facts: object) -> list[Any]:
-        """Every rank's facts, in rank order; see `tell_all`. What is told once in a step is not told again."""
+        """Every rank's facts, in rank order; see `heard`. What is told once in a step is not told again."""
         if what not in self._gathered:
             self._gathered[what] = self._joined().gather(packed(what, facts))
         return heard(self._gathered[what])

@@ -13,47 +13,32 @@ from typing import Any
 import msgpack
 
 from gradengine.errors import ExchangeError, ProtocolError
-from gradengine.exchange.interface import Exchange
 from gradengine.unpacking import unpack
 
-__all__ = ["heard", "in_group", "packed", "tell_all"]
-
-
-def tell_all(exchange: Exchange, what: str, facts: object) -> list[Any]:
-    """Every rank's facts, in rank order, on every rank.
-
-    Args:
-        exchange: The group's.
-        what: What is told, and of which step or window: "loss of step 3".
-        facts: What msgpack carries.
-
-    Raises:
-        ExchangeError: A rank tells something else than rank 0.
-        PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
-
-    Example:
-        >>> from gradengine.exchange import Progress, local_group
-        >>> from gradengine.layout import GradientLayout
-        >>> (exchange,) = local_group(1)
-        >>> exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32), Progress(), lambda *_: None)
-        >>> tell_all(exchange, "loss of step 0", [2.5, 1.0])
-        [[2.5, 1.0]]
-    """
-    return heard(exchange.gather(packed(what, facts)))
+__all__ = ["heard", "in_group", "packed"]
 
 
 def packed(what: str, facts: object) -> bytes:
-    """What one rank gives to a gather."""
+    """What one rank gives to a gather.
+
+    Args:
+        what: What is told, and of which step or window: "loss of step 3".
+        facts: What msgpack carries.
+    """
     data: bytes = msgpack.packb([what, facts])
     return data
 
 
 def heard(parts: Sequence[bytes]) -> list[Any]:
-    """Every rank's facts, of what a gather brought.
+    """Every rank's facts, in rank order, of what a gather brought.
 
     Raises:
         ExchangeError: A rank tells something else than rank 0.
         ProtocolError: What a rank tells cannot be read.
+
+    Example:
+        >>> heard([packed("loss of step 0", [2.5, 1.0]), packed("loss of step 0", None)])
+        [[2.5, 1.0], None]
     """
     told = [_unpacked(rank, part) for rank, part in enumerate(parts)]
     for rank, (theirs, _) in enumerate(told):

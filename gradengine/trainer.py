@@ -7,16 +7,16 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar, final
 
-from gradengine.arguments import refuse_lacking, whole_number
+from gradengine.arguments import refuse_lacking, said, whole_number
 from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
 from gradengine.exchange.interface import Exchange, checked_rank
+from gradengine.frameworks import is_torch
 from gradengine.gradients import Gradients
 from gradengine.host_buffer import host_buffer
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
-from gradengine.telling import tell_all
 from gradengine.tensor_parallel_group import Replicated
 from gradengine.window import checked_weight, ordered_sum
 
@@ -112,8 +112,9 @@ class DistributedTrainer:
         self._losses: list[tuple[float, float]] = []
         self._loss = 0.0
         self._loss_came_through: object = _NOTHING
-        self._unapplied: StepResult | None = None
-        self._is_uncompared = False
+        # What is under way: "adding" micro-batches, all "added", "stepped", "applying" the result, "applied" and to be
+        # compared.
+        self._stage: Literal["ready", "adding", "added", "stepped", "applying", "applied"] = "ready"
         self.last_result: StepResult | None = None
         self.engine = GradientEngine(
             layout,
@@ -153,58 +154,96 @@ class DistributedTrainer:
         """One optimizer step on this worker's micro-batches.
 
         Args:
-            micro_batches: This worker's share; at least one.
+            micro_batches: This worker's share. It may be empty where another worker's is not: the worker then takes
+                part with weight 0.
 
         Returns:
             The loss over all workers' micro-batches, by weight; the same on every worker.
 
         Raises:
-            WindowError: No micro-batch (each rank needs one), an earlier batch that is not finished, or all steps done.
+            WindowError: No worker has a micro-batch, an earlier batch is not finished, or all steps are done.
+            CallerError: A loss is no number; its gradients have not been added.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; the window is kept,
                 and `finish_step()` runs the step again.
             ExchangeError: The workers' weights differ.
         """
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
-        if self._unapplied is not None or self._is_uncompared or self.engine.accumulator.accumulated_count:
-            raise WindowError(
-                f"step {self.engine.current_step} of an earlier batch is not finished",
-                got=f"{self.engine.accumulator.accumulated_count} micro-batches in the window",
-                expected="none",
-                do="run finish_step() again, or drop the window by engine.discard() on every rank",
-            )
-        self._losses, self._loss_came_through = [], _NOTHING
+        self._refuse_unfinished()
+        self._stage, self._losses, self._loss_came_through = "adding", [], _NOTHING
         for count, micro_batch in enumerate(micro_batches, start=1):
             weight = self._weight(micro_batch)
             last = count == self.engine.micro_batches
             loss = self._stream(micro_batch, weight) if last and self._streams else self._add(micro_batch, weight)
-            self._losses.append((float(loss), weight))
+            self._losses.append((loss, weight))
+        self._stage = "added"
         return self.finish_step()
 
-    def finish_step(self) -> float:
+    def finish_step(self, *, applied: bool | None = None) -> float:
         """Close the window and apply its gradients: the end of `train_batch`, to be called again where that failed.
+
+        Args:
+            applied: Whether `apply_gradients` changed the weights, where it raised or was interrupted: only you know.
 
         Returns:
             The loss, as `train_batch`.
 
         Raises:
-            WindowError, NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
+            WindowError: There is no batch to finish, or one that broke off; or `apply_gradients` did not return, and
+                `applied` does not say whether to call it again.
+            NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
-        if self._is_uncompared:  # the step is done and applied; it was the comparison that failed
-            return self._compare_weights()
-        if self._unapplied is None:  # else the step is done, and it was apply_gradients that failed
-            # Before the step, so that a failure here leaves the step to be run again.
-            self._share_loss()
-            self.last_result = self._unapplied = self.engine.step()
-        return self._apply(self._unapplied)
+        if self._stage in {"ready", "adding"}:
+            raise self._nothing_to_finish()
+        if self._stage == "applying" and applied is None:
+            raise self._perhaps_applied()
+        if self._stage == "added":
+            self._share_loss()  # before the step, so that a failure here leaves the step to be run again
+            # One statement: who is interrupted before it runs the step again, and behind it the result is kept.
+            self.last_result, self._stage = self.engine.step(), "stepped"
+        if self._stage == "stepped" or (self._stage == "applying" and not applied):
+            self._apply()
+        if self._stage == "applying":
+            is_compared = self.check_every and (self.step + 1) % self.check_every == 0
+            self.step, self._stage = self.step + 1, "applied" if is_compared else "ready"
+        return self._compare_weights() if self._stage == "applied" else self._loss
 
-    def _apply(self, result: StepResult) -> float:
-        if not result.skipped:
+    def discard(self) -> None:
+        """Drop what is not finished of a batch, as `GradientEngine.discard`: on every rank, or their weights differ."""
+        self.engine.discard()
+        self._stage = "ready"
+
+    def _refuse_unfinished(self) -> None:
+        """Raise `WindowError` unless the next batch may begin: also where `engine.discard()` dropped the last one."""
+        if self._stage == "applying":
+            raise self._perhaps_applied()
+        dropped = self._stage == "adding" or (self._stage == "added" and bool(self._losses))
+        if self.engine.has_open_window or not (self._stage == "ready" or dropped):
+            raise WindowError(
+                f"step {self.engine.current_step} of an earlier batch is not finished",
+                got=f"{self.engine.accumulator.accumulated_count} micro-batches in the window",
+                expected="none",
+                do="run finish_step() again, or drop the batch by discard() on every rank",
+            )
+
+    def _nothing_to_finish(self) -> WindowError:
+        count = self.engine.accumulator.accumulated_count
+        return WindowError(
+            "a batch broke off" if self._stage == "adding" else "there is no batch to finish",
+            got=f"{count} micro-batches in the window",
+            do="discard() it on every rank, and train_batch() again" if count else "train_batch() first",
+        )
+
+    def _perhaps_applied(self) -> WindowError:
+        return WindowError(
+            f"apply_gradients of step {self.step} did not return, and may have changed the weights",
+            expected="finish_step(applied=True) where it did, finish_step(applied=False) to call it again",
+        )
+
+    def _apply(self) -> None:
+        result, self._stage = self.last_result, "applying"
+        if result is not None and not result.skipped:
             self.trainer.apply_gradients(result.gradients)
-        self._unapplied = None
-        self.step += 1
-        self._is_uncompared = bool(self.check_every and self.step % self.check_every == 0)
-        return self._compare_weights() if self._is_uncompared else self._loss
 
     @property
     def _streams(self) -> bool:
@@ -212,18 +251,20 @@ class DistributedTrainer:
 
     def _add(self, micro_batch: object, weight: float) -> float:
         loss, gradients = self.trainer.forward_backward(micro_batch)
+        number = _checked_loss(loss)
         self.engine.add(gradients, weight)
-        return loss
+        return number
 
     def _stream(self, micro_batch: object, weight: float) -> float:
         """The window's last micro-batch: each part may leave for the other workers as soon as it is there."""
         loss, parts = self.trainer.stream_backward(micro_batch)  # type: ignore[attr-defined]
+        number = _checked_loss(loss)
         for key, gradients in parts:
             if isinstance(key, int):
                 self.engine.add_block(key, gradients, weight, last=True)
             else:
                 self.engine.add_non_block(key, gradients, weight, last=True)
-        return float(loss)
+        return number
 
     def _weight(self, micro_batch: object) -> float:
         weight = getattr(self.trainer, "weight", None)
@@ -231,26 +272,28 @@ class DistributedTrainer:
 
     def _share_loss(self) -> None:
         """Once through each exchange: where a step is run again through the same one, the others are past it."""
-        if self._loss_came_through is not self.engine.exchange:
-            self._loss, self._loss_came_through = self._global_loss(), self.engine.exchange
+        exchange = self.engine.exchange
+        if self._loss_came_through is not exchange:
+            self._loss, self._loss_came_through = self._global_loss(), exchange
 
     def _global_loss(self) -> float:
-        if not self._losses:
-            raise WindowError("step without a micro-batch", got="0 micro-batches", expected="at least 1")
         mine = (ordered_sum(loss * weight for loss, weight in self._losses), ordered_sum(w for _, w in self._losses))
-        exchange = self.engine.exchange
-        sums = [mine]
-        if exchange is not None:
-            told = tell_all(exchange, f"loss of step {self.step}", mine)
-            sums = [_loss_and_weight(rank, facts) for rank, facts in enumerate(told)]
-        return ordered_sum(loss for loss, _ in sums) / ordered_sum(weight for _, weight in sums)
+        told = self.engine.tell_all(f"loss of step {self.step}", list(mine))
+        sums = [_loss_and_weight(rank, facts) for rank, facts in enumerate(told)]
+        total = ordered_sum(weight for _, weight in sums)
+        if not total:
+            self.discard()  # what was told of it, too: the next batch is of the same step
+            raise WindowError(
+                "step without a micro-batch", got=f"0 micro-batches on each of {len(sums)} workers", expected="1 on one"
+            )
+        return ordered_sum(loss for loss, weight in sums if weight) / total
 
     def _compare_weights(self) -> float:
-        exchange, digests = self.engine.exchange, []
-        if exchange is not None:
+        digests = []
+        if self.engine.exchange is not None:
             mine = weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
-            digests = tell_all(exchange, f"digest of weights after step {self.step}", mine)
-        self._is_uncompared = False
+            digests = self.engine.tell_all(f"digest of weights after step {self.step}", mine)
+        self._stage = "ready"
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise ExchangeError(
@@ -260,6 +303,18 @@ class DistributedTrainer:
                     do="start all workers from the same weights, and apply nothing but the gradients handed back",
                 )
         return self._loss
+
+
+def _checked_loss(loss: Any) -> float:
+    try:
+        return float(loss)
+    except (TypeError, ValueError, OverflowError):
+        raise CallerError(
+            "a micro-batch's loss is no number",
+            got=said(loss),
+            expected="what float() takes",
+            do="return (loss, gradients)",
+        ) from None
 
 
 def _loss_and_weight(rank: int, facts: Any) -> tuple[float, float]:
@@ -301,5 +356,6 @@ def weights_digest(weights: Mapping[str, object] | Iterable[object]) -> str:
     digest = hashlib.sha256()
     arrays = weights.values() if isinstance(weights, Mapping) else weights
     for i, array in enumerate(arrays):
-        digest.update(host_buffer(array, f"weights[{i}]").data.data)
+        values = array.detach() if is_torch(array) else array  # a parameter requires a gradient
+        digest.update(host_buffer(values, f"weights[{i}]").data.data)
     return digest.hexdigest()

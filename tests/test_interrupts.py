@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from interrupts import interrupted_at, places_of, signalled
 
-from gradengine import GradientEngine, GradientLayout, local_group
+from gradengine import DistributedTrainer, GradientEngine, GradientLayout, local_group
 from gradengine.errors import ExchangeError, HandshakeRefused, WindowError
 from gradengine.kernels import CHUNK, Fold
 from gradengine.kernels.host import HostKernels
@@ -263,3 +263,60 @@ class TestTwoWorkers:
             pair.run(train)
             for rank, user in enumerate(pair.users):
                 assert user.results == wanted[rank][: len(user.results)], (rank, user.endings, pair.ends)
+
+
+class Descent:
+    """The smallest trainer: it knows how often it was asked to apply what."""
+
+    def __init__(self):
+        self.w, self.applied = np.full(3, 4, np.float32), 0
+
+    def forward_backward(self, target):
+        return float(((self.w - target) ** 2).sum()), {"w": 2 * (self.w - target)}
+
+    def apply_gradients(self, gradients):
+        self.w = self.w - np.float32(0.25) * gradients["w"]
+        self.applied += 1
+
+    def weights(self):
+        return [self.w]
+
+
+class TestTrainer:
+    def new(self):
+        return DistributedTrainer(Descent(), None, GradientLayout.of({"w": (3,)}), check_every=1)
+
+    def train(self, trainer, step):
+        return trainer.train_batch([np.float32(step), np.float32(step + 1)])
+
+    def test_a_batch_interrupted_at_any_line_is_applied_once(self):
+        wanted, plain = [], self.new()
+        for step in range(2):
+            self.train(plain, step)
+            wanted.append(plain.trainer.w.tolist())
+        endings = collections.Counter()
+        for at in places_of(lambda: self.train(self.new(), 0)):
+            trainer = self.new()
+            interrupted_at(at, lambda trainer=trainer: self.train(trainer, 0))
+            endings[self.finish(trainer)] += 1
+            assert (trainer.trainer.w.tolist(), trainer.step) == (wanted[0], 1), at
+            self.train(trainer, 1)
+            assert (trainer.trainer.w.tolist(), trainer.trainer.applied) == (wanted[1], 2), at
+        assert set(endings) == {"done", "finished", "told", "trained again"}
+
+    def finish(self, trainer):
+        """What its user does, who looks where it is."""
+        if trainer.step == 1:
+            with contextlib.suppress(WindowError):  # unless it is the comparison that is not finished
+                trainer.finish_step()
+            return "done"
+        try:
+            trainer.finish_step()
+        except WindowError as refusal:
+            if "may have changed the weights" in str(refusal):
+                trainer.finish_step(applied=trainer.trainer.applied == 1)
+                return "told"
+            trainer.discard()
+            self.train(trainer, 0)
+            return "trained again"
+        return "finished"

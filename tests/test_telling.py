@@ -10,7 +10,7 @@ from ranks import on_ranks
 from gradengine.errors import DeadlineExceeded, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange import Progress
 from gradengine.layout import GradientLayout
-from gradengine.telling import in_group, tell_all
+from gradengine.telling import heard, in_group, packed
 
 facts = st.recursive(
     st.none() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(), lambda f: st.lists(f, max_size=3)
@@ -25,6 +25,10 @@ class Telling:
 
     def gather(self, data):
         return [data, *self._others]
+
+
+def tell_all(exchange, what, facts):
+    return heard(exchange.gather(packed(what, facts)))
 
 
 def told(what, facts):

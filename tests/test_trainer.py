@@ -18,7 +18,6 @@ from gradengine import (
     shard_batches,
 )
 from gradengine.errors import CallerError, ExchangeError, PeerLost, ProtocolError, WindowError
-from gradengine.telling import tell_all
 from gradengine.trainer import weights_digest
 
 LAYOUT = GradientLayout.of({"layers.0.w": (4, 3), "layers.0.b": (3,), "head": (1,)})
@@ -163,8 +162,7 @@ def test_loss_that_cannot_be_is_a_protocol_error(facts):
             with pytest.raises(ProtocolError, match="rank 1's loss cannot be: got"):
                 distributed.train_batch([micro_batch(0)])
         else:
-            GradientEngine(LAYOUT, exchange=exchange, max_norm=1.0)
-            tell_all(exchange, "loss of step 0", facts)
+            GradientEngine(LAYOUT, exchange=exchange, max_norm=1.0).tell_all("loss of step 0", facts)
         return True
 
     assert run_ranks(local_group(2), one) == [True, True]
@@ -354,9 +352,10 @@ def test_gradients_that_could_not_be_applied_are_applied_by_finish_step():
         if exchange.rank == 1:
             with pytest.raises(RuntimeError):
                 distributed.train_batch([micro_batch(exchange.rank)])
-            with pytest.raises(WindowError, match="not finished"):
-                distributed.train_batch([micro_batch(9)])
-            loss = distributed.finish_step()
+            for call in (distributed.finish_step, lambda: distributed.train_batch([micro_batch(9)])):
+                with pytest.raises(WindowError, match=r"of step 0 did not return.*finish_step\(applied="):
+                    call()
+            loss = distributed.finish_step(applied=False)
         else:
             loss = distributed.train_batch([micro_batch(exchange.rank)])
         return loss, distributed.step, weights_digest(trainer.weights())
@@ -364,6 +363,109 @@ def test_gradients_that_could_not_be_applied_are_applied_by_finish_step():
     first, second = run_ranks(groups("local", 2), one)
     assert first == second
     assert first[1] == 1
+
+
+class Late(LinearRegression):
+    """It has applied the gradients when it raises."""
+
+    def apply_gradients(self, gradients):
+        super().apply_gradients(gradients)
+        if self.applied == 1:
+            raise KeyboardInterrupt
+
+
+def test_gradients_that_were_applied_are_not_applied_again():
+    plain, late = LinearRegression(), Late()
+    DistributedTrainer(plain, None, LAYOUT).train_batch([micro_batch(0)])
+    trainer = DistributedTrainer(late, None, LAYOUT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train_batch([micro_batch(0)])
+    with pytest.raises(WindowError, match="may have changed the weights"):
+        trainer.finish_step()
+    trainer.finish_step(applied=True)
+    assert weights_digest(late.weights()) == weights_digest(plain.weights())
+    assert (trainer.step, trainer.engine.current_step) == (1, 1)
+    with pytest.raises(WindowError, match=r"there is no batch to finish.*train_batch\(\) first"):
+        trainer.finish_step()
+
+
+def test_a_batch_whose_update_failed_can_be_dropped():
+    trainer = DistributedTrainer(Late(), None, LAYOUT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train_batch([micro_batch(0)])
+    trainer.discard()
+    trainer.train_batch([micro_batch(1)])
+    assert trainer.trainer.applied == 2
+
+
+@pytest.mark.parametrize("loss", [None, "high", [1.0, 2.0], 10**400])
+def test_a_loss_that_is_no_number_adds_nothing(loss):
+    class Odd(Streaming):
+        def forward_backward(self, micro_batch):
+            found, gradients = super().forward_backward(micro_batch)
+            return (found if self.is_mended else loss), gradients
+
+        is_mended = False
+
+    for streams in (False, True):
+        trainer = DistributedTrainer(Odd(), None, LAYOUT, micro_batches=1 if streams else None)
+        with pytest.raises(CallerError, match="a micro-batch's loss is no number: got"):
+            trainer.train_batch([micro_batch(0)])
+        assert trainer.engine.accumulator.accumulated_count == 0
+        with pytest.raises(WindowError, match="a batch broke off"):
+            trainer.finish_step()
+        Odd.is_mended = True
+        trainer.train_batch([micro_batch(0)])
+        Odd.is_mended = False
+
+
+class TestARankWithoutAMicroBatch:
+    @pytest.mark.parametrize("transport", ["local", "tcp"])
+    @pytest.mark.parametrize("options", [{}, {"average": "per_worker"}, {"micro_batches": 1, "hold": 2}])
+    def test_ends_with_the_weights_of_those_that_have_one(self, transport, options):
+        """Two batches for three ranks, of which first one and then another goes without."""
+
+        def work(exchange, shards):
+            trainer = TokenRegression()
+            distributed = DistributedTrainer(trainer, exchange, LAYOUT, max_norm=0.5, check_every=1, **options)
+            mine = [[micro_batch(i, rows=3 + i) for i in shard] for shard in shards[exchange.rank]]
+            return [distributed.train_batch(batches) for batches in mine], weights_digest(trainer.weights())
+
+        everywhere = run_ranks(groups(transport, 3), lambda e: work(e, [[[0], []], [[1], [2]], [[], [3]]]))
+        assert everywhere == [everywhere[0]] * 3
+        both = run_ranks(local_group(2), lambda e: work(e, [[[0], [2]], [[1], [3]]]))
+        assert everywhere[0] == both[0]
+
+    def test_nobody_has_one(self):
+        def one(exchange):
+            distributed = DistributedTrainer(LinearRegression(), exchange, LAYOUT)
+            for _ in range(2):
+                with pytest.raises(WindowError, match="got 0 micro-batches on each of 2 workers"):
+                    distributed.train_batch([])
+            return distributed.train_batch([micro_batch(0)] * (exchange.rank == 1))
+
+        assert run_ranks(local_group(2), one) == [LinearRegression().forward_backward(micro_batch(0))[0]] * 2
+
+    def test_a_batch_that_failed_is_not_taken_for_the_next(self):
+        def one(exchange):
+            distributed = DistributedTrainer(LinearRegression(), exchange, LAYOUT)
+            if exchange.rank == 1:
+                exchange.close()
+            with pytest.raises(PeerLost):
+                distributed.train_batch([micro_batch(0)] * (exchange.rank == 1))
+            with pytest.raises(WindowError, match="not finished"):
+                distributed.train_batch([micro_batch(0)])
+            distributed.discard()
+            return distributed
+
+        for distributed in run_ranks(local_group(2), one):
+            assert isinstance(distributed, DistributedTrainer), distributed
+
+
+def test_a_digest_takes_parameters_as_they_are():
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert weights_digest([parameter]) == weights_digest([np.ones(3, np.float32)])
 
 
 @pytest.mark.parametrize("who", ["both ranks", "one rank"])
