@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
+import numpy.typing as npt
 
 from gradengine.arguments import as_index, refuse_other_kind, said, whole_number
 from gradengine.arrivals import Arrivals
@@ -82,6 +83,11 @@ class GradientAccumulator(ABC):
         """Whether every component has the same number of micro-batches."""
         counts = self._window.counts
         return bool((counts == counts[0]).all())
+
+    @property
+    def unused(self) -> npt.NDArray[np.bool_]:
+        """Which components got no gradient in the window, by position; none that was written to through views."""
+        return ~(self._window.used | self._exposed)
 
     @property
     def weights(self) -> tuple[float, ...]:

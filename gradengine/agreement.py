@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,9 @@ from gradengine.group_sum import GroupSum
 from gradengine.kernels import Float64
 from gradengine.window import ordered_sum
 
-__all__ = ["Tally", "agree", "refuse_diverged", "same_sums", "tallies_of"]
+__all__ = ["Tally", "agree", "refuse_diverged", "same_sums", "tallies_of", "unused_by_all"]
+
+Flags: TypeAlias = npt.NDArray[np.bool_]
 
 _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
 
@@ -28,6 +30,7 @@ class Tally:
         micro_batches: How many there were.
         totals: Squared sum of each component.
         settings: What all workers must have set alike.
+        unused: Which components got no gradient from any micro-batch.
         place: Which step and window it is of, in words.
         workers: How many workers have part in it: those that had a micro-batch.
     """
@@ -35,6 +38,7 @@ class Tally:
     weight: float
     micro_batches: int
     totals: Float64
+    unused: Flags
     settings: Mapping[str, str] = field(default_factory=dict)
     place: str = ""
     workers: int = 1
@@ -57,8 +61,15 @@ def agree(group: GroupSum, mine: Tally) -> Tally:
         weight=ordered_sum(tally.weight for tally in tallies),
         micro_batches=sum(tally.micro_batches for tally in tallies),
         totals=tallies[0].totals,
+        unused=unused_by_all(tallies),
         workers=sum(tally.workers for tally in tallies),
     )
+
+
+def unused_by_all(tallies: Sequence[Tally]) -> Flags:
+    """Which components got no gradient on any rank: what another rank used is not unused."""
+    flags: Flags = np.logical_and.reduce([tally.unused for tally in tallies])
+    return flags
 
 
 def tallies_of(group: GroupSum, mine: Tally) -> list[Tally]:
@@ -68,8 +79,8 @@ def tallies_of(group: GroupSum, mine: Tally) -> list[Tally]:
         ExchangeError: A rank is at another window than rank 0, or has other settings.
         PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
     """
-    totals = mine.totals.astype("<f8").tobytes()
-    told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, dict(mine.settings)])
+    totals, unused = mine.totals.astype("<f8").tobytes(), mine.unused.tobytes()
+    told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, unused, dict(mine.settings)])
     tallies = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]
     for rank, tally in enumerate(tallies):
         _refuse_other_settings(rank, tally.settings, tallies[0].settings)
@@ -83,16 +94,16 @@ def same_sums(totals: Float64, first: Float64) -> npt.NDArray[np.bool_]:
 
 def _checked(rank: int, facts: Any, mine: Tally) -> Tally:
     try:
-        weight, micro_batches, totals, settings = facts
-        count, squares = int(micro_batches), np.frombuffer(totals, "<f8")
-        tally = Tally(float(weight), count, squares, dict(settings), mine.place, workers=min(count, 1))
+        weight, micro_batches, totals, unused, settings = facts
+        count, squares, flags = int(micro_batches), np.frombuffer(totals, "<f8"), np.frombuffer(unused, np.uint8) != 0
+        tally = Tally(float(weight), count, squares, flags, dict(settings), mine.place, workers=min(count, 1))
     except (ValueError, TypeError, OverflowError) as fault:
         raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
     is_weighed = 0 < tally.weight < np.inf if count > 0 else (tally.weight, count) == (0, 0)
-    if squares.size != mine.totals.size or not is_weighed:
+    if squares.size != mine.totals.size or flags.size != mine.unused.size or not is_weighed:
         raise ProtocolError(
             f"rank {rank}'s tally cannot be",
-            got=f"weight {tally.weight}, {count} micro-batches, {squares.size} components",
+            got=f"weight {tally.weight}, {count} micro-batches, {squares.size} components, {flags.size} flags",
             expected=f"weight above 0 and micro-batches, or 0 and none, {mine.totals.size} components",
         )
     return tally

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, SupportsIndex, final
 
+import numpy as np
+
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.admission import Admission
 from gradengine.agreement import Tally
@@ -432,9 +434,10 @@ class GradientEngine:
         def follow() -> None:
             self._kernels.follow(self.accumulator.sums)
 
-        decision, is_deferred = closing.decision, closing.way == "deferred"
+        tally, decision, is_deferred = closing.tally, closing.decision, closing.way == "deferred"
         names, step, current = self._group_names, closing.step, self._still()
-        return result_of(closing.tally, decision, names, gradients, is_deferred, step, find, current, follow)
+        unused = (self.layout.slots[position].name for position in np.flatnonzero(tally.unused).tolist())
+        return result_of(tally, decision, names, unused, gradients, is_deferred, step, find, current, follow)
 
     def _still(self) -> Callable[[], bool]:
         """Whether the arena is what it is now, whenever that is asked."""

@@ -7,7 +7,7 @@ device and stream the step was queued on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsIndex, final
 
@@ -30,6 +30,8 @@ class StepResult:
         inverse_factor: 1 / factor, in fp32: for optimizers that divide, such as torch's fused ones by `grad_scale`.
         weight: Weight of all micro-batches of all workers.
         micro_batches: Micro-batches of all workers.
+        unused: Names of the components that no micro-batch of any worker had a gradient for, and on no part of the
+            model: their gradients here are zeros, where torch would have None.
         skipped: True where the gradient was not finite and the step is to be skipped; the gradients are zero then. On a
             GPU 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
         group_norms: Each clip group's norm.
@@ -50,6 +52,7 @@ class StepResult:
     inverse_factor: Any
     weight: float
     micro_batches: int
+    unused: frozenset[str]
     skipped: Any
     group_norms: Mapping[str, Any]
     group_scales: Mapping[str, Any]
@@ -161,6 +164,7 @@ def result_of(
     tally: Tally,
     decision: Decision,
     group_names: Sequence[str],
+    unused: Iterable[str],
     arrays: Mapping[str, Any],
     deferred: bool,
     step: int,
@@ -177,6 +181,7 @@ def result_of(
         inverse_factor=decision.inverse,
         weight=tally.weight,
         micro_batches=tally.micro_batches,
+        unused=frozenset(unused),
         skipped=decision.skipped,
         group_norms=dict(zip(group_names, decision.group_norms, strict=True)),
         group_scales=dict(zip(group_names, decision.scales, strict=True)),

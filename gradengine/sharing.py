@@ -231,8 +231,9 @@ class Sharing:
     def _tally(self, totals: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tally:
         accumulator = self._accumulator
         settings = {**self._settings, "tensor-parallel group": self.parts.described}
-        count = accumulator.accumulated_count
-        return Tally(accumulator.total_weight, count, totals, settings, self._place, workers=min(count, 1))
+        count, unused = accumulator.accumulated_count, accumulator.unused
+        workers = min(count, 1)
+        return Tally(accumulator.total_weight, count, totals, unused, settings, self._place, workers=workers)
 
     def _to_mean(self, span: Span) -> None:
         """Where workers' means are averaged, the span's sum becomes this worker's mean: once, however often asked."""

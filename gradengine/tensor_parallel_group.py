@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.agreement import Tally, refuse_diverged, same_sums, tallies_of
+from gradengine.agreement import Tally, refuse_diverged, same_sums, tallies_of, unused_by_all
 from gradengine.arguments import refuse_unknown
 from gradengine.buffer import Buffer
 from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
@@ -174,7 +174,8 @@ class TensorParallelGroup:
             self._sum_replicas()
             totals[self._is_replicated] = self._replicas.totals()
         tallies = tallies_of(self.group, replace(mine, totals=totals, settings=settings))
-        return replace(mine, totals=self._totals_of_the_model([tally.totals for tally in tallies]))
+        totals = self._totals_of_the_model([tally.totals for tally in tallies])
+        return replace(mine, totals=totals, unused=unused_by_all(tallies))
 
     def _sum_replicas(self) -> None:
         if not self.group.started:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +25,7 @@ from gradengine.result import StepResult
 
 Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
 
-__all__ = ["clip_grad_norm_", "give_gradients", "gradients_of", "layout_of", "step_fused", "tensors_of"]
+__all__ = ["clip_grad_norm_", "drop_unused", "give_gradients", "gradients_of", "layout_of", "step_fused", "tensors_of"]
 
 
 def clip_grad_norm_(
@@ -113,7 +114,8 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
         module: Its trainable parameters are meant.
         allocate: Give a parameter that has no `.grad` one of zeros, of its `grad_dtype`. Destinations need it:
             `engine.step(out=...)` writes nothing for a None, and what the window added up for a parameter that its last
-            micro-batch did not use is dropped. One that got nothing in the window has zeros then, which AdamW decays.
+            micro-batch did not use is dropped. One that got nothing in the whole window has zeros then, which AdamW
+            decays: `drop_unused` takes them away.
 
     Returns:
         Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself where the
@@ -157,16 +159,20 @@ def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, to
     return {name: _view_for(parameter, name, gradients) for name, parameter in trainable(module).items()}
 
 
-def give_gradients(module: Parameters, result: StepResult) -> None:
+def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool = False) -> None:
     """Make each trainable parameter's `.grad` a view of a step's result; no copy.
 
     For fp32 parameters, and in torch >= 2.10 for others whose `grad_dtype` is float32 or None. Good until the next
     `engine.add`, which writes over that memory. Call `module.zero_grad()` before the next backward: its default drops
     the views. Backward would add to the engine's memory otherwise, and `engine.add` refuses that.
 
+    A parameter that no micro-batch of any worker used is left without a gradient, as torch leaves it, so that AdamW
+    does not decay it. All workers agree on which those are.
+
     Args:
         module: The one that the engine's layout was taken of, by `layout_of`.
         result: From `engine.step()`. A deferred one is for `step_fused`.
+        zero_unused: Give unused parameters zeros: for an optimizer that shall decay them, or needs every gradient.
 
     Raises:
         BufferRefused: A parameter takes no fp32, or lies on another device; it is named, and nothing was set.
@@ -181,16 +187,36 @@ def give_gradients(module: Parameters, result: StepResult) -> None:
         model.zero_grad()
     """
     _refuse_stale(result)
-    _give(module, result.gradients)
+    _give(module, result.gradients, frozenset() if zero_unused else result.unused)
+
+
+def drop_unused(module: Parameters, result: StepResult) -> None:
+    """Set `.grad` to None where no micro-batch of any worker used the parameter, as torch leaves it.
+
+    For gradients that a step wrote into `.grad`, where unused parameters have zeros, which AdamW takes for a reason to
+    decay them. `give_gradients` does this by itself.
+
+    Args:
+        module: The one that the engine's layout was taken of, by `layout_of`.
+        result: From `engine.step(out=gradients_of(module, allocate=True))`.
+
+    Example::
+
+        drop_unused(model, engine.step(out=gradients_of(model, allocate=True)))
+        optimizer.step()
+    """
+    for name, parameter in trainable(module).items():
+        if name in result.unused:
+            parameter.grad = None
 
 
 def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Parameters) -> None:
     """Step an optimizer that was built with `fused=True` on a deferred result: it averages, clips and skips itself.
 
-    Each parameter's `.grad` becomes a view of the result's sum. torch's kernel divides it by `result.inverse_factor` as
-    it reads it, leaves the quotient there, and changes neither parameters nor state where `result.skipped` is set. On a
-    GPU it reads both from the engine's memory: nothing waits, but an SGD with momentum and dampening for its first step
-    that is not skipped. Call `module.zero_grad()` before the next backward.
+    Each parameter's `.grad` becomes a view of the result's sum; those that no micro-batch used have none. torch divides
+    it by `result.inverse_factor` as it reads it, leaves the quotient there, and changes neither parameters nor state
+    where `result.skipped` is set. On a GPU it reads both from the engine's memory: nothing waits, but an SGD with
+    momentum and dampening for its first step that is not skipped. Call `module.zero_grad()` before the next backward.
 
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
@@ -214,7 +240,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
     _refuse_not_fused(optimizer)
     _refuse_stale(result)
     before = {parameter: parameter.grad for parameter in trainable(module).values()}
-    _give(module, result.sums)
+    _give(module, result.sums, result.unused)
     try:
         _refuse_other_gradients(optimizer, result, before)
         _step_scaled(optimizer, result)
@@ -317,12 +343,12 @@ def _view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, 
     return view if order is None else view.permute([order.index(d) for d in range(view.ndim)])
 
 
-def _give(module: Parameters, gradients: Mapping[str, Any]) -> None:
+def _give(module: Parameters, gradients: Mapping[str, Any], unused: AbstractSet[str]) -> None:
     parameters, views = trainable(module), tensors_of(module, gradients)
     for name, view in views.items():
         _refuse_as_gradient(view, parameters[name], name)
     for name, parameter in parameters.items():
-        parameter.grad = views[name]
+        parameter.grad = None if name in unused else views[name]
 
 
 def _refuse_as_gradient(view: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> None:

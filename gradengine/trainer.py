@@ -43,7 +43,10 @@ class LocalTrainer(Protocol[MicroBatchT_contra]):
         ...
 
     def apply_gradients(self, gradients: Mapping[str, Any], /) -> object:
-        """Update the weights with the averaged, clipped gradients: name -> fp32 array, good until this returns."""
+        """Update the weights with the averaged, clipped gradients: name -> fp32 array, good until this returns.
+
+        Zeros for a component that no micro-batch used: `DistributedTrainer.last_result.unused` names those.
+        """
         ...
 
 

@@ -53,6 +53,7 @@ class Window:
     Attributes:
         weights: The fp32 weight of each micro-batch begun, in order.
         counts: Micro-batches each slot has got.
+        used: Whether a slot got a gradient, and not None alone.
         filled: Whether a slot's memory holds something of this window; where not, the next fold overwrites.
         waiting: How many contributions each slot holds by reference, not yet folded.
         measured: Slots whose squared sums are those of their memory.
@@ -63,6 +64,7 @@ class Window:
         self._holds = holds
         self.weights: list[np.float32] = []
         self.counts: npt.NDArray[np.intp] = np.zeros(size, np.intp)
+        self.used: Flags = np.zeros(size, np.bool_)
         self.filled: Flags = np.zeros(size, np.bool_)
         self.waiting: npt.NDArray[np.intp] = np.zeros(size, np.intp)
         self.measured: Flags = np.zeros(size, np.bool_)
@@ -111,6 +113,7 @@ class Window:
         given = index[contribution.present]
         if given.size:
             self.measured[given] = False
+            self.used[given] = True
             self._hold(_Held(contribution, weight, given.size), given)
 
     def batches(self, places: Places) -> list[Batch]:

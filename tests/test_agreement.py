@@ -31,8 +31,8 @@ def group_of(*parts):
     return group
 
 
-def packed(weight=1.0, micro_batches=1, totals=(4.0, 9.0), settings=None, place=""):
-    return tally_of(weight, micro_batches, np.asarray(totals, "<f8").tobytes(), settings or {}, place=place)
+def packed(weight=1.0, micro_batches=1, totals=(4.0, 9.0), unused=b"\0\0", settings=None, place=""):
+    return tally_of(weight, micro_batches, np.asarray(totals, "<f8").tobytes(), unused, settings or {}, place=place)
 
 
 def tally_of(*facts, place=""):
@@ -40,7 +40,8 @@ def tally_of(*facts, place=""):
 
 
 UNREADABLE = r"(rank 1's tally|what rank 1 tells) (cannot be|has no name|has too many|is nested)"
-MINE = Tally(1.0, 1, np.array([4.0, 9.0]))
+NONE = np.zeros(2, np.bool_)  # unused
+MINE = Tally(1.0, 1, np.array([4.0, 9.0]), NONE)
 
 
 def test_weights_and_counts_are_summed_and_rank_0s_squares_are_used():
@@ -56,7 +57,7 @@ def test_every_rank_gets_the_same_tally(weights):
     tallies = []
     for rank, weight in enumerate(weights):
         own = [None if other == rank else part for other, part in enumerate(parts)]
-        tallies.append(agree(group_of(*own), Tally(weight, 1, np.array([4.0, 9.0]))))
+        tallies.append(agree(group_of(*own), Tally(weight, 1, np.array([4.0, 9.0]), NONE)))
     total = 0.0
     for weight in weights:
         total += weight
@@ -70,7 +71,7 @@ def test_squares_may_differ_by_their_rounding(other):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_squares_that_are_not_finite_agree_with_themselves(value):
-    mine = Tally(1.0, 1, np.array([4.0, value]))
+    mine = Tally(1.0, 1, np.array([4.0, value]), NONE)
     tally = agree(group_of(None, packed(totals=[4.0, value])), mine)
     assert repr(tally.totals.tolist()) == repr([4.0, value])
 
@@ -89,17 +90,19 @@ def test_other_sums_than_rank_0s_are_an_error(other):
         msgpack.packb(7),
         msgpack.packb(["tally of ", 7]),
         tally_of(1.0, 1),
-        tally_of(1.0, 1, b"", 0),
+        tally_of(1.0, 1, b"", b"", 0),
+        tally_of(1.0, 1, bytes(16), {}),
+        tally_of(1.0, 1, bytes(16), "no", {}),
         msgpack.packb({"weight": 1}),
-        tally_of(1.0, 1, bytes(16), {}, 7),
-        tally_of("heavy", 1, bytes(16), {}),
-        tally_of(None, 1, bytes(16), {}),
-        tally_of(1.0, math.inf, bytes(16), {}),
-        tally_of(1.0, math.nan, bytes(16), {}),
-        tally_of(1.0, 1, "text", {}),
-        tally_of(1.0, 1, [4.0, 9.0], {}),
-        tally_of(1.0, 1, bytes(15), {}),
-        tally_of(1.0, 1, msgpack.ExtType(5, bytes(16)), {}),
+        tally_of(1.0, 1, bytes(16), bytes(2), {}, 7),
+        tally_of("heavy", 1, bytes(16), bytes(2), {}),
+        tally_of(None, 1, bytes(16), bytes(2), {}),
+        tally_of(1.0, math.inf, bytes(16), bytes(2), {}),
+        tally_of(1.0, math.nan, bytes(16), bytes(2), {}),
+        tally_of(1.0, 1, "text", bytes(2), {}),
+        tally_of(1.0, 1, [4.0, 9.0], bytes(2), {}),
+        tally_of(1.0, 1, bytes(15), bytes(2), {}),
+        tally_of(1.0, 1, msgpack.ExtType(5, bytes(16)), bytes(2), {}),
     ],
 )
 def test_tally_that_cannot_be_read(part):
@@ -121,8 +124,9 @@ def test_random_tally_is_a_protocol_error(part):
         (packed(weight=math.nan), "weight nan"),
         (packed(weight=math.inf), "weight inf"),
         (packed(micro_batches=0), "0 micro-batches"),
-        (packed(totals=[4.0]), "1 components, expected .* 2 components"),
+        (packed(totals=[4.0]), "1 components, .* expected .* 2 components"),
         (packed(totals=[4.0, 9.0, 1.0]), "3 components"),
+        (packed(unused=bytes(3)), "2 components, 3 flags"),
     ],
 )
 def test_tally_that_cannot_be(part, says):
@@ -132,7 +136,7 @@ def test_tally_that_cannot_be(part, says):
 
 def test_a_rank_at_another_step_is_named():
     """A window that some ranks finished and others dropped: their next tallies would be of two windows."""
-    mine = Tally(1.0, 1, np.array([4.0, 9.0]), place="step 7")
+    mine = Tally(1.0, 1, np.array([4.0, 9.0]), NONE, place="step 7")
     message = "rank 1 is elsewhere than rank 0: got its tally of step 6, expected its tally of step 7; .*checkpoint"
     with pytest.raises(ExchangeError, match=message):
         agree(group_of(None, packed(place="step 6")), mine)
@@ -140,9 +144,18 @@ def test_a_rank_at_another_step_is_named():
 
 @pytest.mark.parametrize(("theirs", "says"), [({"average": "per_worker"}, "per_worker"), ({}, "got nothing")])
 def test_settings_that_differ_are_named(theirs, says):
-    mine = Tally(1.0, 1, np.array([4.0]), {"average": "weighted"})
-    other, own = packed(totals=[4.0], settings=theirs), packed(totals=[4.0], settings={"average": "weighted"})
+    mine = Tally(1.0, 1, np.array([4.0]), NONE[:1], {"average": "weighted"})
+    other, own = (packed(totals=[4.0], unused=b"\0", settings=each) for each in (theirs, mine.settings))
     with pytest.raises(
         ExchangeError, match=rf"rank 1 has another average than rank 0: got .*{says.split()[-1]}.*weighted"
     ):
         agree(group_of(own, other), mine)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "both"), [((1, 1), (1, 0), [True, False]), ((0, 1), (1, 0), [False, False])]
+)
+def test_what_any_rank_used_is_not_unused(mine, theirs, both):
+    own = Tally(1.0, 1, np.array([4.0, 9.0]), np.array(mine, np.bool_))
+    for parts in ((None, packed(unused=bytes(theirs))), (packed(unused=bytes(theirs)), None)):
+        assert agree(group_of(*parts), own).unused.tolist() == both

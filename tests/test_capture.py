@@ -116,6 +116,7 @@ class TestBits:
         graph = captured_window(engine, [[None, *put_all(device, values[1:])]])
         for _ in range(2):
             result = graph.replay()
+            assert result.unused == {"layers.0.w"}
             assert not on_host(result.gradients["layers.0.w"]).any()
             assert on_host(result.gradients["head"]).tobytes() == values[2].tobytes()
             assert float(result.norm) == pytest.approx(draw.exact_norm(values[1:]), rel=1e-6)

@@ -184,6 +184,33 @@ class TestOneWorker:
             add_to(full, backend, random_gradients(0))
             engine.step(), full.step()
 
+    @pytest.mark.parametrize("hold", [1, 3])
+    def test_what_no_micro_batch_had_a_gradient_for_is_named_and_zero(self, backend, hold):
+        engine, (one, other, head) = new_engine(backend, hold=hold), put_all(backend, random_gradients(0))
+        names = [slot.name for slot in SMALL.slots]
+        for window, unused in (
+            ([[None, other, head], [None, None, head]], names[:1]),
+            ([[one, other, None], [None, other, None]], names[2:]),
+            ([[None, None, None]], names),
+            ([[one, None, None], [None, other, head]], []),
+        ):
+            for micro_batch in window:
+                engine.add([g if g is None or hold == 1 else g.copy() for g in micro_batch])
+            result = engine.step()
+            assert result.unused == set(unused)
+            assert [name for name in names if not on_host(result.gradients[name]).any()] == unused
+
+    def test_a_gradient_of_zeros_is_one(self, backend):
+        engine = new_engine(backend)
+        add_to(engine, backend, [np.zeros(slot.shape, np.float32) for slot in SMALL.slots])
+        assert engine.step().unused == frozenset()
+
+    def test_what_may_have_been_written_through_a_view_is_used(self):
+        engine = GradientEngine(SMALL)
+        engine.accumulator.block(0)
+        engine.add([None, None, None])
+        assert engine.step().unused == {slot.name for slot in SMALL.slots if slot.block != 0}
+
     def test_groups_have_norms_of_their_own(self, backend):
         bounds = {"block 0": 0.5, "block 1": math.inf, "rest": 0.25}
         engine = new_engine(backend, max_norm=bounds, groups="block")
@@ -814,6 +841,19 @@ class TestSeveralWorkers:
         got = on_ranks(one, 3)[0]["layers.1.w"]
         means = [np.mean([random_gradients([r, k])[1] for k in range(r + 1)], axis=0) for r in range(3)]
         np.testing.assert_allclose(got, np.mean(means, axis=0), rtol=1e-5, atol=1e-7)
+
+    @pytest.mark.parametrize("average", ["weighted", "per_worker"])
+    def test_what_any_worker_used_is_unused_on_none(self, average):
+        def one(exchange):
+            engine, unused = GradientEngine(SMALL, exchange=exchange, average=average), []
+            for used_by_rank in ((0, 1, 0), (None, 2, 2), (None, None, None)):
+                used = used_by_rank[exchange.rank]
+                engine.add([array if position == used else None for position, array in enumerate(random_gradients(0))])
+                unused.append(engine.step().unused)
+            return unused
+
+        names = [slot.name for slot in SMALL.slots]
+        assert on_ranks(one, 3) == [[{names[2]}, set(names[:2]), set(names)]] * 3
 
     def test_one_worker_gets_its_own_gradient_back(self):
         def one(exchange):

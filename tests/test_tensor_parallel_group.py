@@ -225,6 +225,20 @@ class TestOneGroup:
             np.testing.assert_allclose(gradient, contribution(0, 0)["final_norm"], rtol=1e-5, atol=1e-6)
             assert factor == pytest.approx(float(expected.factor), rel=1e-6)
 
+    @pytest.mark.parametrize("form", FORMS)
+    def test_what_any_part_used_is_unused_on_none(self, form):
+        """Else AdamW would decay a shard on one rank and not on the other."""
+
+        def work(exchange):
+            c = config(exchange.rank, 2)
+            engine = GradientEngine(layout_of(c), tp_exchange=exchange, replicated=form)
+            gradients = part_of(contribution(0, 0), c, form)
+            missing = ["blocks.0.w_q", "final_norm"] + ["blocks.1.gate"] * exchange.rank
+            engine.add({name: None if name in missing else gradient for name, gradient in gradients.items()})
+            return engine.step().unused
+
+        assert on_ranks(work, 2) == [{"blocks.0.w_q", "final_norm"}] * 2
+
     def test_destinations_and_loss_scale_work_as_ever(self):
         def work(exchange):
             c = config(exchange.rank, 2)

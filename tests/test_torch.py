@@ -16,6 +16,7 @@ import pytest
 import strategies as draw
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import on_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -37,6 +38,7 @@ from gradengine.errors import (  # noqa: E402
 )
 from gradengine.torch import (  # noqa: E402
     clip_grad_norm_,
+    drop_unused,
     give_gradients,
     gradients_of,
     layout_of,
@@ -954,6 +956,79 @@ def state_of(optimizer):
     return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
 
 
+class Branches(torch.nn.Module):
+    """Two branches, one of them in a block of its own, and a weight that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+        self.other, self.tied = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, block=True):
+        return self.tied(self.tied((self.layers[0] if block else self.other)(x)))
+
+
+class TestUnused:
+    """What no micro-batch used has no gradient, so that AdamW does not decay it: as torch leaves it."""
+
+    @staticmethod
+    def stepped(module, optimizer, way, engine):
+        if way == "give_gradients":
+            give_gradients(module, engine.step())
+        elif way == "zeros":
+            give_gradients(module, engine.step(), zero_unused=True)
+        elif way == "out":
+            drop_unused(module, engine.step(out=gradients_of(module, allocate=True)))
+        if way == "step_fused":
+            step_fused(optimizer, engine.step(deferred=True), module)
+        else:
+            optimizer.step()
+
+    @pytest.mark.parametrize("way", ["give_gradients", "out", "step_fused", "zeros"])
+    @pytest.mark.parametrize("world_size", [1, 2])
+    def test_a_branch_that_nobody_used_stays_what_it_was(self, way, world_size):
+        """On two workers each uses another branch in the first step, and neither the second branch in the second."""
+        plain = Branches()
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+        modules = [Branches() for _ in range(world_size)]
+        start = plain.other.weight.detach().clone()
+        used = [[[True], [True]], [[True, False], [True, True]]][world_size - 1]
+        for step in used:
+            plain.zero_grad()
+            torch.stack([plain(torch.ones(3, 4), block).square().sum() for block in step]).mean().backward()
+            reference.step()
+
+        def train(exchange):
+            module = modules[exchange.rank]
+            engine = GradientEngine(layout_of(module), exchange=exchange)
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=way == "step_fused")
+            for step in used:
+                module.zero_grad()
+                module(torch.ones(3, 4), step[exchange.rank]).square().sum().backward()
+                engine.add(gradients_of(module))
+                self.stepped(module, optimizer, way, engine)
+            gradient = module.other.weight.grad
+            return gradient is None or float(gradient.abs().max())
+
+        assert on_ranks(train, world_size) == [0.0 if way == "zeros" else True] * world_size
+        for module in modules if way != "zeros" else ():
+            for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        if way == "zeros" and world_size == 1:
+            torch.testing.assert_close(modules[0].other.weight.detach(), start * 0.95**2)
+
+    def test_where_all_of_an_optimizers_parameters_are_unused_it_does_nothing(self):
+        module = Branches()
+        optimizer = torch.optim.AdamW(module.other.parameters(), fused=True)
+        before = module.other.weight.detach().clone()
+        engine = GradientEngine(layout_of(module))
+        module(torch.ones(3, 4)).sum().backward()
+        engine.add(gradients_of(module))
+        step_fused(optimizer, engine.step(deferred=True), module)
+        assert torch.equal(module.other.weight, before)
+
+
 class TestStepFused:
     STEPS = (((0, 1), (3.0, 5.0)), ((2,), (7.0,)), ((3, 4, 5), (1.0, 2.0, 4.0)))
 
@@ -1259,19 +1334,6 @@ class TestStepFused:
         result = engine.step(deferred=True)
         step_fused(Own(module.parameters(), {}), result, module)
         torch.testing.assert_close(module.weight.detach(), torch.tensor([[-0.6, -0.8]]))
-
-
-class Branches(torch.nn.Module):
-    """Two branches, one of them in a block of its own, and a weight that is used twice."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
-        self.other, self.tied = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
-
-    def forward(self, x, block=True):
-        return self.tied(self.tied((self.layers[0] if block else self.other)(x)))
 
 
 def cleared_by(way, module):
