@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import os
+import random
 import socket
 import tempfile
 import threading
@@ -150,9 +152,16 @@ def rank_order_sum(arenas):
     return functools.reduce(np.add, arenas)
 
 
+# Below the ports that the system gives to connections and to whoever asks for any; each process in an order of its own.
+PORTS = iter(random.Random(os.getpid()).sample(range(10_000, 30_000), 20_000))
+
+
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """A port that nobody listens at, and that nobody is given while it is free."""
+    for port in PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 def package_threads():
