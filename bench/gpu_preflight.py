@@ -31,17 +31,19 @@ PACKAGES = {
     "jax": "jax",
 }
 PROGRAMS = ("compute-sanitizer", "g++")
-GPU, TORCH, JAX = "a GPU for CuPy", "a GPU for torch", "a GPU for JAX"
+GPU, SECOND, TORCH, JAX = "a GPU for CuPy", "a second GPU", "a GPU for torch", "a GPU for JAX"
 ESSENTIAL = ("numpy", "msgpack", GPU)
 
 # Each prints one line of JSON: the GPU's name and bytes of memory; or ends with why there is none.
-QUESTIONS = {
-    GPU: """
+CUPY_QUESTION = """
 from gradengine.kernels.toolkit import load_cupy
-properties = load_cupy(0).cuda.runtime.getDeviceProperties(0)
+properties = load_cupy({ordinal}).cuda.runtime.getDeviceProperties({ordinal})
 name, memory = properties["name"], properties["totalGlobalMem"]
 print(json.dumps([name.decode() if isinstance(name, bytes) else name, int(memory)]))
-""",
+"""
+QUESTIONS = {
+    GPU: CUPY_QUESTION.format(ordinal=0),
+    SECOND: CUPY_QUESTION.format(ordinal=1),
     TORCH: """
 import torch
 if not torch.cuda.is_available():
@@ -58,6 +60,7 @@ print(json.dumps([jax.devices()[0].device_kind, 0]))
 
 # What tests say when they are skipped for want of each: these skips are no failure where it is missing, all others are.
 SKIPS = {
+    SECOND: (r"fewer than 2 GPUs",),
     "g++": (r"g\+\+ is not installed",),
     "torch": (r"torch is not installed", r"could not import 'torch'"),
     "jax": (r"jax is not installed", r"could not import 'jax'"),

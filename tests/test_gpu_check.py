@@ -13,7 +13,7 @@ import gpu_check
 import gpu_preflight
 import pytest
 from gpu_check import Stage
-from gpu_preflight import GPU, JAX, TORCH, Preflight
+from gpu_preflight import GPU, JAX, SECOND, TORCH, Preflight
 from gpu_results import file_name
 
 from gradengine.bench.gpu.__main__ import parser
@@ -189,6 +189,7 @@ class TestWhatIsMissing:
     @pytest.mark.parametrize(
         "name",
         [
+            SECOND,
             "torch",
             TORCH,
             "jax",
@@ -288,8 +289,12 @@ def test_tests_that_leave_no_report_are_a_failure(tmp_path):
 
 def test_skips_that_are_known_are_said_by_a_test():
     """A message that no test says any more would let another pass."""
-    said = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py") if path != Path(__file__))
-    literal = {"torch is not installed": "{framework} is not installed", "torch has no GPU": "{framework} has no GPU"}
+    said = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py") if path != Path(__file__))
+    literal = {
+        "torch is not installed": "{framework} is not installed",
+        "torch has no GPU": "{framework} has no GPU",
+        "fewer than 2 GPUs": "fewer than {wanted} GPUs",
+    }
     for patterns in gpu_preflight.SKIPS.values():
         for pattern in patterns:
             message = pattern.replace("\\", "").replace("jax is", "torch is").replace("jax has", "torch has")
