@@ -1,16 +1,20 @@
 """The backends: kernels, each with the few lines that bring NumPy arrays to their device and back."""
 
+import contextlib
 import functools
 import importlib
 import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import cuda_emulator
 import numpy as np
 import pytest
+from elsewhere import Elsewhere
 
 from gradengine.buffer import STORAGE, Buffer
 from gradengine.kernels import CHUNK, CudaKernels, Kernels
@@ -36,6 +40,16 @@ class Backend:
     put: Callable[[np.ndarray], object]
     get: Callable[[Buffer], np.ndarray]
     chunk: int
+
+    @property
+    def xp(self) -> Any:
+        """CuPy, or what has its surface, for arrays and streams on the device, also where another one is current."""
+        names, device = self.kernels.xp, self.kernels.xp.cuda.Device(self.kernels.ordinal)
+        return Elsewhere(names, device) if device.id != names.cuda.runtime.getDevice() else names
+
+    def active(self) -> AbstractContextManager[object]:
+        """Within it, the device is the current one."""
+        return contextlib.nullcontext() if self.is_host else self.kernels.xp.cuda.Device(self.kernels.ordinal)
 
     @property
     def is_host(self) -> bool:

@@ -26,6 +26,18 @@ def on_host(array):
         return array.get()
 
 
+def assign(array, values, where=...):
+    """Other values for elements of an array, by its own framework, on the current stream of its device."""
+    with contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device:
+        array[where] = values
+
+
+def launched(device, graph):
+    """Queue a recorded graph on the current stream of the device."""
+    with device.active():
+        graph.launch()
+
+
 def all_on_host(arrays):
     """The same of a mapping of arrays."""
     return {name: on_host(array) for name, array in arrays.items()}
@@ -58,11 +70,10 @@ def raw(buffer, **change):
 
 def churned(backend):
     """Have memory that was freed be taken by others and full of NaN."""
-    xp = backend.kernels.xp
-    with xp.cuda.Device(backend.kernels.ordinal):
-        others = [xp.empty(size, np.uint8) for size in (512, 1024, 2048, 4096, 8192, 65536) for _ in range(4)]
-        for other in others:
-            xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, xp.cuda.get_current_stream().ptr)
+    xp = backend.xp
+    others = [xp.empty(size, np.uint8) for size in (512, 1024, 2048, 4096, 8192, 65536) for _ in range(4)]
+    for other in others:
+        xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, xp.cuda.get_current_stream().ptr)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import types
 from types import SimpleNamespace
 
 import numpy as np
+from devices import on_host
 
 
 class Tensor:
@@ -15,7 +16,7 @@ class Tensor:
     _version = 0
 
     def __init__(self, array, **change):
-        self.array, self.layout, self.device = array, "strided", SimpleNamespace(type="cuda", index=0)
+        self.array, self.layout, self.device = array, "strided", SimpleNamespace(type="cuda", index=array.device.id)
         self.dtype, self.shape = f"torch.{array.dtype.name}", array.shape
         for name, value in change.items():
             setattr(self, name, value)
@@ -36,7 +37,7 @@ class Tensor:
         return False
 
     def any(self):
-        return bool(self.array.get().any())
+        return bool(on_host(self.array).any())
 
     def is_inference(self):
         return False

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from devices import put_all, raw
+from devices import assign, put_all, raw
 from emulated_torch import Tensor, emulated_torch, tensors_of
 from producers import Producer
 
@@ -84,7 +84,7 @@ def test_a_gradient_more_or_less_is_another_set(device, arrivals):
 
 @pytest.fixture
 def tensors(device, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", emulated_torch(device.kernels.xp.cuda.get_current_stream()))
+    monkeypatch.setitem(sys.modules, "torch", emulated_torch(device.xp.cuda.get_current_stream()))
     return tensors_of(arrays_of(device))
 
 
@@ -152,7 +152,7 @@ def test_pointers_are_known_again_while_their_owner_lives(device, kernels, arriv
 def test_exports_are_asked_for_each_time(device, kernels, arrivals):
     """An export is what orders the producer's work before ours."""
     arrays = arrays_of(device)
-    producers = [Producer(np.empty(a.shape, a.dtype), data=a.data.ptr, device=(2, 0)) for a in arrays]
+    producers = [Producer(np.empty(a.shape, a.dtype), data=a.data.ptr, device=(2, a.device.id)) for a in arrays]
     for _ in range(3):
         arrivals.contribution(PLACES, LAYOUT.slots, producers)
     assert [len(producer.asked) for producer in producers] == [3, 3]
@@ -219,7 +219,7 @@ class TestUncleared:
 
     def test_what_was_cleared_in_place_and_used_nowhere_is_taken(self, arrivals, tensors):
         for tensor in tensors:
-            tensor.array[...] = 0
+            assign(tensor.array, 0)
         for _ in range(3):
             arrivals.contribution(PLACES, LAYOUT.slots, tensors)
             self.change(tensors)

@@ -8,7 +8,7 @@ import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from devices import bits_of, churned, nothing_is_launched, on_host, operations_of, put_all, raw, synchronize
+from devices import assign, bits_of, churned, nothing_is_launched, on_host, operations_of, put_all, raw, synchronize
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer
@@ -36,7 +36,7 @@ def arrays_of(device, seed, layout=SMALL):
 def refill(device, arrays, values):
     """Other gradients in the same memory, as a backward pass that keeps its buffers writes them."""
     for array, value in zip(arrays, values, strict=True):
-        array[...] = device.put(value)
+        assign(array, device.put(value))
 
 
 def captured_window(engine, batches, weights=None, **options):
@@ -176,7 +176,7 @@ class TestBits:
         assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
 
     def test_on_the_current_stream(self, device):
-        xp = device.kernels.xp
+        xp = device.xp
         graph = captured_window(new_engine(device), [arrays_of(device, 0)])
         synchronize(device)
         with xp.cuda.Stream(non_blocking=True) as stream:
@@ -189,9 +189,9 @@ class TestBits:
     def test_captured_on_a_stream_of_ones_own(self, device):
         engine, arrays = new_engine(device), arrays_of(device, 0)
         synchronize(device)
-        with device.kernels.xp.cuda.Stream(non_blocking=True) as stream:
+        with device.xp.cuda.Stream(non_blocking=True) as stream:
             graph = captured_window(engine, [arrays])
-            assert device.kernels.xp.cuda.get_current_stream() == stream
+            assert device.xp.cuda.get_current_stream() == stream
             stream.synchronize()
         assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
 
@@ -217,7 +217,7 @@ class TestDropped:
 
     def taken_by_others(self, device):
         """Whatever memory was freed, pinned or the device's, whichever stream it came from."""
-        xp, place = device.kernels.xp, device.kernels._place
+        xp, place = device.xp, device.kernels._place
         gc.collect()
         for nbytes in (512, 4096, 8192, 65536):
             for pinned in [xp.cuda.alloc_pinned_memory(nbytes) for _ in range(20)]:
@@ -234,7 +234,7 @@ class TestDropped:
         graph, gradients, out = self.window(device)
         values = [1 + position % 7 for position in range(self.COUNT)]
         with device.kernels.active():
-            own = device.kernels.xp.cuda.Stream(non_blocking=True)
+            own = device.xp.cuda.Stream(non_blocking=True)
         with device.kernels.on(own if stream == "its own" else None):
             graph.replay()
         if how == "pointed elsewhere":
@@ -544,7 +544,7 @@ class TestMisuse:
 
     def assert_as_before(self, device, engine):
         """The stream works, nothing is open, and the next step is the first."""
-        stream = device.kernels.xp.cuda.get_current_stream()
+        stream = device.xp.cuda.get_current_stream()
         assert not stream.is_capturing()
         assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 0)
         engine.add(arrays_of(device, 3))
@@ -629,7 +629,7 @@ class TestMisuse:
     @pytest.mark.parametrize("wait", ["a number", "the stream"])
     def test_waiting_for_the_device_inside(self, device, wait):
         """The driver ends the capture then; the engine and the stream are as before."""
-        engine, arrays, xp = new_engine(device), arrays_of(device, 0), device.kernels.xp
+        engine, arrays, xp = new_engine(device), arrays_of(device, 0), device.xp
         waits = {
             "a number": lambda: float(engine.step().norm),
             "the stream": lambda: xp.cuda.get_current_stream().synchronize(),

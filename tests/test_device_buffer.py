@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import strategies as draw
 from backends import on_the_stand_in
-from devices import bits_of, churned, nothing_is_launched, on_host, put_all, raw
+from devices import assign, bits_of, churned, nothing_is_launched, on_host, put_all, raw
 from producers import Producer
 
 from gradengine import GradientEngine, GradientLayout, RawBuffer
@@ -54,7 +54,7 @@ class Forwarding:
 def producer(array, **fields):
     """A capsule made by hand for memory on the device; `array` must outlive it."""
     stands_for = np.empty(array.shape, array.dtype)
-    return Producer(stands_for, **{"data": array.data.ptr, "device": (2, 0), **fields})
+    return Producer(stands_for, **{"data": array.data.ptr, "device": (2, array.device.id), **fields})
 
 
 def pointer_to(device, array):
@@ -64,12 +64,14 @@ def pointer_to(device, array):
 WAYS = {
     "the device's own": lambda device, array: array,
     "pointer": pointer_to,
-    "pointer on 'cuda'": lambda device, array: raw(device.kernels.view(array, "array"), device="cuda"),
+    "pointer on 'cuda'": lambda device, array: raw(
+        device.kernels.view(array, "array"), device=device.kernels.device.removesuffix(":0")
+    ),
     "DLPack": lambda device, array: Forwarding(array),
     "DLPack before 1.0": lambda device, array: Forwarding(array, knows_versions=False),
     "versioned capsule": lambda device, array: producer(array),
     "unversioned capsule": lambda device, array: producer(array, versioned=False),
-    "managed memory": lambda device, array: producer(array, device=(13, 0)),
+    "managed memory": lambda device, array: producer(array, device=(13, array.device.id)),
     "no strides": lambda device, array: producer(array, strides=None),
     "CUDA array interface": lambda device, array: Interface(array),
     "CUDA array interface with strides": lambda device, array: Interface(array, strides=array.strides),
@@ -88,7 +90,7 @@ class TestZeroCopy:
             view = device.kernels.view(WAYS[way](device, array), "w")
         assert (view.pointer, view.dtype, view.size, view.nbytes) == (array.data.ptr, "float32", 15, 60)
         assert view.shape in {(3, 5), (15,)}  # a raw pointer has no shape but its size
-        assert (view.writable, view.device) == (True, "cuda:0")
+        assert (view.writable, view.device) == (True, device.kernels.device)
 
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     def test_dtypes(self, device, way, dtype):
@@ -167,7 +169,7 @@ class TestStreams:
     @pytest.mark.parametrize("knows_versions", [True, False])
     def test_another_is_its_handle(self, device, knows_versions):
         tensor = Forwarding(device.put(np.ones(3, np.float32)), knows_versions)
-        with device.kernels.xp.cuda.Stream(non_blocking=True) as stream:
+        with device.xp.cuda.Stream(non_blocking=True) as stream:
             device.kernels.view(tensor, "w")
             stream.synchronize()
         assert [asked["stream"] for asked in tensor.asked] == [stream.ptr]
@@ -187,7 +189,7 @@ class TestStreams:
     @pytest.mark.parametrize("hold", [1, 2])
     def test_work_waits_for_the_producers_stream(self, device, has_pointer, hold):
         """A gradient that another stream is still writing: the export orders it before our own, in every window."""
-        xp, engine = device.kernels.xp, new_engine(device, hold=hold)
+        xp, engine = device.xp, new_engine(device, hold=hold)
         producing = xp.cuda.Stream(non_blocking=True)
 
         class OnItsStream(Forwarding):
@@ -205,7 +207,7 @@ class TestStreams:
             xp.cuda.runtime.deviceSynchronize()
             with producing:
                 for array, value in zip(arrays, fresh, strict=True):
-                    array[...] = value
+                    assign(array, value)
             engine.add(tensors)
             assert list(bits_of(engine.step()).values()) == [value.tobytes() for value in values]
 
@@ -221,13 +223,16 @@ def seven(device, dtype=np.float32):
 
 
 def pointer_to_pinned_memory(device):
-    memory = device.kernels.xp.cuda.alloc_pinned_memory(64)
-    return RawBuffer(memory.ptr, 7, "float32", "cuda:0", owner=memory)
+    memory = device.xp.cuda.alloc_pinned_memory(64)
+    return RawBuffer(memory.ptr, 7, "float32", device.kernels.device, owner=memory)
 
 
 class Unexportable:
+    def __init__(self, ordinal):
+        self.ordinal = ordinal
+
     def __dlpack_device__(self):
-        return 2, 0
+        return 2, self.ordinal
 
     def __dlpack__(self, **options):
         raise BufferError("requires grad")
@@ -243,11 +248,11 @@ REFUSED = {
         "lies on another device: got cpu",
     ),
     "a pointer to another device": (
-        lambda d: raw(d.kernels.view(seven(d), "x"), device="cuda:1"),
-        "lies on another device: got cuda:1",
+        lambda d: raw(d.kernels.view(seven(d), "x"), device="cuda:7"),
+        "lies on another device: got cuda:7",
     ),
     "host memory said to be the device's": (
-        lambda d: RawBuffer(HOST_MEMORY.ctypes.data, 7, "float32", "cuda:0"),
+        lambda d: RawBuffer(HOST_MEMORY.ctypes.data, 7, "float32", d.kernels.device),
         "does not lie on cuda:0 as a whole: got host memory, or memory that was freed at 0x",
     ),
     "pinned memory said to be the device's": (
@@ -258,7 +263,7 @@ REFUSED = {
         lambda d: raw(d.kernels.view(seven(d), "x"), size=1 << 44),
         "does not lie on cuda:0 as a whole: got .*, expected 70368744177664 bytes from 0x",
     ),
-    "a null pointer": (lambda d: RawBuffer(0, 7, "float32", "cuda:0"), "is no memory: got pointer 0x0, size 7"),
+    "a null pointer": (lambda d: RawBuffer(0, 7, "float32", d.kernels.device), "is no memory: got pointer 0x0, size 7"),
     "a negative size": (
         lambda d: raw(d.kernels.view(seven(d), "x"), size=-7),
         "is no memory: got pointer 0x.*, size -7",
@@ -267,7 +272,7 @@ REFUSED = {
         lambda d: raw(d.kernels.view(seven(d), "x"), pointer=d.kernels.view(seven(d), "x").pointer + 2),
         "is not aligned to its elements: got pointer 0x.*, expected a multiple of 4",
     ),
-    "no pointer": (lambda d: RawBuffer(None, 7, "float32", "cuda:0"), "is no memory: got pointer None"),
+    "no pointer": (lambda d: RawBuffer(None, 7, "float32", d.kernels.device), "is no memory: got pointer None"),
     "a pointer of another dtype": (
         lambda d: raw(d.kernels.view(seven(d), "x"), dtype="float64"),
         "has a dtype that is not taken: got float64",
@@ -296,12 +301,12 @@ REFUSED = {
         "is no memory: got pointer 0x0, size 7",
     ),
     "another device's tensor": (
-        lambda d: producer(seven(d), device=(2, 1)),
-        "lies on another device: got cuda:1, expected cuda:0",
+        lambda d: producer(seven(d), device=(2, 7)),
+        "lies on another device: got cuda:7, expected cuda:0",
     ),
     "a tensor that lies of its device": (
-        lambda d: producer(seven(d), device=(2, 1), claims=(2, 0)),
-        "lies on another device: got cuda:1, expected cuda:0",
+        lambda d: producer(seven(d), device=(2, 7), claims=(2, d.kernels.ordinal)),
+        "lies on another device: got cuda:7, expected cuda:0",
     ),
     "a tensor on the host": (lambda d: Producer(HOST_MEMORY), "lies on another device: got cpu"),
     "an AMD GPU's": (lambda d: producer(seven(d), device=(10, 0)), "lies on another device: got rocm:0"),
@@ -309,7 +314,7 @@ REFUSED = {
     "a used capsule": (lambda d: producer(seven(d), name=b"used_dltensor"), "exports no DLPack tensor"),
     "a tensor of nothing": (lambda d: producer(seven(d), data=None), "is no memory: got pointer 0x0, size 7"),
     "a tensor that its framework keeps": (
-        lambda d: Unexportable(),
+        lambda d: Unexportable(d.kernels.ordinal),
         r"cannot be exported by its framework \(BufferError: requires grad\): got Unexportable",
     ),
 }
@@ -320,6 +325,7 @@ class TestRefused:
     @pytest.mark.parametrize("hold", [1, 2])
     def test_a_gradient_is_named_and_nothing_is_launched(self, device, what, hold):
         engine, (make, message) = new_engine(device, hold=hold), REFUSED[what]
+        message = message.replace("cuda:0", device.kernels.device)
         gradients = in_place_of_the_second(device, make(device))
         with nothing_is_launched(device), pytest.raises((BufferRefused, LayoutMismatch)) as caught:
             engine.add(gradients)
@@ -379,7 +385,7 @@ class TestRefused:
         engine, array = new_engine(emulated), emulated.put(np.ones(7, np.float32))
         gone = RawBuffer(array.data.ptr, 7, "float32", "cuda:0")
         others = in_place_of_the_second(emulated, gone)
-        emulated.kernels.xp.cuda.runtime.deviceSynchronize()
+        emulated.xp.cuda.runtime.deviceSynchronize()
         del array
         gc.collect()
         with nothing_is_launched(emulated), pytest.raises(BufferRefused, match="memory that was freed"):
@@ -392,7 +398,7 @@ class TestRefused:
         with nothing_is_launched(device), pytest.raises(BufferRefused) as caught:
             engine.add([first, WAYS[way](device, source), last])
         assert "component 'layers.1.w' " in str(caught.value)
-        assert "cuda:0" in str(caught.value) or "is no array" in str(caught.value)
+        assert device.kernels.device in str(caught.value) or "is no array" in str(caught.value)
         assert engine.accumulator.accumulated_count == 0
 
     def test_gradients_in_the_arena(self, device):
@@ -428,9 +434,10 @@ class TestRefused:
 class TestDeviceOf:
     def test_arrays_there(self, device):
         array = device.put(np.ones(3, np.float32))
-        for source in (array, Forwarding(array), Interface(array), producer(array)):
-            assert device_of(source) == "cuda:0"
-        assert device_of(pointer_to(device, array)) == "cuda:0"
+        for source in (array, Forwarding(array), producer(array)):
+            assert device_of(source) == device.kernels.device
+        assert device_of(Interface(array)) == "cuda:0"  # which names no device
+        assert device_of(pointer_to(device, array)) == device.kernels.device
 
     @pytest.mark.parametrize("source", [np.ones(3), np.float32(1), [1.0], None, object(), Producer(HOST_MEMORY)])
     def test_what_the_host_takes_or_refuses(self, source):

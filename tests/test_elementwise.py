@@ -264,7 +264,7 @@ class TestOnADevice:
         assert on_host(array).tolist() == [7.0] * 9
 
     def test_on_a_stream_of_ones_own(self, device):
-        xp = device.kernels.xp
+        xp = device.xp
         array = device.put(np.ones(9, np.float32))
         xp.cuda.runtime.deviceSynchronize()
         stream = xp.cuda.Stream(non_blocking=True)
@@ -275,7 +275,7 @@ class TestOnADevice:
 
     @pytest.mark.parametrize("operation", OPERATIONS)
     def test_work_goes_to_that_stream_and_no_other(self, emulated, operation):
-        xp = emulated.kernels.xp
+        xp = emulated.xp
         array, other = (emulated.put(np.ones(9, np.float32)) for _ in range(2))
         xp.cuda.runtime.deviceSynchronize()
         stream = xp.cuda.Stream(non_blocking=True)

@@ -288,17 +288,17 @@ class TestTorchOnAGpu:
     """A stand-in for torch: what is read, and what is asked."""
 
     def test_its_memory_and_its_stream(self, device, monkeypatch):
-        stream = device.kernels.xp.cuda.Stream(non_blocking=True)
+        stream = device.xp.cuda.Stream(non_blocking=True)
         torch = emulated_torch(stream)
         monkeypatch.setitem(sys.modules, "torch", torch)
         tensor = Tensor(device.put(np.ones((2, 3), np.float16)))
         view = device.kernels.view(tensor, "w")
         assert (view.pointer, view.size, view.dtype, view.shape) == (tensor.data_ptr(), 6, "float16", (2, 3))
-        assert view.lender == TorchStream(torch, 0)
+        assert view.lender == TorchStream(torch, device.kernels.ordinal)
         assert view.lender.stream() == stream.ptr
 
     def test_an_older_torch(self, device):
-        stream = device.kernels.xp.cuda.Stream(non_blocking=True)
+        stream = device.xp.cuda.Stream(non_blocking=True)
         assert TorchStream(emulated_torch(stream, is_old=True), 0).stream() == stream.ptr
 
     def test_each_device_has_a_stream(self):
@@ -307,10 +307,10 @@ class TestTorchOnAGpu:
         assert TorchStream(torch, 0) != 0
 
     def test_asked_once_for_a_whole_micro_batch(self, device, monkeypatch):
-        torch = emulated_torch(device.kernels.xp.cuda.Stream(non_blocking=True))
+        torch = emulated_torch(device.xp.cuda.Stream(non_blocking=True))
         monkeypatch.setitem(sys.modules, "torch", torch)
         device.kernels.views([Tensor(device.put(np.ones(3, np.float32))) for _ in range(20)], ["w"] * 20)
-        assert torch.asked == [0]
+        assert torch.asked == [device.kernels.ordinal]
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -318,7 +318,7 @@ class TestTorchOnAGpu:
             ({"layout": "sparse_coo"}, "component 'w' is sparse, or laid out in a way of its own: got sparse_coo"),
             ({"dtype": "torch.float64"}, "a dtype that is not taken: got float64"),
             ({"is_cpu": True}, "lies on another device: got cpu, expected cuda:0"),
-            ({"device": types.SimpleNamespace(type="cuda", index=1)}, "got cuda:1, expected cuda:0"),
+            ({"device": types.SimpleNamespace(type="cuda", index=7)}, "got cuda:7, expected cuda:0"),
             ({"device": types.SimpleNamespace(type="mps", index=None)}, "got mps:0, expected cuda:0"),
             ({"requires_grad": True}, "it is a parameter, neither a gradient nor a destination"),
             ({"is_neg": lambda: True}, "negated lazily"),
@@ -326,8 +326,8 @@ class TestTorchOnAGpu:
         ],
     )
     def test_refused(self, device, monkeypatch, change, message):
-        monkeypatch.setitem(sys.modules, "torch", emulated_torch(device.kernels.xp.cuda.Stream(non_blocking=True)))
-        with pytest.raises(BufferRefused, match=message):
+        monkeypatch.setitem(sys.modules, "torch", emulated_torch(device.xp.cuda.Stream(non_blocking=True)))
+        with pytest.raises(BufferRefused, match=message.replace("cuda:0", device.kernels.device)):
             device.kernels.view(Tensor(device.put(np.ones(3, np.float32)), **change), "w")
 
 

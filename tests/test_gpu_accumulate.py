@@ -124,7 +124,7 @@ class TestMemory:
     @pytest.mark.parametrize("hold", [1, 2])
     def test_taken_is_no_more_than_needed(self, emulated, layout, hold):
         """With all the tables that a window makes, and what the pool rounds each allocation to."""
-        pool, needed = emulated.kernels.xp.get_default_memory_pool(), GpuGradientAccumulator.memory_needed(layout)
+        pool, needed = emulated.xp.get_default_memory_pool(), GpuGradientAccumulator.memory_needed(layout)
         batches = [put_all(emulated, batch) for batch in batches_of(2, layout, "float16")]
         gc.collect()
         before = pool.used_bytes()
@@ -153,7 +153,7 @@ class TestMemory:
 
     @on_the_stand_in
     def test_too_little_says_what_is_needed_and_what_is_free_and_takes_nothing(self, emulated):
-        xp, layout = emulated.kernels.xp, GradientLayout.of([(1 << 20,)])
+        xp, layout = emulated.xp, GradientLayout.of([(1 << 20,)])
         pool = xp.get_default_memory_pool()
         pool.free_all_blocks()
         before, needed = pool.used_bytes(), GpuGradientAccumulator.memory_needed(layout)
@@ -173,7 +173,7 @@ class TestMemory:
             new(device, huge)
 
     def test_what_the_pool_holds_unused_is_free(self, emulated):
-        xp, layout = emulated.kernels.xp, GradientLayout.of([(1 << 20,)])
+        xp, layout = emulated.xp, GradientLayout.of([(1 << 20,)])
         pool = xp.get_default_memory_pool()
         pool.free_all_blocks()
         with cuda_emulator.options(device_memory=pool.total_bytes() + (8 << 20)):
@@ -182,7 +182,7 @@ class TestMemory:
             assert new(emulated, layout).arena.size == 1 << 20
 
     def test_it_is_given_back(self, emulated):
-        pool = emulated.kernels.xp.get_default_memory_pool()
+        pool = emulated.xp.get_default_memory_pool()
         accumulator = new(emulated, GradientLayout.of([(1 << 20,)]))
         synchronize(emulated)
         used = pool.used_bytes()
@@ -318,8 +318,8 @@ class TestDevices:
     def test_by_name(self, device):
         with named_cuda(device):
             for name in ("cuda", "cuda:0"):
-                assert GpuGradientAccumulator(LAYOUT, name).kernels.device == "cuda:0"
-            assert GpuGradientAccumulator(LAYOUT).kernels.device == "cuda:0"
+                assert GpuGradientAccumulator(LAYOUT, name).kernels is device.kernels
+            assert GpuGradientAccumulator(LAYOUT).kernels is device.kernels
 
     def test_the_cpu_has_its_own(self):
         with pytest.raises(CallerError, match=r"this accumulator is a GPU.s.*PerBlockGradientAccumulator"):

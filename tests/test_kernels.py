@@ -1173,7 +1173,7 @@ class TestQueue:
 
 class TestStreams:
     def test_work_goes_to_the_stream_that_is_asked_for(self, device):
-        xp, kernels = device.kernels.xp, device.kernels
+        xp, kernels = device.xp, device.kernels
         stream = xp.cuda.Stream(non_blocking=True)
         for asked in (stream, WithProtocol(stream), TorchLike(stream), stream.ptr):
             with kernels.on(asked):

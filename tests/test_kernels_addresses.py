@@ -5,6 +5,7 @@ import ctypes
 import cuda_emulator
 import numpy as np
 import pytest
+from devices import launched
 
 from gradengine.kernels import Fold
 from gradengine.kernels.addresses import CAPACITIES, Addresses
@@ -67,7 +68,7 @@ class TestThroughMemory:
         assert counting.values() == {sum(range(LAUNCHES))}
 
     def test_the_host_waits_for_none_of_them(self, emulated):
-        counting, stream = Counting(emulated), emulated.kernels.xp.cuda.Stream(non_blocking=True)
+        counting, stream = Counting(emulated), emulated.xp.cuda.Stream(non_blocking=True)
         emulated.get(counting.arena)
         with stream:
             counting.fold(0, overwrite=True)
@@ -83,7 +84,7 @@ class TestThroughMemory:
     def test_streams_do_not_share_them(self, device):
         """One stream's addresses are not written over by those of another that is ahead of it."""
         kernels, one, two = device.kernels, Counting(device), Counting(device)
-        stream = kernels.xp.cuda.Stream(non_blocking=True)
+        stream = device.xp.cuda.Stream(non_blocking=True)
         device.get(one.arena)
         for number in range(4):
             one.fold(number, overwrite=number == 0)
@@ -100,10 +101,10 @@ class TestThroughMemory:
             counting.fold(5, overwrite=False)
         counting.fold(1, overwrite=False)
         for _ in range(3):
-            recorded.graph.launch()
+            launched(device, recorded.graph)
         assert counting.values() == {16}
         counting.fold(2, overwrite=True)
-        recorded.graph.launch()
+        launched(device, recorded.graph)
         assert counting.values() == {7}
 
     def test_measured_and_handed_back(self, device):

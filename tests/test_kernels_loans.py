@@ -36,7 +36,7 @@ class Lender:
     """Somebody with gradients on the device and a stream of their own, as a way of passing them."""
 
     def __init__(self, device, way, monkeypatch):
-        xp = self.xp = device.kernels.xp
+        xp = self.xp = device.xp
         self.device, self.way = device, way
         self.stream = xp.cuda.Stream(non_blocking=True)
         self.arrays = filled(device, 0)
@@ -311,7 +311,7 @@ def capsules(arrays, **options):
 
 def keep_busy(device):
     """Have the current stream have so much to do that no polling comes to the end of it."""
-    scratch, xp = device.put(np.zeros(8, np.float32)), device.kernels.xp
+    scratch, xp = device.put(np.zeros(8, np.float32)), device.xp
     for _ in range(100):
         xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
 
@@ -574,7 +574,7 @@ class TestLoans:
 
     def test_nothing_is_recorded_on_one_stream(self, emulated):
         loans = Loans(emulated.kernels._place)
-        current = emulated.kernels.xp.cuda.get_current_stream()
+        current = emulated.xp.cuda.get_current_stream()
         emulated.kernels._place.kept.wait()
         with cuda_emulator.recorded() as record:
             loans.wait_for([NamedStream(current.ptr)])

@@ -6,6 +6,7 @@ import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
+from devices import synchronize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,16 +101,16 @@ class TestOfADevice:
         assert mirror.data.size == size
 
     def test_large_memory_is_pinned(self, device):
-        xp, mirror = device.kernels.xp, device.kernels.mirror(device.kernels.allocate(3 << 18))
+        xp, mirror = device.xp, device.kernels.mirror(device.kernels.allocate(3 << 18))
         kinds = {xp.cuda.runtime.pointerGetAttributes(mirror.data[at:].ctypes.data).type for at in (0, -1)}
         assert kinds == {xp.cuda.runtime.memoryTypeHost}
 
     def test_on_the_stream_that_is_current(self, device):
         """Work of a stream of its own is waited for, and seen."""
-        xp, kernels = device.kernels.xp, device.kernels
+        xp, kernels = device.xp, device.kernels
         arena = arena_of(device, np.ones(SIZE, np.float32))
         mirror, stream = kernels.mirror(arena), xp.cuda.Stream(non_blocking=True)
-        xp.cuda.get_current_stream().synchronize()
+        synchronize(device)
         with kernels.on(stream):
             kernels.scale([arena], np.float32(3), [arena])
             mirror.fetch(0, SIZE)

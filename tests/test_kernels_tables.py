@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import strategies as draw
+from devices import on_host
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,12 +113,13 @@ extern "C" __global__ void read_back(const Target* target, const Row* row, u64* 
 
 
 def test_the_kernels_read_what_is_written(device):
-    xp = device.kernels.xp
+    xp = device.xp
     table = Tables(xp.asarray, let_go).of([Entry(7, 1), Entry(0x123456789ABCDEF0, 3000, 0x87654321, 0x12345678)], 2048)
     module = xp.RawModule(code=toolkit.source("measure") + READ_BACK, options=("--std=c++17",))
     out = xp.zeros(8, np.uint64)
-    module.get_function("read_back")((1,), (1,), (table.targets, table.rows, out))
-    assert out.get().tolist() == [0x123456789ABCDEF0, 3000, 0x87654321, 0x12345678, 1, 0, 24, 8]
+    with out.device:
+        module.get_function("read_back")((1,), (1,), (table.targets, table.rows, out))
+    assert on_host(out).tolist() == [0x123456789ABCDEF0, 3000, 0x87654321, 0x12345678, 1, 0, 24, 8]
 
 
 class NoOrder:

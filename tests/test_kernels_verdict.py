@@ -3,7 +3,7 @@
 import cuda_emulator
 import numpy as np
 import pytest
-from devices import synchronize
+from devices import on_host, synchronize
 
 from gradengine.kernels import ClipPlan, Fold, toolkit
 from gradengine.kernels.host import HostKernels
@@ -15,16 +15,17 @@ PLAN = ClipPlan((0,), (1.0,))
 class TestRecord:
     def test_it_is_the_struct_that_the_kernel_writes(self, device):
         """Every field is written by its name there and read by its name here."""
-        xp = device.kernels.xp
+        xp = device.xp
         writes = " ".join(f"verdict->{name} = {number};" for number, name in enumerate(RECORD.names, 1))
         code = f"""{toolkit.source("finalise")}
 extern "C" __global__ void write_all(Verdict* verdict, u64* size) {{ {writes} *size = sizeof(Verdict); }}
 """
         module = xp.RawModule(code=code, options=("--std=c++17",))
         record, size = xp.zeros(RECORD.itemsize, np.uint8), xp.zeros(1, np.uint64)
-        module.get_function("write_all")((1,), (1,), (record, size))
-        assert int(size.get()[0]) == RECORD.itemsize
-        assert record.get().view(RECORD)[0].tolist() == tuple(range(1, len(RECORD.names) + 1))
+        with record.device:
+            module.get_function("write_all")((1,), (1,), (record, size))
+        assert int(on_host(size)[0]) == RECORD.itemsize
+        assert on_host(record).view(RECORD)[0].tolist() == tuple(range(1, len(RECORD.names) + 1))
 
     def test_every_field_reaches_the_host(self, device):
         kernels = device.kernels
@@ -81,7 +82,8 @@ class Steps:
         self.telemetry.send()
 
     def wait(self):
-        self.kernels.xp.cuda.get_current_stream().synchronize()
+        with self.backend.active():
+            self.kernels.xp.cuda.get_current_stream().synchronize()
 
 
 class TestTelemetry:
@@ -145,7 +147,7 @@ class TestTelemetry:
 
     def test_its_memory_is_given_back_when_nothing_is_written_there_any_more(self, device):
         """An engine may go while its last step's verdict is still on the way."""
-        steps, xp = Steps(device), device.kernels.xp
+        steps, xp = Steps(device), device.xp
         steps.prepare(1)
         steps.step(1)
         size = steps.telemetry._host.nbytes

@@ -100,7 +100,7 @@ class TestSameBytes:
             engine = GradientEngine(SMALL, device.kernels, max_norm=None, exchange=exchange)
             engine.add(put_all(device, contribution(0, 0, 0, SMALL)))
             result = engine.step()
-            return isinstance(result.norm, device.kernels.xp.ndarray), bits_of(result)
+            return isinstance(result.norm, device.xp.ndarray), bits_of(result)
 
         ((is_there, bits),) = on_ranks(one, 1)
         assert is_there

@@ -41,7 +41,7 @@ def new_engine(device, **options):
 
 
 def stream_of(device):
-    return device.kernels.xp.cuda.Stream(non_blocking=True)
+    return device.xp.cuda.Stream(non_blocking=True)
 
 
 class TestStreams:
@@ -81,7 +81,7 @@ class TestStreams:
         assert gradients[1].get() == pytest.approx(1 / np.sqrt(5007))
 
     def test_a_producer_that_names_its_stream_is_waited_for(self, device):
-        xp, stream = device.kernels.xp, stream_of(device)
+        xp, stream = device.xp, stream_of(device)
         array, values = xp.zeros(7, np.float32), xp.asarray(np.full(7, 3, np.float32))
         synchronize(device)
         runtime = xp.cuda.runtime
@@ -92,7 +92,7 @@ class TestStreams:
         assert (engine.step().gradients["0"].get() == 3).all()
 
     def test_an_interface_with_gaps_within_elements_is_refused(self, device):
-        array = device.kernels.xp.zeros(8, np.float32)
+        array = device.xp.zeros(8, np.float32)
         interface = {**array.__cuda_array_interface__, "shape": (4,), "strides": (6,), "stream": None}
         with pytest.raises(BufferRefused, match="not contiguous"):
             device.kernels.view(SimpleNamespace(__cuda_array_interface__=interface), "w")
@@ -250,7 +250,7 @@ class TestTwoStreams:
         del accumulator
         gc.collect()
         churned(device)
-        device.kernels.xp.cuda.Stream.null.synchronize()
+        device.xp.cuda.Stream.null.synchronize()
         synchronize(device)
         assert (on_host(workspace[0]) == 3).all()
 
@@ -337,7 +337,7 @@ class TestWhoeverLooks:
         synchronize(device)
         with device.kernels.on(stream):
             for to, of in zip(gradients, bad, strict=True):
-                copy_on(device.kernels.xp, stream, to, of)
+                copy_on(device.xp, stream, to, of)
             result = graph.replay()
         assert elsewhere(lambda: LOOKS[what](engine, result))
 
@@ -519,7 +519,7 @@ class StubDevice:
 
 def test_threads_with_their_own_default_streams(device):
     """cudaStreamPerThread: one handle, and another stream in each thread."""
-    xp, engine = device.kernels.xp, new_engine(device)
+    xp, engine = device.xp, new_engine(device)
     gradients = put_all(device, ones(2))
     synchronize(device)
 
@@ -673,7 +673,7 @@ class TestSteps:
     def test_memory_that_runs_out_later_stops_no_window(self, emulated):
         """All that a window and its step need is there before the first of them."""
         engine, gradients = new_engine(emulated), put_all(emulated, ones())
-        pool = emulated.kernels.xp.get_default_memory_pool()
+        pool = emulated.xp.get_default_memory_pool()
         pool.free_all_blocks()
         pool.set_limit(size=pool.used_bytes())
         try:
