@@ -921,7 +921,7 @@ class TestBlock:
         block, gradients = self.filled(backend)
         for component, values in zip(block.components.values(), gradients, strict=True):
             assert block.has_non_finite() is False
-            component[..., -1] = bad
+            assign(component, bad, (..., -1))
             assert block.has_non_finite() is True
             assign(component, backend.put(values))
 

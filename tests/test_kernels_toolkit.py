@@ -197,7 +197,7 @@ class TestKernelsFor:
 
 class TestMemory:
     def test_what_does_not_fit_is_named_before_anything_is_taken(self, emulated):
-        taken = cuda_emulator.get_default_memory_pool().total_bytes()
+        taken = emulated.xp.get_default_memory_pool().total_bytes()
         room = 1 << 20
         with cuda_emulator.options(device_memory=taken + room):
             with (
