@@ -9,13 +9,8 @@ from collections.abc import Iterator
 
 import cuda_emulator
 import pytest
-<<<<<<< HEAD
-from backends import BACKENDS, DEVICE_BACKENDS, ORDERS, RECORDED, Backend, available, runnable
-from hypothesis import HealthCheck, settings
-=======
 from backends import BACKENDS, DEVICE_BACKENDS, IS_EMULATED_CUPY, ORDERS, RECORDED, Backend, available, runnable
-from hypothesis import settings
->>>>>>> 779313b (Tests of real CuPy without a GPU: bugs that are planted are found, each order does what it says)
+from hypothesis import HealthCheck, settings
 from transports import package_threads
 
 from gradengine.kernels import Kernels
