@@ -20,13 +20,12 @@ settings.register_profile("gradengine", deadline=None, suppress_health_check=[He
 settings.load_profile("gradengine")
 
 
-collect_ignore = [] if IS_EMULATED_CUPY else ["test_real_cupy.py"]
-
 REQUIRE_FRAMEWORKS = "GRADENGINE_REQUIRE_FRAMEWORKS"  # set to 1 by `make test-interop`: a missing one is no skip then
 
 
 # Every kernel for every architecture: `make compile-check` asks for them, and whoever names the file.
 collect_ignore = [] if "COMPILE_CHECK" in os.environ else ["test_kernels_compile.py"]
+collect_ignore += [] if IS_EMULATED_CUPY else ["test_real_cupy.py"]
 collect_ignore_glob = ["real_cupy/*"]  # no tests, and some of it loads in the environments of `make real-cupy` alone
 
 
