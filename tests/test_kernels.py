@@ -20,6 +20,7 @@ from operations import growth
 
 from gradengine.errors import CallerError
 from gradengine.kernels import CHUNK, Batch, ClipPlan, Decision, Fold, Places, SquaredSums, decide, kernels_for, tables
+from gradengine.kernels.contribution import ADDRESS
 from gradengine.kernels.decision import clip_scale
 from gradengine.kernels.host import HostKernels, squared_sum
 
@@ -163,6 +164,14 @@ class TestAccumulate:
                 draw.assert_same_bits(backend.get(buffer), values)
             draw.assert_same_bits(backend.kernels.totals(sums), measured(backend, *expected))
 
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_a_contribution_says_where_gradients_lie(self, backend, dtype):
+        """0 is nothing: a micro-batch that gave none, and a gradient without elements, wherever that is."""
+        one, empty = (backend.buffer_at(np.ones(size, draw.DTYPES[dtype]), 3) for size in (5, 0))
+        contribution = backend.kernels.contribution(Places([4, 2, 7]), [one, None, empty])
+        assert [int(address) & ADDRESS for address in contribution.addresses] == [one.pointer, 0, 0]
+        assert contribution.present.tolist() == [True, False, True]
+
     @pytest.mark.parametrize("weights", [[1, 1, 1], [0.3, 2, 1], [1] * 6])
     def test_a_batch_of_some_targets(self, backend, weights):
         """Targets that are not among its places, or get nothing from any micro-batch, stay as they are, unmeasured."""
@@ -271,15 +280,15 @@ class TestAccumulate:
 
     @pytest.mark.parametrize(("components", "sources"), [(481, 1), (121, 4), (1001, 2), (4001, 1)])
     def test_more_tensors_than_a_launch_has_arguments_for(self, backend, components, sources):
-        arrays = [draw.random_array(i, 4 * components, "bfloat16") for i in range(sources)]
-        arena, views = backend.buffer(np.zeros(4 * components, np.float32)), [backend.buffer(a) for a in arrays]
-        parts = [(4 * p, 4 * p + p % 4) for p in range(components)]
+        arrays = [draw.random_array(i, 5 * components, "bfloat16") for i in range(sources)]
+        arena, views = backend.buffer(np.zeros(5 * components, np.float32)), [backend.buffer(a) for a in arrays]
+        parts = [(5 * p, 5 * p + 1 + p % 4) for p in range(components)]
         targets = [arena.part(*part) for part in parts]
         weights = [3, 0.3, 1, 0.7][:sources]
         folds = [fold_of(p, True, [v.part(*parts[p]) for v in views], weights) for p in range(components)]
         backend.kernels.accumulate(targets, folds)
         expected = draw.folded(None, arrays, weights, True)
-        expected[[i for p, (_, stop) in enumerate(parts) for i in range(stop, 4 * p + 4)]] = 0
+        expected[[i for p, (_, stop) in enumerate(parts) for i in range(stop, 5 * p + 5)]] = 0
         draw.assert_same_bits(backend.get(arena), expected)
 
     def test_memory_that_is_not_aligned_to_its_elements(self):
@@ -852,12 +861,12 @@ class TestScale:
         draw.assert_same_bits(backend.get(whole)[offset:], np.concatenate(arrays))
 
     def test_more_tensors_than_a_launch_has_arguments_for(self, backend):
-        source, destination = draw.random_array(0, 4 * 4001), np.full(4 * 4001, 7, np.float16)
+        source, destination = draw.random_array(0, 5 * 4001), np.full(5 * 4001, 7, np.float16)
         whole, there = backend.buffer(destination), backend.buffer(source)
-        parts = [(4 * p, 4 * p + p % 4) for p in range(4001)]
+        parts = [(5 * p, 5 * p + 1 + p % 4) for p in range(4001)]
         backend.kernels.scale([there.part(*p) for p in parts], np.float32(0.3), [whole.part(*p) for p in parts])
         expected = draw.scaled(source, 0.3, "float16")
-        expected[[i for p, (_, stop) in enumerate(parts) for i in range(stop, 4 * p + 4)]] = 7
+        expected[[i for p, (_, stop) in enumerate(parts) for i in range(stop, 5 * p + 5)]] = 7
         draw.assert_same_bits(backend.get(whole), expected)
 
 
