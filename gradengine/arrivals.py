@@ -53,9 +53,16 @@ class Arrivals:
             BufferRefused: A gradient cannot be taken as it lies, lies in the accumulator's own arena, or is a torch
                 tensor that was not cleared since it last came.
         """
-        contribution = self._taken(places, slots, sources)
+        known = self._known.setdefault(places, [])
+        again = next((candidate for candidate in known if candidate.is_again(sources)), None)
+        if again is None:
+            contribution = self._looked_at(places, slots, sources, known)
+            remembered = known[-1] if known and known[-1].addresses is contribution.addresses else None
+        else:
+            self._kernels.wait_for(again.lenders)
+            contribution, remembered = again.contribution(places, tuple(sources)), again
         if not self._reused_buffers:
-            self._refuse_uncleared(places, slots, sources)
+            self._refuse_uncleared(places, slots, sources, remembered)
         return contribution
 
     def note_written(self) -> None:
@@ -63,22 +70,29 @@ class Arrivals:
         for changes in self._latest.values():
             changes.look_again()
 
-    def _refuse_uncleared(self, places: Places, slots: Sequence[Slot], sources: Sequence[Any]) -> None:
-        versions, latest = torch_versions(sources), self._latest.get(places)
+    def _refuse_uncleared(
+        self, places: Places, slots: Sequence[Slot], sources: Sequence[Any], remembered: _Known | None
+    ) -> None:
+        versions = torch_versions(sources)
+        if versions.count(None) == len(versions):
+            return
+        mine = None if remembered is None else remembered.changes
+        latest = mine or self._latest.get(places)
         suspects = [] if latest is None or latest.versions == versions else latest.changed_once(sources, versions)
         if suspects and not self._kernels.is_capturing():
             for position in suspects:
                 if sources[position].any():  # else it was cleared, and not used since
                     raise _not_cleared(slots[position])
-        self._latest[places] = _Changes(sources, versions)
+        if mine is None:
+            mine = _Changes(sources, versions)
+            if remembered is not None:
+                remembered.changes = mine
+        mine.versions = versions
+        self._latest[places] = mine
 
-    def _taken(self, places: Places, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
-        known = self._known.setdefault(places, [])
-        for candidate in known:
-            if candidate.is_again(sources):
-                candidate.was_met = True
-                self._kernels.wait_for(candidate.lenders)
-                return candidate.contribution(places, tuple(sources))
+    def _looked_at(
+        self, places: Places, slots: Sequence[Slot], sources: Sequence[Any], known: list[_Known]
+    ) -> Contribution:
         contribution = self._kernels.contribution(places, self._views(slots, sources))
         self._remember(known, sources, contribution)
         if not (contribution.lenders or self._holds):
@@ -136,9 +150,10 @@ class _Changes:
 
 
 class _Known:
-    """One set of arrays that came before; `was_met` once it has come again."""
+    """One set of arrays that came before; `was_met` once it has come again, with the `changes` that its tensors had."""
 
     was_met = False
+    changes: _Changes | None = None
 
     def __init__(self, sources: Sequence[Any], contribution: Contribution, reader: Reader) -> None:
         self.addresses, self.lenders, self._reader = contribution.addresses, contribution.lenders, reader
@@ -154,6 +169,7 @@ class _Known:
 
     def contribution(self, places: Places, sources: Sequence[Any]) -> Contribution:
         """That of the same arrays come again."""
+        self.was_met = True
         whereabouts = Whereabouts(self._reader, sources, self._then)
         return Contribution(places, sources, self.addresses, as_of_now(self.lenders), self.views, whereabouts)
 

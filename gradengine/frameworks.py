@@ -171,6 +171,8 @@ def torch_versions(sources: Sequence[Any]) -> list[int | None]:
     [None, None]
     """
     torch = sys.modules.get("torch")
+    if torch is None:
+        return [None] * len(sources)
     kinds = getattr(torch, "Tensor", None), getattr(getattr(torch, "nn", None), "Parameter", None)
     try:
         return [s._version if type(s) in kinds else None for s in sources]

@@ -211,6 +211,13 @@ class TestUncleared:
         with pytest.raises(BufferRefused, match="'1' was not cleared"):
             arrivals.contribution(PLACES, LAYOUT.slots, [Tensor(tensors[0].array), tensors[1]])
 
+    def test_nor_do_others_that_came_in_between(self, device, arrivals, tensors):
+        arrivals.contribution(PLACES, LAYOUT.slots, tensors)
+        arrivals.contribution(PLACES, LAYOUT.slots, tensors_of(arrays_of(device)))
+        self.change(tensors)
+        with pytest.raises(BufferRefused, match="'0' was not cleared"):
+            arrivals.contribution(PLACES, LAYOUT.slots, tensors)
+
     def test_what_was_cleared_in_place_is_taken(self, arrivals, tensors):
         for _ in range(3):
             arrivals.contribution(PLACES, LAYOUT.slots, tensors)
