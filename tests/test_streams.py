@@ -579,12 +579,13 @@ class TestDropped:
         buffers = [device.buffer(np.full(4, 8, np.float32)) for _ in range(20)]
         synchronize(device)
         plans = [ClipPlan((0,), (1.0, float(number))) for number in range(20)]
-        with kernels.on(stream):
-            for plan, buffer in zip(plans, buffers, strict=True):
-                with taken_by_others(device):
-                    kernels.measure_all([buffer], state)
-                    decision = kernels.finalise(None, state, plan, 1.0, zero_if_bad=False)
-                    kernels.hand_back([buffer], decision, [0], [buffer])
+        for plan, buffer in zip(plans, buffers, strict=True):
+            with taken_by_others(device):
+                kernels.decision(state, plan)
+            with kernels.on(stream):
+                kernels.measure_all([buffer], state)
+                decision = kernels.finalise(None, state, plan, 1.0, zero_if_bad=False)
+                kernels.hand_back([buffer], decision, [0], [buffer])
         synchronize(device)
         assert all((device.get(buffer).view(np.float32) == 0.5).all() for buffer in buffers)
 
