@@ -262,6 +262,25 @@ def stream_on(device):
 
 
 @contextlib.contextmanager
+def current_there(device, stream):
+    """A stream is the current one of its device, whichever device is the current one."""
+    with device.kernels.active():
+        before = device.kernels.xp.cuda.get_current_stream()
+        stream.use()
+    try:
+        yield
+    finally:
+        with device.kernels.active():
+            before.use()
+
+
+def read_there(array):
+    """As CuPy reads behind the current stream of the array's own device."""
+    with array.device:
+        return float(array)
+
+
+@contextlib.contextmanager
 def taken_by_others(device):
     """Behind it memory that was freed in it is taken by others and full of NaN, whichever stream it came from."""
     place = device.kernels._place
@@ -286,6 +305,7 @@ LOOKS = {
     "non_finite": lambda _, result: result.non_finite is not None,
     "engine.check": lambda engine, _: is_told(engine, engine.check),
     "norm": lambda _, result: not math.isfinite(float(result.norm)),
+    "norm on its device": lambda _, result: not math.isfinite(read_there(result.norm)),
     "skipped": lambda _, result: bool(result.skipped),
     "gradients": lambda _, result: not result.gradients["head"].get().any(),
     "component_norms": lambda _, result: not np.isfinite(result.component_norms.get()).all(),
@@ -306,7 +326,7 @@ class TestWhoeverLooks:
                 if request.param == "a stream":
                     current.enter_context(stream_of(device))
                 if request.param == "the device's own stream":
-                    current.enter_context(device.kernels.on(stream_on(device)))
+                    current.enter_context(current_there(device, stream_on(device)))
                 return what()
 
         return look
