@@ -224,18 +224,24 @@ class TestDropped:
                 np.frombuffer(pinned, np.uint8)[:] = 0x11
         for stream in (place._uploads, place.current_stream()):
             with device.kernels.on(stream):
-                others = [xp.empty(size, np.uint8) for size in (512, 1024, 4096, 4608, 8192) for _ in range(20)]
+                others = [xp.empty(512, np.uint8) for _ in range(2 * self.COUNT)]
+                others += [xp.empty(size, np.uint8) for size in (1024, 4096, 4608, 8192) for _ in range(20)]
                 for other in others:
                     xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, stream.ptr)
+                stream.synchronize()  # as early as can be
 
     @pytest.mark.parametrize("stream", ["the current one", "its own"])
     @pytest.mark.parametrize("how", ["dropped", "pointed elsewhere", "dropped with its gradients"])
     def test_while_its_last_replay_runs(self, device, how, stream):
         graph, gradients, out = self.window(device)
         values = [1 + position % 7 for position in range(self.COUNT)]
+        scratch = device.put(np.zeros(8, np.float32))
+        xp = device.kernels.xp
         with device.kernels.active():
-            own = device.xp.cuda.Stream(non_blocking=True)
-        with device.kernels.on(own if stream == "its own" else None):
+            own = xp.cuda.Stream(non_blocking=True)
+        with device.kernels.on(own if stream == "its own" else None), device.kernels.active():
+            for _ in range(100):  # so much to do that no look at an event comes to the end of it
+                xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
             graph.replay()
         if how == "pointed elsewhere":
             graph.repoint([put_all(device, [np.zeros(5, np.float32)] * self.COUNT)], out=out)

@@ -283,12 +283,16 @@ def read_there(array):
 @contextlib.contextmanager
 def taken_by_others(device):
     """Behind it memory that was freed in it is taken by others and full of NaN, whichever stream it came from."""
-    place = device.kernels._place
+    xp, place = device.kernels.xp, device.kernels._place
     yield
     gc.collect()
-    churned(device)
-    with device.kernels.on(place._uploads):
-        churned(device)
+    for stream in (None, place._uploads):
+        with device.kernels.on(stream), device.kernels.active():
+            current = xp.cuda.get_current_stream()
+            others = [xp.empty(size, np.uint8) for size in (512, 1024, 4096, 20480, 20992, 65536) for _ in range(4)]
+            for other in others:
+                xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, current.ptr)
+            current.synchronize()  # as early as can be
 
 
 def is_told(engine, raises):
@@ -471,9 +475,10 @@ class TestAStreamThatIsGone:
     def test_keeps_what_its_work_uses(self, device, work):
         """Memory that came from the default stream, dropped while the work of one that is gone still runs."""
         workspace, gradients = put_all(device, ones(0)), put_all(device, ones(3))
-        synchronize(device)
         accumulators = [GpuGradientAccumulator(LAYOUT, device.kernels)]
-        work(lambda: (accumulators[0].add(gradients), accumulators[0].copy_block_to(0, workspace[:1])))
+        accumulators[0].add(gradients)
+        synchronize(device)
+        work(lambda: accumulators[0].copy_block_to(0, workspace[:1]))
         with taken_by_others(device):
             accumulators.clear()
         synchronize(device)
@@ -559,10 +564,9 @@ class TestDropped:
 
     def test_an_engine(self, device):
         engine, out, gradients = new_engine(device), put_all(device, ones(0)), put_all(device, ones(3))
+        engine.add(gradients)
         synchronize(device)
         with device.kernels.on(stream_on(device)):
-            churned(device)
-            engine.add(gradients)
             engine.step(out=out)
         with taken_by_others(device):
             del engine
