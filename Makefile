@@ -91,7 +91,7 @@ $(VENV)/package: $(VENV)/python pyproject.toml
 $(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py
 	$(LOWEST_PYTHON) -m venv --clear $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	$(VENV)-lowest/bin/python tests/lower_bounds.py > $(VENV)-lowest/bounds.txt
+	$(VENV)-lowest/bin/python tests/lower_bounds.py cli plot test interop > $(VENV)-lowest/bounds.txt
 	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check \
 	    --constraint $(VENV)-lowest/bounds.txt --editable '.[test]' jax
 	@touch $@
