@@ -7,6 +7,7 @@ the same bits, less traffic.
 
 from __future__ import annotations
 
+import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -293,6 +294,16 @@ class GradientAccumulator(ABC):
     def slots_of(self, span: Span) -> list[tuple[int, Slot]]:
         """Position and slot of each component of a span."""
         return [(self._position[slot.name], slot) for slot in span.slots]
+
+    def slots_within(self, span: Span, start: int, stop: int) -> Iterator[tuple[int, Slot]]:
+        """The same of those with an element in start..stop - 1 of the arena; the others are not looked at."""
+        first = bisect.bisect_right(span.slots, start, key=lambda slot: slot.offset) - 1
+        for number in range(max(first, 0), len(span.slots)):
+            slot = span.slots[number]
+            if slot.offset >= stop:
+                return
+            if start < slot.stop:
+                yield self._position[slot.name], slot
 
     def targets_of(self, span: Span) -> list[Buffer]:
         """The components of a span, in the arena."""

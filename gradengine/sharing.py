@@ -266,8 +266,7 @@ class Sharing:
         sums = self._accumulator.sums
         chunks = [
             chunk
-            for position, slot in self._accumulator.slots_of(span)
-            if slot.offset < upto and first < slot.stop
+            for position, slot in self._accumulator.slots_within(span, first, upto)
             for chunk in sums.completed(position, first - slot.offset, upto - slot.offset)
         ]
         self._kernels.measure(self._accumulator.targets, sums, chunks)
