@@ -93,7 +93,8 @@ def as_number(value: Any) -> float | None:
     if not is_number or (dtype is not None and not _is_real(str(dtype))):
         return None
     try:
-        return None if getattr(value, "ndim", 0) else float(value)
+        detached = value.detach() if hasattr(value, "detach") else value  # torch warns of one that autograd watches
+        return None if getattr(value, "ndim", 0) else float(detached)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor that has no value yet
         return None
 

@@ -118,7 +118,8 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     if hasattr(module, "named_parameters"):
         yield from module.named_parameters()
         return
-    listed = list(module) if isinstance(module, Iterable) and not isinstance(module, (str, bytes, Mapping)) else [None]
+    is_list = isinstance(module, Iterable) and not isinstance(module, (str, bytes, Mapping)) and not _is_array(module)
+    listed = list(module) if is_list else [None]
     if not all(map(_is_parameter, listed)):
         raise CallerError(
             "this is no module",
@@ -126,6 +127,11 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
             expected="torch.nn.Module, or a list of its parameters",
         )
     yield from ((str(position), parameter) for position, parameter in enumerate(listed))
+
+
+def _is_array(value: object) -> bool:
+    """An array can be iterated over, but for one without dimensions; its rows are no parameters."""
+    return hasattr(value, "shape")
 
 
 def _is_component(value: object) -> bool:

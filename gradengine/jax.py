@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradengine.buffer import STORAGE, wrong_dtype
 from gradengine.clip import checked_max_norm
@@ -165,10 +166,18 @@ def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
 def _decide(leaves: Leaves, bound: float) -> Decision:
     """Norm and factor on the host, where a new tree can do without a multiplication."""
     kernels = kernels_for(_device_of(leaves.values()))
+    for name, leaf in leaves.items():
+        _refuse_foreign(name, leaf)
     views = [kernels.view(leaf, name) for name, leaf in leaves.items()]
     sums = kernels.squared_sums([view.size for view in views])
     kernels.measure_all(views, sums)
     return decide(kernels.totals(sums), ClipPlan((0,) * len(views), (bound,)), 1.0)
+
+
+def _refuse_foreign(name: str, leaf: Any) -> None:
+    """What the kernels could read and JAX could not scale."""
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        raise BufferRefused(f"component '{name}' is no array of JAX's or NumPy's", got=type(leaf).__name__)
 
 
 def _device_of(leaves: Iterable[Any]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from gradengine.arguments import as_float, refuse_other_kind, said
 from gradengine.clip import checked_max_norm, clip_by_global_norm
 from gradengine.components import memory_order, shapes_in_memory, trainable
 from gradengine.device_buffer import device_of
@@ -263,16 +264,20 @@ class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
 
 
 def _refuse_other_norm(norm_type: float) -> None:
-    if str(norm_type) not in ("2", "2.0"):
+    as_text = isinstance(norm_type, str) and norm_type in ("2", "2.0")
+    if not as_text and as_float(norm_type) != 2:
         raise CallerError(
-            "norm_type is not taken", got=repr(norm_type), expected="2", do="use torch.nn.utils.clip_grad_norm_ for it"
+            "norm_type is not taken", got=said(norm_type), expected="2", do="use torch.nn.utils.clip_grad_norm_ for it"
         )
 
 
 def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
-    if not isinstance(parameters, Iterable):  # a tensor is one
+    if isinstance(parameters, torch.Tensor):
+        listed: list[object] = [parameters]
+    elif isinstance(parameters, Iterable) and not hasattr(parameters, "shape"):  # another's array is no list of tensors
+        listed = list(parameters)
+    else:
         raise _no_parameters("parameters is neither a tensor nor an iterable of them", parameters)
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not listed and isinstance(parameters, Generator):
         warnings.warn("parameters is a generator with nothing left in it: nothing is clipped", stacklevel=3)
     gradients = {}
@@ -330,6 +335,7 @@ def _as_it_lies(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, Any]) -> torch.Tensor:
     """The gradient of that name in the parameter's shape and order of memory."""
+    refuse_other_kind("gradients", gradients, Mapping, do="pass result.gradients")
     lying = _as_it_lies(parameter, parameter)
     view = from_dlpack(gradients[name]) if name in gradients else None
     if view is None or view.shape != lying.shape:
@@ -374,6 +380,7 @@ def _as_tensor(number: Any) -> torch.Tensor:
 
 
 def _refuse_stale(result: StepResult) -> None:
+    refuse_other_kind("result", result, StepResult, do="pass what engine.step() returned")
     if not result.is_current:
         raise CallerError(
             f"the result of step {result.step} is out of date",

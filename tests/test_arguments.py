@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from hostile_values import HOSTILE, refusal_of
 
 from gradengine import (
     Bandwidth,
@@ -18,11 +19,9 @@ from gradengine import (
     FusedClipState,
     GpuGradientAccumulator,
     GradientEngine,
-    GradientError,
     GradientLayout,
     GradientServer,
     PerBlockGradientAccumulator,
-    RawBuffer,
     RowParallelShard,
     TensorParallelConfig,
     TensorParallelCost,
@@ -116,26 +115,6 @@ def test_what_an_error_says_that_it_got(value, shown):
 def test_what_is_no_sequence(values):
     with pytest.raises(CallerError, match=r"sizes is no sequence: got .*, expected a list"):
         listed("sizes", values)
-
-
-class Hostile:
-    """Has the names of a number and none of its ways."""
-
-    def __float__(self):
-        raise ValueError("no float")
-
-    def __index__(self):
-        raise TypeError("no index")
-
-
-HOSTILE = [
-    *("", "3", "nan", b"x", True, None, object(), Hostile(), [], [1, "a"], {}, {"a": 1}, {1, 2}, (), len, 1j, ...),
-    *(math.nan, math.inf, -math.inf, -1, 0, -0.0, 1, 2.5, 10**400, -(10**400), 1e-300, 1e300, 10**5000, 2**63),
-    *(np.float32(np.nan), np.float32(2), np.int64(-1), np.int64(2), np.uint64(2**64 - 1), np.bool_(1), np.complex64(1)),
-    *(np.array(2), np.array([1, 2]), np.array([]), np.array(["a"]), np.zeros((2, 2), np.float32), np.ma.masked),
-    *(decimal.Decimal("NaN"), decimal.Decimal(1), fractions.Fraction(1, 3), np.datetime64("2020"), "x" * 10**5),
-    *(range(3), slice(1), int, Exception("x"), RawBuffer("a", "b", "c"), RawBuffer(8, 10**30, "float32"), lambda *_: 1),
-]
 
 
 def engine(**options):
@@ -302,12 +281,3 @@ def test_whatever_a_call_is_given_it_is_taken_or_refused_by_an_error_of_ours(nam
     monkeypatch.chdir(tmp_path)  # text may be the path of a socket
     refusals = [refusal_of(functools.partial(CALLS[name], value)) for value in HOSTILE]
     assert max(map(len, refusals)) < 1500
-
-
-def refusal_of(call):
-    """What our error says; nothing where there is none. Any other goes on to the test."""
-    try:
-        call()
-    except GradientError as refusal:
-        return str(refusal)
-    return ""

@@ -1,6 +1,7 @@
 """Trees of JAX arrays: into an engine by reference, out of it as views, clipped into new trees, refused by name."""
 
 import doctest
+import functools
 import math
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import strategies as draw
+from hostile_values import HOSTILE, refusal_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -594,3 +596,19 @@ def test_the_examples_in_the_docstrings_run():
     found = doctest.testmod(module)
     assert found.attempted >= 8
     assert found.failed == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        GradientTree,
+        lambda v: GradientTree({"w": jnp.ones(2)}).gradients(v),
+        lambda v: GradientTree({"w": jnp.ones(2)}).tree(v),
+        lambda v: clip_by_global_norm(v, 1.0),
+        lambda v: clip_by_global_norm({"w": v}, 1.0),
+        lambda v: clip_by_global_norm({"w": jnp.ones(2)}, v),
+    ],
+)
+def test_whatever_a_call_is_given_it_is_taken_or_refused_by_an_error_of_ours(call):
+    refusals = [refusal_of(functools.partial(call, value)) for value in [*HOSTILE, jnp.float32(2), jnp.ones(2)]]
+    assert max(map(len, refusals)) < 1500

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 import inspect
 import itertools
@@ -14,6 +15,7 @@ import weakref
 import numpy as np
 import pytest
 import strategies as draw
+from hostile_values import HOSTILE, refusal_of
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -1555,3 +1557,54 @@ class TestBesideTorch:
             give_gradients(wrapped, result)
         give_gradients(wrapped.module, result)
         assert module[0].weight.grad is not None
+
+
+def _deferred():
+    module = net()
+    return module, accumulated(module, [0], [1.0]).step(deferred=True)
+
+
+def _stepped_fused(optimizer=None, result=None, module=None):
+    own, deferred = _deferred()
+    built = torch.optim.SGD(own.parameters(), lr=0.1, fused=True)
+    step_fused(
+        built if optimizer is None else optimizer,
+        deferred if result is None else result,
+        own if module is None else module,
+    )
+
+
+TENSORS = [
+    torch.tensor(2.0),
+    torch.tensor(True),
+    torch.ones(2),
+    torch.tensor(1j),
+    torch.empty(0),
+    torch.ones(2).to_sparse(),
+]
+TENSORS += [torch.tensor(2.0, requires_grad=True), torch.tensor(2.0, device="meta"), torch.float32, torch.device("cpu")]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda v: clip_grad_norm_(v, 1.0),
+        lambda v: clip_grad_norm_([v], 1.0),
+        lambda v: clip_grad_norm_(net().parameters(), v),
+        lambda v: clip_grad_norm_(net().parameters(), 1.0, v),
+        layout_of,
+        gradients_of,
+        lambda v: tensors_of(v, {}),
+        lambda v: tensors_of(net(), v),
+        lambda v: give_gradients(net(), v),
+        lambda v: _stepped_fused(optimizer=v),
+        lambda v: _stepped_fused(result=v),
+        lambda v: _stepped_fused(module=v),
+        lambda v: GradientEngine(layout_of(net()), max_norm=v),
+        lambda v: GradientEngine(layout_of(net()), loss_scale=v),
+        lambda v: GradientEngine(layout_of(net()), hold=v),
+    ],
+)
+def test_whatever_a_call_is_given_it_is_taken_or_refused_by_an_error_of_ours(call):
+    refusals = [refusal_of(functools.partial(call, value)) for value in [*HOSTILE, *TENSORS]]
+    assert max(map(len, refusals)) < 1500
