@@ -263,7 +263,7 @@ class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
 # ---- clipping ----
 
 
-def _refuse_other_norm(norm_type: float) -> None:
+def _refuse_other_norm(norm_type: object) -> None:
     as_text = isinstance(norm_type, str) and norm_type in ("2", "2.0")
     if not as_text and as_float(norm_type) != 2:
         raise CallerError(

@@ -1120,9 +1120,9 @@ class TestStepFused:
             result = engine.step(deferred=True)
             assert result.skipped is (number in skips)
             if number not in skips:
-                gradengine.torch._give(modules[1], result.sums)
-                for parameter in modules[1].parameters():
-                    parameter.grad = parameter.grad.clone()
+                views = tensors_of(modules[1], result.sums)
+                for name, parameter in modules[1].named_parameters():
+                    parameter.grad = views[name].clone()
                 torchs.grad_scale, torchs.found_inf = torch.tensor(float(result.inverse_factor)), torch.tensor(0.0)
                 torchs.step()
             step_fused(ours, result, modules[0])
