@@ -94,7 +94,7 @@ def altered(monkeypatch, change):
 
 def multiplied(result, factors):
     gradients = {name: gradient * np.float32(factors(name)) for name, gradient in result.gradients.items()}
-    return dataclasses.replace(result, gradients=gradients)
+    return dataclasses.replace(result, _arrays=gradients)
 
 
 def doubled_where_sharded(layout, result):
@@ -226,7 +226,7 @@ def test_nan_in_what_a_shards_engine_says_is_its_figure_and_fails_proof_4(monkey
         if figures == ["clipped", "descended"]:
             gradients = {name: gradient.copy() for name, gradient in result.gradients.items()}
             gradients["blocks.0.up"][1, 1] = np.nan
-            return dataclasses.replace(result, gradients=gradients)
+            return dataclasses.replace(result, _arrays=gradients)
         return dataclasses.replace(result, **{figures[0]: np.float32(np.nan)})
 
     altered(monkeypatch, spoilt)
