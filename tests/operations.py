@@ -1,5 +1,6 @@
 """How much work a call is, counted and not timed: the bytecodes that it runs, comparisons of names among them."""
 
+import gc
 import sys
 
 
@@ -26,11 +27,14 @@ def operations(work):
         return trace
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # or what others left would be finalised here, and counted
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

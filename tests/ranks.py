@@ -7,7 +7,7 @@ from gradengine import connect, local_group
 
 def on_ranks(work, world_size, **options):
     """Run work(exchange) on a thread for each rank of a local group; its results or errors in rank order."""
-    options = {"timeout": 20.0, "join_timeout": 10.0, **options}
+    options = {"timeout": 60.0, "join_timeout": 60.0, **options}
     return _on_each(work, local_group(world_size, **options))
 
 
@@ -16,7 +16,7 @@ def on_grid(work, dp_size, tp_size, rows=None):
 
     Each worker's tensor-parallel group is a row: of threads, if none are given.
     """
-    options = {"timeout": 20.0, "join_timeout": 10.0}
+    options = {"timeout": 60.0, "join_timeout": 60.0}
     columns = [local_group(dp_size, **options) for _ in range(tp_size)]
     rows = rows or [local_group(tp_size, **options) for _ in range(dp_size)]
     places = [(d, t) for d in range(dp_size) for t in range(tp_size)]

@@ -1262,14 +1262,14 @@ class TestThreads:
         expected = everything(host_backend(1))
 
         def work(i):
-            gate.wait(20)
+            gate.wait(200)
             outcomes[i] = all(everything(backend) == expected for _ in range(3))
 
         workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(60)
+            worker.join(250)
         assert outcomes == [True] * 4
 
     @pytest.mark.parametrize("threads", [1, 3])

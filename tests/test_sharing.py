@@ -202,15 +202,25 @@ class TestAfterAFault:
     @pytest.mark.parametrize(("started", "average"), [(1, "weighted"), (2, "per_worker"), (4, "weighted")])
     def test_a_lost_exchange_is_gone_on_with(self, kernels_of, average, started):
         """All ranks break off with some spans summed; the second try ends with the undisturbed bytes."""
-        spans = [span.key for span in LAYOUT.spans]
+        spans, all_progress = [span.key for span in LAYOUT.spans], []
+
+        def go_away_once_something_is_summed(group):
+            with group.changed:
+                assert group.changed.wait_for(
+                    lambda: len(all_progress) == 3 and all(progress.summed for progress in all_progress), 60
+                )
+                group.timeout = 0.1
+                group.changed.notify_all()
 
         def broken(exchange):
             backend = kernels_of(exchange.rank)
             engine = GradientEngine(LAYOUT, backend.kernels, max_norm=0.5, exchange=exchange, average=average)
             add_window(engine, backend, exchange.rank)
+            all_progress.append(engine._sharing.workers.progress)
             if exchange.rank == 1:  # contributes some spans, then its network is gone
                 engine.accumulator.close()
                 engine._sharing.start(span for span in LAYOUT.spans if span.key in spans[:started])
+                go_away_once_something_is_summed(exchange._group)
                 return engine
             with pytest.raises((PeerLost, ExchangeError)):
                 engine.step()
@@ -226,7 +236,7 @@ class TestAfterAFault:
 
         undisturbed = on_ranks(lambda e: train(e, kernels_of(e.rank), steps=2, average=average), 3)
         wanted = tuple(step[4] for step in undisturbed[0])
-        engines = on_ranks(broken, 3, timeout=0.3)
+        engines = on_ranks(broken, 3)
         assert all(isinstance(engine, GradientEngine) for engine in engines), engines
         assert on_ranks(again, 3) == [wanted] * 3
 
