@@ -563,6 +563,18 @@ class TestFinalise:
         assert factors != [float(np.float32(scale) / np.float32(divisor)) for scale in scales]
         assert factors != [float(np.float32(scale * float(np.float32(1 / divisor)))) for scale in scales]
 
+    @pytest.mark.parametrize("divisor", [3.0, 7.0, 0.3])
+    def test_the_inverse_is_rounded_once(self, backend, divisor):
+        """And is not the inverse of what was rounded already."""
+        array, of_factor = np.full(1, divisor, np.float32), []
+        sums = sums_of(backend, [backend.buffer(array)])
+        for bound in np.linspace(0.1, 0.9, 20).tolist():
+            decision = backend.kernels.finalise(None, sums, one_group([array], bound), divisor, zero_if_bad=False)
+            (scale,) = numbers(decision.scales)
+            assert float(decision.inverse) == np.float32(divisor / scale)
+            of_factor.append(float(np.float32(1) / np.float32(float(decision.factor))) == float(decision.inverse))
+        assert not all(of_factor)
+
     @pytest.mark.parametrize(("below", "factor"), [(1.0, 2.0**-126), (0.999999, 0.0), (0.7, 0.0), (2.0**-30, 0.0)])
     @pytest.mark.parametrize("divisor", [2.0**-20, 1.0, 3.0, 2.0**60])
     def test_a_factor_is_normal_or_zero(self, backend, divisor, below, factor):
