@@ -51,7 +51,7 @@ class GradientEngine:
         on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" it on
             unclipped. With groups that is the group it lies in: each other one keeps its bound.
         micro_batches: Micro-batches of a window, if known: the last one takes the norm in the same pass, and its spans
-            leave for the other workers at once.
+            leave for the other workers at once. One more is refused, and so is one more of any block.
         hold: Micro-batches kept by reference and folded in one pass; their buffers must stay unchanged until then.
         groups: Components that share a norm: None (global), "block", "component", or a mapping or function by slot.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means.
@@ -95,6 +95,7 @@ class GradientEngine:
         replicated: Replicated = "same",
     ) -> None:
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
+        _refuse_bad_exchanges(exchange, tp_exchange)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
         if tp_exchange is None:
@@ -357,13 +358,7 @@ class GradientEngine:
             CallerError: The tensor-parallel exchange is not of the layout's rank and size.
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps.
         """
-        for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
-            if group is not None:
-                refuse_lacking(name, group, ("rank", "world_size", "bind", "start", "wait", "gather", "close"))
-        if exchange is not None and exchange is tp_exchange:
-            raise CallerError(
-                "exchange and tp_exchange are one", expected="a group over the workers, and one over the parts"
-            )
+        _refuse_bad_exchanges(exchange, tp_exchange)
         self._sharing.connect(exchange, tp_exchange)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -484,3 +479,13 @@ class GradientEngine:
         step = self.current_step
         self._sharing.next_step()
         return recorded.of_replay(step, self._still())
+
+
+def _refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
+    for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
+        if group is not None:
+            refuse_lacking(name, group, ("rank", "world_size", "bind", "start", "wait", "gather", "close"))
+    if exchange is not None and exchange is tp_exchange:
+        raise CallerError(
+            "exchange and tp_exchange are one", expected="a group over the workers, and one over the parts"
+        )

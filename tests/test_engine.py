@@ -338,6 +338,18 @@ def test_passed_on_a_bad_group_is_unclipped_and_every_other_keeps_its_bound(back
     assert handed["head"].tolist() == [1]
 
 
+@pytest.mark.parametrize(
+    "options", [{"exchange": 5}, {"tp_exchange": "tcp://x:1"}, {"hold": 0}, {"micro_batches": 0}, {"max_norm": -1.0}]
+)
+def test_bad_arguments_are_refused_before_any_memory_is_taken(backend, monkeypatch, options):
+    def taken(self, size):
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr(type(backend.kernels), "allocate", taken)
+    with pytest.raises(CallerError):
+        GradientEngine(SMALL, backend.kernels, **options)
+
+
 class TestBeyondFp32:
     """Finite gradients come back as Inf, NaN or 0 only where something says so."""
 
