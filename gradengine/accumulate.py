@@ -182,6 +182,7 @@ class GradientAccumulator(ABC):
         Raises:
             WindowError: Some component has fewer micro-batches than the others, or their weight is above 2**126.
         """
+        self.refuse_interrupted()
         if self._window.weights in ([], [1]):
             return
         factor = self.mean_factor

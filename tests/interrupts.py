@@ -20,8 +20,8 @@ PACKAGE = str(Path(gradengine.__file__).parent)
 class _Tracer:
     """Notes each line of the package that this thread runs; at one of them it raises what Ctrl-C raises.
 
-    CPython looks for signals behind calls and jumps back. So not where a `with` of a lock ends, which counts as a line
-    though there is no call between the last one inside and the lock's release; nor at a `return` of what is there.
+    CPython looks for signals behind calls and jumps back. So not at a `try`, or a `return` of what is there, nor where
+    a `with` of a lock ends: that counts as a line, but there is no call between the last one inside and the release.
     """
 
     def __init__(self, at=None):
@@ -44,7 +44,8 @@ def _safe_at(code):
     """Where in its bytes a line begins, or begins again, that no signal can interrupt."""
     safe, steps = set(), list(dis.get_instructions(code))
     for step, behind in zip(steps, [*steps[1:], None], strict=True):
-        if step.opname == "RETURN_VALUE" or (step.opname == "LOAD_FAST" and behind.opname == "RETURN_VALUE"):
+        returns = step.opname == "RETURN_VALUE" or (step.opname == "LOAD_FAST" and behind.opname == "RETURN_VALUE")
+        if returns or step.opname == "NOP":
             safe.add(step.offset)
     begun = set()
     for start, _, line in code.co_lines():

@@ -11,7 +11,7 @@ from devices import all_on_host, bits_of, nothing_is_launched, on_host, put_all,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operations import Name, growth, operations
-from ranks import on_ranks, on_tcp
+from ranks import on_grid, on_ranks, on_tcp
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, local_group
 from gradengine.errors import (
@@ -1310,6 +1310,23 @@ class TestAWorkerWithoutAMicroBatch:
         for options in ({}, {"exchange": exchange}):
             with pytest.raises(WindowError, match="step without a micro-batch: got 0"):
                 GradientEngine(self.LAYOUT, backend.kernels, **options).step()
+
+    @pytest.mark.parametrize("replicated", ["same", "sum", "average"])
+    def test_in_a_grid_the_norm_is_that_of_the_others_model(self, replicated):
+        partitions = {"w": "column", "b": "replicated"}
+
+        def work(workers, parts):
+            layout = GradientLayout.of({"w": (4,), "b": (2,)}, tp_rank=parts.rank, tp_size=2, partitions=partitions)
+            options = {"exchange": workers, "tp_exchange": parts, "replicated": replicated}
+            engine = GradientEngine(layout, max_norm=1.0, **options)
+            if workers.rank == 1:
+                engine.add([np.full(4, 3 + parts.rank, np.float32), np.full(2, 2, np.float32)])
+            result = engine.step()
+            return result.norm, result.weight, result.micro_batches, bits_of(result)["b"]
+
+        (_, (norm, *_, bits)), *_ = grid = on_grid(work, 2, 2)
+        assert norm == pytest.approx(math.sqrt(4 * 9 + 4 * 16 + 2 * (16 if replicated == "sum" else 4)))
+        assert grid == [[(norm, 1.0, 1, bits)] * 2] * 2
 
     def test_its_window_can_be_dropped_by_all(self):
         def work(exchange):

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transports import SMALL, Transport, Worker, bound, contributions, group, on_all, outcomes, rank_order_sum
 
-from gradengine.errors import CallerError, ExchangeError, PeerLost
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost
 from gradengine.exchange import local_group
+from gradengine.exchange.coordinator import Coordinator
+from gradengine.exchange.group import Group
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
@@ -174,3 +176,53 @@ def test_sum_is_taken_in_rank_0s_arena_without_a_copy():
     assert workers[0].arena is arena
     assert workers[0].exchange._group._store is arena
     assert np.array_equal(arena, rank_order_sum(data))
+
+
+def test_a_sum_interrupted_before_it_began_is_not_waited_for(monkeypatch):
+    """The thread that had claimed it left it claimed: the other rank, and each close(), waited for ever."""
+    workers = bound(local_group(2, timeout=30.0), SMALL, contributions(SMALL, 2))
+
+    def interrupted(coordinator, position):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    workers[0].exchange.start(SMALL.spans[0])
+    monkeypatch.setattr(Coordinator, "bucket_of", interrupted)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        workers[1].exchange.start(SMALL.spans[0])
+    with pytest.raises(ExchangeError, match="broke off"):
+        workers[0].exchange.wait()
+    for worker in workers:
+        worker.exchange.close()
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("call", ["wait", "gather"])
+def test_a_rank_that_is_interrupted_while_it_waits_has_left(call, monkeypatch):
+    workers = bound(local_group(2, timeout=30.0), SMALL, contributions(SMALL, 2))
+    for span in SMALL.spans:
+        workers[0].exchange.start(span)
+
+    def interrupted(group, done):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Group, "wait_until", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers[0].exchange.wait() if call == "wait" else workers[0].exchange.gather(b"")
+    with pytest.raises(PeerLost, match="rank 0 left the group"):
+        workers[1].sum()
+
+
+def test_no_wait_is_for_ever_whoever_is_to_blame():
+    """A claim that nobody will give back: two interrupts, the second one while the first is dealt with."""
+    workers = bound(local_group(2, timeout=0.3), SMALL, contributions(SMALL, 2))
+    shared = workers[0].exchange._group
+    shared._summer = -1
+    found = outcomes(Worker.sum, workers)
+    assert {type(error) for error in found} == {DeadlineExceeded}
+    for worker in workers:
+        with pytest.raises(DeadlineExceeded, match="another thread is in the middle of a sum"):
+            worker.exchange.close()
+    shared._summer = None

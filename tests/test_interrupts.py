@@ -9,8 +9,9 @@ import time
 import numpy as np
 import pytest
 from interrupts import interrupted_at, places_of, signalled
+from transports import Transport, group, on_all
 
-from gradengine import DistributedTrainer, GradientEngine, GradientLayout, local_group
+from gradengine import DistributedTrainer, GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
 from gradengine.errors import ExchangeError, HandshakeRefused, WindowError
 from gradengine.kernels import CHUNK, Fold
 from gradengine.kernels.host import HostKernels
@@ -93,10 +94,10 @@ def micro_batch(rank, window, k):
 class User:
     """Two windows of two micro-batches, and what a user does about an interrupt: the same call again, or discard()."""
 
-    def __init__(self, exchange=None, spares=(), way="in place", whole=True, **options):
+    def __init__(self, exchange=None, spares=(), way="in place", whole=True, rank=0, **options):
         self.engine = GradientEngine(LAYOUT, max_norm=0.5, exchange=exchange, **options)
         self.spares, self.way, self.whole = list(spares), way, whole
-        self.rank, self.window, self.results, self.steps, self.endings = self.engine.rank, 0, [], [], []
+        self.rank, self.window, self.results, self.steps, self.endings = max(rank, self.engine.rank), 0, [], [], []
         self.result = None
         self.begin()
 
@@ -188,6 +189,43 @@ class TestOneWorker:
             endings.add(tuple(user.endings))
         assert ("interrupted",) in endings, "the same call again"
         assert ("interrupted", "discarded") in endings, "what was half written is refused"
+
+
+class TestOtherCalls:
+    def test_a_discard_interrupted_at_any_line_drops_the_window_or_refuses(self):
+        def new():
+            user = User()
+            user.add(0)
+            user.add(1)
+            return user
+
+        wanted = User().train()
+        for at in places_of(new().engine.discard):
+            user = new()
+            interrupted_at(at, user.engine.discard)
+            user.added = user.engine.accumulator.accumulated_count
+            assert user.train() == wanted, (at, user.endings)
+
+    def test_an_average_interrupted_at_any_line_is_taken_once_or_refused(self):
+        def new():
+            accumulator = PerBlockGradientAccumulator(LAYOUT)
+            for k in range(2):
+                accumulator.add(micro_batch(0, 0, k), 1.0 + k)
+            return accumulator
+
+        wanted, endings = new(), set()
+        wanted.average()
+        for at in places_of(new().average):
+            accumulator = new()
+            interrupted_at(at, accumulator.average)
+            if accumulator.is_interrupted:
+                with pytest.raises(WindowError, match="half written"):
+                    accumulator.average()
+            else:
+                accumulator.average()  # a second time it changes nothing
+                assert accumulator.arena.data.tobytes() == wanted.arena.data.tobytes(), at
+            endings.add(accumulator.is_interrupted)
+        assert endings == {True, False}
 
 
 class Pair:
@@ -320,3 +358,36 @@ class TestTrainer:
             self.train(trainer, 0)
             return "trained again"
         return "finished"
+
+
+class TestJoining:
+    """A rank that is interrupted while it joins is not waited for: the other hears at once, and both join anew."""
+
+    @pytest.mark.parametrize("who", [0, 1])
+    def test_interrupted_at_any_line_nobody_hangs_and_the_next_group_is_joined(self, who):
+        wanted, places = self.train(who)
+        for at in places:
+            started = time.monotonic()
+            assert self.train(who, at)[0] == wanted, at
+            assert time.monotonic() - started < 3 * DEADLINE, at
+
+    def train(self, who, at=None):
+        """Both join a group, or the next one where that is interrupted; their results, and the lines of joining."""
+        times, places = {"timeout": DEADLINE, "join_timeout": DEADLINE}, []
+
+        def work(rank):
+            user = User(rank=rank, spares=[second[rank]])
+            if rank == who and at is None:
+                places.extend(places_of(lambda: user.engine.reconnect(first[rank])))
+                return user.train()
+            try:
+                is_lost, _ = interrupted_at(at if rank == who else None, lambda: user.engine.reconnect(first[rank]))
+            except ExchangeError:
+                is_lost = True
+            if is_lost:
+                first[rank].close()
+                user.engine.reconnect(user.spares.pop(0))
+            return user.train()
+
+        with group(Transport.LOCAL, 2, **times) as first, group(Transport.LOCAL, 2, **times) as second:
+            return on_all(work, [0, 1]), places
