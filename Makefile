@@ -17,9 +17,12 @@ NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
 VERSIONED := not (emulat or mutation or compile or processes or examples or test_demo or streams)
 
 # CuPy for CUDA 12, and for 13: one environment cannot have both.
-REAL_CUPY := $(VENV)-cuda12/bin/python -m pytest
-REAL_CUPY_13 := $(VENV)-cuda13/bin/python -m pytest
 PROCESSES ?= 2
+REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(ARGS)
+REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(ARGS)
+# The tests whose work may be done in more than one order: in the other orders, and with other streams, these are run.
+ORDERED := $(addprefix tests/test_,$(addsuffix .py,streams capture clip engine kernels_loans device_buffer elementwise \
+    kernels_mirror kernels_verdict kernels_addresses gpu_accumulate stand_in real_cupy))
 
 .PHONY: demo test test-interop test-package test-lowest test-newest check compile-check real-cupy bench gpu-check clean
 
@@ -51,7 +54,11 @@ compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and
 	$(BIN)/python bench/kernel_table.py
 
 real-cupy: $(VENV)-cuda12/real_cupy/built $(VENV)-cuda13/real_cupy/built  ## every GPU test on CuPy itself; needs g++, no GPU
-	$(REAL_CUPY) -n $(PROCESSES) tests $(ARGS)
+	$(REAL_CUPY) tests
+	REAL_CUPY_ORDER=random $(REAL_CUPY_13) $(ORDERED)
+	REAL_CUPY_ORDER=eager $(REAL_CUPY_13) $(ORDERED)
+	REAL_CUPY_STREAM=own $(REAL_CUPY) $(ORDERED)
+	CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 $(REAL_CUPY_13) $(ORDERED)
 
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)

@@ -195,7 +195,9 @@ class TestOneWorker:
             ([[one, None, None], [None, other, head]], []),
         ):
             for micro_batch in window:
-                engine.add([g if g is None or hold == 1 else g.copy() for g in micro_batch])
+                with backend.active():  # to copy by CuPy's own means wants that
+                    copies = [g if g is None or hold == 1 else g.copy() for g in micro_batch]
+                engine.add(copies)
             result = engine.step()
             assert result.unused == set(unused)
             assert [name for name in names if not on_host(result.gradients[name]).any()] == unused

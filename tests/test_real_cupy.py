@@ -300,6 +300,7 @@ class TestMemory:
     def test_memory_of_the_pool_is_nan_when_it_comes_again(self, device):
         array = device.put(np.ones(77, np.float32))
         pointer = array.data.ptr
+        synchronize(device)
         del array
         again = [device.xp.empty(77, np.float32) for _ in range(50)]
         assert pointer in [array.data.ptr for array in again]

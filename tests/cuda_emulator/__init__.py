@@ -11,6 +11,12 @@ waits for it. Code under test takes this module as it takes `cupy`; of CuPy it h
     assert record.launches == ["scale"]
 
 What CuPy does not have: `options`, `settings`, `recorded`, `reset`, `compiler`, `EmulatorError`, `Graph.operations`.
+Where it is stricter than CuPy on purpose: memory that was freed into the pool is no device memory to it at once, and is
+NaN; an argument of a wrong type or size is an error at the launch (CuPy takes a float as 8 bytes, whatever the kernel
+wants), as is a grid that is no tuple. Where it knows less: errors in a capture and of a stream that is none may be of
+another class than CuPy's, DLPack capsules have no version, copies of arrays are no kernels. tests/test_stand_in.py runs
+on both, and tests/real_cupy runs all the others on CuPy.
+
 It judges no speed, no code of the GPU's own (PTX, `__CUDA_ARCH__`), no memory model beyond "ordered or not", and trusts
 any fence before any atomic. Kernels see `__CUDA_EMU__`.
 """

@@ -145,8 +145,10 @@ class ndarray:
 
     def set(self, arr: npt.NDArray[Any], stream: Any = None) -> None:
         """Copy from an array on the host; only pinned memory is read later."""
-        if arr.shape != self.shape or arr.dtype != self.dtype:
-            raise ValueError(f"an array of {self.shape}, {self.dtype} is set from one of {arr.shape}, {arr.dtype}")
+        if arr.dtype != self.dtype:
+            raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
+        if arr.shape != self.shape:
+            raise ValueError(f"an array of {self.shape} is set from one of {arr.shape}")
         if not self.flags.c_contiguous:
             raise RuntimeError("Cannot set to non-contiguous array")
         host = np.ascontiguousarray(arr)

@@ -61,11 +61,12 @@ class _BaseStream:
 
     @property
     def done(self) -> bool:
-        """Whether all its work is done."""
+        """Whether all its work is done. To ask voids a capture, and CuPy does not say so: it answers no."""
         queue = self._queue
         with LOCK:
             if queue.capture is not None:
-                queue.capture.refuse(900)
+                queue.capture.invalid = True
+                return False
             return not queue.tickets or queues.query(queue.tickets[-1])
 
     def synchronize(self) -> None:
@@ -177,7 +178,10 @@ class Event:
 
     @property
     def done(self) -> bool:
-        """Whether that is done; if not, the device goes on a little, so polling ends."""
+        """Whether that is done; if not, the device goes on a little, so polling ends. Of a captured one, see `Stream`."""
+        if self._capture is not None:
+            self._capture[0].invalid = True
+            return False
         ticket = self._recorded()
         return ticket is None or queues.query(ticket)
 

@@ -1,7 +1,8 @@
 """A pytest plugin: tests of a GPU alone are run, faults fail them, nothing is skipped but for want of torch or JAX.
 
 REAL_CUPY_ORDER (lazy, eager, random), REAL_CUPY_SEED, REAL_CUPY_DEVICES and REAL_CUPY_GUARD=1 say how the driver
-behaves (see `loaded`); REAL_CUPY_STREAM=own gives each test a current stream that is not the default one.
+behaves (see `loaded`); REAL_CUPY_STREAM=own gives each test a current stream that is not the default one, on the one
+device that is current.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ STREAM = "REAL_CUPY_STREAM"
 _FIXTURES = {"backend", "device", "emulated", "gpu", "kernels"}
 _MAY_BE_ABSENT = re.compile(r"could not import '(torch|jax)|this (torch|JAX) has no CUDA|(torch|jax) has no GPU")
 _NEEDS_CUBLAS = {"test_same_on_cupy"}  # the demo's model has complex numbers and matrix products, gradengine has none
+_OF_THE_DEFAULT_STREAM = {
+    "test_the_default_stream_is_1",
+    "test_the_default_stream_and_blocking_ones_wait_for_each_other",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_of_real_cupy(item: Any) -> bool:
     if item.name in _NEEDS_CUBLAS:
         return False
+    if (_has_own_stream() or _has_a_stream_per_thread()) and _is_of_the_default_stream(item):
+        return False
+    if _has_own_stream() and "cupy-other" in item.name:
+        return False
     values = getattr(item, "callspec", None)
     names = {values.params[name] for name in _FIXTURES & set(values.params)} if values else set()
     return all(str(name).startswith("cupy") for name in names) if names else "cupy" in item.nodeid
@@ -46,21 +55,28 @@ def _is_of_real_cupy(item: Any) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """The current stream is that of the user who has one, while the test runs."""
-    with _own_streams() if os.environ.get(STREAM) == "own" else contextlib.nullcontext():
+    with _own_stream() if _has_own_stream() else contextlib.nullcontext():
         return (yield)
 
 
-@contextlib.contextmanager
-def _own_streams() -> Iterator[None]:
+def _has_own_stream() -> bool:
+    return os.environ.get(STREAM) == "own"
+
+
+def _has_a_stream_per_thread() -> bool:
+    return os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") != "0"
+
+
+def _is_of_the_default_stream(item: Any) -> bool:
+    return getattr(item, "originalname", None) in _OF_THE_DEFAULT_STREAM
+
+
+def _own_stream() -> Any:
     import cupy
 
-    with contextlib.ExitStack() as stack:
-        for device in reversed(range(cupy.cuda.runtime.getDeviceCount())):
-            stack.enter_context(cupy.cuda.Device(device))
-            stream = cupy.cuda.Stream(non_blocking=True)
-            stream.wait_event(cupy.cuda.Stream.null.record())  # fixtures put arrays there
-            stack.enter_context(stream)
-        yield
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.wait_event(cupy.cuda.Stream.null.record())  # fixtures put arrays there
+    return stream
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,6 +32,7 @@ std::vector<StreamP> all_streams() {
 bool waits(const OperationP& it) { return it && !it->is_done; }
 
 Error perform(const OperationP& it) {
+  Working working;
   it->is_done = true;
   it->after.clear();
   const Work work = std::move(it->work);
@@ -152,7 +153,7 @@ void queue_unseen(Stream* stream, Work work) {
 
 Error finish(const OperationP& wanted) {
   if (!waits(wanted)) return reported(cudaSuccess);
-  Working working;
+  Working working;  // opened once for all of them
   Error first = cudaSuccess;
   std::vector<OperationP> path = {wanted};  // no recursion: a stream may hold thousands
   while (!path.empty()) {
@@ -194,7 +195,6 @@ Error finish_device(int device) {
 
 Error advance(const OperationP& wanted) {
   if (!waits(wanted)) return reported(cudaSuccess);
-  Working working;
   return reported(perform(ready_before(wanted)));
 }
 

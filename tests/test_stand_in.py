@@ -1,0 +1,56 @@
+"""What CuPy does, and its stand-in for tests does alike: run on the stand-in, and in `make real-cupy` on CuPy."""
+
+import numpy as np
+import pytest
+from devices import on_host, synchronize
+
+
+def capturing(device):
+    stream = device.xp.cuda.Stream(non_blocking=True)
+    stream.begin_capture()
+    return stream
+
+
+def test_asking_whether_a_capturing_stream_is_done_is_answered_and_voids_the_capture(device):
+    stream = capturing(device)
+    assert stream.done is False
+    with pytest.raises(device.xp.cuda.runtime.CUDARuntimeError, match="StreamCaptureInvalidated"):
+        stream.end_capture()
+
+
+def test_asking_whether_a_captured_event_is_done_likewise(device):
+    stream = capturing(device)
+    event = stream.record()
+    assert event.done is False
+    with pytest.raises(device.xp.cuda.runtime.CUDARuntimeError, match="StreamCaptureInvalidated"):
+        stream.end_capture()
+
+
+def test_waiting_for_a_capturing_stream_is_refused_and_voids_the_capture(device):
+    stream = capturing(device)
+    with pytest.raises(device.xp.cuda.runtime.CUDARuntimeError, match="StreamCaptureUnsupported"):
+        stream.synchronize()
+    with pytest.raises(device.xp.cuda.runtime.CUDARuntimeError, match="StreamCaptureInvalidated"):
+        stream.end_capture()
+
+
+@pytest.mark.parametrize(("values", "error"), [(np.ones(7, np.float64), TypeError), (np.ones(8, "f4"), ValueError)])
+def test_an_array_is_set_from_one_like_it_alone(device, values, error):
+    array = device.put(np.ones(7, np.float32))
+    with pytest.raises(error):
+        array.set(values)
+    assert (on_host(array) == 1).all()
+
+
+def test_fresh_memory_of_the_device_is_known_to_the_driver_to_its_last_byte(device):
+    runtime, array = device.xp.cuda.runtime, device.put(np.ones(7, np.float32))
+    found = runtime.pointerGetAttributes(array.data.ptr + array.nbytes - 1)
+    assert (found.type, found.device) == (runtime.memoryTypeDevice, device.kernels.ordinal)
+
+
+def test_a_stream_that_is_gone_takes_nothing(device):
+    xp, array = device.xp, device.put(np.ones(7, np.float32))
+    handle = xp.cuda.Stream(non_blocking=True).ptr
+    synchronize(device)
+    with pytest.raises(xp.cuda.runtime.CUDARuntimeError, match="InvalidResourceHandle"):
+        xp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, handle)
