@@ -178,7 +178,7 @@ class Event:
 
     @property
     def done(self) -> bool:
-        """Whether that is done; if not, the device goes on a little, so polling ends. Of a captured one, see `Stream`."""
+        """Whether that is done; if not, the device goes on a little, so polling ends. In a capture, as a stream's."""
         if self._capture is not None:
             self._capture[0].invalid = True
             return False
