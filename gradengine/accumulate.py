@@ -180,7 +180,8 @@ class GradientAccumulator(ABC):
         One micro-batch of weight 1, or none, changes nothing.
 
         Raises:
-            WindowError: Some component has fewer micro-batches than the others, or their weight is above 2**126.
+            WindowError: Some component has fewer micro-batches than the others, or their weight is above 2**126; or a
+                call was interrupted while it wrote.
         """
         self.refuse_interrupted()
         if self._window.weights in ([], [1]):

@@ -23,6 +23,8 @@ __all__ = ["BlockGradientSet"]
 class BlockGradientSet:
     """The gradients of one block: a stretch of fp32 memory and the components in it.
 
+    A call that is interrupted, as by Ctrl-C, leaves it half written: zero() it, or give it all of its gradients anew.
+
     Args:
         block: The block, from `layout.blocks`.
         kernels: The device's kernels; NumPy on the CPU by default.

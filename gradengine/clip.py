@@ -91,7 +91,8 @@ def clip_gradients_fused(
 ) -> None:
     """Scale gradients in place so that their global norm is at most `max_norm`; norm and scale are left in `state`.
 
-    A norm within the bound writes nothing. A norm that is NaN or Inf scales nothing: `state.norm` says so.
+    A norm within the bound writes nothing. A norm that is NaN or Inf scales nothing: `state.norm` says so. Interrupted,
+    as by Ctrl-C, it leaves some gradients scaled and others not: compute them again.
 
     Args:
         buffers: As many as `state` was made for, of those sizes; fp32, fp16 or bf16, writable, contiguous.

@@ -8,6 +8,8 @@ import time
 
 import numpy as np
 import pytest
+from backends import available
+from devices import on_host, put_all
 from interrupts import interrupted_at, places_of, signalled
 from transports import Transport, group, on_all
 
@@ -94,15 +96,16 @@ def micro_batch(rank, window, k):
 class User:
     """Two windows of two micro-batches, and what a user does about an interrupt: the same call again, or discard()."""
 
-    def __init__(self, exchange=None, spares=(), way="in place", whole=True, rank=0, **options):
-        self.engine = GradientEngine(LAYOUT, max_norm=0.5, exchange=exchange, **options)
+    def __init__(self, exchange=None, spares=(), way="in place", whole=True, rank=0, backend=None, **options):
+        self.backend = backend or available("host-1")
+        self.engine = GradientEngine(LAYOUT, self.backend.kernels, max_norm=0.5, exchange=exchange, **options)
         self.spares, self.way, self.whole = list(spares), way, whole
         self.rank, self.window, self.results, self.steps, self.endings = max(rank, self.engine.rank), 0, [], [], []
         self.result = None
         self.begin()
 
     def begin(self):
-        self.batches = [micro_batch(self.rank, self.window, k) for k in range(2)]
+        self.batches = [put_all(self.backend, micro_batch(self.rank, self.window, k)) for k in range(2)]
         self.added = 0
 
     def add(self, k):
@@ -120,7 +123,8 @@ class User:
         while self.added < 2:
             self.add(self.added)
             self.added += 1
-        out = [np.empty(slot.shape, np.float16) for slot in LAYOUT.slots] if self.way == "out" else None
+        out = [np.zeros(slot.shape, np.float16) for slot in LAYOUT.slots] if self.way == "out" else None
+        out = out and put_all(self.backend, out)
         self.result = self.engine.step(out, deferred=self.way == "deferred")
 
     def note(self):
@@ -128,7 +132,8 @@ class User:
         if result is not None:
             arrays = result.sums if self.way == "deferred" else result.gradients
             self.steps.append(result.step)
-            self.results.append([result.norm, result.factor, *(array.tobytes() for array in arrays.values())])
+            numbers = [float(result.norm), float(result.factor)]
+            self.results.append([*numbers, *(on_host(array).tobytes() for array in arrays.values())])
             self.window += 1
             self.begin()
 
@@ -189,6 +194,14 @@ class TestOneWorker:
             endings.add(tuple(user.endings))
         assert ("interrupted",) in endings, "the same call again"
         assert ("interrupted", "discarded") in endings, "what was half written is refused"
+
+    @pytest.mark.parametrize("options", [{}, {"way": "out", "hold": 2}])
+    def test_on_a_device_too(self, emulated, options):
+        """Of its lines an eighth in each of two ways to step: the launchers are the emulator's to slow down."""
+        wanted = User(backend=emulated, **options).train()
+        for at in places_of(User(backend=emulated, **options).run_window)[4 * bool(options) :: 8]:
+            user = User(backend=emulated, **options)
+            assert user.train(at) == wanted, (at, user.endings)
 
 
 class TestOtherCalls:
