@@ -356,7 +356,8 @@ class GradientEngine:
 
         Raises:
             CallerError: The tensor-parallel exchange is not of the layout's rank and size.
-            HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps.
+            HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps; or the step is
+                half summed, and they are other ranks than those that began it or of another group.
         """
         _refuse_bad_exchanges(exchange, tp_exchange)
         self._sharing.connect(exchange, tp_exchange)
