@@ -610,3 +610,19 @@ def test_mixed_lenders_in_one_micro_batch(device, monkeypatch):
     engine.add([lender.lent()[0], own])
     assert all((array == 2).all() for array in all_on_host(engine.step().gradients).values())
     assert isinstance(lender.kept[0], Tensor)
+
+
+def test_each_of_several_lenders_is_waited_for_and_told(device, monkeypatch):
+    """In one micro-batch, of streams of their own; whichever the device does first."""
+    lenders = [Lender(device, "a pointer with a stream", monkeypatch) for _ in range(2)]
+    engine = new_engine(device)
+    for value, order in ((2, 1), (3, -1)):
+        writes, spoils = ([lender.writes(v) for lender in lenders] for v in (value, np.nan))
+        for write in writes:
+            write()
+        engine.add([lender.lent()[i] for i, lender in enumerate(lenders)])
+        for spoil in spoils:
+            spoil()
+        for lender in lenders[::order]:
+            lender.stream.synchronize()
+        assert all_are(engine.step().gradients.values(), value)
