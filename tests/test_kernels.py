@@ -757,6 +757,20 @@ class TestVerdict:
         assert [verdict.bad_step for verdict in found] == [1, 2, 2, 3, 4, 40, 41]
         assert [verdict.bad_steps for verdict in found] == [1, 2, 3, 4, 5, 6, 7]
 
+    def test_other_targets_with_the_same_sums_and_plan(self, device):
+        """What was made for the first is not looked into, nor scaled, for the second."""
+        sums, plan, kept = device.kernels.squared_sums([9]), ClipPlan((0,), (INF,)), []
+        for index in (3, 7):
+            array = np.full(9, 4, np.float32)
+            array[index] = INF
+            kept.append((device.buffer(array),))
+            device.kernels.measure(kept[-1], sums, sums.all_chunks([0]))
+            decision = device.kernels.finalise(kept[-1], sums, plan, 2.0, zero_if_bad=False)
+            assert device.kernels.read_verdict(decision).bad_index == index
+            device.kernels.hand_back(kept[-1], decision, [0], kept[-1])
+        for (buffer,), index in zip(kept, (3, 7), strict=True):
+            assert device.get(buffer).tolist() == [2 if i != index else INF for i in range(9)]
+
     def test_nobody_measured_it(self, device):
         sums = device.kernels.squared_sums([3])
         decision = device.kernels.finalise(None, sums, ClipPlan((0,), (1.0,)), 1.0, zero_if_bad=False)
