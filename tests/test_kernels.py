@@ -20,7 +20,7 @@ from operations import growth
 
 from gradengine.errors import CallerError
 from gradengine.kernels import CHUNK, Batch, ClipPlan, Decision, Fold, Places, SquaredSums, decide, kernels_for, tables
-from gradengine.kernels.contribution import ADDRESS
+from gradengine.kernels.contribution import ADDRESS, Whereabouts
 from gradengine.kernels.decision import clip_scale
 from gradengine.kernels.host import HostKernels, squared_sum
 
@@ -990,6 +990,25 @@ class TestHandBack:
 
         assert growth(work_of, 40) < 2.2
         assert max(factor for _, factor, _ in scaled) == 79
+
+
+class TestWhereabouts:
+    @pytest.mark.parametrize(
+        ("now", "columns", "moved"),
+        [
+            ([1, 2, 3], [0, 1, 2], None),
+            ([1, 2, 9], [0, 1, 2], 2),
+            ([1, 9, None], [0, 1, 2], 1),
+            ([9, 2, 3], [1, 2], None),
+            ([9, 2, 9], [2, 1], 2),
+            ([9, 9, 9], [], None),
+        ],
+    )
+    def test_the_first_asked_for_that_lies_elsewhere(self, now, columns, moved):
+        arrays = ["a", "b", "c"]
+        where = dict(zip(arrays, now, strict=True))
+        whereabouts = Whereabouts(lambda asked: [where[array] for array in asked], arrays, [1, 2, 3])
+        assert whereabouts.moved(columns) == moved
 
 
 class TestFirstNonFinite:
