@@ -59,6 +59,8 @@ real-cupy: $(VENV)-cuda12/real_cupy/built $(VENV)-cuda13/real_cupy/built  ## eve
 	REAL_CUPY_ORDER=eager $(REAL_CUPY_13) $(ORDERED)
 	REAL_CUPY_STREAM=own $(REAL_CUPY) $(ORDERED)
 	CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 $(REAL_CUPY_13) $(ORDERED)
+	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --out out/gpu-check-small
+	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --further --out out/gpu-check-small
 
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)

@@ -189,7 +189,7 @@ class TestPlantedBugs:
         assert (done.returncode < 0, done.stdout) == (True, "there\n"), done.stderr
         assert python(code.format("print(a)"), REAL_CUPY_GUARD="1").stdout == "there\n[0. 0. 0.]\n"
 
-    def test_what_a_kernel_does_wrong_is_a_fault_with_its_name(self, device, faults):
+    def test_what_a_kernel_does_wrong_is_a_fault_with_its_name(self, device, lazy, faults):
         xp, array = device.kernels.xp, device.put(np.ones(128_000, np.float32))
         kernel = xp.RawKernel('extern "C" __global__ void beyond(float* x) { x[1 << 28] = 1; }', "beyond")
         kernel((1,), (1,), (array,))
