@@ -308,11 +308,12 @@ def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence
 def _shape_of(name: str, array: Any) -> Shape:
     dimensions = getattr(array, "shape", array)
     try:
-        shape = tuple(d.__index__() for d in dimensions)
-    except (AttributeError, TypeError):
-        raise LayoutMismatch(
-            f"component '{name}' has no shape", got=_shown(array), expected="an array or a shape"
-        ) from None
+        given = [as_index(dimension) for dimension in dimensions]
+    except TypeError:  # nothing that can be gone through
+        given = [None]
+    shape = tuple(dimension for dimension in given if dimension is not None)
+    if len(shape) < len(given):
+        raise LayoutMismatch(f"component '{name}' has no shape", got=_shown(array), expected="an array or a shape")
     if len(shape) > MAX_DIMENSIONS:
         raise LayoutMismatch(f"component '{name}' has too many dimensions", got=len(shape), expected=MAX_DIMENSIONS)
     if any(d < 0 for d in shape):
