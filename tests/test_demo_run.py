@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.demo import run
-from gradengine.demo.crew import Crew
+from gradengine.demo.crew import Crew, interrupts_blocked
 from gradengine.demo.learner import Learner, layout_of
 from gradengine.demo.model import LlamaConfig
 from gradengine.demo.plot import refuse_bad_path, save_plot
@@ -37,6 +37,27 @@ PATIENCE = 100.0  # seconds in which an interpreter starts, however busy the mac
 DEADLINE = 0.5  # seconds without a report, once it has started
 
 # ---- the processes ----
+
+
+def test_no_interrupt_comes_while_a_process_is_started_whichever_thread_is_given_the_signal():
+    released, waited = threading.Event(), []
+
+    def start():
+        with interrupts_blocked():
+            os.kill(os.getpid(), signal.SIGINT)
+            waited.extend(time.sleep(0.005) for _ in range(20))
+
+    other = threading.Thread(target=released.wait)  # as one of BLAS: nothing is blocked in it
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    finally:
+        released.set()
+        other.join()
+    assert len(waited) == 20
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
 def announce_and_wait(report):

@@ -230,13 +230,24 @@ def _environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Processes started here never see Ctrl-C, which reaches a whole terminal: this one sees it, and ends them."""
+    """Processes started here never see Ctrl-C, which reaches a whole terminal: this one does, once they are started.
+
+    Any thread of this process may be given the signal (NumPy's BLAS has some), and Python then interrupts the main one,
+    blocked or not: between the bytes that a new process is sent, which would die of it with a traceback of its own.
+    """
     resource_tracker.ensure_running()  # with the first process it would be started, and that unblocks the signal
+    came: list[int] = []
+    is_interruptible = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_interruptible else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_interruptible:
+            signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
