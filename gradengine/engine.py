@@ -327,9 +327,8 @@ class GradientEngine:
         Raises:
             NonFiniteGradient: A step's gradient held NaN or Inf, with on_non_finite="raise".
         """
-        found = self._late.awaited()
-        if found is not None and self._settings.raises:
-            raise found
+        self._late.wait()
+        self._admission.raise_late()
 
     def discard(self) -> None:
         """Drop the window, also one whose step failed. A step that the workers agreed on counts as made.
@@ -427,13 +426,21 @@ class GradientEngine:
         def find(step: int) -> NonFiniteGradient | None:
             return self._late.of_step(step, decision) if decision.bad is None else closing.non_finite
 
+        def raise_found(step: int) -> None:
+            if decision.bad is None:
+                self._late.raise_of_step(step, decision)
+            elif closing.non_finite is not None:
+                raise closing.non_finite
+
         def follow() -> None:
             self._kernels.follow(self.accumulator.sums)
 
         tally, decision, is_deferred = closing.tally, closing.decision, closing.way == "deferred"
         names, step, current = self._group_names, closing.step, self._still()
         unused = (self.layout.slots[position].name for position in np.flatnonzero(tally.unused).tolist())
-        return result_of(tally, decision, names, unused, gradients, is_deferred, step, find, current, follow)
+        return result_of(
+            tally, decision, names, unused, gradients, is_deferred, step, find, raise_found, current, follow
+        )
 
     def _still(self) -> Callable[[], bool]:
         """Whether the arena is what it is now, whenever that is asked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import NoReturn, final
 
 from gradengine.errors import NonFiniteGradient
 from gradengine.kernels import ClipPlan, Decision, Kernels, SquaredSums, Verdict
@@ -47,28 +47,43 @@ class LateVerdicts:
             self._latest = found
         return self._latest
 
-    def untold(self) -> NonFiniteGradient | None:
-        """The error of the last bad step, where its verdict has come and nobody was told of it yet."""
-        verdict = self.latest()
-        # A verdict may also be older than what check() has read since.
-        if verdict is None or verdict.bad_steps <= self._told_bad_steps:
-            return None
-        self._told_bad_steps = verdict.bad_steps
-        return self._blamed(verdict)
-
-    def awaited(self) -> NonFiniteGradient | None:
-        """The same, waiting for all that the device has to do."""
+    def wait(self) -> None:
+        """Wait for all that the device has to do: the newest verdict has come then."""
         if self._telemetry is not None:
             self._latest = self._telemetry.read()
-        return self.untold()
+
+    def raise_untold(self) -> None:
+        """Raise the error of the last bad step, where its verdict has come and nobody was told of it yet."""
+        verdict = self.latest()
+        # A verdict may also be older than what check() has read since.
+        if verdict is not None and verdict.bad_steps > self._told_bad_steps:
+            self._raise(verdict)
 
     def of_step(self, step: int, decision: Decision) -> NonFiniteGradient | None:
         """What one step found, waiting for the device; of a step before the last only while none after it was bad."""
-        verdict = self._kernels.read_verdict(decision)
-        if verdict.bad_step != step + 1:
-            return None  # and where another step was bad, that one is still to be told
+        verdict = self._of_step(step, decision)
+        if verdict is None:
+            return None
+        error = self._blamed(verdict)
         self._told_bad_steps = verdict.bad_steps
-        return self._blamed(verdict)
+        return error
+
+    def raise_of_step(self, step: int, decision: Decision) -> None:
+        """Raise what one step found, as `of_step` finds it."""
+        verdict = self._of_step(step, decision)
+        if verdict is not None:
+            self._raise(verdict)
+
+    def _of_step(self, step: int, decision: Decision) -> Verdict | None:
+        verdict = self._kernels.read_verdict(decision)
+        # Where another step was bad, that one is still to be told.
+        return verdict if verdict.bad_step == step + 1 else None
+
+    def _raise(self, verdict: Verdict) -> NoReturn:
+        error = self._blamed(verdict)
+        # Told once the error is on its way: Python looks for signals behind calls, and between these two is none.
+        self._told_bad_steps = verdict.bad_steps
+        raise error
 
     def _blamed(self, verdict: Verdict) -> NonFiniteGradient:
         slot = self._layout.slots[verdict.bad_component]

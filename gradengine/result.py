@@ -41,6 +41,7 @@ class StepResult:
         deferred: Whether the step left `sums`, still to be multiplied by `factor`, and no `gradients`.
         step: The step's number, counted from 0.
         find_non_finite: What finds `non_finite` of a step by its number.
+        raise_non_finite: What raises it.
         find_current: What finds `is_current`.
         follow: Has whoever reads next on a GPU come behind the step.
     """
@@ -61,6 +62,7 @@ class StepResult:
     deferred: bool
     step: int
     find_non_finite: Callable[[int], NonFiniteGradient | None]
+    raise_non_finite: Callable[[int], None]
     find_current: Callable[[], bool]
     follow: Callable[[], None]
 
@@ -116,9 +118,7 @@ class StepResult:
         Raises:
             NonFiniteGradient: The gradient held NaN or Inf.
         """
-        found = self.non_finite
-        if found is not None:
-            raise found
+        self.raise_non_finite(self.step)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refused, for `copy` and `pickle` alike: its gradients are views of an arena, or the caller's own arrays.
@@ -169,6 +169,7 @@ def result_of(
     deferred: bool,
     step: int,
     find_non_finite: Callable[[int], NonFiniteGradient | None],
+    raise_non_finite: Callable[[int], None],
     find_current: Callable[[], bool],
     follow: Callable[[], None],
 ) -> StepResult:
@@ -190,6 +191,7 @@ def result_of(
         deferred=deferred,
         step=step,
         find_non_finite=find_non_finite,
+        raise_non_finite=raise_non_finite,
         find_current=find_current,
         follow=follow,
     )

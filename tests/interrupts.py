@@ -20,8 +20,9 @@ PACKAGE = str(Path(gradengine.__file__).parent)
 class _Tracer:
     """Notes each line of the package that this thread runs; at one of them it raises what Ctrl-C raises.
 
-    CPython looks for signals behind calls and jumps back. So not at a `try`, or a `return` of what is there, nor where
-    a `with` of a lock ends: that counts as a line, but there is no call between the last one inside and the release.
+    CPython looks for signals behind calls and jumps back. So not at a `try`, or a `return` or `raise` of what is there,
+    nor where a `with` of a lock ends: that counts as a line, but there is no call between the last one inside and the
+    release.
     """
 
     def __init__(self, at=None):
@@ -39,13 +40,16 @@ class _Tracer:
         return self._of_line
 
 
+_LEAVING = {"RETURN_VALUE", "RAISE_VARARGS"}
+
+
 @functools.cache
 def _safe_at(code):
     """Where in its bytes a line begins, or begins again, that no signal can interrupt."""
     safe, steps = set(), list(dis.get_instructions(code))
     for step, behind in zip(steps, [*steps[1:], None], strict=True):
-        returns = step.opname == "RETURN_VALUE" or (step.opname == "LOAD_FAST" and behind.opname == "RETURN_VALUE")
-        if returns or step.opname == "NOP":
+        leaves = step.opname == "RETURN_VALUE" or (step.opname == "LOAD_FAST" and behind.opname in _LEAVING)
+        if leaves or step.opname == "NOP":
             safe.add(step.offset)
     begun = set()
     for start, _, line in code.co_lines():

@@ -5,16 +5,17 @@ import contextlib
 import random
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from backends import available
-from devices import on_host, put_all
+from devices import on_host, put_all, synchronize
 from interrupts import interrupted_at, places_of, signalled
 from transports import Transport, group, on_all
 
 from gradengine import DistributedTrainer, GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
-from gradengine.errors import ExchangeError, HandshakeRefused, WindowError
+from gradengine.errors import ExchangeError, HandshakeRefused, NonFiniteGradient, WindowError
 from gradengine.kernels import CHUNK, Fold
 from gradengine.kernels.host import HostKernels
 
@@ -202,6 +203,46 @@ class TestOneWorker:
         for at in places_of(User(backend=emulated, **options).run_window)[4 * bool(options) :: 8]:
             user = User(backend=emulated, **options)
             assert user.train(at) == wanted, (at, user.endings)
+
+
+TELL = {
+    "check": lambda user, _: user.engine.check(),
+    "result.check": lambda _, result: result.check(),
+    "add": lambda user, _: user.add(0),
+    "step": lambda user, _: user.engine.step(),
+}
+
+
+class TestLateVerdicts:
+    """A NaN that a GPU found: whatever call was interrupted before it told, the next one tells."""
+
+    def of_a_bad_step(self, backend):
+        """An engine after it, and its result."""
+        user = User(backend=backend)
+        user.engine.add([backend.put(np.full(slot.shape, np.nan, np.float32)) for slot in LAYOUT.slots])
+        result = user.engine.step()
+        synchronize(backend)
+        return user, result
+
+    def is_told(self, call):
+        try:
+            call()
+        except NonFiniteGradient as error:
+            return error.step == 0
+        return False
+
+    @pytest.mark.parametrize("name", list(TELL))
+    def test_are_told_after_a_call_that_was_interrupted_at_any_line(self, emulated, name):
+        user, result = self.of_a_bad_step(emulated)
+        places = places_of(partial(self.is_told, partial(TELL[name], user, result)))
+        assert not self.is_told(lambda: user.add(0)), "once"
+        interrupts = 0
+        for at in places:
+            user, result = self.of_a_bad_step(emulated)
+            interrupted, told = interrupted_at(at, partial(self.is_told, partial(TELL[name], user, result)))
+            interrupts += interrupted
+            assert told or self.is_told(lambda user=user: user.add(0)), at
+        assert interrupts > 5
 
 
 class TestOtherCalls:

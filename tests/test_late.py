@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gradengine.errors import NonFiniteGradient
 from gradengine.kernels import ClipPlan, Verdict
 from gradengine.kernels.host import HostKernels
 from gradengine.late import LateVerdicts
@@ -32,6 +33,15 @@ class Device:
         return self.now
 
 
+def told(late):
+    """The error that whoever calls next is told, or None."""
+    try:
+        late.raise_untold()
+    except NonFiniteGradient as error:
+        return error
+    return None
+
+
 @pytest.fixture
 def device():
     return Device()
@@ -43,19 +53,19 @@ def late(device):
 
 
 def test_each_bad_step_is_told_once(device, late):
-    assert late.untold() is None
+    assert told(late) is None
     device.arrived = [verdict(1), verdict(2, 1, 2, 1, 1), verdict(3, 1, 2, 1, 1)]
-    assert late.untold() is None
-    error = late.untold()
+    assert told(late) is None
+    error = told(late)
     assert (error.component, error.index, error.step, error.is_late) == ("head", 1, 1, True)
-    assert late.untold() is None
+    assert told(late) is None
     assert late.latest() == verdict(3, 1, 2, 1, 1)
-    assert late.untold() is None
+    assert told(late) is None
 
 
 def test_of_several_the_last_is_told(device, late):
     device.arrived = [verdict(5, 3, 4, 0, 2)]
-    assert (late.untold().step, late.latest().bad_steps) == (3, 3)
+    assert (told(late).step, late.latest().bad_steps) == (3, 3)
 
 
 def test_word_that_is_older_than_what_was_read_tells_nothing_again(device, late):
@@ -63,22 +73,37 @@ def test_word_that_is_older_than_what_was_read_tells_nothing_again(device, late)
     device.now = verdict(2, 2, 2)
     assert late.of_step(1, None).step == 1
     device.arrived = [verdict(1, 1, 1), verdict(2, 2, 2)]
-    assert late.untold() is None
-    assert late.untold() is None
+    assert told(late) is None
+    assert told(late) is None
     device.arrived = [verdict(3, 3, 3)]
-    assert late.untold().step == 2
+    assert told(late).step == 2
 
 
 def test_another_steps_verdict_is_still_to_be_told(device, late):
     device.now = verdict(2, 1, 1)
     assert late.of_step(1, None) is None
     device.arrived = [verdict(2, 1, 1)]
-    assert late.untold().step == 0
+    assert told(late).step == 0
 
 
 def test_asking_twice_is_answered_twice(device, late):
     device.now = verdict(1, 1, 1)
     assert [late.of_step(0, None).step for _ in range(2)] == [0, 0]
+
+
+def test_a_wait_finds_what_has_not_arrived(device, late):
+    late._telemetry.read = lambda: verdict(4, 1, 3, 1, 1)
+    late.wait()
+    assert (told(late).step, told(late)) == (2, None)
+
+
+def test_what_a_check_has_raised_is_told(device, late):
+    device.now = verdict(2, 1, 2)
+    late.raise_of_step(0, None)
+    with pytest.raises(NonFiniteGradient):
+        late.raise_of_step(1, None)
+    device.arrived = [verdict(2, 1, 2)]
+    assert told(late) is None
 
 
 def test_sending(device, late):
@@ -91,4 +116,4 @@ def test_on_the_cpu_there_are_none():
     kernels = HostKernels(1)
     late = LateVerdicts(kernels, LAYOUT, kernels.squared_sums([4, 2]), ClipPlan((0, 0), (1.0,)))
     late.send()
-    assert (late.exist, late.latest(), late.untold()) == (False, None, None)
+    assert (late.exist, late.latest(), told(late)) == (False, None, None)

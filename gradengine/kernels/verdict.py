@@ -160,6 +160,7 @@ class Telemetry:
         self._host = device.pinned(self.SLOTS, RECORD)
         self._events = [device.event() for _ in range(self.SLOTS)]
         self._under_way: list[int] = []
+        self._newest: Verdict | None = None
         # The memory goes back to CuPy's pool, and to others, once the copies that are under way have written to it.
         weakref.finalize(self, device.kept.dropped, self._events, (memory, self._host)).atexit = False
 
@@ -178,11 +179,11 @@ class Telemetry:
         return self._memory.read()
 
     def newest(self) -> Verdict | None:
-        """The newest verdict that has arrived since the last call; None where none has. Never waits."""
-        found = None
+        """The newest verdict that has arrived; None where none has. Never waits."""
         while self._under_way and self._events[self._under_way[0]].done:
-            found = _verdict(self._host[self._under_way.pop(0)])
-        return found
+            self._newest = _verdict(self._host[self._under_way[0]])  # kept before its slot is free
+            del self._under_way[0]
+        return self._newest
 
 
 def _scalar(array: Any, index: int) -> Any:
