@@ -140,7 +140,7 @@ def stream_handle(stream: Any) -> int:
     named = said[1] if isinstance(said, tuple) and len(said) == 2 else said
     for handle in (named, getattr(stream, "cuda_stream", None), stream):
         if isinstance(handle, SupportsIndex):
-            return _not_negative(operator.index(handle))
+            return _in_range(operator.index(handle))
     raise CallerError(
         "this is no CUDA stream",
         got=repr(stream) if isinstance(stream, (int, float, str)) else type(stream).__name__,
@@ -148,9 +148,9 @@ def stream_handle(stream: Any) -> int:
     )
 
 
-def _not_negative(handle: int) -> int:
-    if handle < 0:
-        raise CallerError("this is no CUDA stream", got=handle, expected="a handle >= 0")
+def _in_range(handle: int) -> int:
+    if not 0 <= handle < _LARGEST_ADDRESS:
+        raise CallerError("this is no CUDA stream", got=handle, expected="a handle >= 0, and an address at most")
     return handle
 
 

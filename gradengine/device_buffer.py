@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +27,12 @@ from gradengine.buffer import (
     wrong_dtype,
 )
 from gradengine.dlpack import Exported, contiguous_strides, exported, exporting_device
-from gradengine.errors import BufferRefused
+from gradengine.errors import BufferRefused, CallerError
 from gradengine.frameworks import is_jax, is_torch, jax_device, refuse_indirect, torch_buffer, torch_device
 
 __all__ = ["device_buffer", "device_of", "exporting_stream"]
+
+_MEMORY_OF_A_DEVICE = {2, 3}  # cudaMemoryType: device, managed
 
 
 def device_of(source: object) -> str:
@@ -48,7 +51,17 @@ def device_of(source: object) -> str:
         return "cpu"
     if hasattr(source, "__dlpack_device__"):
         return exporting_device(source, "array").replace("cuda_managed", "cuda")
-    return "cuda:0" if hasattr(source, "__cuda_array_interface__") else "cpu"
+    return _device_of_interface(source) if hasattr(source, "__cuda_array_interface__") else "cpu"
+
+
+def _device_of_interface(source: Any) -> str:
+    """Where the driver says that it lies, which the interface does not; "cuda:0" where that cannot be asked."""
+    try:
+        cupy, pointer = sys.modules["cupy"], int(source.__cuda_array_interface__["data"][0])
+        found = cupy.cuda.runtime.pointerGetAttributes(pointer)
+    except Exception:  # noqa: BLE001  (no CuPy, no driver, any object's interface: the device's door says what is wrong)
+        return "cuda:0"
+    return f"cuda:{found.device}" if found.type in _MEMORY_OF_A_DEVICE else "cuda:0"
 
 
 def device_buffer(source: Any, component: str, device: str, array_type: type, stream: int) -> Buffer:
@@ -92,10 +105,21 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     )
 
 
-def exporting_stream(source: object) -> NamedStream | None:
-    """The stream that a CUDA array interface names: to be waited for now, since it may be gone later."""
+def exporting_stream(source: object, component: str) -> NamedStream | None:
+    """The stream that a CUDA array interface names: to be waited for now, since it may be gone later.
+
+    Raises:
+        BufferRefused: What it names is no stream.
+    """
     handle = getattr(source, "__cuda_array_interface__", {}).get("stream")
-    return None if handle is None else NamedStream(handle)
+    try:
+        return None if handle is None else NamedStream(handle)
+    except CallerError:
+        raise BufferRefused(
+            f"component '{component}' has a CUDA array interface that names no stream",
+            got=hex(handle) if isinstance(handle, int) else type(handle).__name__,
+            expected="None, 1, 2 or a stream's handle",
+        ) from None
 
 
 def _from_own_array(array: Any, component: str, device: str) -> Buffer:

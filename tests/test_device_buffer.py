@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 import strategies as draw
-from backends import on_the_stand_in
-from devices import assign, bits_of, churned, nothing_is_launched, on_host, put_all, raw
+from backends import available, on_the_stand_in, runnable
+from devices import assign, bits_of, churned, nothing_is_launched, on_host, put_all, raw, synchronize
 from producers import Producer
 
-from gradengine import GradientEngine, GradientLayout, RawBuffer
+from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
 from gradengine.device_buffer import device_of
-from gradengine.errors import BufferRefused, LayoutMismatch
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
 HOST_MEMORY = np.ones(7, np.float32)
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
@@ -431,12 +431,120 @@ class TestRefused:
         assert on_host(memory).tobytes() == b"".join(value.tobytes() for value in values[:2])
 
 
+def read_by_an_engine(device, source):
+    """A micro-batch of that one gradient, through a step."""
+    engine = GradientEngine(GradientLayout.of([(7,)]), device.kernels, max_norm=None)
+    engine.add([source])
+    return on_host(engine.step().gradients["0"]).tolist()
+
+
+def queue_copy(device, target, source, stream):
+    runtime = device.kernels.xp.cuda.runtime
+    runtime.memcpyAsync(target.data.ptr, source.data.ptr, target.nbytes, runtime.memcpyDeviceToDevice, stream)
+
+
+class TestStreamsOfInterfaces:
+    """What numba and others say of the stream that they work on."""
+
+    @pytest.mark.parametrize("stream", [None, 0, 1, 2])
+    def test_by_number(self, device, stream):
+        said = Interface(device.put(np.full(7, 3, np.float32)), version=3, stream=stream)
+        synchronize(device)
+        assert read_by_an_engine(device, said) == [3] * 7
+
+    def test_by_a_handle(self, device):
+        array, threes = device.put(np.zeros(7, np.float32)), device.put(np.full(7, 3, np.float32))
+        stream = device.xp.cuda.Stream(non_blocking=True)
+        synchronize(device)
+        queue_copy(device, array, threes, stream.ptr)
+        assert read_by_an_engine(device, Interface(array, version=3, stream=np.int64(stream.ptr))) == [3] * 7
+
+    def test_of_version_2_which_has_none(self, device):
+        said = Interface(device.put(np.full(7, 3, np.float32)), version=2)
+        said.__cuda_array_interface__.pop("stream", None)
+        synchronize(device)
+        assert read_by_an_engine(device, said) == [3] * 7
+
+    @pytest.mark.parametrize("stream", [-1, 1 << 63, pytest.param(10**5000, id="a huge one"), 2.5, "7", [7]])
+    def test_what_is_no_stream_is_refused_by_name(self, device, stream):
+        said = Interface(seven(device), version=3, stream=stream)
+        with nothing_is_launched(device), pytest.raises(BufferRefused, match=r"'w' has .* that names no stream: got"):
+            device.kernels.view(said, "w")
+
+    def test_a_handle_of_nothing_is_refused(self, emulated):
+        """On a GPU the driver need not find out."""
+        said = Interface(seven(emulated), version=3, stream=0x7EADBEEF0)
+        with pytest.raises(CallerError, match="none of cuda:0, nor of another device: got handle 0x7eadbeef0"):
+            emulated.kernels.view(said, "w")
+
+
+class TestTwoDevices:
+    """What lies on one device, or is worked on there, and an engine on the other."""
+
+    @pytest.fixture(params=runnable(["cupy", "cupy-other"]) or ["cupy"])
+    def devices(self, request):
+        mine = available(request.param)
+        return mine, available("cupy" if request.param == "cupy-other" else "cupy-other")
+
+    def test_arrays_of_the_other_are_refused_by_name(self, devices):
+        mine, other = devices
+        for way in WAYS.values():
+            array = seven(other)  # which a capsule made by hand does not keep
+            self.refused(mine, way(other, array), other.kernels.device)
+
+    def test_a_pointer_to_the_others_memory_that_is_called_ours_is_refused(self, devices):
+        mine, other = devices
+        pointer = raw(other.kernels.view(seven(other), "x"), device=mine.kernels.device)
+        self.refused(mine, pointer, f"memory of {other.kernels.device}")
+
+    def refused(self, mine, source, lies_on):
+        engine, gradients = new_engine(mine), in_place_of_the_second(mine, source)
+        with nothing_is_launched(mine), pytest.raises(BufferRefused, match=r"'layers\.1\.w' ") as caught:
+            engine.add(gradients)
+        assert lies_on in caught.value.got.replace("cuda_managed", "cuda")
+        assert mine.kernels.device in str(caught.value)
+
+    @pytest.mark.parametrize("way", ["interface", "pointer"])
+    def test_a_stream_of_the_other_is_waited_for(self, devices, way):
+        """CuPy names the current device's stream, wherever the array lies."""
+        mine, other = devices
+        array, threes = (mine.put(np.full(7, value, np.float32)) for value in (0, 3))
+        with other.kernels.active():
+            stream = other.kernels.xp.cuda.Stream(non_blocking=True)
+        synchronize(mine)
+        with other.kernels.active(), stream:
+            queue_copy(mine, array, threes, stream.ptr)
+            said = Interface(array) if way == "interface" else raw(mine.kernels.view(array, "x"), stream=stream.ptr)
+        assert way == "pointer" or said.__cuda_array_interface__["stream"] == stream.ptr
+        assert read_by_an_engine(mine, said) == [3] * 7
+
+    def test_a_stream_of_the_other_waits_for_our_work(self, devices):
+        mine, other = devices
+        engine, array = new_engine(mine), mine.put(np.ones(7, np.float32))
+        nans = mine.put(np.full(7, np.nan, np.float32))
+        with other.kernels.active():
+            stream = other.kernels.xp.cuda.Stream(non_blocking=True)
+        gradients = in_place_of_the_second(mine, raw(mine.kernels.view(array, "x"), stream=stream.ptr))
+        synchronize(mine)
+        engine.add(gradients)
+        with other.kernels.active():
+            queue_copy(mine, array, nans, stream.ptr)
+            stream.synchronize()
+        assert (on_host(engine.step().gradients["layers.1.w"]) == 1).all()
+
+    def test_what_an_interface_alone_says_is_worked_on_where_it_lies(self, devices):
+        for device in devices:
+            array = device.put(np.full(4, 3, np.float32))
+            synchronize(device)
+            assert float(clip_by_global_norm({"w": Interface(array)}, 3.0)) == 6
+            assert on_host(array).tolist() == pytest.approx([1.5] * 4)
+
+
 class TestDeviceOf:
     def test_arrays_there(self, device):
         array = device.put(np.ones(3, np.float32))
-        for source in (array, Forwarding(array), producer(array)):
+        for source in (array, Forwarding(array), producer(array), Interface(array)):
             assert device_of(source) == device.kernels.device
-        assert device_of(Interface(array)) == "cuda:0"  # which names no device
         assert device_of(pointer_to(device, array)) == device.kernels.device
 
     @pytest.mark.parametrize("source", [np.ones(3), np.float32(1), [1.0], None, object(), Producer(HOST_MEMORY)])

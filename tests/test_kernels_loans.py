@@ -488,8 +488,8 @@ class StubDevice:
     def current_stream(self):
         return types.SimpleNamespace(ptr=0)
 
-    def stream_of(self, handle):
-        return types.SimpleNamespace(ptr=handle, is_capturing=lambda: False)
+    def records(self, handle):
+        return False
 
     def record(self):
         self.events.append(StubEvent())

@@ -61,16 +61,16 @@ class CudaKernels(Kernels):
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
         """See `Kernels.views`; memory of this device only."""
-        with self._place.active():  # DLPack exports from the current device only
+        with self._place.active():  # DLPack exports from the current device only, and CuPy names its current stream
             stream, kind = self._place.stream_for_producers(), self.xp.ndarray
             named = list(zip(sources, components, strict=True))
             views = [device_buffer(source, component, self.device, kind, stream) for source, component in named]
-        behind = set(lenders_of(views))
-        for (source, component), view in zip(named, views, strict=True):
-            if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
-                self._place.refuse_foreign(view, component)  # nothing but an address says where it lies
-                named_stream = exporting_stream(source)
-                behind |= {named_stream} if named_stream else set()
+            behind = set(lenders_of(views))
+            for (source, component), view in zip(named, views, strict=True):
+                if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
+                    self._place.refuse_foreign(view, component)  # nothing but an address says where it lies
+                    named_stream = exporting_stream(source, component)
+                    behind |= {named_stream} if named_stream else set()
         self.wait_for(behind)
         return views
 

@@ -24,6 +24,7 @@ __all__ = ["CudaDevice", "Kept", "StreamOrder"]
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
+_INVALID_HANDLE = 400  # cudaErrorInvalidResourceHandle
 _POOLED = 1 << 20  # bytes: CuPy's pool of pinned memory rounds up to a power of two
 
 
@@ -288,7 +289,45 @@ class CudaDevice:
     def wait_for(self, handle: int) -> None:
         """Have the current stream wait for what another library's has to do; 0 is the default stream."""
         with self.active():
-            self.current_stream().wait_event(self.stream_of(handle).record(self.event()))
+            self.current_stream().wait_event(self._behind(handle))
+
+    def _behind(self, handle: int) -> Any:
+        """An event behind what another library's stream has to do; an event is of its stream's device, or refused."""
+        stream = self.stream_of(handle)
+        try:
+            return stream.record(self.event())
+        except self.xp.cuda.runtime.CUDARuntimeError as fault:
+            if fault.status != _INVALID_HANDLE:
+                raise
+        with self.xp.cuda.Device(self._ordinal_of(handle)):
+            return stream.record(self.xp.cuda.Event(disable_timing=True))
+
+    def _ordinal_of(self, handle: int) -> int:
+        """The device of a stream, by its context: CuPy has no other way to ask."""
+        driver = self.xp.cuda.driver
+        context = driver.ctxGetCurrent()
+        try:
+            driver.ctxSetCurrent(driver.streamGetCtx(handle))
+            return int(driver.ctxGetDevice())
+        finally:
+            driver.ctxSetCurrent(context)
+
+    def records(self, handle: int) -> bool:
+        """Whether another library's stream, of whichever device, records a graph.
+
+        Raises:
+            CallerError: There is no such stream, as far as the driver can say.
+        """
+        try:
+            return bool(self.stream_of(handle).is_capturing())
+        except self.xp.cuda.runtime.CUDARuntimeError as fault:
+            if fault.status != _INVALID_HANDLE:
+                raise
+            raise CallerError(
+                f"a stream that gradients are lent on is none of {self.name}, nor of another device",
+                got=f"handle {handle:#x}",
+                expected="a stream that lives until the step is over",
+            ) from None
 
     def let_wait(self, handle: int, event: Any) -> None:
         """Have another library's stream wait for an event."""

@@ -51,7 +51,7 @@ class Loans:
 
     def _refuse_recording(self, handles: Iterable[int]) -> None:
         for handle in handles:
-            if self._device.stream_of(handle).is_capturing():
+            if self._device.records(handle):
                 raise CallerError(
                     "the framework that lends gradients records a graph on its stream",
                     got=f"stream {handle:#x}",

@@ -9,8 +9,8 @@ using namespace gpuless;
 
 namespace {
 
-int context;  // all devices' only one; nobody looks into it
-CUcontext the_context() { return (CUcontext)&context; }
+int contexts[64];  // one for each device; nobody looks into them
+CUcontext context_of(int device) { return (CUcontext)&contexts[device]; }
 
 CUresult driver_answer(Error error) { return (CUresult)error; }  // the two count errors alike, where we answer any
 
@@ -20,10 +20,13 @@ extern "C" {
 
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext* found) {
-  *found = the_context();
+  *found = context_of(current_device());
   return CUDA_SUCCESS;
 }
-CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext given) {
+  current_device() = (int)((int*)given - contexts);
+  return CUDA_SUCCESS;
+}
 #undef cuCtxCreate
 #undef cuCtxCreate_v2
 CUresult cuCtxCreate_v2(CUcontext* made, unsigned, CUdevice) { return cuCtxGetCurrent(made); }
@@ -32,7 +35,13 @@ CUresult cuCtxGetDevice(CUdevice* device) {
   *device = current_device();
   return CUDA_SUCCESS;
 }
-CUresult cuStreamGetCtx(CUstream, CUcontext* found) { return cuCtxGetCurrent(found); }
+CUresult cuStreamGetCtx(CUstream handle, CUcontext* found) {
+  Turn turn;
+  const Stream* stream = stream_of((cudaStream_t)handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  *found = context_of(stream->device);
+  return CUDA_SUCCESS;
+}
 
 CUresult cuModuleLoadData(CUmodule* handle, const void* image) {
   Turn turn;
