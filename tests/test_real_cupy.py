@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -306,12 +307,60 @@ class TestMemory:
         assert pointer in [array.data.ptr for array in again]
         assert all(np.isnan(on_host(array)).all() for array in again)
 
+    def test_streams_that_are_gone_leave_room(self):
+        """Their memory is nobody else's in the pool, and of mappings a process has few: it ended by a signal."""
+        code = "import cupy\nfor _ in range(34_000):\n with cupy.cuda.Stream(non_blocking=True): cupy.empty(7)\n{}"
+        done = python(code.format("print('there')"))
+        assert (done.returncode, done.stdout) == (0, "there\n"), done.stderr[-2000:]
+
+    def test_more_pieces_than_a_process_may_map(self, device):
+        runtime, pieces = device.kernels.xp.cuda.runtime, []
+        with pytest.raises(runtime.CUDARuntimeError, match="MemoryAllocation"):
+            pieces.extend(runtime.malloc(512) for _ in range(30_000))
+        for piece in pieces:
+            runtime.free(piece)
+        assert len(pieces) > 10_000
+
+    def test_what_a_test_leaves_unused_is_given_back(self, device):
+        from real_cupy.pools import give_back_unused
+
+        xp = device.kernels.xp
+        pool = xp.get_default_memory_pool()
+        with xp.cuda.Stream(non_blocking=True):
+            xp.empty(1 << 20)
+        assert pool.free_bytes() >= 8 << 20
+        give_back_unused()
+        assert pool.free_bytes() < 8 << 20
+
     def test_it_runs_out(self, device):
         import cuda_emulator
 
         xp = device.kernels.xp
         with cuda_emulator.options(device_memory=1 << 40), pytest.raises(xp.cuda.memory.OutOfMemoryError):
             xp.empty(1 << 42, np.uint8)
+
+
+def test_the_current_device_is_known_while_another_thread_waits_for_work(device):
+    """CuPy asks for it amid work of its own, holding Python's lock, which no driver would let others have there."""
+    xp, begun, known, seen = device.kernels.xp, threading.Event(), threading.Event(), []
+
+    def work_that_waits(_):
+        begun.set()
+        seen.append(known.wait(30))
+
+    def work():
+        stream = xp.cuda.Stream(non_blocking=True)
+        stream.launch_host_func(work_that_waits, None)
+        stream.synchronize()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(30)
+    with xp.cuda.Device(0):
+        assert xp.cuda.runtime.getDevice() == 0
+        known.set()
+    thread.join(60)
+    assert seen == [True]
 
 
 def test_every_python_of_the_environment_has_it():

@@ -92,8 +92,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """What a kernel or copy did wrong is its test's fault, also where no call of CUDA was there to say so."""
     from real_cupy.loaded import faults, finish_all
+    from real_cupy.pools import give_back_unused
 
     finish_all()
+    give_back_unused()
     found = faults()
     if found:
         pytest.fail("\n".join(found), pytrace=False)

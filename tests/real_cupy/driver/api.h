@@ -20,7 +20,8 @@ inline bool is_device(int device) { return device >= 0 && device < settings().de
 // Begins a function that wants a device.
 #define TURN    \
   Turn turn_;   \
-  WANT(settings().devices > 0, cudaErrorNoDevice)
+  WANT_DEVICES
+#define WANT_DEVICES WANT(settings().devices > 0, cudaErrorNoDevice)
 #define WANT(condition, error) \
   if (!(condition)) return gpuless::answer(error)
 #define REFUSE(check) \

@@ -114,18 +114,18 @@ Error cudaGetDeviceCount(int* count) {
   return answer(*count ? cudaSuccess : cudaErrorNoDevice);
 }
 Error cudaGetDevice(int* device) {
-  TURN;
+  WANT_DEVICES;
   *device = current_device();
   return cudaSuccess;
 }
 Error cudaSetDevice(int device) {
-  TURN;
+  WANT_DEVICES;
   WANT(is_device(device), cudaErrorInvalidDevice);
   current_device() = device;
   return cudaSuccess;
 }
 Error cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  TURN;
+  WANT_DEVICES;
   WANT(is_device(device), cudaErrorInvalidDevice);
   auto found = attributes.find(attribute);
   *value = found == attributes.end() ? 0 : found->second;
@@ -134,7 +134,7 @@ Error cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   return cudaSuccess;
 }
 Error cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
-  TURN;
+  WANT_DEVICES;
   WANT(is_device(device), cudaErrorInvalidDevice);
   memset(found, 0, sizeof *found);
   strcpy(found->name, "no GPU: real CuPy on the CPU");

@@ -17,6 +17,7 @@ inline std::recursive_mutex& lock() {
 }
 
 // Kernels run under our lock and take Python's. Whoever holds Python's therefore lets go of it before waiting for ours.
+// What CuPy asks for amid work of its own that no other thread may come between, the current device, takes no turn.
 class Turn {
  public:
   Turn() {

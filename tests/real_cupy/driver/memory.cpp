@@ -9,6 +9,7 @@ namespace {
 
 const size_t PAGE = 4096;
 const size_t UNIT = 512;                        // CUDA's own alignment, and CuPy's
+const size_t MOST_ON_DEVICE = 1 << 14;        // allocations: of 65530 mappings, Linux's bound, each takes up to 3
 const size_t MOST_POISONED = size_t(64) << 20;  // larger ones stay zeros: to touch them all would take real memory
 
 std::map<uintptr_t, Allocation> allocations;
@@ -40,10 +41,14 @@ Error allocate(void** pointer, size_t size, Kind kind, int device) {
   if (!size) return cudaSuccess;
   const bool counts = kind != PINNED;
   if (counts && (size > settings().memory || taken[device] > settings().memory - size)) return cudaErrorMemoryAllocation;
+  if (counts && allocations.size() >= MOST_ON_DEVICE) return cudaErrorMemoryAllocation;
   const size_t used = rounded(size, UNIT), inner = rounded(used, PAGE), mapped = inner + 2 * PAGE;
   char* base = (char*)mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return cudaErrorMemoryAllocation;
-  mprotect(base + PAGE, inner, PROT_READ | PROT_WRITE);
+  if (mprotect(base + PAGE, inner, PROT_READ | PROT_WRITE)) {
+    munmap(base, mapped);
+    return cudaErrorMemoryAllocation;
+  }
   *pointer = base + PAGE + inner - used;  // it ends at the guard page
   if (size <= MOST_POISONED) memset(*pointer, 0xff, used);
   if (counts) taken[device] += size;
