@@ -192,8 +192,6 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedCl
         CallerError: `max_norm` is negative or NaN.
     """
     refuse_other_kind("state", state, FusedClipState)
-    refuse_other_kind("state", state, FusedClipState)
-    refuse_other_kind("state", state, FusedClipState)
     named = _lora_buffers(workspace, state.kernels)
     _clip(_writable(list(named.values()), list(named), state), max_norm, state)
     note_written(named.values())

@@ -20,6 +20,7 @@ from gradengine.clip import checked_max_norm, clip_by_global_norm
 from gradengine.components import memory_order, shapes_in_memory, trainable
 from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient
+from gradengine.gradients import and_more
 from gradengine.kernels import kernels_for
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
@@ -201,14 +202,25 @@ def drop_unused(module: Parameters, result: StepResult) -> None:
         module: The one that the engine's layout was taken of, by `layout_of`.
         result: From `engine.step(out=gradients_of(module, allocate=True))`.
 
+    Raises:
+        LayoutMismatch: The result is not of this module's layout; nothing was dropped.
+        CallerError: The engine has been called since: what was unused may have a gradient by now. Nothing was dropped.
+
     Example::
 
         drop_unused(model, engine.step(out=gradients_of(model, allocate=True)))
         optimizer.step()
     """
-    for name, parameter in trainable(module).items():
-        if name in result.unused:
-            parameter.grad = None
+    _refuse_stale(result)
+    parameters = trainable(module)
+    unknown = sorted(result.unused - parameters.keys())
+    if unknown:
+        raise LayoutMismatch(
+            f"component '{unknown[0]}'{and_more(unknown)} is no parameter of this module",
+            do="pass the module that the engine's layout was taken of",
+        )
+    for name in result.unused:
+        parameters[name].grad = None
 
 
 def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Parameters) -> None:

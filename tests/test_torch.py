@@ -987,6 +987,24 @@ class TestUnused:
         else:
             optimizer.step()
 
+    def test_nothing_is_dropped_of_another_module_by_an_old_result_or_by_none(self):
+        module = Branches()
+        module(torch.ones(3, 4)).sum().backward()
+        wrapped = torch.nn.ModuleDict({"module": module})
+        engine = GradientEngine(layout_of(module))
+        engine.add(gradients_of(module))
+        result = engine.step(out=gradients_of(module, allocate=True))
+        with pytest.raises(LayoutMismatch, match=r"'other.bias' \(and 1 more\) is no parameter of this module"):
+            drop_unused(wrapped, result)
+        module.zero_grad()
+        module(torch.ones(3, 4), block=False).sum().backward()
+        engine.add(gradients_of(module))
+        with pytest.raises(CallerError, match="out of date"):
+            drop_unused(module, result)
+        with pytest.raises(CallerError, match="result"):
+            drop_unused(module, None)
+        assert module.other.weight.grad is not None
+
     @pytest.mark.parametrize("way", ["give_gradients", "out", "step_fused", "zeros"])
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_a_branch_that_nobody_used_stays_what_it_was(self, way, world_size):
