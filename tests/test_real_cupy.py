@@ -307,6 +307,28 @@ class TestMemory:
         assert pointer in [array.data.ptr for array in again]
         assert all(np.isnan(on_host(array)).all() for array in again)
 
+    def test_what_another_thread_drops_goes_back_on_the_stream_it_came_from(self):
+        """A thread's default stream has one handle in all: by that, NaN came on the stream of whoever dropped it."""
+        code = """
+import cupy, threading
+from concurrent.futures import ThreadPoolExecutor
+def fill(value):
+    array = cupy.empty(77, "f4")
+    array.fill(value)
+    return array
+with ThreadPoolExecutor(1) as thread:
+    first = thread.submit(fill, 1).result()
+    busy, pointer = fill(0), first.data.ptr
+    del first
+    arrays = thread.submit(lambda: [fill(2) for _ in range(5)]).result()
+    assert pointer in [array.data.ptr for array in arrays]
+    thread.submit(cupy.cuda.Stream.ptds.synchronize).result()
+    cupy.cuda.Stream.ptds.synchronize()
+    print([float(array[0]) for array in arrays])
+"""
+        done = python(code, CUPY_CUDA_PER_THREAD_DEFAULT_STREAM="1", REAL_CUPY_ORDER="lazy")
+        assert done.stdout == f"{[2.0] * 5}\n", done.stderr[-2000:]
+
     def test_streams_that_are_gone_leave_room(self):
         """Their memory is nobody else's in the pool, and of mappings a process has few: it ended by a signal."""
         code = "import cupy\nfor _ in range(34_000):\n with cupy.cuda.Stream(non_blocking=True): cupy.empty(7)\n{}"

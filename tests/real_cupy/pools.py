@@ -19,7 +19,7 @@ _NAN = 0xFF  # of every float format, in each byte
 class _Piece:
     """A pool's piece of device memory, as long as somebody refers to it."""
 
-    def __init__(self, memory: Any, size: int, stream: int, device: int) -> None:
+    def __init__(self, memory: Any, size: int, stream: int | None, device: int) -> None:
         self._memory, self._size, self._stream, self._device = memory, size, stream, device
 
     def __del__(self) -> None:
@@ -57,7 +57,8 @@ def install() -> None:
         if not size:
             return memory
         device = cuda.runtime.getDevice()
-        piece = _Piece(memory, size, cuda.get_current_stream().ptr, device)
+        stream = DRIVER.gpuless_own_stream(cuda.get_current_stream().ptr)
+        piece = _Piece(memory, size, stream, device)
         return cuda.MemoryPointer(cuda.UnownedMemory(memory.ptr, size, piece, device), 0)
 
     def allocate_pinned(size: int) -> Any:

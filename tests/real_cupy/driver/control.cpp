@@ -43,6 +43,12 @@ int gpuless_finish_all() {
   return first;
 }
 
+// The calling thread's stream of that handle: of a thread's default stream, which is another's in every thread, its own.
+cudaStream_t gpuless_own_stream(cudaStream_t handle) {
+  Turn turn;
+  return handle == cudaStreamPerThread ? (cudaStream_t)stream_of(handle) : handle;
+}
+
 // Memory went back to CuPy's pool, which gives it to whoever asks next on that stream: it is NaN when that comes.
 void gpuless_void(void* pointer, size_t size, cudaStream_t handle, int device) {
   Turn turn;

@@ -9,7 +9,7 @@ namespace {
 
 const size_t PAGE = 4096;
 const size_t UNIT = 512;                        // CUDA's own alignment, and CuPy's
-const size_t MOST_ON_DEVICE = 1 << 14;        // allocations: of 65530 mappings, Linux's bound, each takes up to 3
+const size_t MOST_ON_DEVICE = 28000;             // allocations: each takes 2 of the 65530 mappings that Linux allows
 const size_t MOST_POISONED = size_t(64) << 20;  // larger ones stay zeros: to touch them all would take real memory
 
 std::map<uintptr_t, Allocation> allocations;

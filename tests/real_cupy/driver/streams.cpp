@@ -148,7 +148,8 @@ Error queue(Stream* stream, const std::string& name, Work work, OperationP* made
 
 void queue_unseen(Stream* stream, Work work) {
   const OperationP it = append(stream, std::move(work));
-  if (settings().order == EAGER) finish(it);
+  if (it->after.empty()) perform(it);
+  else if (settings().order == EAGER) finish(it);
 }
 
 Error finish(const OperationP& wanted) {

@@ -47,7 +47,8 @@ Error end_stream(cudaStream_t handle);
 
 // Queues work behind what the stream has, or records it where the stream captures; `made` is left null then.
 Error queue(Stream* stream, const std::string& name, Work work, OperationP* made = nullptr);
-// The same past every rule of capture and unseen by it: for what is no call of the program.
+// The same past every rule of capture and unseen by it: for what is no call of the program. Where it has nothing to wait
+// for it is done at once: what is left on the stream of a thread that ended comes at any time, or never.
 void queue_unseen(Stream* stream, Work work);
 
 Error finish(const OperationP& wanted);
