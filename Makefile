@@ -20,10 +20,6 @@ VERSIONED := not (emulat or mutation or compile or processes or examples or test
 PROCESSES ?= 2
 REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(ARGS)
 REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(ARGS)
-# The tests whose work may be done in more than one order: in the other orders, and with other streams, these are run.
-ORDERED := $(addprefix tests/test_,$(addsuffix .py,streams capture clip engine kernels_loans device_buffer elementwise \
-    kernels_mirror kernels_verdict kernels_addresses gpu_accumulate stand_in real_cupy))
-
 .PHONY: demo test test-interop test-package test-lowest test-newest check compile-check real-cupy bench gpu-check clean
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree
@@ -53,12 +49,12 @@ compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and
 	COMPILE_CHECK=1 $(BIN)/python -m pytest tests/test_kernels_compile.py $(ARGS)
 	$(BIN)/python bench/kernel_table.py
 
-real-cupy: $(VENV)-cuda12/real_cupy/built $(VENV)-cuda13/real_cupy/built  ## every GPU test on CuPy itself; needs g++, no GPU
+real-cupy: $(VENV)-cuda12/real_cupy/built $(VENV)-cuda13/real_cupy/built  ## every GPU test on CuPy itself in every order; needs g++, no GPU
 	$(REAL_CUPY) tests
-	REAL_CUPY_ORDER=random $(REAL_CUPY_13) $(ORDERED)
-	REAL_CUPY_ORDER=eager $(REAL_CUPY_13) $(ORDERED)
-	REAL_CUPY_STREAM=own $(REAL_CUPY) $(ORDERED)
-	CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 $(REAL_CUPY_13) $(ORDERED)
+	REAL_CUPY_ORDER=random $(REAL_CUPY_13) tests
+	REAL_CUPY_ORDER=eager $(REAL_CUPY_13) tests
+	REAL_CUPY_STREAM=own $(REAL_CUPY) tests
+	CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 $(REAL_CUPY_13) tests
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --out out/gpu-check-small
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --further --out out/gpu-check-small
 

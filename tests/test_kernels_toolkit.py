@@ -53,6 +53,7 @@ class TestLoadCupy:
 
     def test_no_cupy(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
+        monkeypatch.setattr("gradengine.kernels.cuda_kernels", cuda_kernels.__wrapped__)  # nor asked for before
         for device, name in (("cuda", "cuda:0"), ("cuda:3", "cuda:3")):
             with pytest.raises(DeviceUnavailable, match=f"device '{name}' needs CuPy") as caught:
                 kernels_for(device)
