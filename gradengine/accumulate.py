@@ -80,6 +80,11 @@ class GradientAccumulator(ABC):
         return len(self._window.weights)
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether it was said that this window may stay without a micro-batch; `zero_all` forgets it."""
+        return self._window.may_be_empty
+
+    @property
     def is_even(self) -> bool:
         """Whether every component has the same number of micro-batches."""
         counts = self._window.counts
@@ -138,6 +143,11 @@ class GradientAccumulator(ABC):
             (1, 2.0)
         """
         self._add(self.layout.slots, gradients, weight, measure, "the layout")
+
+    def add_nothing(self) -> None:
+        """Say that a micro-batch counted nothing: the window may stay empty, as a sum of weight 0 over workers."""
+        self.refuse_interrupted()
+        self._window.may_be_empty = True
 
     def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
         """Add one block's part of a micro-batch: a sequence in the block's order, or a mapping by component name.
@@ -207,20 +217,21 @@ class GradientAccumulator(ABC):
         self.kernels.measure_all(self.targets, self.sums, filled)
         return not np.isfinite(self.kernels.totals(self.sums)[filled]).all()
 
-    def close(self, *, measure: bool = False, may_be_empty: bool = False) -> None:
+    def close(self, *, measure: bool = False) -> None:
         """Fold what is held; afterwards the arena holds the window's weighted sum.
+
+        The sum of nothing is -0.0 everywhere: added to any other it leaves each bit of that as it is; 0.0 does not.
 
         Args:
             measure: Take the squared sums of what is folded now in the same pass.
-            may_be_empty: Whether a window without a micro-batch is a sum of nothing, -0.0 everywhere: added to any
-                other it leaves each bit of that as it is, which 0.0 does not.
 
         Raises:
-            WindowError: There is no micro-batch, or some component has fewer than the others; nothing is folded then.
+            WindowError: There is no micro-batch, and nobody said so by `add_nothing`; or some component has fewer than
+                the others. Nothing is folded then.
         """
         self.refuse_interrupted()
         window = self._window
-        if not window.weights and may_be_empty:
+        if not window.weights and window.may_be_empty:
             self._fill_with_nothing()
             return
         if not window.weights:

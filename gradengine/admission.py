@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.arguments import as_float, said
 from gradengine.capture import CapturedWindow
 from gradengine.errors import CallerError, WindowError
 from gradengine.late import LateVerdicts
+from gradengine.result import StepResult
 from gradengine.settings import Settings
 from gradengine.sharing import Sharing
 from gradengine.slots import Span
@@ -71,8 +73,20 @@ class Admission:
                 expected=f"step() after {room} micro-batches",
             )
 
-    def of_step(self, captured: CapturedWindow | None, way: str) -> None:
-        """A step whose gradients go that way: "in place", "out" or "deferred"."""
+    def of_nothing(self, captured: CapturedWindow | None, weight: object) -> None:
+        """A micro-batch that counts nothing."""
+        if as_float(weight) != 0:
+            raise WindowError(
+                "a micro-batch without gradients",
+                got=f"weight {said(weight)}",
+                expected="0: it counts nothing",
+                do="add its gradients, or say add(None, weight=0) where there are none",
+            )
+        if captured is not None:
+            raise WindowError("a captured window has micro-batches that count", got="add(None, weight=0)")
+
+    def of_step(self, captured: CapturedWindow | None, way: str, last: StepResult | None) -> None:
+        """A step whose gradients go that way, "in place", "out" or "deferred", after one with that result."""
         self.of_call(captured)
         closing = self._sharing.closing
         if closing is not None and closing.way != way:
@@ -91,6 +105,8 @@ class Admission:
                 "again); discard() goes on without this step",
             )
         self._accumulator.refuse_interrupted()
+        if not self._accumulator.accumulated_count and not self._accumulator.may_be_empty:
+            raise self._nothing_came(last)
 
     def of_graph(self, captured: CapturedWindow | None) -> None:
         """A graph is a whole step of one worker's: nothing of one may be under way where it begins."""
@@ -115,6 +131,16 @@ class Admission:
                 got=f"{value} after {count} micro-batches of {self._settings.loss_scale}",
                 do="set it after step() or discard()",
             )
+
+    def _nothing_came(self, last: StepResult | None) -> WindowError:
+        """A step that was asked for twice would be made twice; on one of several workers it would join their next."""
+        closed = f"step {last.step} is over, and engine.last_result has its result; for another one " if last else ""
+        return WindowError(
+            f"step {self._sharing.step} without a micro-batch",
+            got="0 micro-batches",
+            expected="at least 1",
+            do=f"{closed}add() gradients first, or add(None, weight=0) where this worker has none",
+        )
 
     def _refuse_closing(self) -> None:
         closing = self._sharing.closing

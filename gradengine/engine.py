@@ -112,6 +112,7 @@ class GradientEngine:
         self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
         self._admission = Admission(self._settings, self.accumulator, self._sharing, self._late)
         self._captured: CapturedWindow | None = None
+        self._last_result: StepResult | None = None
         self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
@@ -155,6 +156,14 @@ class GradientEngine:
         self._settings.loss_scale = scale
 
     @property
+    def last_result(self) -> StepResult | None:
+        """What the last `step` returned, for where an interrupt lost it; None before the first one.
+
+        The destinations of `out` are not kept: they are in the caller's hands, and its memory.
+        """
+        return self._last_result
+
+    @property
     def latest_verdict(self) -> Verdict | None:
         """A GPU's newest word on a finished step: norm, scale, whether it was skipped. Late, and never a wait.
 
@@ -172,12 +181,13 @@ class GradientEngine:
         """Workers that exchange, each with a whole model or the same part of one; 1 without an exchange."""
         return self.exchange.world_size if self.exchange else 1
 
-    def add(self, gradients: Gradients, weight: float = 1.0) -> None:
+    def add(self, gradients: Gradients | None, weight: float = 1.0) -> None:
         """Add a micro-batch.
 
         Args:
             gradients: Mapping name -> gradient or a sequence in layout order, of any framework, fp32, fp16 or bf16, on
-                the engine's device. None stands for a component without a gradient.
+                the engine's device. None in it stands for a component without a gradient; None in its place, with
+                weight 0, for a micro-batch that counts nothing. A worker that has no other says so before its step.
             weight: What it counts in the average: 1, or its tokens.
 
         Raises:
@@ -186,6 +196,10 @@ class GradientEngine:
             WindowError: A bad weight, a window that is full, or a step before this one that failed.
         """
         self._admission.of_add(self._captured)
+        if gradients is None:
+            self._admission.of_nothing(self._captured, weight)
+            self.accumulator.add_nothing()
+            return
         last = self.accumulator.accumulated_count + 1 == self.micro_batches
         self.accumulator.add(gradients, weight, measure=last and self.world_size == 1)
         if self._captured is not None:
@@ -230,8 +244,8 @@ class GradientEngine:
     def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.
 
-        A worker without a micro-batch takes part with weight 0. Interrupted, as by Ctrl-C, it can be called again with
-        the same arguments; an exchange that was interrupted half way is closed, as one that failed.
+        Interrupted, as by Ctrl-C, it can be called again with the same arguments: it goes on, or says that the step is
+        over, whose result is `last_result` then. An exchange interrupted half way is closed, as one that failed.
 
         Args:
             out: Destinations, mapping or sequence as for `add`, written in their dtype; None for a component that is
@@ -243,19 +257,21 @@ class GradientEngine:
             The result; a later `add` overwrites its gradients.
 
         Raises:
-            WindowError: No worker has a micro-batch, some component lacks part of the window, or its weight times the
-                loss scale is beyond 2**-126..2**126; or a call that was interrupted left it half written.
+            WindowError: Nothing was added since the last step, or nothing that counts on any worker; some component
+                lacks part of the window, or its weight times the loss scale is beyond 2**-126..2**126; or a call that
+                was interrupted left it half written.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
             NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU that of an earlier
                 step, whose gradients were handed back as zeros.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
+            ExchangeError: The workers' settings differ, or the sums that they hold; the window is kept.
         """
         if deferred and (out is not None or len(self._plan.max_norms) > 1):
             raise CallerError(
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
             )
         way = "deferred" if deferred else "in place" if out is None else "out"
-        self._admission.of_step(self._captured, way)
+        self._admission.of_step(self._captured, way, self._last_result)
         destinations = destinations_of(self.layout.slots, self._kernels, self.accumulator.arena, out)
         closing = self._sharing.closing or self._closing(way)
         self._hand_back(closing, destinations)
@@ -273,8 +289,8 @@ class GradientEngine:
         self._kernels.hand_over(lenders)
         if closing.decision.bad is None:
             self._late.send()
-        # Its last statement makes the step a past one. Interrupted before that, step() can be run again; from there to
-        # the caller's assignment there is no call behind which Python would look for a signal.
+        # Before the step is over: who is interrupted behind that finds it there. Destinations are the caller's to free.
+        self._last_result = result if out is None else result.without_arrays()
         self._begin_next(closing)
         return result
 
@@ -283,7 +299,8 @@ class GradientEngine:
         """Whether something of a window is there: added, on its way, or handed back by a step that was interrupted."""
         sharing = self._sharing
         is_kept = sharing.failed or sharing.closing is not None or self.accumulator.is_interrupted
-        return bool(self.accumulator.accumulated_count or sharing.workers.started or is_kept)
+        has_come = self.accumulator.accumulated_count or self.accumulator.may_be_empty
+        return bool(has_come or sharing.workers.started or is_kept)
 
     def tell_all(self, what: str, facts: object) -> list[Any]:
         """Every worker's facts, in rank order, on every worker; what has been told in a step is not told again in it.
@@ -423,17 +440,19 @@ class GradientEngine:
                 self._sharing.closing = closing  # from here on it is not scaled again
 
     def _result(self, closing: Closing, gradients: Mapping[str, Any]) -> StepResult:
+        late, kernels, sums = self._late, self._kernels, self.accumulator.sums  # the engine keeps the result: no cycle
+
         def find(step: int) -> NonFiniteGradient | None:
-            return self._late.of_step(step, decision) if decision.bad is None else closing.non_finite
+            return late.of_step(step, decision) if decision.bad is None else closing.non_finite
 
         def raise_found(step: int) -> None:
             if decision.bad is None:
-                self._late.raise_of_step(step, decision)
+                late.raise_of_step(step, decision)
             elif closing.non_finite is not None:
                 raise closing.non_finite
 
         def follow() -> None:
-            self._kernels.follow(self.accumulator.sums)
+            kernels.follow(sums)
 
         tally, decision, is_deferred = closing.tally, closing.decision, closing.way == "deferred"
         names, step, current = self._group_names, closing.step, self._still()
@@ -444,8 +463,8 @@ class GradientEngine:
 
     def _still(self) -> Callable[[], bool]:
         """Whether the arena is what it is now, whenever that is asked."""
-        changes = self.accumulator.changes
-        return lambda: self.accumulator.changes == changes
+        accumulator, changes = self.accumulator, self.accumulator.changes
+        return lambda: accumulator.changes == changes
 
     def _clear_window(self) -> None:
         self.accumulator.zero_all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn, final
 
-from gradengine.errors import NonFiniteGradient
+from gradengine.errors import NonFiniteGradient, WindowError
 from gradengine.kernels import ClipPlan, Decision, Kernels, SquaredSums, Verdict
 from gradengine.layout import GradientLayout
 
@@ -60,7 +60,11 @@ class LateVerdicts:
             self._raise(verdict)
 
     def of_step(self, step: int, decision: Decision) -> NonFiniteGradient | None:
-        """What one step found, waiting for the device; of a step before the last only while none after it was bad."""
+        """What one step found, waiting for the device.
+
+        Raises:
+            WindowError: The device has forgotten it, for what a later step found.
+        """
         verdict = self._of_step(step, decision)
         if verdict is None:
             return None
@@ -75,8 +79,15 @@ class LateVerdicts:
             self._raise(verdict)
 
     def _of_step(self, step: int, decision: Decision) -> Verdict | None:
+        """The verdict of a bad step; None of a good one. Where another step was bad, that one is still to be told."""
         verdict = self._kernels.read_verdict(decision)
-        # Where another step was bad, that one is still to be told.
+        # The device keeps what the last bad step found, and their number: before an only one, none was bad.
+        if verdict.bad_step > step + 1 and verdict.bad_steps > 1:
+            raise WindowError(
+                f"what step {step} found is no longer known",
+                got=f"{verdict.bad_steps} steps that were not finite, the last of them step {verdict.bad_step - 1}",
+                do="ask each result before the next step, or call engine.check() there",
+            )
         return verdict if verdict.bad_step == step + 1 else None
 
     def _raise(self, verdict: Verdict) -> NoReturn:

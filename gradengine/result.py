@@ -46,7 +46,7 @@ class StepResult:
         follow: Has whoever reads next on a GPU come behind the step.
     """
 
-    _arrays: Mapping[str, Any] = field(repr=False)
+    _arrays: Mapping[str, Any] | None = field(repr=False)
     norm: Any
     scale: Any
     factor: Any
@@ -61,10 +61,10 @@ class StepResult:
     component_norms: Sequence[Any]
     deferred: bool
     step: int
-    find_non_finite: Callable[[int], NonFiniteGradient | None]
-    raise_non_finite: Callable[[int], None]
-    find_current: Callable[[], bool]
-    follow: Callable[[], None]
+    find_non_finite: Callable[[int], NonFiniteGradient | None] = field(repr=False)
+    raise_non_finite: Callable[[int], None] = field(repr=False)
+    find_current: Callable[[], bool] = field(repr=False)
+    follow: Callable[[], None] = field(repr=False)
 
     @property
     def is_current(self) -> bool:
@@ -86,7 +86,7 @@ class StepResult:
                 got="sums over the window, neither averaged nor clipped",
                 do="take result.sums and multiply them by result.factor (torch: step_fused does), or step() undeferred",
             )
-        return self._arrays
+        return self._kept_arrays()
 
     @property
     def sums(self) -> Mapping[str, Any]:
@@ -102,13 +102,16 @@ class StepResult:
                 f"step {self.step} has scaled its gradients already",
                 do="take result.gradients, or call engine.step(deferred=True)",
             )
-        return self._arrays
+        return self._kept_arrays()
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
         """What was found where the gradient was not finite, and None where it was.
 
-        On a GPU a wait for the device, which knows it until a later step is not finite.
+        On a GPU a wait for the device, which keeps the last one that it found.
+
+        Raises:
+            WindowError: On a GPU, where a later step was not finite and perhaps an earlier one as well.
         """
         return self.find_non_finite(self.step)
 
@@ -117,6 +120,7 @@ class StepResult:
 
         Raises:
             NonFiniteGradient: The gradient held NaN or Inf.
+            WindowError: On a GPU, as for `non_finite`.
         """
         self.raise_non_finite(self.step)
 
@@ -130,9 +134,25 @@ class StepResult:
 
     def of_replay(self, step: int, find_current: Callable[[], bool]) -> StepResult:
         """The same arrays as the result of another step."""
+        return self._with(step=step, find_current=find_current)
+
+    def without_arrays(self) -> StepResult:
+        """The same result, which keeps none of its gradients alive."""
+        return self._with(_arrays=None)
+
+    def _with(self, **changes: object) -> StepResult:
         result = object.__new__(StepResult)
-        result.__dict__.update(self.__dict__, step=step, find_current=find_current)  # replace() would read each field
+        result.__dict__.update(self.__dict__, **changes)  # replace() would read each field
         return result
+
+    def _kept_arrays(self) -> Mapping[str, Any]:
+        arrays = self._arrays
+        if arrays is None:
+            raise CallerError(
+                f"the gradients of step {self.step} are not kept here",
+                do="they are in the destinations that were given as out",
+            )
+        return arrays
 
 
 @final

@@ -131,7 +131,7 @@ class Sharing:
         if self.agreed is not None and not self.is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
         self._kernels.wait_for(self._accumulator.lenders)  # refuses one that records a graph, before anything is done
-        self._accumulator.close(measure=self.workers.is_alone, may_be_empty=not self.workers.is_alone)
+        self._accumulator.close(measure=self.workers.is_alone)
         if self.is_alone:
             self._accumulator.measure_rest()
             self.agreed = self._tally(np.empty(0))

@@ -118,6 +118,7 @@ class DistributedTrainer:
         # What is under way: "adding" micro-batches, all "added", "stepped", "applying" the result, "applied" and to be
         # compared.
         self._stage: Literal["ready", "adding", "added", "stepped", "applying", "applied"] = "ready"
+        self._window_step = 0
         self.last_result: StepResult | None = None
         self.engine = GradientEngine(
             layout,
@@ -179,7 +180,9 @@ class DistributedTrainer:
             last = count == self.engine.micro_batches
             loss = self._stream(micro_batch, weight) if last and self._streams else self._add(micro_batch, weight)
             self._losses.append((loss, weight))
-        self._stage = "added"
+        if not self._losses:
+            self.engine.add(None, weight=0)
+        self._window_step, self._stage = self.engine.current_step, "added"
         return self.finish_step()
 
     def finish_step(self, *, applied: bool | None = None) -> float:
@@ -201,15 +204,26 @@ class DistributedTrainer:
         if self._stage == "applying" and applied is None:
             raise self._perhaps_applied()
         if self._stage == "added":
-            self._share_loss()  # before the step, so that a failure here leaves the step to be run again
-            # One statement: who is interrupted before it runs the step again, and behind it the result is kept.
-            self.last_result, self._stage = self.engine.step(), "stepped"
+            self.last_result, self._stage = self._step(), "stepped"
         if self._stage == "stepped" or (self._stage == "applying" and not applied):
             self._apply()
         if self._stage == "applying":
             is_compared = self.check_every and (self.step + 1) % self.check_every == 0
             self.step, self._stage = self.step + 1, "applied" if is_compared else "ready"
         return self._compare_weights() if self._stage == "applied" else self._loss
+
+    def _step(self) -> StepResult:
+        """The result of this batch's step, which an interrupt may have lost between its end and here."""
+        lost = self._lost_result()
+        if lost is not None:
+            return lost
+        self._share_loss()  # before the step, so that a failure here leaves the step to be run again
+        return self.engine.step()
+
+    def _lost_result(self) -> StepResult | None:
+        last = self.engine.last_result
+        is_over = last is not None and last.step == self._window_step < self.engine.current_step
+        return last if is_over else None
 
     def discard(self) -> None:
         """Drop what is not finished of a batch, as `GradientEngine.discard`: on every rank, or their weights differ."""
@@ -220,7 +234,7 @@ class DistributedTrainer:
         """Raise `WindowError` unless the next batch may begin: also where `engine.discard()` dropped the last one."""
         if self._stage == "applying":
             raise self._perhaps_applied()
-        dropped = self._stage == "adding" or (self._stage == "added" and bool(self._losses))
+        dropped = self._stage == "adding" or (self._stage == "added" and self._lost_result() is None)
         if self.engine.has_open_window or not (self._stage == "ready" or dropped):
             raise WindowError(
                 f"step {self.engine.current_step} of an earlier batch is not finished",

@@ -58,6 +58,7 @@ class Window:
         waiting: How many contributions each slot holds by reference, not yet folded.
         measured: Slots whose squared sums are those of their memory.
         lenders: Whose streams its gradients are worked on.
+        may_be_empty: Whether it was said that nothing comes.
     """
 
     def __init__(self, size: int, *, holds: bool = True) -> None:
@@ -69,6 +70,7 @@ class Window:
         self.waiting: npt.NDArray[np.intp] = np.zeros(size, np.intp)
         self.measured: Flags = np.zeros(size, np.bool_)
         self.lenders: set[Lender] = set()
+        self.may_be_empty = False
         self._held: dict[int, _Held] = {}
         self._came = itertools.count()
         self._numbers: npt.NDArray[np.intp] = np.zeros((size, 1), np.intp)  # of slot s: the first waiting[s] of row s
@@ -217,7 +219,7 @@ def checked_weight(weight: float) -> np.float32:
             "a micro-batch's weight is out of range",
             got=said(weight),
             expected="a finite number above 1.18e-38",
-            do="leave out a micro-batch that counts nothing",
+            do="of a micro-batch that counts nothing say add(None, weight=0)",
         )
     return scalar
 

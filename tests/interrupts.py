@@ -18,11 +18,11 @@ PACKAGE = str(Path(gradengine.__file__).parent)
 
 
 class _Tracer:
-    """Notes each line of the package that this thread runs; at one of them it raises what Ctrl-C raises.
+    """Notes where this thread comes in the package, before each line and behind each return; at one it raises Ctrl-C's.
 
-    CPython looks for signals behind calls and jumps back. So not at a `try`, or a `return` or `raise` of what is there,
-    nor where a `with` of a lock ends: that counts as a line, but there is no call between the last one inside and the
-    release.
+    CPython looks for signals behind calls and jumps back; 3.10 also behind a return, whose value is lost then. So not
+    at a `try`, or a `return` or `raise` of what is there, nor where a `with` of a lock ends: that counts as a line, but
+    there is no call between the last one inside and the release.
     """
 
     def __init__(self, at=None):
@@ -32,8 +32,9 @@ class _Tracer:
         return self._of_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _of_line(self, frame, event, argument):
-        if event == "line" and frame.f_lasti not in _safe_at(frame.f_code):
-            place = frame.f_code.co_filename, frame.f_lineno
+        is_line = event == "line" and frame.f_lasti not in _safe_at(frame.f_code)
+        if is_line or (event == "return" and frame.f_lasti in _returning_at(frame.f_code)):
+            place = frame.f_code.co_filename, frame.f_lineno, event
             self.times[place] += 1
             if (*place, self.times[place]) == self._at:
                 raise KeyboardInterrupt
@@ -60,6 +61,12 @@ def _safe_at(code):
     return safe
 
 
+@functools.cache
+def _returning_at(code):
+    """Where in its bytes it returns: a frame that an exception leaves, or a generator that yields, returns nothing."""
+    return {step.offset for step in dis.get_instructions(code) if step.opname in {"RETURN_VALUE", "RETURN_CONST"}}
+
+
 def _traced(tracer, call):
     before = sys.gettrace()
     sys.settrace(tracer)
@@ -70,7 +77,7 @@ def _traced(tracer, call):
 
 
 def places_of(call):
-    """What to interrupt a call like this one at: each line of the package's, the first or the last time it runs."""
+    """Where to interrupt a call like this one: each line and return, the first or the last time it comes there."""
     tracer = _Tracer()
     _traced(tracer, call)
     return [(*place, tracer.times[place] if i % 2 else 1) for i, place in enumerate(sorted(tracer.times))]

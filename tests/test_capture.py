@@ -598,7 +598,7 @@ class TestMisuse:
 
     def test_a_step_without_a_micro_batch(self, device):
         engine = new_engine(device)
-        with pytest.raises(WindowError, match="step without a micro-batch"), engine.capture():
+        with pytest.raises(WindowError, match="step 0 without a micro-batch"), engine.capture():
             engine.step()
         self.assert_as_before(device, engine)
 
@@ -657,7 +657,7 @@ class TestMisuse:
 
     def test_a_window_dropped_inside_may_begin_anew(self, device):
         engine, arrays = new_engine(device), arrays_of(device, 0)
-        with pytest.raises(WindowError, match="step without a micro-batch"):
+        with pytest.raises(WindowError, match="step 0 without a micro-batch"):
             self.capture(engine, lambda: engine.add(arrays), engine.discard, engine.step)
         self.assert_as_before(device, engine)
 

@@ -1,7 +1,10 @@
 """The whole step, on one worker and on several: numbers, verdicts, and what is left after an error."""
 
 import functools
+import gc
 import math
+import threading
+import weakref
 
 import cuda_emulator
 import numpy as np
@@ -626,6 +629,22 @@ class TestLateVerdict:
         assert good.non_finite is None
         assert bad.non_finite.step == 0
 
+    def test_a_step_that_was_forgotten_for_a_later_bad_one_is_not_called_good(self, emulated):
+        engine = new_engine(emulated, on_non_finite="skip")
+        batches = [put_all(emulated, make()) for make in (bad_gradients, bad_gradients, lambda: random_gradients(1))]
+        first, second, third = (engine.add(batch) or engine.step() for batch in batches)
+        for ask in (first.check, lambda: first.non_finite):
+            with pytest.raises(WindowError, match=r"step 0 found is no longer known: got 2 steps .* step 1"):
+                ask()
+        assert (second.non_finite.step, third.non_finite) == (1, None)
+
+    def test_before_the_only_bad_step_all_were_good(self, emulated):
+        engine = new_engine(emulated, on_non_finite="skip")
+        batches = put_all(emulated, random_gradients(1)), put_all(emulated, bad_gradients())
+        good, bad = (engine.add(batch) or engine.step() for batch in batches)
+        good.check()
+        assert (good.non_finite, bad.non_finite.step) == (None, 1)
+
     def test_check_of_a_good_step_hides_no_bad_one(self, emulated):
         engine = new_engine(emulated)
         bad, good = put_all(emulated, bad_gradients()), put_all(emulated, random_gradients(1))
@@ -765,11 +784,11 @@ class TestBadInput:
 
     def test_step_needs_a_micro_batch(self, backend):
         engine = new_engine(backend)
-        with pytest.raises(WindowError, match="step without a micro-batch"):
+        with pytest.raises(WindowError, match="step 0 without a micro-batch: got 0 micro-batches, expected at least 1"):
             engine.step()
         add_to(engine, backend, random_gradients(0))
         engine.step()
-        with pytest.raises(WindowError, match="step without a micro-batch"):
+        with pytest.raises(WindowError, match=r"step 1 without a micro-batch.*engine\.last_result"):
             engine.step()
 
     @pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf, 1e-60, "two", None])
@@ -954,7 +973,7 @@ class TestSeveralWorkers:
         """Each leaves as it comes; the first of those left over by the other rank is looked for in none of the rest."""
 
         def work_of(size):
-            layout = GradientLayout.of({f"w{i}": (1,) for i in range(size)})
+            layout, others_left = GradientLayout.of({f"w{i}": (1,) for i in range(size)}), threading.Event()
 
             def window():
                 def one(exchange):
@@ -963,7 +982,12 @@ class TestSeveralWorkers:
                         functools.partial(engine.add_non_block, slot.name, np.ones(1, np.float32), last=True)
                         for slot in layout.slots
                     ]
-                    count = operations(lambda: [add() for add in adds]) if exchange.rank else [add() for add in adds]
+                    if exchange.rank:
+                        others_left.wait()  # then it is this thread that sums
+                        count = operations(lambda: [add() for add in adds])
+                    else:
+                        count = [add() for add in adds]
+                        others_left.set()
                     engine.step()
                     return count
 
@@ -1256,6 +1280,8 @@ class TestAWorkerWithoutAMicroBatch:
         rank = exchange.rank if of is None else of[exchange.rank]
         if rank != empty:
             engine.add(put_all(backend, self.gradients(rank)), 1.0 + rank)
+        else:
+            engine.add(None, weight=0)
         result = engine.step()
         return result.norm, result.weight, result.micro_batches, bits_of(result)
 
@@ -1272,8 +1298,8 @@ class TestAWorkerWithoutAMicroBatch:
             engine = GradientEngine(self.LAYOUT, exchange=exchange, micro_batches=1)
             found = []
             for step in range(3):
-                if exchange.rank == step % 2:
-                    engine.add(self.gradients(step))
+                mine = exchange.rank == step % 2
+                engine.add(self.gradients(step) if mine else None, float(mine))
                 result = engine.step()
                 found.append((result.step, result.weight, bits_of(result)))
             return found
@@ -1290,6 +1316,8 @@ class TestAWorkerWithoutAMicroBatch:
                 engine.add_non_block("head", head, last=True)
                 engine.add_block(1, [w1], last=True)
                 engine.add_block(0, [w0], last=True)
+            else:
+                engine.add(None, weight=0)
             return bits_of(engine.step())
 
         wanted = {slot.name: a.tobytes() for slot, a in zip(self.LAYOUT.slots, self.gradients(1), strict=True)}
@@ -1299,6 +1327,7 @@ class TestAWorkerWithoutAMicroBatch:
         def work(exchange):
             engine = GradientEngine(self.LAYOUT, exchange=exchange)
             for _ in range(2):
+                engine.add(None, weight=0)
                 with pytest.raises(WindowError, match=r"any worker: got 0 micro-batches on each of 2 workers.*add\(\)"):
                     engine.step()
             engine.add(self.gradients(0))
@@ -1310,8 +1339,10 @@ class TestAWorkerWithoutAMicroBatch:
     def test_alone_it_is_an_error(self, backend):
         (exchange,) = local_group(1)
         for options in ({}, {"exchange": exchange}):
-            with pytest.raises(WindowError, match="step without a micro-batch: got 0"):
-                GradientEngine(self.LAYOUT, backend.kernels, **options).step()
+            engine = GradientEngine(self.LAYOUT, backend.kernels, **options)
+            engine.add(None, weight=0)
+            with pytest.raises(WindowError, match="step without a micro-batch on any worker: got 0"):
+                engine.step()
 
     @pytest.mark.parametrize("replicated", ["same", "sum", "average"])
     def test_in_a_grid_the_norm_is_that_of_the_others_model(self, replicated):
@@ -1323,6 +1354,8 @@ class TestAWorkerWithoutAMicroBatch:
             engine = GradientEngine(layout, max_norm=1.0, **options)
             if workers.rank == 1:
                 engine.add([np.full(4, 3 + parts.rank, np.float32), np.full(2, 2, np.float32)])
+            else:
+                engine.add(None, weight=0)
             result = engine.step()
             return result.norm, result.weight, result.micro_batches, bits_of(result)["b"]
 
@@ -1333,9 +1366,81 @@ class TestAWorkerWithoutAMicroBatch:
     def test_its_window_can_be_dropped_by_all(self):
         def work(exchange):
             engine = GradientEngine(self.LAYOUT, exchange=exchange)
+            engine.add(None, weight=0)
             engine.discard()
-            if exchange.rank == 0:
-                engine.add(self.gradients(0))
+            assert not engine.has_open_window
+            mine = exchange.rank == 0
+            engine.add(self.gradients(0) if mine else None, weight=float(mine))
             return engine.step().weight
 
         assert on_ranks(work, 2) == [1.0, 1.0]
+
+    def test_that_says_nothing_takes_no_part_until_it_does(self):
+        """Else one that lost a step's result to Ctrl-C and called step() again would join the others' next one."""
+
+        def work(exchange):
+            engine, weights = GradientEngine(self.LAYOUT, exchange=exchange), []
+            for step in range(2):
+                engine.add(self.gradients(step))
+                weights.append(engine.step().weight)
+                if exchange.rank == 1:
+                    says = rf"step {step + 1} without a micro-batch.*step {step} is over.*add\(None, weight=0\)"
+                    with pytest.raises(WindowError, match=says):
+                        engine.step()
+                    assert (engine.last_result.step, engine.last_result.is_current) == (step, True)
+            return weights
+
+        assert on_ranks(work, 2) == [[2.0, 2.0]] * 2
+
+
+class TestAMicroBatchThatCountsNothing:
+    def test_among_others_changes_nothing(self, backend):
+        engine, wanted, gradients = new_engine(backend), new_engine(backend), random_gradients(3)
+        add_to(wanted, backend, gradients)
+        engine.add(None, weight=0)
+        add_to(engine, backend, gradients)
+        engine.add(None, weight=0)
+        assert bits_of(engine.step()) == bits_of(wanted.step())
+
+    @pytest.mark.parametrize("weight", [1.0, "0", None, math.nan])
+    def test_has_weight_0_and_is_not_gradients_that_were_forgotten(self, weight):
+        engine = GradientEngine(SMALL)
+        with pytest.raises(WindowError, match=f"without gradients: got weight {weight!r}, expected 0"):
+            engine.add(None, weight)
+        assert not engine.has_open_window
+
+    def test_is_no_reason_to_capture_anything(self, emulated):
+        engine = new_engine(emulated)
+        with pytest.raises(WindowError, match="a captured window has micro-batches that count"), engine.capture():
+            engine.add(None, weight=0)
+
+
+class TestLastResult:
+    def test_is_what_the_step_returned(self):
+        engine = GradientEngine(SMALL)
+        assert engine.last_result is None
+        engine.add(random_gradients(0))
+        result = engine.step()
+        assert engine.last_result is result
+
+    def test_keeps_no_destination_alive(self):
+        engine = GradientEngine(SMALL)
+        engine.add(random_gradients(0))
+        out = [np.zeros(slot.shape, np.float32) for slot in SMALL.slots]
+        norm, kept = engine.step(out).norm, weakref.ref(out[0])
+        del out
+        assert (kept(), engine.last_result.norm) == (None, norm)
+        with pytest.raises(CallerError, match="in the destinations that were given as out"):
+            _ = engine.last_result.gradients
+
+    def test_does_not_keep_its_engine_alive(self):
+        engine = GradientEngine(SMALL)
+        engine.add(random_gradients(0))
+        engine.step()
+        kept = weakref.ref(engine.accumulator)
+        gc.disable()  # a cycle would keep a GPU's memory until it is collected
+        try:
+            del engine
+            assert kept() is None
+        finally:
+            gc.enable()

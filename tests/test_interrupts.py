@@ -95,19 +95,24 @@ def micro_batch(rank, window, k):
 
 
 class User:
-    """Two windows of two micro-batches, and what a user does about an interrupt: the same call again, or discard()."""
+    """Two windows of two micro-batches, and what a user does about an interrupt.
+
+    The same call again; `last_result` where that says that the step is over; discard() where it says half written.
+    """
 
     def __init__(self, exchange=None, spares=(), way="in place", whole=True, rank=0, backend=None, **options):
         self.backend = backend or available("host-1")
         self.engine = GradientEngine(LAYOUT, self.backend.kernels, max_norm=0.5, exchange=exchange, **options)
         self.spares, self.way, self.whole = list(spares), way, whole
         self.rank, self.window, self.results, self.steps, self.endings = max(rank, self.engine.rank), 0, [], [], []
-        self.result = None
+        self.result = self.out = None
         self.begin()
 
     def begin(self):
         self.batches = [put_all(self.backend, micro_batch(self.rank, self.window, k)) for k in range(2)]
         self.added = 0
+        if self.way == "out":
+            self.out = put_all(self.backend, [np.zeros(slot.shape, np.float16) for slot in LAYOUT.slots])
 
     def add(self, k):
         weight = 1.0 + k + self.rank
@@ -124,17 +129,15 @@ class User:
         while self.added < 2:
             self.add(self.added)
             self.added += 1
-        out = [np.zeros(slot.shape, np.float16) for slot in LAYOUT.slots] if self.way == "out" else None
-        out = out and put_all(self.backend, out)
-        self.result = self.engine.step(out, deferred=self.way == "deferred")
+        self.result = self.engine.step(self.out, deferred=self.way == "deferred")
 
     def note(self):
         result, self.result = self.result, None
         if result is not None:
-            arrays = result.sums if self.way == "deferred" else result.gradients
+            arrays = self.out or (result.sums if self.way == "deferred" else result.gradients).values()
             self.steps.append(result.step)
             numbers = [float(result.norm), float(result.factor)]
-            self.results.append([*numbers, *(on_host(array).tobytes() for array in arrays.values())])
+            self.results.append([*numbers, *(on_host(array).tobytes() for array in arrays)])
             self.window += 1
             self.begin()
 
@@ -159,6 +162,10 @@ class User:
         try:
             self.run_window()
         except WindowError as refusal:
+            if "is over, and engine.last_result" in str(refusal):
+                self.endings.append("taken from last_result")
+                self.result = self.engine.last_result
+                return
             if "half written" not in str(refusal) or self.engine.world_size > 1:
                 raise
             self.endings.append("discarded")
@@ -194,7 +201,28 @@ class TestOneWorker:
             assert user.steps in ([[0, 1], [1, 2]] if "discarded" in user.endings else [[0, 1]])
             endings.add(tuple(user.endings))
         assert ("interrupted",) in endings, "the same call again"
+        assert ("interrupted", "taken from last_result") in endings, "a step that is over is not made again"
         assert ("interrupted", "discarded") in endings, "what was half written is refused"
+
+    @pytest.mark.parametrize("options", WAYS)
+    def test_a_window_interrupted_at_any_time_ends_in_the_same_bits(self, options):
+        wanted, seeds, interrupts = User(**options).train(), random.Random(0), 0
+        started = time.perf_counter()
+        User(**options).attempt()
+        lasts = time.perf_counter() - started
+        for _ in range(250):
+            user = User(**options)
+            try:
+                with signalled(seeds.uniform(0, lasts)):
+                    user.attempt()
+            except KeyboardInterrupt:
+                interrupts += 1
+                user.look_again()
+            user.note()
+            assert user.train() == wanted, user.endings
+            if interrupts == 20:
+                break
+        assert interrupts
 
     @pytest.mark.parametrize("options", [{}, {"way": "out", "hold": 2}])
     def test_on_a_device_too(self, emulated, options):

@@ -301,7 +301,8 @@ class Group:
             step, index = self.opened().bucket_of(self.opened().summed)
             if self._summer == threading.get_ident():
                 self._summer = None
-            self.fail(ExchangeError(f"the sum of bucket {index} of step {step} broke off ({fault!r})"))
+            where = f"the sum of bucket {index} of step {step}"
+            self.fail(PeerLost(f"{where} broke off ({fault!r})", do="windows are kept: reconnect or discard()"))
             self.changed.notify_all()
 
     def _sum(self, step: int, bucket: Bucket) -> None:
