@@ -90,7 +90,7 @@ def test_killed_worker_is_an_error_on_all_others_at_once():
             assert "rank 1" in str(error)
             assert seconds < SOON
         print(f"from kill to error: {max(seconds for _, seconds in results):.3f} s")
-        assert all(worker.progress.summed > 0 for worker in workers), "it was in the middle of a step"
+        assert workers[0].progress.summed > 0, "it was in the middle of a step"  # what rank 2 was sent may be lost
     assert not package_threads()
 
 
