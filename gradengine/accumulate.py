@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import cached_property
@@ -274,9 +274,9 @@ class GradientAccumulator(ABC):
         """Whether a call that was writing did not come to its end."""
         return self._is_changing
 
-    def note_written(self) -> None:
+    def note_written(self, arrays: Collection[Any]) -> None:
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
-        self._arrivals.note_written()
+        self._arrivals.note_written(arrays)
 
     def settle_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel."""

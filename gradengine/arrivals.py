@@ -2,24 +2,24 @@
 
 Looking at an array costs one to several microseconds; many loops bring the same ones at every window. They are known by
 weak references, so that nobody's memory is kept, and by their addresses now; torch's by all that can be changed in
-place, too. A torch tensor that comes again after one change in place is what backward leaves where its gradient was not
-cleared: it holds the earlier micro-batches as well, and is refused.
+place, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from gradengine.buffer import Buffer, RawBuffer, freed
 from gradengine.errors import BufferRefused
-from gradengine.frameworks import is_torch, torch_versions
+from gradengine.frameworks import is_torch
 from gradengine.gradients import refuse_other_shape
 from gradengine.host_buffer import without_owner
 from gradengine.kernels import Contribution, Kernels, Places, Whereabouts, as_of_now
 from gradengine.layout import Slot
+from gradengine.uncleared import Uncleared, Versions
 
 __all__ = ["Arrivals", "Reader", "reader_of"]
 
@@ -40,9 +40,9 @@ class Arrivals:
     """
 
     def __init__(self, kernels: Kernels, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
-        self._kernels, self._arena, self._holds, self._reused_buffers = kernels, arena, holds, reused_buffers
+        self._kernels, self._arena, self._holds = kernels, arena, holds
+        self._uncleared = None if reused_buffers else Uncleared(kernels)
         self._known: dict[Places, list[_Known]] = {}
-        self._latest: dict[Places, _Changes] = {}
         self._in_vain = 0
 
     def contribution(self, places: Places, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
@@ -54,62 +54,43 @@ class Arrivals:
                 tensor that was not cleared since it last came.
         """
         known = self._known.setdefault(places, [])
-        again = next((candidate for candidate in known if candidate.is_again(sources)), None)
-        if again is None:
-            contribution = self._looked_at(places, slots, sources, known)
-            remembered = known[-1] if known and known[-1].addresses is contribution.addresses else None
+        met = next((candidate for candidate in known if candidate.is_again(sources)), None)
+        if met is None:
+            looked_at = self._kernels.contribution(places, self._views(slots, sources))
+            met = self._remember(known, sources, looked_at)
+            contribution = self._as_it_came(looked_at, sources)
         else:
-            self._kernels.wait_for(again.lenders)
-            contribution, remembered = again.contribution(places, tuple(sources)), again
-        if not self._reused_buffers:
-            self._refuse_uncleared(places, slots, sources, remembered)
+            self._kernels.wait_for(met.lenders)
+            contribution = met.contribution(places, tuple(sources))
+        if self._uncleared is not None:
+            versions = self._uncleared.refuse(places, slots, sources, None if met is None else met.versions)
+            if met is not None:
+                met.versions = versions
         return contribution
 
-    def note_written(self) -> None:
-        """What a step handed back into tensors is no change that backward made."""
-        for changes in self._latest.values():
-            changes.look_again()
+    def note_written(self, arrays: Collection[Any]) -> None:
+        """What a step handed back into these arrays is no change that backward made."""
+        if self._uncleared is not None:
+            self._uncleared.note_written(arrays)
 
-    def _refuse_uncleared(
-        self, places: Places, slots: Sequence[Slot], sources: Sequence[Any], remembered: _Known | None
-    ) -> None:
-        versions = torch_versions(sources)
-        if versions.count(None) == len(versions):
-            return
-        mine = None if remembered is None else remembered.changes
-        latest = mine or self._latest.get(places)
-        suspects = [] if latest is None or latest.versions == versions else latest.changed_once(sources, versions)
-        if suspects and not self._kernels.is_capturing():
-            for position in suspects:
-                if sources[position].any():  # else it was cleared, and not used since
-                    raise _not_cleared(slots[position])
-        if mine is None:
-            mine = _Changes(sources, versions)
-            if remembered is not None:
-                remembered.changes = mine
-        mine.versions = versions
-        self._latest[places] = mine
-
-    def _looked_at(
-        self, places: Places, slots: Sequence[Slot], sources: Sequence[Any], known: list[_Known]
-    ) -> Contribution:
-        contribution = self._kernels.contribution(places, self._views(slots, sources))
-        self._remember(known, sources, contribution)
+    def _as_it_came(self, contribution: Contribution, sources: Sequence[Any]) -> Contribution:
+        """With its lenders' streams of now, and where it lies now if it is read later."""
         if not (contribution.lenders or self._holds):
             return contribution
         read = reader_of(sources) or _read_each
         whereabouts = Whereabouts(read, tuple(sources), read(sources)) if self._holds else None
         return dataclasses.replace(contribution, lenders=as_of_now(contribution.lenders), whereabouts=whereabouts)
 
-    def _remember(self, known: list[_Known], sources: Sequence[Any], contribution: Contribution) -> None:
+    def _remember(self, known: list[_Known], sources: Sequence[Any], contribution: Contribution) -> _Known | None:
         """Unless this loop makes new arrays for each micro-batch: to remember them costs as much as to look at them."""
         self._in_vain += sum(not candidate.is_alive and not candidate.was_met for candidate in known)
         known[:] = [candidate for candidate in known if candidate.is_alive][-_REMEMBERED + 1 :]
         reader = reader_of(sources) if self._in_vain < _PATIENCE else None
-        if reader is _read_cupy and contribution.lenders:
-            return  # another's that wraps one of CuPy's: it must export each time
-        if reader is not None:
-            known.append(_Known(sources, contribution, reader))
+        must_export = reader is _read_cupy and contribution.lenders  # another's that wraps one of CuPy's
+        if reader is None or must_export:
+            return None
+        known.append(_Known(sources, contribution, reader))
+        return known[-1]
 
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
         given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
@@ -124,36 +105,11 @@ class Arrivals:
         return [None if source is None else next(remaining) for source in sources]
 
 
-class _Changes:
-    """How often torch tensors had been changed in place when they last came: their `versions`."""
-
-    def __init__(self, sources: Sequence[Any], versions: Sequence[int | None]) -> None:
-        self._references = [None if v is None else weakref.ref(s) for s, v in zip(sources, versions, strict=True)]
-        self.versions = versions
-
-    def look_again(self) -> None:
-        """They were changed by us."""
-        self.versions = torch_versions([None if known is None else known() for known in self._references])
-
-    def changed_once(self, sources: Sequence[Any], versions: Sequence[int | None]) -> list[int]:
-        """The positions of tensors that came before and changed once since, where none of them changed more often.
-
-        Backward changes a gradient once, and clearing it changes it too: where one has changed twice, all were cleared.
-        """
-        changes = {
-            position: now - then
-            for position, (known, then, now) in enumerate(zip(self._references, self.versions, versions, strict=True))
-            if known is not None and then is not None and now is not None and known() is sources[position]
-        }
-        is_backward = max(changes.values(), default=0) == 1
-        return [position for position, change in changes.items() if change] if is_backward else []
-
-
 class _Known:
-    """One set of arrays that came before; `was_met` once it has come again, with the `changes` that its tensors had."""
+    """One set of arrays that came before, with its tensors' `versions` then; `was_met` once it has come again."""
 
     was_met = False
-    changes: _Changes | None = None
+    versions: Versions | None = None
 
     def __init__(self, sources: Sequence[Any], contribution: Contribution, reader: Reader) -> None:
         self.addresses, self.lenders, self._reader = contribution.addresses, contribution.lenders, reader
@@ -218,16 +174,6 @@ def _read_each(sources: Sequence[Any]) -> list[Any]:
     return [
         _read_torch([s])[0] if is_torch(s) else _read_raw([s])[0] if isinstance(s, RawBuffer) else None for s in sources
     ]
-
-
-def _not_cleared(slot: Slot) -> BufferRefused:
-    return BufferRefused(
-        f"component '{slot.name}' was not cleared since an earlier micro-batch",
-        got="the same torch tensor, changed once in place: backward adds to a .grad that is there",
-        expected="the gradient of one micro-batch alone",
-        do="discard() the window and call zero_grad() before each backward; or, where you write each gradient into "
-        "this tensor yourself, build the engine with reused_buffers=True",
-    )
 
 
 def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:

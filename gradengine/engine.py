@@ -278,7 +278,7 @@ class GradientEngine:
         gradients = handed_back(self.layout.slots, self.accumulator.views(), out)
         if out is not None:
             note_written(gradients.values())
-            self.accumulator.note_written()
+            self.accumulator.note_written(gradients.values())
         result = self._result(closing, gradients)
         lenders = self.accumulator.lenders
         if self._captured is not None:

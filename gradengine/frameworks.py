@@ -18,9 +18,11 @@ from gradengine.buffer import STORAGE, Array, Buffer, Lender, strided, wrong_dev
 from gradengine.errors import BufferRefused
 
 __all__ = [
+    "NonZero",
     "TorchDevice",
     "TorchStream",
     "device_name",
+    "fills_flat_buffer",
     "is_jax",
     "is_torch",
     "jax_device",
@@ -178,6 +180,42 @@ def torch_versions(sources: Sequence[Any]) -> list[int | None]:
         return [s._version if type(s) in kinds else None for s in sources]
     except RuntimeError:  # torch counts nothing for tensors that were made in inference mode
         return [s._version if type(s) in kinds and not s.is_inference() else None for s in sources]
+
+
+def fills_flat_buffer(tensor: Any) -> bool:
+    """Whether a torch tensor is a view of all of a flat one, as DDP's are of a bucket that holds one parameter."""
+    base = tensor._base
+    return base is not None and base.ndim == 1 and base.numel() == tensor.numel()
+
+
+@final
+class NonZero:
+    """Which torch tensors of one device hold anything but zeros: asked without a wait, answered behind a GPU's work.
+
+    Args:
+        tensors: At least one. A GPU's are read on torch's current stream.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        torch = sys.modules["torch"]
+        self._found = torch.stack([tensor.any() for tensor in tensors])
+        self._event: Any = None
+        if not self._found.is_cpu:
+            # A copy to memory that is not pinned would be waited for.
+            pinned = torch.empty(len(tensors), dtype=torch.bool, device="cpu", pin_memory=True)
+            stream = torch.cuda.current_stream(self._found.device)
+            self._found = pinned.copy_(self._found, non_blocking=True)
+            self._event = stream.record_event()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the answers have come; never a wait."""
+        return self._event is None or bool(self._event.query())
+
+    def answers(self) -> list[bool]:
+        """One for each tensor, once they are known."""
+        found: list[bool] = self._found.tolist()
+        return found
 
 
 def jax_on_host(array: Any, component: str) -> Array:

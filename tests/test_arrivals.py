@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from devices import assign, put_all, raw
+from devices import put_all, raw
 from emulated_torch import Tensor, emulated_torch, tensors_of
 from producers import Producer
 
@@ -182,85 +182,3 @@ def test_what_is_refused_is_refused_again(device, arrivals):
     for _ in range(2):
         with pytest.raises(LayoutMismatch, match="'0' has another shape"):
             arrivals.contribution(PLACES, LAYOUT.slots, wrong)
-
-
-class TestUncleared:
-    """Backward adds to a `.grad` that is there, once in place; whoever clears it changes it in place too."""
-
-    @staticmethod
-    def change(tensors, times=1):
-        for tensor in tensors:
-            tensor._version += times
-
-    def test_what_was_changed_once_since_it_came_is_refused_by_name_again_and_again(self, arrivals, tensors):
-        arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-        self.change(tensors)
-        for _ in range(2):
-            with pytest.raises(BufferRefused, match=r"'0' was not cleared .* zero_grad\(\) .* reused_buffers=True"):
-                arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-
-    def test_one_that_no_backward_reached_does_not_hide_the_other(self, arrivals, tensors):
-        arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-        self.change(tensors[1:])
-        with pytest.raises(BufferRefused, match="'1' was not cleared"):
-            arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-
-    def test_nor_do_others_that_are_new(self, arrivals, tensors):
-        arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-        self.change(tensors)
-        with pytest.raises(BufferRefused, match="'1' was not cleared"):
-            arrivals.contribution(PLACES, LAYOUT.slots, [Tensor(tensors[0].array), tensors[1]])
-
-    def test_nor_do_others_that_came_in_between(self, device, arrivals, tensors):
-        arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-        arrivals.contribution(PLACES, LAYOUT.slots, tensors_of(arrays_of(device)))
-        self.change(tensors)
-        with pytest.raises(BufferRefused, match="'0' was not cleared"):
-            arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-
-    def test_what_was_cleared_in_place_is_taken(self, arrivals, tensors):
-        for _ in range(3):
-            arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-            self.change(tensors, 2)
-            tensors[1]._version -= 1  # cleared, and backward did not reach it
-
-    def test_what_was_cleared_in_place_and_used_nowhere_is_taken(self, arrivals, tensors):
-        for tensor in tensors:
-            assign(tensor.array, 0)
-        for _ in range(3):
-            arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-            self.change(tensors)
-
-    def test_what_is_the_callers_own_buffer_is_taken_where_the_caller_says_so(self, kernels, tensors):
-        arrivals = Arrivals(kernels, kernels.allocate(64), reused_buffers=True)
-        for _ in range(3):
-            arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-            self.change(tensors)
-
-    def test_what_a_step_wrote_into_is_no_backwards_work_and_hides_none(self, arrivals, tensors):
-        arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-        self.change(tensors)
-        arrivals.note_written()
-        arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-        self.change(tensors, 2)
-        arrivals.note_written()
-        self.change(tensors)
-        with pytest.raises(BufferRefused, match="'0' was not cleared"):
-            arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-
-    def test_elements_are_looked_at_only_where_a_count_says_that_they_may_be_wrong(
-        self, arrivals, tensors, monkeypatch
-    ):
-        """A look waits for a GPU."""
-        monkeypatch.setattr(Tensor, "any", None)
-        for times in (0, 2, 0, 3):
-            arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-            self.change(tensors, times)
-        arrivals.contribution(PLACES, LAYOUT.slots, [Tensor(tensor.array, _version=1) for tensor in tensors])
-
-    def test_a_set_that_is_gone_accuses_nobody(self, arrivals, tensors):
-        """Its ids may be new tensors' from then on."""
-        arrays = [tensor.array for tensor in tensors]
-        tensors.clear()
-        for version in range(20):
-            arrivals.contribution(PLACES, LAYOUT.slots, [Tensor(array, _version=version) for array in arrays])

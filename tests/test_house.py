@@ -40,6 +40,7 @@ ORDER = [
     "kernels",
     "elementwise",
     "gradients",
+    "uncleared",
     "arrivals",
     "window",
     "block",

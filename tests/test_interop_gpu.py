@@ -14,6 +14,7 @@ from backends import available, missing
 from devices import on_host
 
 from gradengine import GradientEngine, GradientLayout, clip_by_global_norm
+from gradengine.errors import BufferRefused
 
 LAYOUT = GradientLayout.of({"layers.0.w": (300, 50), "layers.0.b": (7,), "head": (2, 1, 4)})
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -153,6 +154,23 @@ class TestTorchCupy:
                 del gradients
                 copies = [t.from_dlpack(array).clone() for array in engine.step().gradients.values()]
                 assert all(bool((copy == value).all()) for copy in copies)
+
+    def test_what_was_not_cleared_is_told_when_the_gpu_is_done_and_not_waited_for(self, torch, gpu):
+        t, engine = torch.torch, GradientEngine(LAYOUT, gpu.kernels, max_norm=None)
+        gradients = [t.ones(slot.shape, device="cuda") for slot in LAYOUT.slots]
+        engine.add(gradients)
+        t.cuda.set_sync_debug_mode("error")
+        try:
+            for change in (t.Tensor.zero_, lambda tensor: tensor.add_(1)):
+                t.cuda._sleep(20_000_000)
+                for tensor in gradients:
+                    change(tensor)
+                engine.add(gradients)
+        finally:
+            t.cuda.set_sync_debug_mode("default")
+        t.cuda.synchronize()
+        with pytest.raises(BufferRefused, match=r"'layers\.0\.w' was not cleared"):
+            engine.add(gradients)
 
     def test_clipping_in_place(self, torch, gpu, dtype):
         arrays = values(dtype)

@@ -7,10 +7,14 @@ import gc
 import inspect
 import itertools
 import math
+import os
 import pickle
+import subprocess
+import sys
 import types
 import warnings
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -1372,23 +1376,49 @@ def cleared_by(way, module):
 WAYS_TO_CLEAR = ["zero_grad()", "zero_grad(set_to_none=False)", "the optimizer", "by hand"]
 
 
+WAYS_TO_GIVE = {
+    "gradients_of()": gradients_of,
+    ".grad": lambda module: [p.grad for p in module.parameters()],
+    ".grad.detach()": lambda module: [p.grad.detach() for p in module.parameters()],
+    "views": lambda module: [p.grad.view(-1).view(p.shape) for p in module.parameters()],
+}
+
+
 class TestUncleared:
     """torch adds to a `.grad` that is there: what was not cleared holds the earlier micro-batches too."""
 
     def backward(self, module, seed=0, **used):
         module(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)), **used).square().sum().backward()
 
-    @pytest.mark.parametrize("given", [gradients_of, lambda module: [p.grad for p in module.parameters()]])
+    @pytest.mark.parametrize("given", WAYS_TO_GIVE)
     def test_a_zero_grad_that_is_outside_of_the_loop_is_refused_and_nothing_is_added(self, given):
         module = net()
         engine = GradientEngine(layout_of(module))
         module.zero_grad()
         backward(module, 0)
-        engine.add(given(module))
+        engine.add(WAYS_TO_GIVE[given](module))
         backward(module, 1)
         with pytest.raises(BufferRefused, match=r"'0\.weight' was not cleared .* reused_buffers=True"):
-            engine.add(given(module))
+            engine.add(WAYS_TO_GIVE[given](module))
         assert engine.accumulator.accumulated_count == 1
+
+    @pytest.mark.parametrize("out", [False, True])
+    def test_so_it_is_in_channels_last_where_each_call_makes_new_views(self, out):
+        module = torch.nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
+        engine = GradientEngine(layout_of(module))
+
+        def backward():
+            module(torch.ones(2, 3, 4, 4)).sum().backward()
+
+        for clear in (True, True, False):
+            if clear:
+                module.zero_grad(set_to_none=False)
+            backward()
+            if clear:
+                engine.add(gradients_of(module))
+                engine.step(out=gradients_of(module) if out else None)
+        with pytest.raises(BufferRefused, match="'weight' was not cleared"):
+            engine.add(gradients_of(module))
 
     def test_so_it_is_between_two_windows(self):
         module = net()
@@ -1430,8 +1460,9 @@ class TestUncleared:
             engine.add_block(0, [p.grad for p in module.layers.parameters()])
 
     @pytest.mark.parametrize("way", WAYS_TO_CLEAR)
+    @pytest.mark.parametrize("detached", [False, True])
     @pytest.mark.parametrize("out", [False, True])
-    def test_what_is_cleared_in_whatever_way_is_taken_whatever_branch_is_used(self, way, out):
+    def test_what_is_cleared_in_whatever_way_is_taken_whatever_branch_is_used(self, way, detached, out):
         """Parameters that no backward reaches, a weight used twice, several backwards a micro-batch, many windows."""
         module = Branches()
         engine = GradientEngine(layout_of(module))
@@ -1440,7 +1471,8 @@ class TestUncleared:
                 cleared_by(way, module)
                 for used in backwards:
                     self.backward(module, block=used == "block")
-                engine.add(gradients_of(module))
+                given = gradients_of(module)
+                engine.add({n: g.detach() if detached and g is not None else g for n, g in given.items()})
             engine.step(out=gradients_of(module, allocate=True) if out else None)
 
     @pytest.mark.parametrize("way", WAYS_TO_CLEAR)
@@ -1470,6 +1502,28 @@ class TestUncleared:
             engine.add([buffer])
             wanted += value / 3
         np.testing.assert_allclose(engine.step().gradients["0"], wanted.numpy(), rtol=1e-6)
+
+    @pytest.mark.timeout(150)
+    @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+    def test_what_ddp_gives_as_views_of_its_buckets_is_taken(self, tmp_path):
+        """A bucket of one parameter is changed once, by DDP's copy of a gradient that was cleared."""
+        here = Path(__file__).parent
+        command, paths = [sys.executable, str(here / "ddp_process.py")], os.pathsep.join([str(here), str(here.parent)])
+        ranks = [
+            subprocess.Popen(
+                [*command, rank, str(tmp_path / "meeting")],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+            for rank in "01"
+        ]
+        try:
+            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert said == ["5 1\n" * 4 + "5 4\n" * 4] * 2
 
     def test_those_that_torch_counts_nothing_for_are_taken(self):
         with torch.inference_mode():
