@@ -274,6 +274,10 @@ class GradientAccumulator(ABC):
         """Whether a call that was writing did not come to its end."""
         return self._is_changing
 
+    def check(self) -> None:
+        """Wait for a GPU and raise `BufferRefused` for torch's gradients that were not cleared, as `add` does later."""
+        self._arrivals.refuse_late()
+
     def note_written(self, arrays: Collection[Any]) -> None:
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
         self._arrivals.note_written(arrays)

@@ -68,6 +68,11 @@ class Arrivals:
                 met.versions = versions
         return contribution
 
+    def refuse_late(self) -> None:
+        """Raise `BufferRefused` for a gradient that was not cleared, where only a GPU knows it; waits for it."""
+        if self._uncleared is not None:
+            self._uncleared.refuse_late()
+
     def note_written(self, arrays: Collection[Any]) -> None:
         """What a step handed back into these arrays is no change that backward made."""
         if self._uncleared is not None:

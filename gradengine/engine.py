@@ -343,9 +343,11 @@ class GradientEngine:
 
         Raises:
             NonFiniteGradient: A step's gradient held NaN or Inf, with on_non_finite="raise".
+            BufferRefused: A torch gradient was not cleared before a later add.
         """
         self._late.wait()
         self._admission.raise_late()
+        self.accumulator.check()
 
     def discard(self) -> None:
         """Drop the window, also one whose step failed. A step that the workers agreed on counts as made.

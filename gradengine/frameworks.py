@@ -212,6 +212,11 @@ class NonZero:
         """Whether the answers have come; never a wait."""
         return self._event is None or bool(self._event.query())
 
+    def wait(self) -> None:
+        """Wait for the GPU's work up to here."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def answers(self) -> list[bool]:
         """One for each tensor, once they are known."""
         found: list[bool] = self._found.tolist()

@@ -62,6 +62,12 @@ class Uncleared:
         self._latest[places] = now
         return now
 
+    def refuse_late(self) -> None:
+        """Raise `BufferRefused` for what a GPU was asked and nobody was told yet; waits for it."""
+        for _, non_zero in self._doubts:
+            non_zero.wait()
+        self._refuse_settled()
+
     def note_written(self, arrays: Collection[Any]) -> None:
         """What a step handed back into these arrays is no change that backward made."""
         for versions in self._latest.values():

@@ -91,7 +91,9 @@ class Stream:
             self.__cuda_stream__ = lambda: (0, stream.ptr)
 
     def record_event(self):
-        return SimpleNamespace(query=lambda: self._torch.is_done)
+        return SimpleNamespace(
+            query=lambda: self._torch.is_done, synchronize=lambda: setattr(self._torch, "is_done", True)
+        )
 
 
 def emulated_torch(stream, *, is_old=False):

@@ -11,7 +11,7 @@ import pytest
 from devices import assign, put_all
 from emulated_torch import Tensor, emulated_torch, tensors_of
 
-from gradengine import GradientLayout
+from gradengine import GradientEngine, GradientLayout
 from gradengine.arrivals import Arrivals
 from gradengine.errors import BufferRefused
 from gradengine.kernels import Places
@@ -236,6 +236,16 @@ class TestNoWait:
         torch.is_done = True
         with pytest.raises(BufferRefused, match="'0' was not cleared"):
             add(tensors)
+
+    def test_at_the_latest_it_is_told_by_check(self, device, tensors):
+        engine = GradientEngine(LAYOUT, device.kernels, max_norm=None)
+        engine.add(tensors)
+        change(tensors)
+        engine.add(tensors)
+        engine.step()
+        with pytest.raises(BufferRefused, match="'0' was not cleared"):
+            engine.check()
+        engine.check()
 
     def test_nothing_is_asked_where_the_counts_say_that_all_is_well(self, add, tensors, monkeypatch):
         monkeypatch.setattr(Tensor, "any", None)
