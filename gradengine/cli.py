@@ -47,7 +47,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else $GRADENGINE_TOKEN.")] = None,
-    job: Annotated[str, typer.Option(help="Name of the run; its ranks pass the same to connect().")] = "",
+    job: Annotated[str | None, typer.Option(help="Name of the run; else as its first rank names it.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that workers wait while nothing moves.")] = 300.0,
     join_timeout: Annotated[float, typer.Option(help="Seconds that the first worker waits for the others.")] = 60.0,
 ) -> None:

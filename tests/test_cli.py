@@ -385,6 +385,13 @@ def test_serve_sums_until_its_workers_have_gone(tmp_path, where, job):
     assert error == "all 2 workers have come and gone\n"
 
 
+def test_serve_without_a_job_s_name_serves_its_first_rank_s_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the coordinator alone: it is another job's
+    process, url = start_server(tmp_path, "--world-size", "2")
+    assert sums_of_two(url, job="SLURM_JOB_ID=7") == [[1.5] * 3] * 2
+    assert process.communicate(timeout=2 * SOON)[1] == "all 2 workers have come and gone\n"
+
+
 @pytest.mark.parametrize("given", ["file", "environment"])
 def test_serve_takes_its_token_from_a_file_or_the_environment(tmp_path, given):
     (tmp_path / "token").write_text("secret\n")

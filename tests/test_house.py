@@ -50,6 +50,7 @@ ORDER = [
     "exchange.wire",
     "exchange.interface",
     "exchange.handshake",
+    "exchange.launcher",
     "exchange.coordinator",
     "exchange.group",
     "exchange.local",

@@ -17,6 +17,7 @@ import numpy as np
 from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient, connect, local_group
 from gradengine.exchange.channel import Channel, connect_socket
 from gradengine.exchange.handshake import join_of, new_nonce, proof
+from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.wire import Challenge, Hello
 from gradengine.layout import GradientLayout
 
@@ -200,7 +201,7 @@ def knock(address):
 def join_by_hand(server, rank, world_size, layout=SMALL, *, token=None, progress=None, table=None):
     """A channel that has joined as a worker does, up to the point where it waits for its welcome."""
     channel, progress = knock(server.address), progress or Progress()
-    hello = Hello(rank, world_size, "", new_nonce())
+    hello = Hello(rank, world_size, job_or_launchers(None), new_nonce())
     channel.send(hello)
     challenge, _ = channel.expect(Challenge)
     own_proof = proof(token, "worker", hello, challenge.nonce)

@@ -8,6 +8,7 @@ from gradengine.arguments import said
 from gradengine.errors import CallerError
 from gradengine.exchange.channel import Address
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Exchange, NonFiniteValue, Progress, checked_rank
+from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.local import LocalExchange, local_group
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tcp import WorkerClient
@@ -30,7 +31,7 @@ def connect(
     world_size: int,
     *,
     token: str | None = None,
-    job: str = "",
+    job: str | None = None,
     timeout: float = 300.0,
     join_timeout: float = 60.0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -46,13 +47,14 @@ def connect(
         world_size: Workers in the group.
         token: A secret that all workers share; needed where the host is not loopback.
         job: The name of this run, the same on all ranks: of two runs that come to one address, each keeps to its own.
+            None: the job that the launcher names (torchrun --rdzv-id, Open MPI's mpirun, Slurm, PBS, LSF). "": none.
         timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
         join_timeout: How long to wait for all ranks to come, in seconds.
         bucket_bytes: Bytes of one message; the coordinator's value counts, and changes no bit of the result.
         served: True where `gradengine serve` runs the coordinator: then rank 0 connects like the others.
 
     Raises:
-        CallerError: A bad URL or rank, an address beyond loopback without a token, or rank 0 cannot listen there.
+        CallerError: A bad URL, rank or job, an address beyond loopback without a token, or rank 0 cannot listen there.
 
     Example:
         >>> with connect("tcp://127.0.0.1:0", rank=0, world_size=1) as exchange:
@@ -67,7 +69,7 @@ def connect(
         world_size,
         address,
         token=token,
-        job=job,
+        job=job_or_launchers(job),
         timeout=timeout,
         join_timeout=join_timeout,
         bucket_bytes=bucket_bytes,

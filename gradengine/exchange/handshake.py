@@ -74,11 +74,14 @@ def check_hello(hello: Hello, world_size: int) -> None:
         raise HandshakeRefused("rank is out of range", got=hello.rank, expected=f"0..{world_size - 1}")
 
 
-def refuse_bad_job(job: str) -> None:
-    """Raise `CallerError` unless a job's name fits a message."""
+def refuse_bad_job(job: str, source: str = "this") -> None:
+    """Raise `CallerError` unless a job's name fits a message; it says where the name is from."""
     if not isinstance(job, str) or len(job) > MAX_JOB_CHARACTERS or not job.isprintable():
         raise CallerError(
-            "this is no name of a job", got=said(job), expected=f"at most {MAX_JOB_CHARACTERS} printable characters"
+            f"{source} is no name of a job",
+            got=said(job),
+            expected=f"at most {MAX_JOB_CHARACTERS} printable characters",
+            do='pass the same job="name" on all ranks, or job="" for none',
         )
 
 

@@ -81,7 +81,8 @@ class GradientServer:
         world_size: Workers in the group.
         address: (host, port), port 0 for any free one; or the path of a Unix socket.
         token: The group's secret; needed beyond loopback.
-        job: The name of the job that the group belongs to; a worker of another job is refused, and ends nothing.
+        job: The name of the job that the group belongs to; a worker of another job is refused, and ends nothing. None:
+            the job of the first worker that comes, since a coordinator may run outside of it.
         timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
         join_timeout: How long the group waits for all to join, in seconds.
         bucket_bytes: Bytes of one message; changes no bit of the result.
@@ -106,7 +107,7 @@ class GradientServer:
         address: Address = ("127.0.0.1", 0),
         *,
         token: str | None = None,
-        job: str = "",
+        job: str | None = None,
         timeout: float = 300.0,
         join_timeout: float = 60.0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -115,7 +116,8 @@ class GradientServer:
         address = checked_address(address)
         refuse_bad_token(token)
         _refuse_open_door(address, token)
-        refuse_bad_job(job)
+        if job is not None:
+            refuse_bad_job(job)
         self.group = Group(world_size, timeout, join_timeout, bucket_bytes)
         self._token, self._job = token, job
         self._max_arena_bytes = whole_number("max_arena_bytes", max_arena_bytes, 1)
@@ -228,13 +230,13 @@ class GradientServer:
         try:
             channel.set_deadline(_HANDSHAKE_SECONDS)
             hello, _ = channel.expect(Hello)
-            if hello.job == self._job:
+            if self._job in {None, hello.job}:
                 self._refuse_untimely(hello)
             challenge = answer_hello(self._token, hello)
             channel.send(challenge)
             join, table = channel.expect(Join)
             check_proof(self._token, hello, challenge, join)
-            refuse_other_job(hello, self._job)
+            refuse_other_job(hello, self._job_after(hello))
             return self._admit(channel, hello, join, table)
         except GradientError as refusal:
             self._strangers.discard(channel)  # its refusal is given time to arrive
@@ -242,6 +244,13 @@ class GradientServer:
             return None
         finally:
             self._strangers.discard(channel)
+
+    def _job_after(self, hello: Hello) -> str:
+        """The group's job, which the first worker that proved the token may have to name."""
+        with self.group.lock:
+            if self._job is None:
+                self._job = hello.job
+            return self._job
 
     def _refuse_untimely(self, hello: Hello) -> None:
         """A worker that is back before this group knows that it lost it, or has gone, shall try again."""

@@ -19,7 +19,7 @@ from gradengine.exchange.channel import (
     shown,
     url_of,
 )
-from gradengine.exchange.handshake import check_challenge, join_of, new_nonce, proof, refuse_bad_job
+from gradengine.exchange.handshake import check_challenge, join_of, new_nonce, proof
 from gradengine.exchange.interface import (
     GROUP_BYTES,
     Arena,
@@ -41,6 +41,7 @@ from gradengine.exchange.interface import (
     refuse_bad_arena,
     refuse_long_part,
 )
+from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
     MAX_TEXT_BYTES,
@@ -74,12 +75,13 @@ class WorkerClient(Exchange):
         rank: This worker, 1..world_size - 1, or from 0 where a `GradientServer` runs alone.
         world_size: Workers in the group.
         token: The group's secret.
-        job: The name of the job that the group belongs to, the same on all ranks and on the coordinator.
+        job: The name of the job that the group belongs to, the same on all ranks and on the coordinator; None: the
+            launcher's, as in `connect`.
         timeout: Progress deadline in seconds.
         join_timeout: How long to wait for the coordinator and the other workers, in seconds.
 
     Raises:
-        CallerError: The rank is out of range, or the job's name is too long.
+        CallerError: The rank is out of range, or the job's name is too long or not printable.
     """
 
     def __init__(
@@ -89,16 +91,15 @@ class WorkerClient(Exchange):
         world_size: int,
         *,
         token: str | None = None,
-        job: str = "",
+        job: str | None = None,
         timeout: float = 300.0,
         join_timeout: float = 60.0,
     ) -> None:
         address = checked_address(address)
         refuse_bad_token(token)
-        refuse_bad_job(job)
         self.rank, self.world_size = checked_rank(rank, world_size)
         self.url = url_of(address)
-        self._address, self._token, self._job = address, token, job
+        self._address, self._token, self._job = address, token, job_or_launchers(job)
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
         self._lock = threading.RLock()  # as a group's

@@ -1,0 +1,74 @@
+"""Which job this process belongs to, as its launcher says in the environment, which is read here alone.
+
+The first of `VARIABLES` that names a job counts. A launcher that starts the processes comes before the scheduler that
+it runs under: of the ranks that one mpirun starts over ssh, only some see the scheduler's variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from gradengine.exchange.handshake import refuse_bad_job
+
+__all__ = ["VARIABLES", "job_or_launchers", "launchers_job"]
+
+VARIABLES = (
+    "TORCHELASTIC_RUN_ID",  # torchrun's --rdzv-id; "none" where it was not given
+    "PMIX_NAMESPACE",  # mpirun of Open MPI 2 to 5, prterun, jsrun; srun --mpi=pmix, which is left to SLURM_JOB_ID
+    "OMPI_MCA_ess_base_jobid",  # mpirun of Open MPI 1
+    "SLURM_JOB_ID",  # one for each element of an array, one for all steps and for all parts of a heterogeneous job
+    "PBS_JOBID",  # with the index in an array
+    "LSB_JOBID",  # LSF's, the same in the whole of an array: LSB_JOBINDEX is its index, 0 outside
+)
+
+
+def job_or_launchers(job: str | None) -> str:
+    """A job's name as it was given; where None was, the launcher's.
+
+    Raises:
+        CallerError: It does not fit a message.
+
+    Example:
+        >>> job_or_launchers("run 1"), job_or_launchers("")
+        ('run 1', '')
+    """
+    if job is None:
+        return launchers_job(os.environ)
+    refuse_bad_job(job)
+    return job
+
+
+def launchers_job(environment: Mapping[str, str]) -> str:
+    """The job that a launcher named, "" where none did; as variable=value, so that no two launchers' are alike.
+
+    Args:
+        environment: Variables by name.
+
+    Raises:
+        CallerError: The launcher's name does not fit a message; the error names the variable.
+
+    Example:
+        >>> launchers_job({"SLURM_JOB_ID": "4711", "SLURM_PROCID": "3"})
+        'SLURM_JOB_ID=4711'
+        >>> launchers_job({"TORCHELASTIC_RUN_ID": "none"})
+        ''
+    """
+    for variable in VARIABLES:
+        value = environment.get(variable, "")
+        if _names_a_job(variable, value):
+            job = f"{variable}={value}{_index_in_array(variable, environment)}"
+            refuse_bad_job(job, source="what the environment names")
+            return job
+    return ""
+
+
+def _names_a_job(variable: str, value: str) -> bool:
+    if variable == "PMIX_NAMESPACE" and value.startswith("slurm."):
+        return False  # slurm.pmix.<job>.<step>: ranks of one run may come by several steps
+    return bool(value) and (variable, value) != ("TORCHELASTIC_RUN_ID", "none")
+
+
+def _index_in_array(variable: str, environment: Mapping[str, str]) -> str:
+    index = environment.get("LSB_JOBINDEX", "") if variable == "LSB_JOBID" else ""
+    return f"[{index}]" if index not in {"", "0"} else ""
