@@ -13,18 +13,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import as_index, refuse_other_kind, said, whole_number
+from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrivals import Arrivals
 from gradengine.block import BlockGradientSet
 from gradengine.buffer import Buffer, Lender
 from gradengine.errors import BufferRefused, LayoutMismatch, WindowError, not_copied
-from gradengine.gradients import Gradients, and_more, in_slot_order
+from gradengine.gradients import Gradients, NamedArrays, and_more, in_slot_order
 from gradengine.kernels import ADDRESS, Contribution, Kernels, Places, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 from gradengine.window import Window, checked_weight, ordered_sum
@@ -61,7 +60,8 @@ class GradientAccumulator(ABC):
         self._window = self._new_window()
         self._is_changing = False
         self.changes = 0
-        self._arrivals = Arrivals(kernels, self.arena, holds=hold > 1, reused_buffers=reused_buffers)
+        is_reused = truth_value("reused_buffers", reused_buffers)
+        self._arrivals = Arrivals(kernels, self.arena, holds=self.hold > 1, reused_buffers=is_reused)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._places: dict[tuple[str, int], Places] = {}
@@ -158,7 +158,7 @@ class GradientAccumulator(ABC):
             WindowError: The weight is bad, or differs from what other blocks of this micro-batch were given.
         """
         block = self.layout.block(index)
-        self._add(block.slots, gradients, weight, measure, f"block {index}", f"{block.name}.")
+        self._add(block.slots, gradients, weight, measure, f"block {block.index}", f"{block.name}.")
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, measure: bool = False) -> None:
         """Add one component that lies in no block, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
@@ -354,7 +354,7 @@ class GradientAccumulator(ABC):
     @cached_property
     def _views(self) -> Mapping[str, Any]:
         pairs = zip(self.layout.slots, self.targets, strict=True)
-        return MappingProxyType({slot.name: self.kernels.array(target, slot.shape) for slot, target in pairs})
+        return NamedArrays({slot.name: self.kernels.array(target, slot.shape) for slot, target in pairs})
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its arena.
@@ -370,7 +370,7 @@ class GradientAccumulator(ABC):
         self, slots: Sequence[Slot], gradients: Gradients, weight: float, measure: bool, where: str, prefix: str = ""
     ) -> None:
         self.refuse_interrupted()
-        scalar = checked_weight(weight)
+        scalar, measure = checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
         places = self._places_of(slots)
         contribution = self._arrivals.contribution(places, slots, sources)

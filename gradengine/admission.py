@@ -61,14 +61,14 @@ class Admission:
             raise WindowError(
                 "the window is complete and on its way to the other workers"
                 if span is None
-                else f"{span.key!r} is on its way",
+                else f"{span.called} is on its way to the other workers",
                 got=f"a contribution after the last of {count} micro-batches",
                 expected="step()",
             )
         room = self._settings.micro_batches
         if room is not None and count >= room:
             raise WindowError(
-                "the window is full" if span is None else f"the window of {span.key!r} is full",
+                "the window is full" if span is None else f"the window of {span.called} is full",
                 got=f"micro-batch {count + 1}",
                 expected=f"step() after {room} micro-batches",
             )

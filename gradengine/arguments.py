@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,25 +16,33 @@ __all__ = [
     "as_float",
     "as_index",
     "as_number",
+    "as_text",
+    "has",
+    "iterated",
     "listed",
+    "out_of_range",
     "refuse_lacking",
     "refuse_other_kind",
     "refuse_unknown",
     "said",
+    "truth_value",
     "whole_number",
 ]
 
+MOST = (1 << 63) - 1  # of whatever is counted: the integers of C and NumPy end there
+MOST_LISTED = 1 << 20  # of what is given one by one; an endless iterator would fill the memory
+_LONGEST_TUPLE = 8  # items that are shown
+_LONGEST_FAULT = 300  # characters of another's error
 
-def whole_number(
-    name: str, value: object, least: int, most: int | None = None, kind: type[CallerError] = CallerError
-) -> int:
+
+def whole_number(name: str, value: object, least: int, most: int = MOST, kind: type[CallerError] = CallerError) -> int:
     """The value as a plain integer.
 
     Args:
         name: What it is, as the error says it.
         value: An integer of any kind; no truth value.
         least: The smallest that will do.
-        most: The largest, where there is one.
+        most: The largest.
         kind: The error's.
 
     Raises:
@@ -45,13 +54,15 @@ def whole_number(
         2
         >>> whole_number("hold", "2", 1)
         Traceback (most recent call last):
-        gradengine.errors.CallerError: hold is out of range: got '2', expected a whole number >= 1
+        gradengine.errors.CallerError: hold is no whole number: got '2', expected a whole number >= 1
     """
     number = as_index(value)
-    if number is None or number < least or (most is not None and number > most):
-        expected = f"a whole number >= {least}" if most is None else f"a whole number in {least}..{most}"
-        raise kind(f"{name} is out of range", got=said(value), expected=expected)
-    return number
+    if number is not None and least <= number <= most:
+        return number
+    is_small = most == MOST and (number is None or number < least)
+    fault = "is no whole number" if number is None else "is out of range"
+    expected = f"a whole number >= {least}" if is_small else f"a whole number in {least}..{most}"
+    raise kind(f"{name} {fault}", got=said(value), expected=expected)
 
 
 def as_index(value: Any) -> int | None:
@@ -60,11 +71,10 @@ def as_index(value: Any) -> int | None:
     >>> as_index(3), as_index(3.0), as_index(True), as_index("3")
     (3, None, None, None)
     """
-    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-        return None
     try:
-        return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # an array of several, one that is traced
+        is_truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+        return None if is_truth else operator.index(value)
+    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: an array of several, one that is traced)
         return None
 
 
@@ -86,56 +96,137 @@ def as_number(value: Any) -> float | None:
     >>> as_number(2), as_number("2"), as_number(math.inf), as_number(10**400)
     (2.0, None, inf, None)
     """
+    try:
+        return _as_number(value)
+    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: a tensor that has no value yet)
+        return None
+
+
+def _as_number(value: Any) -> float | None:
     if isinstance(value, (bool, np.ma.MaskedArray)):
         return None
     dtype = getattr(value, "dtype", None)
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
-    if not is_number or (dtype is not None and not _is_real(str(dtype))):
+    has_dimensions = bool(getattr(value, "ndim", 0))
+    if not is_number or has_dimensions or (dtype is not None and not _is_real(str(dtype))):
         return None
+    return float(value.detach() if hasattr(value, "detach") else value)  # torch warns of one that autograd watches
+
+
+def as_text(value: object) -> str:
+    """What a value calls itself; of one that cannot say, the type.
+
+    >>> as_text(np.dtype("float32"))
+    'float32'
+    """
     try:
-        detached = value.detach() if hasattr(value, "detach") else value  # torch warns of one that autograd watches
-        return None if getattr(value, "ndim", 0) else float(detached)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor that has no value yet
-        return None
+        return str(value)
+    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors)
+        return type(value).__name__
 
 
 def _is_real(dtype: str) -> bool:
     return "float" in dtype or "int" in dtype
 
 
-def said(value: object) -> object:
-    """What an error says that it got: numbers and short text as they are, of anything else the type.
+def out_of_range(
+    name: str, value: object, expected: str, kind: type[CallerError] = CallerError, do: str | None = None
+) -> CallerError:
+    """The error for what is no number, or none of those expected.
 
-    >>> said("a"), said(2), said([1, 2])
-    ("'a'", 2, 'list')
+    >>> raise out_of_range("max_norm", "1", "a number >= 0")
+    Traceback (most recent call last):
+    gradengine.errors.CallerError: max_norm is no number: got '1', expected a number >= 0
     """
+    is_number = as_number(value) is not None or as_index(value) is not None  # beyond all floats it is one too
+    return kind(f"{name} is {'out of range' if is_number else 'no number'}", got=said(value), expected=expected, do=do)
+
+
+def truth_value(name: str, value: object) -> bool:
+    """The value as a plain bool: Python's and NumPy's are taken, and nothing that merely counts as true.
+
+    Raises:
+        CallerError: It is neither.
+
+    Example:
+        >>> truth_value("deferred", "no")
+        Traceback (most recent call last):
+        gradengine.errors.CallerError: deferred is no truth value: got 'no', expected True or False
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise CallerError(f"{name} is no truth value", got=said(value), expected="True or False")
+    return bool(value)
+
+
+def said(value: object) -> object:
+    """What an error says that it got: numbers, short text and errors as they are, of anything else the type.
+
+    >>> said("a"), said(2), said([1, 2]), said(KeyError("w"))
+    ("'a'", 2, 'list', "KeyError: 'w'")
+    """
+    try:
+        return _said(value)
+    except Exception:  # noqa: BLE001  (a caller's own object, which may not let itself be shown)
+        return type(value).__name__
+
+
+def _said(value: object) -> object:
     if isinstance(value, str):
         return repr(value[:80]) + ("..." if len(value) > 80 else "")
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"[:_LONGEST_FAULT]
+    if type(value) is tuple and len(value) <= _LONGEST_TUPLE:  # a shape, an address
+        items = [type(item).__name__ if isinstance(item, tuple) else str(said(item)) for item in value]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
     if value is None:
         return "None"
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
-    is_number = isinstance(value, (int, float, complex)) or type(value).__module__ == "numpy"
-    is_scalar = is_number and not getattr(value, "ndim", 0)
-    return value if is_scalar else type(value).__name__
+    is_scalar = isinstance(value, (np.generic, np.ndarray)) and not value.ndim and not value.dtype.hasobject
+    return value if is_scalar or type(value) in {bool, int, float, complex} else type(value).__name__
 
 
 def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> list[Any]:
     """What an iterable gives; of text, which gives its letters, and of what is none an error of that kind.
 
     Raises:
-        CallerError: It is text, or cannot be iterated over.
+        CallerError: It is text, cannot be iterated over, or does not end after 2**20 items.
 
     Example:
         >>> listed("sizes", (2, 3))
         [2, 3]
     """
+    items = list(itertools.islice(iterated(name, values, kind), MOST_LISTED + 1))
+    if len(items) > MOST_LISTED:
+        raise kind(f"{name} is too long", got=f"more than {MOST_LISTED} items", expected=f"at most {MOST_LISTED}")
+    return items
+
+
+def iterated(name: str, values: Any, kind: type[CallerError] = CallerError) -> Iterator[Any]:
+    """An iterator over what is given one by one; of text, and of what is none, an error of that kind.
+
+    Raises:
+        CallerError: It is text, or cannot be iterated over.
+    """
     try:
-        if not isinstance(values, (str, bytes)):
-            return list(values)
-    except TypeError:
-        pass
-    raise kind(f"{name} is no sequence", got=said(values), expected="a list")
+        items: Iterator[Any] | None = None if isinstance(values, (str, bytes)) else iter(values)
+    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: an array without dimensions)
+        items = None
+    if items is None:
+        raise kind(f"{name} is no sequence", got=said(values), expected="a list")
+    return items
+
+
+def has(value: object, attribute: str) -> bool:
+    """Whether the value has an attribute; not where it has an error of its own in its place.
+
+    >>> has(np.zeros(2), "shape")
+    True
+    """
+    try:
+        return hasattr(value, attribute)
+    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors)
+        return False
 
 
 def refuse_unknown(name: str, value: object, known: Sequence[str]) -> None:
@@ -156,7 +247,7 @@ def refuse_lacking(name: str, value: object, attributes: Sequence[str]) -> None:
     Traceback (most recent call last):
     gradengine.errors.CallerError: exchange has no rank: got 5, expected an object with rank, bind
     """
-    lacking = [attribute for attribute in attributes if not hasattr(value, attribute)]
+    lacking = [attribute for attribute in attributes if not has(value, attribute)]
     if lacking:
         expected = f"an object with {', '.join(attributes)}"
         raise CallerError(f"{name} has no {lacking[0]}", got=said(value), expected=expected)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
 
-from gradengine.arguments import as_float, refuse_other_kind, said
+from gradengine.arguments import as_float, out_of_range, refuse_other_kind
 from gradengine.buffer import Buffer
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
-from gradengine.gradients import Gradients, in_slot_order, refuse_other_shape
+from gradengine.errors import BufferRefused, LayoutMismatch, not_copied
+from gradengine.gradients import Gradients, NamedArrays, in_slot_order, refuse_other_shape
 from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
 from gradengine.kernels.decision import SMALLEST_FACTOR
 from gradengine.layout import Block, Slot
@@ -64,7 +63,7 @@ class BlockGradientSet:
         """
         self._kernels.follow(self._order)
         pairs = zip(self._block.slots, self._targets, strict=True)
-        return MappingProxyType({self._short(slot): self._kernels.array(target, slot.shape) for slot, target in pairs})
+        return NamedArrays({self._short(slot): self._kernels.array(target, slot.shape) for slot, target in pairs})
 
     @property
     def component_sizes(self) -> tuple[int, ...]:
@@ -121,8 +120,7 @@ class BlockGradientSet:
         """
         number = as_float(divisor)
         if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
-            expected = "a finite number in +-(2**-126..2**126)"
-            raise CallerError("cannot divide by this", got=said(divisor), expected=expected)
+            raise out_of_range("a divisor", divisor, "a finite number in +-(2**-126..2**126)")
         factor = np.float32(1 / number)
         with self._kernels.in_order(self._order):
             self._kernels.scale(self._targets, factor, self._targets)

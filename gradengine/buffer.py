@@ -17,6 +17,7 @@ from typing import Any, SupportsIndex, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.arguments import as_text, has, said, truth_value
 from gradengine.dlpack import Exported, contiguous_strides
 from gradengine.errors import BufferRefused, CallerError
 
@@ -30,6 +31,7 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
+_MODULES_OF_DTYPES = ("torch.", "mlx.core.")
 _LARGEST_ADDRESS = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there
 ITEMSIZE = {name: dtype.itemsize for name, dtype in STORAGE.items()}
 
@@ -66,17 +68,22 @@ class RawBuffer:
     stream: int | None = None
 
     def __post_init__(self) -> None:
-        device = str(self.device)
-        object.__setattr__(self, "dtype", _dtype_named(self.dtype))
+        device = as_text(self.device)
+        object.__setattr__(self, "dtype", dtype_named(self.dtype))
         object.__setattr__(self, "device", {"cpu:0": "cpu", "cuda": "cuda:0"}.get(device, device))
+        object.__setattr__(self, "writable", truth_value("writable", self.writable))
 
 
-def _dtype_named(dtype: Any) -> str:
-    """A name, NumPy's or torch's dtype, or NumPy's scalar type, by name."""
+def dtype_named(dtype: Any) -> str:
+    """A name, NumPy's scalar type, or any framework's dtype, by name.
+
+    >>> dtype_named("torch.float32"), dtype_named(np.float16), dtype_named(np.dtype(">f4"))
+    ('float32', 'float16', 'float32 in foreign byte order')
+    """
     if isinstance(dtype, np.dtype):
         return in_full(dtype)
-    named = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype
-    return str(named).removeprefix("torch.")
+    name = as_text(next((getattr(dtype, word) for word in ("name", "__name__") if has(dtype, word)), dtype))
+    return name.rpartition(".")[2] if name.startswith(_MODULES_OF_DTYPES) else name
 
 
 def in_full(dtype: Any) -> str:
@@ -136,14 +143,14 @@ def stream_handle(stream: Any) -> int:
         3
     """
     protocol = getattr(stream, "__cuda_stream__", None)
-    said = protocol() if callable(protocol) else protocol
-    named = said[1] if isinstance(said, tuple) and len(said) == 2 else said
+    answer = protocol() if callable(protocol) else protocol
+    named = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
     for handle in (named, getattr(stream, "cuda_stream", None), stream):
         if isinstance(handle, SupportsIndex):
             return _in_range(operator.index(handle))
     raise CallerError(
         "this is no CUDA stream",
-        got=repr(stream) if isinstance(stream, (int, float, str)) else type(stream).__name__,
+        got=said(stream),
         expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle",
     )
 
@@ -273,7 +280,7 @@ def raw_extent(raw: RawBuffer, component: str) -> tuple[int, int]:
     try:
         return operator.index(raw.pointer), operator.index(raw.size)
     except TypeError:
-        raise no_memory(component, repr(raw.pointer), raw.size) from None
+        raise no_memory(component, said(raw.pointer), said(raw.size)) from None
 
 
 def refuse_freed(owner: object, component: str) -> None:
@@ -302,7 +309,7 @@ def freed(owner: object) -> str | None:
     except ReferenceError:
         return "a weak reference to nothing"
     except Exception as fault:  # noqa: BLE001  (an owner's own code, and its own errors)
-        return f"a {type(owner).__name__} that cannot say whether it is ({type(fault).__name__}: {fault})"
+        return f"a {type(owner).__name__} that cannot say whether it is ({said(fault)})"
 
 
 def _said_by(owner: object) -> str | None:
@@ -339,7 +346,7 @@ def refuse_impossible(pointer: int, size: int, itemsize: int, component: str) ->
         )
 
 
-def no_memory(component: str, pointer: str, size: object) -> BufferRefused:
+def no_memory(component: str, pointer: object, size: object) -> BufferRefused:
     """The error for an address that stands for nothing."""
     return BufferRefused(
         f"component '{component}' is no memory",

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, final
 
+from gradengine.arguments import truth_value
 from gradengine.buffer import Lender, RawBuffer, refuse_freed
 from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.gradients import Gradients, in_slot_order
@@ -66,7 +67,7 @@ class CapturedWindow:
         """
         if self._recorded is None or self.result is None:
             raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
-        if check:
+        if truth_value("check", check):
             self._refuse_moved()
         return self._launched(self, self.result)
 

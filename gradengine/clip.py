@@ -8,15 +8,16 @@ GPU norm and scale stay in its memory and nothing waits: three launches, which a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, final
 
-from gradengine.arguments import as_float, listed, refuse_other_kind, said, whole_number
+from gradengine.arguments import as_float, has, listed, out_of_range, refuse_other_kind, said, whole_number
 from gradengine.buffer import Buffer, overlapping
 from gradengine.device_buffer import device_of
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
 from gradengine.frameworks import note_written
 from gradengine.kernels import ClipPlan, Decision, Device, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
@@ -35,6 +36,7 @@ __all__ = [
 Groups: TypeAlias = str | Mapping[str, str] | Callable[[Slot], str] | None
 MaxNorm: TypeAlias = float | Mapping[str, float] | None
 
+_NAMES_SHOWN = 9
 _MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32, whose squared sums would take 34 MB
 
 
@@ -84,6 +86,14 @@ class FusedClipState:
             return 1.0
         self.kernels.follow(self.sums)
         return self._last.scale
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: its sums lie on the device, in memory that its tables point to.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied("a FusedClipState", "make another of the same sizes")
 
 
 def clip_gradients_fused(
@@ -139,6 +149,8 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     named = arrays
     if not isinstance(named, Mapping):
         named = {f"arrays[{i}]": array for i, array in enumerate(listed("arrays", arrays))}
+    for name in named:
+        refuse_other_kind("a gradient's name", name, str)
     kernels = kernels_for(device_of(next(iter(named.values()), None)))
     views = kernels.writable_views(list(named.values()), list(named))
     _refuse_overlap(views, list(named))
@@ -249,7 +261,10 @@ def _group_of(slot: Slot, groups: Groups) -> str:
 def _bound(max_norm: MaxNorm, group: str) -> float:
     if isinstance(max_norm, Mapping):
         if group not in max_norm:
-            raise CallerError(f"max_norm names no bound for group '{group}'", got=sorted(max_norm, key=str))
+            named = ", ".join(str(said(name)) for name in itertools.islice(max_norm, _NAMES_SHOWN))
+            raise CallerError(
+                f"max_norm names no bound for group '{group}'", got=f"{len(max_norm)} bounds: {named or 'none'}"
+            )
         max_norm = max_norm[group]
     return checked_max_norm(max_norm)
 
@@ -266,8 +281,7 @@ def checked_max_norm(max_norm: float | None) -> float:
     """
     bound = math.inf if max_norm is None else as_float(max_norm)
     if not bound >= 0 or math.copysign(1, bound) < 0:  # written so that NaN is refused; -0.0 is somebody's underflow
-        expected = "a number >= 0, or None to clip nothing"
-        raise CallerError("max_norm is out of range", got=said(max_norm), expected=expected)
+        raise out_of_range("max_norm", max_norm, "a number >= 0, or None to clip nothing")
     return bound
 
 
@@ -308,7 +322,7 @@ def _refuse_overlap(views: Sequence[Buffer], names: Sequence[str]) -> None:
 
 def _refuse_lone_array(arrays: object) -> None:
     """Else each of its elements would be taken for an array of no dimension."""
-    if hasattr(arrays, "shape") or not isinstance(arrays, (Mapping, Iterable)):
+    if has(arrays, "shape") or not isinstance(arrays, (Mapping, Iterable)):
         raise CallerError(
             "gradients are given in a list, or by name",
             got=type(arrays).__name__,
@@ -329,4 +343,6 @@ def _lora_buffers(workspace: object, kernels: Kernels) -> dict[str, object]:
 
 
 def _component(workspace: object, name: str) -> object:
-    return workspace.get(name) if isinstance(workspace, Mapping) else getattr(workspace, name, None)
+    if isinstance(workspace, Mapping):
+        return workspace.get(name)
+    return getattr(workspace, name) if has(workspace, name) else None

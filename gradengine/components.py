@@ -5,13 +5,15 @@ A component's name is its path, the parts joined by dots. torch is recognised wh
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from gradengine.buffer import STORAGE, wrong_dtype
+from gradengine.arguments import has, said
+from gradengine.buffer import STORAGE, dtype_named, wrong_dtype
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
 __all__ = [
@@ -19,11 +21,13 @@ __all__ = [
     "is_nested",
     "memory_order",
     "named_components",
+    "refuse_untakable",
     "shapes_in_memory",
     "trainable",
 ]
 
-_DEEPEST = 64  # levels of containers
+DEEPEST = 64  # levels of containers
+MOST_ITEMS = 1 << 20  # components and containers
 _DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own
 
 
@@ -50,20 +54,16 @@ def named_components(given: Any) -> list[tuple[str, Any]]:
         >>> named_components({"encoder": [{"w": (2, 3)}, {"w": (3,)}], "head": (5,)})
         [('encoder.0.w', (2, 3)), ('encoder.1.w', (3,)), ('head', (5,))]
     """
-    if hasattr(given, "named_parameters"):
+    if has(given, "named_parameters"):
         return list(shapes_in_memory(given).items())
-    if isinstance(given, (str, bytes)) or hasattr(given, "shape") or not isinstance(given, Iterable):
+    if isinstance(given, (str, bytes)) or has(given, "shape") or not isinstance(given, Iterable):
         raise LayoutMismatch(
             "a layout is made of several arrays or shapes",
             got=type(given).__name__,
             expected="a mapping by name, a sequence, or a torch.nn.Module",
             do="pass one array as [array]",
         )
-    listed = given if isinstance(given, Mapping) else list(given)
-    for position, parameter in enumerate([] if isinstance(given, Mapping) else listed):
-        if _is_parameter(parameter):
-            _refuse_untakable(str(position), parameter)
-    return list(_leaves(listed, ""))
+    return list(_leaves(given, "", itertools.count(1)))
 
 
 def is_nested(value: object) -> bool:
@@ -87,8 +87,29 @@ def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
     """
     parameters = trainable(module)
     for name, parameter in parameters.items():
-        _refuse_untakable(name, parameter)
+        refuse_untakable(name, parameter)
     return {name: _shape_as_it_lies(parameter) for name, parameter in parameters.items()}
+
+
+def refuse_untakable(name: str, array: Any) -> None:
+    """Raise `BufferRefused` where an array's gradients cannot be taken; of a parameter whose dtype is its own affair.
+
+    Raises:
+        BufferRefused: Another dtype, sparse, or a DTensor.
+    """
+    if has(array, "to_local"):
+        raise BufferRefused(
+            f"component '{name}' is one rank's part of a distributed tensor",
+            got=type(array).__name__,
+            do="lay out the local shapes, and add .grad.to_local()",
+        )
+    torch: Any = sys.modules.get("torch")
+    is_tensor = isinstance(array, getattr(torch, "Tensor", ()))
+    if is_tensor and array.layout is not torch.strided:
+        raise BufferRefused(f"component '{name}' is sparse", got=str(array.layout), do="make it dense")
+    dtype = getattr(array, "grad_dtype", array.dtype) if has(array, "dtype") else None  # None: any, as it comes
+    if dtype is not None and (named := dtype_named(dtype)) not in STORAGE:
+        raise wrong_dtype(name, named)
 
 
 def trainable(module: Any) -> dict[str, Any]:
@@ -115,27 +136,27 @@ def memory_order(tensor: Any) -> tuple[int, ...] | None:
 
 
 def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
-    if hasattr(module, "named_parameters"):
+    if has(module, "named_parameters"):
         yield from module.named_parameters()
         return
     is_list = isinstance(module, Iterable) and not isinstance(module, (str, bytes, Mapping)) and not _is_array(module)
-    listed = list(module) if is_list else [None]
-    if not all(map(_is_parameter, listed)):
-        raise CallerError(
-            "this is no module",
-            got=type(module).__name__,
-            expected="torch.nn.Module, or a list of its parameters",
-        )
-    yield from ((str(position), parameter) for position, parameter in enumerate(listed))
+    for position, parameter in enumerate(module if is_list else [None]):
+        if not _is_parameter(parameter):
+            raise CallerError(
+                "this is no module",
+                got=type(module).__name__,
+                expected="torch.nn.Module, or a list of its parameters",
+            )
+        yield str(position), parameter
 
 
 def _is_array(value: object) -> bool:
     """An array can be iterated over, but for one without dimensions; its rows are no parameters."""
-    return hasattr(value, "shape")
+    return has(value, "shape")
 
 
 def _is_component(value: object) -> bool:
-    return value is None or isinstance(value, (list, tuple, Mapping)) or hasattr(value, "shape")
+    return value is None or isinstance(value, (list, tuple, Mapping)) or has(value, "shape")
 
 
 def _is_parameter(value: object) -> bool:
@@ -143,36 +164,25 @@ def _is_parameter(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def _refuse_untakable(name: str, parameter: Any) -> None:
-    if hasattr(parameter, "to_local"):
-        raise BufferRefused(
-            f"parameter '{name}' is one rank's part of a distributed tensor",
-            got=type(parameter).__name__,
-            do="lay out the local shapes, and add .grad.to_local()",
-        )
-    if parameter.layout is not sys.modules["torch"].strided:
-        raise BufferRefused(f"parameter '{name}' is sparse", got=str(parameter.layout), do="make it dense")
-    dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any, as it comes
-    if dtype is not None and (said := str(dtype).removeprefix("torch.")) not in STORAGE:
-        raise wrong_dtype(name, said)
-
-
 def _shape_as_it_lies(parameter: Any) -> tuple[int, ...]:
     order = memory_order(parameter)
     return tuple(parameter.shape) if order is None else tuple(parameter.shape[dimension] for dimension in order)
 
 
-def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if depth > _DEEPEST:
-        raise LayoutMismatch("components are nested too deep", got=path, expected=f"at most {_DEEPEST} levels")
+def _leaves(value: Any, path: str, count: Iterator[int], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > DEEPEST:
+        raise LayoutMismatch("components are nested too deep", got=path, expected=f"at most {DEEPEST} levels")
     pairs: Iterable[tuple[Any, Any]] = (
         value.items() if isinstance(value, Mapping) else ((str(i), item) for i, item in enumerate(value))
     )
     for key, item in pairs:
         if not isinstance(key, str):
-            raise LayoutMismatch("a component's name is no text", got=repr(key), expected="a string")
+            raise LayoutMismatch("a component's name is no text", got=said(key), expected="a string")
+        if next(count) > MOST_ITEMS:  # also of few lists that hold each other often, or of an endless iterator
+            expected = f"at most {MOST_ITEMS} components"
+            raise LayoutMismatch("there are too many components", got=f"more than {MOST_ITEMS}", expected=expected)
         name = f"{path}{key}"
         if is_nested(item):
-            yield from _leaves(item, f"{name}.", depth + 1)
+            yield from _leaves(item, f"{name}.", count, depth + 1)
         else:
             yield name, item

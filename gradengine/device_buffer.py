@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gradengine.arguments import has, said
 from gradengine.buffer import (
     ITEMSIZE,
     STORAGE,
@@ -47,11 +48,11 @@ def device_of(source: object) -> str:
         return torch_device(source)
     if is_jax(source):
         return jax_device(source, "array")
-    if isinstance(source, (np.ndarray, np.generic)) and not hasattr(source, "__cuda_array_interface__"):
+    if isinstance(source, (np.ndarray, np.generic)) and not has(source, "__cuda_array_interface__"):
         return "cpu"
-    if hasattr(source, "__dlpack_device__"):
+    if has(source, "__dlpack_device__"):
         return exporting_device(source, "array").replace("cuda_managed", "cuda")
-    return _device_of_interface(source) if hasattr(source, "__cuda_array_interface__") else "cpu"
+    return _device_of_interface(source) if has(source, "__cuda_array_interface__") else "cpu"
 
 
 def _device_of_interface(source: Any) -> str:
@@ -85,7 +86,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
         return torch_buffer(source, component, (device,))
     if isinstance(source, RawBuffer):
         return _from_raw(source, component, device)
-    if hasattr(source, "__dlpack__"):
+    if has(source, "__dlpack__"):
         refuse_indirect(source, component)
         if is_jax(source):
             refuse_other_device(jax_device(source, component), component, (device,))
@@ -96,7 +97,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
         tensor = exported(source, component, stream)
         refuse_other_device(tensor.device, component, devices)
         return _from_exported(tensor, component, device, UnknownStream(), writable=not is_jax(source))
-    if hasattr(source, "__cuda_array_interface__"):
+    if has(source, "__cuda_array_interface__"):
         return _from_exported(_interface_of(source, component, device), component, device, UnknownStream())
     raise BufferRefused(
         f"component '{component}' is no array on a GPU",
@@ -161,7 +162,7 @@ def _interface_of(source: Any, component: str, device: str) -> Exported:
         return _read_interface(source, component, device)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as fault:
         raise BufferRefused(
-            f"component '{component}' has a CUDA array interface that cannot be read ({type(fault).__name__}: {fault})",
+            f"component '{component}' has a CUDA array interface that cannot be read ({said(fault)})",
             got=type(source).__name__,
         ) from None
 

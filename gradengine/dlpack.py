@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from gradengine.arguments import said
 from gradengine.errors import BufferRefused
 
 __all__ = ["Exported", "contiguous_strides", "exported", "exporting_device"]
@@ -158,7 +159,7 @@ def _capsule_of(source: Any, component: str, options: dict[str, int]) -> object:
 
 def _cannot_export(source: object, component: str, refusal: Exception) -> BufferRefused:
     return BufferRefused(
-        f"component '{component}' cannot be exported by its framework ({type(refusal).__name__}: {refusal})",
+        f"component '{component}' cannot be exported by its framework ({said(refusal)})",
         got=type(source).__name__,
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.admission import Admission
 from gradengine.agreement import Tally
-from gradengine.arguments import refuse_lacking, refuse_other_kind
+from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.buffer import Buffer
 from gradengine.capture import CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
@@ -219,7 +219,7 @@ class GradientEngine:
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        block = self.layout.block(index)
+        block, last = self.layout.block(index), truth_value("last", last)
         self._admission.of_add(self._captured, block)
         self.accumulator.add_block(block.index, gradients, weight, measure=last and self.world_size == 1)
         if self._captured is not None:
@@ -233,7 +233,7 @@ class GradientEngine:
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        span = self.layout.spans_by_key[self.accumulator.non_block_slot(name).name]
+        span, last = self.layout.spans_by_key[self.accumulator.non_block_slot(name).name], truth_value("last", last)
         self._admission.of_add(self._captured, span)
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
         if self._captured is not None:
@@ -266,6 +266,7 @@ class GradientEngine:
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
             ExchangeError: The workers' settings differ, or the sums that they hold; the window is kept.
         """
+        deferred = truth_value("deferred", deferred)
         if deferred and (out is not None or len(self._plan.max_norms) > 1):
             raise CallerError(
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"

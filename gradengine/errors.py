@@ -151,8 +151,8 @@ def _printable(value: object, limit: int) -> str:
     """A value as text that changes no terminal: bounded from its middle, control characters escaped, lines kept."""
     try:
         text = str(value)
-    except (RecursionError, ValueError) as fault:  # nested too deep, or an integer of too many digits
-        text = f"<{type(value).__name__}: {fault}>"
+    except Exception as fault:  # noqa: BLE001  (nested too deep, too many digits, or a caller's own object and error)
+        text = f"<{type(value).__name__} that cannot be shown: {type(fault).__name__}>"
     lines = _shortened(text, limit).split("\n")
     shown = lines if len(lines) <= _MAX_LINES else [*lines[: _MAX_LINES - 2], "...", lines[-1]]
     escaped = "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in shown)

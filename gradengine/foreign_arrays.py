@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from gradengine.arguments import has, said
 from gradengine.errors import BufferRefused, LayoutMismatch
 from gradengine.frameworks import is_jax, is_torch
 
@@ -49,15 +50,15 @@ def as_sliceable(array: Array, what: str) -> Array:
         return array.detach()
     if isinstance(array, np.ma.MaskedArray):
         raise BufferRefused(f"{what} is masked", got="MaskedArray", do="pass .filled(value)")
-    if is_jax(array) or (hasattr(array, "__getitem__") and hasattr(_module_of(array), "empty")):
+    if is_jax(array) or (has(array, "__getitem__") and has(_module_of(array), "empty")):
         return array
-    if not hasattr(array, "__dlpack__"):
+    if not has(array, "__dlpack__"):
         raise BufferRefused(f"{what} is no array", got=type(array).__name__, expected="an array, or DLPack")
-    on_host = array.__dlpack_device__()[0] == _DLPACK_CPU
     try:
+        on_host = array.__dlpack_device__()[0] == _DLPACK_CPU
         return np.from_dlpack(array) if on_host else importlib.import_module("cupy").from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError, ImportError) as fault:
-        raise BufferRefused(f"{what} cannot be taken by DLPack ({fault})", got=type(array).__name__) from None
+    except Exception as fault:  # noqa: BLE001  (a framework's own code, and its own errors)
+        raise BufferRefused(f"{what} cannot be taken by DLPack ({said(fault)})", got=type(array).__name__) from None
 
 
 def copied(array: Array) -> Array:
@@ -92,7 +93,7 @@ def assign(whole: Array, index: tuple[Any, ...], part: Array, what: str) -> None
     try:
         whole[index] = part
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as fault:
-        raise BufferRefused(f"{what} cannot be written to ({fault})", got=type(whole).__name__) from None
+        raise BufferRefused(f"{what} cannot be written to ({said(fault)})", got=type(whole).__name__) from None
 
 
 def refuse_other_kind(array: Array, first: Array, what: str) -> None:

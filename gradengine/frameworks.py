@@ -14,6 +14,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from gradengine.arguments import has, said
 from gradengine.buffer import STORAGE, Array, Buffer, Lender, strided, wrong_device, wrong_dtype
 from gradengine.errors import BufferRefused
 
@@ -151,7 +152,7 @@ def refuse_indirect(source: object, component: str) -> None:
     is_neg = getattr(source, "is_neg", None)
     if callable(is_neg) and is_neg():
         raise _negated(component)
-    if hasattr(source, "to_local"):
+    if has(source, "to_local"):
         raise BufferRefused(
             f"component '{component}' is one rank's part of a distributed tensor",
             got=type(source).__name__,
@@ -291,7 +292,7 @@ def _torch_stream(torch: ModuleType, device: str) -> TorchStream:
 
 def _stands_for_several(tensor: Any, component: str, fault: Exception) -> BufferRefused:
     return BufferRefused(
-        f"component '{component}' has no memory of its own ({fault})",
+        f"component '{component}' has no memory of its own ({said(fault)})",
         got=type(tensor).__name__,
         do="pass plain tensors, outside of torch.func transformations",
     )

@@ -99,7 +99,7 @@ class GpuGradientAccumulator(GradientAccumulator):
             BufferRefused: A buffer cannot be written as it lies, or two share memory.
         """
         block = self.layout.block(index)
-        self._copy(block.slots, workspace, f"the workspace of block {index}", f"{block.name}.")
+        self._copy(block.slots, workspace, f"the workspace of block {block.index}", f"{block.name}.")
 
     def copy_non_block_to(self, name: str | int, destination: object) -> None:
         """Queue a copy of one component outside the blocks as it stands into a buffer on the device, in its dtype.

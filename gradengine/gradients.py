@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+import itertools
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from typing import Any, TypeAlias, final
 
+from gradengine.arguments import said
 from gradengine.buffer import Buffer
 from gradengine.components import is_nested, named_components
 from gradengine.errors import LayoutMismatch
 from gradengine.layout import Slot
 
-__all__ = ["Gradients", "in_slot_order", "refuse_other_shape"]
+__all__ = ["Gradients", "NamedArrays", "in_slot_order", "refuse_other_shape"]
 
 Gradients: TypeAlias = Mapping[str, object] | Sequence[object]
+
+
+@final
+class NamedArrays(Mapping[str, Any]):
+    """Arrays by component name, of which none can be put in another's place: they are views of one memory.
+
+    A pickle or a deep copy is a plain dict, whose arrays are copies; `copy.copy` is a dict of the same views.
+
+    >>> arrays = NamedArrays({"w": np.zeros(2)})
+    >>> import copy
+    >>> copy.deepcopy(arrays)
+    {'w': array([0., 0.])}
+    """
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._arrays = dict(arrays)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        return f"NamedArrays({self._arrays})"
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self._arrays,)
+
+    # Mapping's own would ask for each array by name, in Python.
+    def items(self) -> ItemsView[str, Any]:
+        """The names and their arrays."""
+        return self._arrays.items()
+
+    def values(self) -> ValuesView[Any]:
+        """The arrays."""
+        return self._arrays.values()
 
 
 def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefix: str = "") -> Sequence[object]:
@@ -72,7 +114,7 @@ def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where:
     unknown = [name for name in gradients if name not in known]
     if unknown:
         raise LayoutMismatch(
-            f"{where} has no component {unknown[0]!r}{and_more(unknown)}", expected=f"{len(slots)}: {_named(slots)}"
+            f"{where} has no component {said(unknown[0])}{and_more(unknown)}", expected=f"{len(slots)}: {_named(slots)}"
         )
     return [gradients[name] for name in names]
 
@@ -96,7 +138,8 @@ def refuse_other_shape(view: Buffer, slot: Slot) -> None:
 
 
 def _first_of(gradients: Mapping[str, object], limit: int = 3) -> str:
-    shown = ", ".join(str(name)[:80] for name in list(gradients)[:limit])
+    first = itertools.islice(gradients, limit)
+    shown = ", ".join(name[:80] if isinstance(name, str) else str(said(name)) for name in first)
     return f": {shown}{', ...' if len(gradients) > limit else ''}" if shown else ""
 
 

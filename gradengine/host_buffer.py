@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gradengine.arguments import has
 from gradengine.buffer import (
     ITEMSIZE,
     STORAGE,
@@ -61,7 +62,7 @@ def host_buffer(source: object, component: str) -> Buffer:
     if is_jax(source):
         array: Any = source
         return _from_numpy(jax_on_host(array, component), component, array, array.unsafe_buffer_pointer())
-    if hasattr(source, "__dlpack__"):
+    if has(source, "__dlpack__"):
         return _from_dlpack(source, component)
     raise BufferRefused(
         f"component '{component}' is no array",

@@ -14,6 +14,7 @@ arguments are donated; what `jnp.asarray`, `jax.device_put`, `.astype` to the sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -21,8 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradengine.arguments import as_text, has, said, truth_value
 from gradengine.buffer import STORAGE, wrong_dtype
 from gradengine.clip import checked_max_norm
+from gradengine.components import DEEPEST, MOST_ITEMS
 from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, LayoutMismatch
 from gradengine.gradients import and_more, in_slot_order
@@ -102,7 +105,8 @@ class GradientTree:
         """
         ordered = in_slot_order(self.layout.slots, gradients, "the tree")
         arrays = dict(zip(self._shapes, ordered, strict=True))
-        taken = {name: _copied(array) if copy else _viewed(name, array) for name, array in arrays.items()}
+        is_copied = truth_value("copy", copy)
+        taken = {name: _copied(name, array) if is_copied else _viewed(name, array) for name, array in arrays.items()}
         return self._structure.unflatten([taken.get(name) for name in self._leaves])
 
     def _other_structure(self, leaves: Leaves, structure: Any) -> LayoutMismatch:
@@ -194,6 +198,7 @@ _scaled: Any = jax.jit(lambda leaf, factor: (leaf.astype(jnp.float32) * factor).
 
 def _flattened(tree: Any) -> tuple[Leaves, Any]:
     """A tree's leaves by name, None among them, and its structure."""
+    _refuse_unbounded(tree)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
     leaves: Leaves = {}
     for path, leaf in pairs:
@@ -209,10 +214,24 @@ def _flattened(tree: Any) -> tuple[Leaves, Any]:
     return leaves, structure
 
 
+def _refuse_unbounded(tree: Any) -> None:
+    """Raise `LayoutMismatch` for lists that hold themselves, or each other too often: JAX would end the process."""
+    level = [tree]
+    for _ in range(DEEPEST + 1):
+        containers = [node for node in level if isinstance(node, (dict, list, tuple))]
+        items = ((node.values() if isinstance(node, dict) else node) for node in containers)
+        level = list(itertools.islice(itertools.chain.from_iterable(items), MOST_ITEMS + 1))
+        if len(level) > MOST_ITEMS:
+            raise LayoutMismatch("a tree is too large", got=f"more than {MOST_ITEMS} nodes", expected="fewer")
+        if not level:
+            return
+    raise LayoutMismatch("a tree is nested too deep", expected=f"at most {DEEPEST} levels")
+
+
 def _part(key: Any) -> str:
     """What a path's part is called: a dict's key, an index, an attribute."""
     named = (getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute))
-    return str(next(named, key))
+    return as_text(next(named, key))
 
 
 def _refuse_other_dtype(name: str, leaf: Any) -> None:
@@ -226,16 +245,23 @@ def _viewed(name: str, array: Any) -> Any:
         return None
     try:
         return jax.dlpack.from_dlpack(array)
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as refusal:
+    except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
         raise BufferRefused(
-            f"JAX cannot read component '{name}' where it lies ({refusal})",
+            f"JAX cannot read component '{name}' where it lies ({said(refusal)})",
             got=type(array).__name__,
             do="call tree(..., copy=True)",
         ) from None
 
 
-def _copied(array: Any) -> Any:
-    return None if array is None else jnp.array(array, copy=True).block_until_ready()
+def _copied(name: str, array: Any) -> Any:
+    if array is None:
+        return None
+    if not any(has(array, door) for door in ("__dlpack__", "__array__", "__jax_array__")):
+        raise BufferRefused(f"component '{name}' is no array", got=said(array))
+    try:
+        return jnp.array(array, copy=True).block_until_ready()
+    except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
+        raise BufferRefused(f"JAX cannot copy component '{name}' ({said(refusal)})", got=said(array)) from None
 
 
 def _shown(structure: Any, limit: int = 200) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, TypeAlias, get_args
 
 import msgpack
 
-from gradengine.arguments import as_index, refuse_other_kind, said, whole_number
-from gradengine.components import ParameterHolder, named_components
+from gradengine.arguments import as_index, has, refuse_other_kind, said, truth_value, whole_number
+from gradengine.components import ParameterHolder, named_components, refuse_untakable
 from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
 from gradengine.shards import Partition, Shape, checked_tp_rank
 from gradengine.slots import Block, Row, Slot, Span, place, refuse_bad_rows
@@ -23,7 +23,7 @@ __all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout"
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
 PARTITIONS = get_args(Partition)
-_MOST_BLOCKS = 1 << 20
+_MOST_BLOCKS = 1 << 16
 _MOST_BYTES = 1 << 62
 MAX_DIMENSIONS = 64  # NumPy's own limit
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
@@ -121,10 +121,12 @@ class GradientLayout:
         named = named_components(gradients)
         cut = {} if partitions is None else partitions
         refuse_other_kind("partitions", cut, Mapping)
-        checked_tp_rank(tp_rank, 1 if tp_size is None else tp_size)
-        _refuse_bad_partitions(cut, dict(named), tp_size)
+        rank, size = checked_tp_rank(tp_rank, 1 if tp_size is None else tp_size)
+        _refuse_bad_partitions(cut, dict(named), None if tp_size is None else size)
+        for name, array in named:
+            refuse_untakable(name, array)
         rows = [Row(name, _shape_of(name, g), _block_name(name), cut.get(name, "replicated")) for name, g in named]
-        return GradientLayout(rows, tp_rank=tp_rank, tp_size=1 if tp_size is None else tp_size)
+        return GradientLayout(rows, tp_rank=rank, tp_size=size)
 
     @staticmethod
     def transformer(
@@ -161,13 +163,13 @@ class GradientLayout:
         block_shapes = ((h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h,), (h,))
         rows = _block_rows(num_blocks, BLOCK_COMPONENTS, block_shapes)
         tail = dict(zip(NON_BLOCK_COMPONENTS, ((v, h), (h,), (v, h)), strict=True))
-        if not embedding:
+        if not truth_value("embedding", embedding):
             del tail["embedding"]
         rows += [Row(name, _shape_of(name, shape), None) for name, shape in tail.items()]
         order: list[int | str] = [
             "lm_head",
             "final_norm",
-            *reversed(range(num_blocks)),
+            *reversed(range(len(rows) // len(BLOCK_COMPONENTS))),
             *(["embedding"] if embedding else []),
         ]
         if tensor_parallel is None:
@@ -245,13 +247,14 @@ class GradientLayout:
         """
         number = as_index(index)
         if number is None or not 0 <= number < len(self.blocks):
-            raise LayoutMismatch("unknown block", got=said(index), expected=f"a block in 0..{len(self.blocks) - 1}")
+            expected = f"a block in 0..{len(self.blocks) - 1}" if self.blocks else "none: the layout has no blocks"
+            raise LayoutMismatch("unknown block", got=said(index), expected=expected)
         return self.blocks[number]
 
     @cached_property
     def spans_by_key(self) -> Mapping[int | str, Span]:
         """The spans by key: a block's index, or the name of a component outside the blocks."""
-        return MappingProxyType({span.key: span for span in self.spans})
+        return {span.key: span for span in self.spans}
 
     @cached_property
     def _by_name(self) -> dict[str, Slot]:
@@ -306,16 +309,20 @@ def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence
 
 
 def _shape_of(name: str, array: Any) -> Shape:
-    dimensions = getattr(array, "shape", array)
+    dimensions = array.shape if has(array, "shape") else array
     try:
-        given = [as_index(dimension) for dimension in dimensions]
+        given = [as_index(dimension) for dimension in itertools.islice(dimensions, MAX_DIMENSIONS + 1)]
     except TypeError:  # nothing that can be gone through
         given = [None]
     shape = tuple(dimension for dimension in given if dimension is not None)
     if len(shape) < len(given):
-        raise LayoutMismatch(f"component '{name}' has no shape", got=_shown(array), expected="an array or a shape")
+        raise LayoutMismatch(f"component '{name}' has no shape", got=said(array), expected="an array or a shape")
     if len(shape) > MAX_DIMENSIONS:
-        raise LayoutMismatch(f"component '{name}' has too many dimensions", got=len(shape), expected=MAX_DIMENSIONS)
+        raise LayoutMismatch(
+            f"component '{name}' has too many dimensions",
+            got=f"more than {MAX_DIMENSIONS}",
+            expected=f"at most {MAX_DIMENSIONS}",
+        )
     if any(d < 0 for d in shape):
         raise LayoutMismatch(f"component '{name}' has a negative dimension", got=shape, expected="dimensions >= 0")
     return shape
@@ -345,11 +352,9 @@ def _part_of(row: Row, config: TensorParallelConfig) -> Row:
 
 
 def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str, object], tp_size: int | None) -> None:
-    if not isinstance(partitions, Mapping):
-        raise CallerError("partitions are no mapping", got=_shown(partitions), expected="name -> 'column', 'row', ...")
     for name in partitions:
         if name not in named:
-            raise LayoutMismatch("a partition of no component", got=repr(name), expected=_few(named))
+            raise LayoutMismatch("a partition of no component", got=said(name), expected=_few(named))
     if partitions and tp_size is None:
         raise CallerError("partitions of a whole model", got="no tp_size", expected="tp_rank= and tp_size= too")
     for name in named if tp_size is not None and tp_size > 1 else ():
@@ -360,13 +365,6 @@ def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str,
 def _refuse_bad_order(order: Sequence[int | str], spans: Mapping[int | str, Span]) -> None:
     if len(order) != len(spans) or set(order) != set(spans):
         raise LayoutMismatch("the backward order does not name each span once", got=list(order), expected=list(spans))
-
-
-def _shown(value: object) -> object:
-    """What an error shows of it: arrays and objects by their kind."""
-    if isinstance(value, (int, float, tuple, list)):
-        return value
-    return repr(value) if isinstance(value, (str, type(None))) else type(value).__name__
 
 
 def _few(names: Iterable[str], limit: int = 4) -> str:

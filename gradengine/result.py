@@ -75,7 +75,8 @@ class StepResult:
     def gradients(self) -> Mapping[str, Any]:
         """Name -> fp32 array of the component's shape, averaged, unscaled and clipped.
 
-        A view of the arena, good until the next `add`; or the destinations of `out`, those given.
+        A view of the arena, good until the next `add`; or the destinations of `out`, those given. `copy.deepcopy` and
+        `pickle` make a plain dict of copies.
 
         Raises:
             CallerError: The step was deferred, so that an optimizer would be given sums.

@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, final
 
-from gradengine.arguments import as_float, refuse_unknown, said, whole_number
+from gradengine.arguments import as_float, out_of_range, refuse_unknown, whole_number
 from gradengine.errors import CallerError
 from gradengine.kernels import ClipPlan
 from gradengine.layout import GradientLayout
@@ -84,5 +84,5 @@ def checked_loss_scale(value: float) -> float:
     """
     scale = as_float(value)
     if not 2.0**-64 <= scale <= 2.0**64:  # NaN is refused too
-        raise CallerError("loss_scale is out of range", got=said(value), expected="2**-64..2**64")
+        raise out_of_range("loss_scale", value, "2**-64..2**64")
     return scale

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
-from gradengine.arguments import as_index, listed, said, whole_number
+from gradengine.arguments import listed, said, truth_value, whole_number
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.foreign_arrays import (
     Array,
@@ -38,6 +38,8 @@ __all__ = [
 
 Partition: TypeAlias = Literal["column", "row", "replicated"]
 Shape: TypeAlias = tuple[int, ...]
+
+_MOST_RANKS = 1 << 16
 
 
 class Shard(ABC):
@@ -83,7 +85,7 @@ class Shard(ABC):
         whole = as_sliceable(array, "the whole component")
         _refuse_other_shape(whole, self.full_shape, f"a {self.partition} shard is cut from")
         part = whole[self._index_of(self.tp_rank)]
-        return copied(part) if copy else part
+        return copied(part) if truth_value("copy", copy) else part
 
     def merge_shards(self, arrays: Sequence[Array], out: Array | None = None) -> Array:
         """The whole component from all ranks' parts: the inverse of `extract_shard`.
@@ -259,12 +261,10 @@ def checked_tp_rank(tp_rank: int, tp_size: int) -> tuple[int, int]:
 
     >>> checked_tp_rank(2, 2)
     Traceback (most recent call last):
-    gradengine.errors.CallerError: tp_rank is out of range: got 2, expected 0..1 for tp_size=2
+    gradengine.errors.CallerError: tp_rank of tp_size=2 is out of range: got 2, expected a whole number in 0..1
     """
-    rank, size = as_index(tp_rank), whole_number("tp_size", tp_size, 1)
-    if rank is None or not 0 <= rank < size:
-        raise CallerError("tp_rank is out of range", got=said(tp_rank), expected=f"0..{size - 1} for tp_size={size}")
-    return rank, size
+    size = whole_number("tp_size", tp_size, 1, _MOST_RANKS)
+    return whole_number(f"tp_rank of tp_size={size}", tp_rank, 0, size - 1), size
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:

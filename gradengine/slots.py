@@ -63,6 +63,11 @@ class Span:
     start: int
     stop: int
 
+    @property
+    def called(self) -> str:
+        """What errors call it: "block 0", "component 'head'"."""
+        return f"block {self.key}" if isinstance(self.key, int) else f"component '{self.key}'"
+
 
 @dataclass(frozen=True)
 class Block(Span):
@@ -88,7 +93,7 @@ class Row:
 
 
 def refuse_bad_rows(rows: Sequence[Row]) -> None:
-    """Raise `LayoutMismatch` where there is no component, two have one name, or one is cut in an unknown way."""
+    """Raise `LayoutMismatch` where there is none, two have one name, or one has no name to be sent or no known cut."""
     if not rows:
         raise LayoutMismatch("a layout needs at least one component", got=0)
     seen: set[str] = set()
@@ -99,9 +104,19 @@ def refuse_bad_rows(rows: Sequence[Row]) -> None:
                 got=said(row.partition),
                 expected=f"one of {get_args(Partition)}",
             )
+        if not _is_utf8(row.name):
+            raise LayoutMismatch("a component's name cannot be sent", got=said(row.name), expected="text in UTF-8")
         if row.name in seen:
             raise LayoutMismatch("two components have one name", got=repr(row.name), expected="names that differ")
         seen.add(row.name)
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def place(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:

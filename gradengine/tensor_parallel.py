@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from gradengine.arguments import listed, refuse_other_kind, said, whole_number
-from gradengine.errors import CallerError, LayoutMismatch
+from gradengine.arguments import listed, refuse_other_kind, truth_value, whole_number
+from gradengine.errors import LayoutMismatch
 from gradengine.shards import (
     ColumnParallelShard,
     Replica,
@@ -71,12 +71,9 @@ class TensorParallelConfig:
         plain = dict(zip(("tp_rank", "tp_size"), checked_tp_rank(self.tp_rank, self.tp_size), strict=True))
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             plain[name] = whole_number(name, getattr(self, name), 1)
+        plain["vocab_parallel"] = truth_value("vocab_parallel", self.vocab_parallel)
         for name, value in plain.items():  # NumPy's integers would overflow in the products below
             object.__setattr__(self, name, value)
-        if not isinstance(self.vocab_parallel, bool):
-            raise CallerError(
-                "vocab_parallel is no truth value", got=said(self.vocab_parallel), expected="True or False"
-            )
         divided("hidden_size", self.hidden_size, self.num_heads, "num_heads")
         divided("num_heads", self.num_heads, self.num_kv_heads, "num_kv_heads")
         divided("num_heads", self.num_heads, self.tp_size)
@@ -150,7 +147,7 @@ class TensorParallelConfig:
         blocks = whole_number("num_blocks", num_blocks, 0 if vocab_size else 1)
         h, kv, i = self.hidden_size, self.kv_hidden_size, self.intermediate_size
         matrices, norms = blocks * (2 * h * h + 2 * h * kv + 3 * h * i), blocks * 2 * h
-        tail = 1 + embedding if vocab_size else 0
+        tail = 1 + truth_value("embedding", embedding) if vocab_size else 0
         final_norm = h if vocab_size else 0
         local = matrices // self.tp_size + norms + final_norm + tail * local_vocab * h
         return local / (matrices + norms + final_norm + tail * vocab_size * h)

@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import final
 
-from gradengine.arguments import as_number, whole_number
+from gradengine.arguments import as_number, out_of_range, said, truth_value, whole_number
 from gradengine.errors import CallerError
 
 __all__ = ["Bandwidth", "TensorParallelCost"]
@@ -47,11 +47,7 @@ class Bandwidth:
     def __post_init__(self) -> None:
         rate = as_number(self.bytes_per_second)
         if rate is None or not 0 < rate < math.inf:  # NaN is refused
-            raise CallerError(
-                "a bandwidth is out of range",
-                got=f"{_shortened(self.bytes_per_second)} bytes/s",
-                expected="above 0 and finite",
-            )
+            raise out_of_range("a bandwidth", self.bytes_per_second, "bytes/s above 0, and finite")
         object.__setattr__(self, "bytes_per_second", rate)
 
     @staticmethod
@@ -100,7 +96,7 @@ class Bandwidth:
         """
         if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
             raise CallerError(
-                "a bandwidth is text", got=_shortened(text), expected="a number and a unit, such as '10 Gbit/s'"
+                "a bandwidth is text", got=said(text), expected="a number and a unit, such as '10 Gbit/s'"
             )
         first, *others = (_parsed(part) for part in text.split("="))
         for other in others:
@@ -166,10 +162,7 @@ class TensorParallelCost:
     vocab_parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.vocab_parallel, bool):
-            raise CallerError(
-                "vocab_parallel is no bool", got=_shortened(self.vocab_parallel), expected="True or False"
-            )
+        object.__setattr__(self, "vocab_parallel", truth_value("vocab_parallel", self.vocab_parallel))
         for name in sorted(vars(self).keys() - {"vocab_parallel"}):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
 
@@ -235,13 +228,11 @@ class TensorParallelCost:
         """
         if not isinstance(bandwidth, Bandwidth):
             raise CallerError(
-                "a bandwidth must name its unit", got=_shortened(bandwidth), expected="Bandwidth.gigabits or .gigabytes"
+                "a bandwidth must name its unit", got=said(bandwidth), expected="Bandwidth.gigabits or .gigabytes"
             )
         latency = as_number(latency_seconds)
         if latency is None or not 0 <= latency < math.inf:
-            raise CallerError(
-                "latency is out of range", got=f"{_shortened(latency_seconds)} s", expected="seconds >= 0"
-            )
+            raise out_of_range("latency_seconds", latency_seconds, "seconds >= 0")
         messages = 2 * self.all_reduces_per_step * 2 * (self.tp_size - 1)
         return self.link_bytes_per_step / bandwidth.bytes_per_second + messages * latency
 
@@ -249,9 +240,7 @@ class TensorParallelCost:
 def _scaled(value: object, factor: Fraction) -> float:
     number = as_number(value)
     if number is None:
-        raise CallerError(
-            "a bandwidth is no number", got=_shortened(value), expected="a number, or Bandwidth.parse(text)"
-        )
+        raise CallerError("a bandwidth is no number", got=said(value), expected="a number, or Bandwidth.parse(text)")
     return _rounded(Fraction(number) * factor) if math.isfinite(number) else number
 
 
@@ -271,7 +260,7 @@ def _parsed(text: str) -> Bandwidth:
     found = _QUANTITY.fullmatch(text)
     if found is None:
         raise CallerError(
-            "a bandwidth cannot be read", got=_shortened(text), expected="a number and a unit, such as '10 Gbit/s'"
+            "a bandwidth cannot be read", got=said(text), expected="a number and a unit, such as '10 Gbit/s'"
         )
     number, unit = found["number"], found["unit"]
     if not unit:
@@ -300,11 +289,3 @@ def _two_readings(what: str, got: str, number: str, prefix: str) -> CallerError:
         do=f"they differ by 8: {bits} is {rate / _BITS_A_BYTE:g} {prefix}B/s, "
         f"{whole} is {rate * _BITS_A_BYTE:g} {prefix}bit/s",
     )
-
-
-def _shortened(value: object) -> str:
-    try:
-        shown = repr(value)
-    except ValueError:  # Python shows no integer of thousands of digits
-        return "a number of thousands of digits"
-    return shown if len(shown) <= _LONGEST_TEXT else f"{shown[:40]}... ({len(shown)} characters)"

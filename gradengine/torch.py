@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from gradengine.arguments import as_float, refuse_other_kind, said
+from gradengine.arguments import as_float, has, refuse_other_kind, said, truth_value
 from gradengine.clip import checked_max_norm, clip_by_global_norm
 from gradengine.components import memory_order, shapes_in_memory, trainable
 from gradengine.device_buffer import device_of
@@ -76,12 +76,12 @@ def clip_grad_norm_(
         optimizer.step()
     """
     _refuse_other_norm(norm_type)
-    bound = checked_max_norm(max_norm)
+    bound, must_be_finite = checked_max_norm(max_norm), truth_value("error_if_nonfinite", error_if_nonfinite)
     gradients = _gradients_by_position(parameters)
     if not gradients:
         return torch.tensor(0.0)
     norm = _clip(gradients, bound)
-    if error_if_nonfinite and not torch.isfinite(norm):
+    if must_be_finite and not torch.isfinite(norm):
         raise _first_non_finite(gradients)
     return norm.to(torch.float32)
 
@@ -132,7 +132,7 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
         engine.step(out=gradients_of(model, allocate=True))
         optimizer.step()
     """
-    parameters = trainable(module)
+    parameters, allocate = trainable(module), truth_value("allocate", allocate)
     for parameter in parameters.values():
         if allocate and parameter.grad is None:
             # Older torch has no grad_dtype; None means any.
@@ -189,7 +189,7 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
         model.zero_grad()
     """
     _refuse_stale(result)
-    _give(module, result.gradients, frozenset() if zero_unused else result.unused)
+    _give(module, result.gradients, frozenset() if truth_value("zero_unused", zero_unused) else result.unused)
 
 
 def drop_unused(module: Parameters, result: StepResult) -> None:
@@ -285,19 +285,19 @@ def _refuse_other_norm(norm_type: object) -> None:
 
 def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
     if isinstance(parameters, torch.Tensor):
-        listed: list[object] = [parameters]
+        given: Iterable[object] = [parameters]
     elif isinstance(parameters, Iterable) and not hasattr(parameters, "shape"):  # another's array is no list of tensors
-        listed = list(parameters)
+        given = parameters
     else:
         raise _no_parameters("parameters is neither a tensor nor an iterable of them", parameters)
-    if not listed and isinstance(parameters, Generator):
-        warnings.warn("parameters is a generator with nothing left in it: nothing is clipped", stacklevel=3)
-    gradients = {}
-    for position, parameter in enumerate(listed):
+    gradients, position = {}, -1
+    for position, parameter in enumerate(given):
         if not isinstance(parameter, torch.Tensor):
             raise _no_parameters(f"parameters[{position}] is no tensor", parameter)
         if parameter.grad is not None:
             gradients[f"parameters[{position}].grad"] = parameter.grad
+    if position < 0 and isinstance(parameters, Generator):
+        warnings.warn("parameters is a generator with nothing left in it: nothing is clipped", stacklevel=3)
     return gradients
 
 
@@ -401,8 +401,8 @@ def _refuse_stale(result: StepResult) -> None:
         )
 
 
-def _refuse_not_fused(optimizer: torch.optim.Optimizer) -> None:
-    takes_both = getattr(optimizer, "_step_supports_amp_scaling", False)
+def _refuse_not_fused(optimizer: Any) -> None:
+    takes_both = has(optimizer, "_step_supports_amp_scaling") and optimizer._step_supports_amp_scaling
     # A loaded state dict brings its own `fused` with it.
     if not (takes_both and all(group.get("fused", True) for group in optimizer.param_groups)):
         raise CallerError(

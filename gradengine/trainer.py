@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar, final
 
-from gradengine.arguments import refuse_lacking, said, whole_number
+from gradengine.arguments import as_number, iterated, refuse_lacking, said, truth_value, whole_number
 from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
@@ -52,7 +52,7 @@ class LocalTrainer(Protocol[MicroBatchT_contra]):
 
 @final
 class DistributedTrainer:
-    """Runs a local trainer on every worker so that all of them keep the same weights (contract C-DDP-001).
+    """Runs a local trainer on every worker so that all of them keep the same weights, bit for bit.
 
     Args:
         trainer: The local trainer; starts with the same weights on every worker.
@@ -162,20 +162,23 @@ class DistributedTrainer:
                 part with weight 0.
 
         Returns:
-            The loss over all workers' micro-batches, by weight; the same on every worker.
+            The loss over all workers' micro-batches, by weight; the same on every worker. It is told and decides
+            nothing: NaN where a micro-batch's is NaN, also where the gradients are finite and the step is made.
 
         Raises:
             WindowError: No worker has a micro-batch, an earlier batch is not finished, or all steps are done.
-            CallerError: A loss is no number; its gradients have not been added.
+            CallerError: The trainer returned no (loss, gradients), or a loss that is no number; these gradients have
+                not been added.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; the window is kept,
                 and `finish_step()` runs the step again.
             ExchangeError: The workers' weights differ.
         """
+        batches = iterated("micro_batches", micro_batches)
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
         self._refuse_unfinished()
         self._stage, self._losses, self._loss_came_through = "adding", [], _NOTHING
-        for count, micro_batch in enumerate(micro_batches, start=1):
+        for count, micro_batch in enumerate(batches, start=1):
             weight = self._weight(micro_batch)
             last = count == self.engine.micro_batches
             loss = self._stream(micro_batch, weight) if last and self._streams else self._add(micro_batch, weight)
@@ -199,6 +202,7 @@ class DistributedTrainer:
                 `applied` does not say whether to call it again.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
+        applied = None if applied is None else truth_value("applied", applied)
         if self._stage in {"ready", "adding"}:
             raise self._nothing_to_finish()
         if self._stage == "applying" and applied is None:
@@ -267,20 +271,22 @@ class DistributedTrainer:
         return hasattr(self.trainer, "stream_backward")
 
     def _add(self, micro_batch: object, weight: float) -> float:
-        loss, gradients = self.trainer.forward_backward(micro_batch)
+        loss, gradients = _pair("forward_backward", self.trainer.forward_backward(micro_batch), "(loss, gradients)")
         number = _checked_loss(loss)
         self.engine.add(gradients, weight)
         return number
 
     def _stream(self, micro_batch: object, weight: float) -> float:
         """The window's last micro-batch: each part may leave for the other workers as soon as it is there."""
-        loss, parts = self.trainer.stream_backward(micro_batch)  # type: ignore[attr-defined]
+        answer = self.trainer.stream_backward(micro_batch)  # type: ignore[attr-defined]
+        loss, parts = _pair("stream_backward", answer, "(loss, stream)")
         number = _checked_loss(loss)
-        for key, gradients in parts:
-            if isinstance(key, int):
-                self.engine.add_block(key, gradients, weight, last=True)
-            else:
+        for part in iterated("stream_backward's stream", parts):
+            key, gradients = _pair("stream_backward's stream", part, "(block index or component name, gradients)")
+            if isinstance(key, str):
                 self.engine.add_non_block(key, gradients, weight, last=True)
+            else:
+                self.engine.add_block(key, gradients, weight, last=True)
         return number
 
     def _weight(self, micro_batch: object) -> float:
@@ -322,22 +328,25 @@ class DistributedTrainer:
         return self._loss
 
 
+def _pair(giver: str, answer: Any, expected: str) -> tuple[Any, Any]:
+    """What a trainer returned, taken apart; a mapping of two gradients is no pair."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise CallerError(f"{giver} gave no pair", got=said(answer), expected=expected)
+    return answer[0], answer[1]
+
+
 def _checked_loss(loss: Any) -> float:
-    try:
-        return float(loss)
-    except (TypeError, ValueError, OverflowError):
-        raise CallerError(
-            "a micro-batch's loss is no number",
-            got=said(loss),
-            expected="what float() takes",
-            do="return (loss, gradients)",
-        ) from None
+    number = as_number(loss)  # NaN is one
+    if number is None:
+        expected, do = "a number, or an array of no dimension", "return (loss, gradients)"
+        raise CallerError("a micro-batch's loss is no number", got=said(loss), expected=expected, do=do)
+    return number
 
 
 def _loss_and_weight(rank: int, facts: Any) -> tuple[float, float]:
     are_numbers = isinstance(facts, list) and list(map(type, facts)) == [float, float]
     if not are_numbers or not 0 <= facts[1] < math.inf:
-        raise ProtocolError(f"rank {rank}'s loss cannot be", got=repr(facts), expected="[loss, weight]")
+        raise ProtocolError(f"rank {rank}'s loss cannot be", got=said(facts), expected="[loss, weight]")
     return facts[0], facts[1]
 
 
@@ -371,7 +380,7 @@ def weights_digest(weights: Mapping[str, object] | Iterable[object]) -> str:
         True
     """
     digest = hashlib.sha256()
-    arrays = weights.values() if isinstance(weights, Mapping) else weights
+    arrays = weights.values() if isinstance(weights, Mapping) else iterated("weights", weights)
     for i, array in enumerate(arrays):
         values = array.detach() if is_torch(array) else array  # a parameter requires a gradient
         digest.update(host_buffer(values, f"weights[{i}]").data.data)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import as_float, said
+from gradengine.arguments import as_float, out_of_range
 from gradengine.buffer import Lender
 from gradengine.errors import BufferRefused, WindowError
 from gradengine.kernels import Batch, Contribution, Places
@@ -215,12 +215,8 @@ def checked_weight(weight: float) -> np.float32:
     with np.errstate(over="ignore"):
         scalar: np.float32 = np.float32(as_float(weight))
     if not np.finfo(np.float32).tiny <= scalar < np.inf:  # below, 1/weight may be no fp32 number
-        raise WindowError(
-            "a micro-batch's weight is out of range",
-            got=said(weight),
-            expected="a finite number above 1.18e-38",
-            do="of a micro-batch that counts nothing say add(None, weight=0)",
-        )
+        do = "of a micro-batch that counts nothing say add(None, weight=0)"
+        raise out_of_range("a micro-batch's weight", weight, "a finite number above 1.18e-38", WindowError, do)
     return scalar
 
 

@@ -2,6 +2,7 @@
 
 import decimal
 import fractions
+import itertools
 import math
 
 import numpy as np
@@ -19,7 +20,61 @@ class Hostile:
         raise TypeError("no index")
 
 
+class Unshowable(Exception):
+    """Cannot be shown, and says so by another of its kind."""
+
+    def __repr__(self):
+        raise Unshowable
+
+    __str__ = __repr__
+
+
+class Exporter:
+    """Says that it has memory, and has an error of its own instead."""
+
+    shape, dtype = (3,), "float32"
+
+    def __dlpack__(self, **_):
+        raise Unshowable
+
+    __dlpack_device__ = __dlpack__
+
+
+class Closed:
+    """Whose every attribute is an error of its own."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name} is gone")
+
+
+def deep():
+    """A list in a list in a list, beyond what Python shows."""
+    value = []
+    for _ in range(10**5):
+        value = [value]
+    return value
+
+
+def recursive():
+    """A list that holds itself."""
+    value = []
+    value.append(value)
+    return value
+
+
+def doubling():
+    """A few lists that hold each other so often that nobody can go through all of it."""
+    value = []
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+ENDLESS = [range(10**9), itertools.count(), itertools.repeat([]), doubling()]
 HOSTILE = [
+    *(Unshowable(), {Unshowable(): 1}, [Unshowable()], Exporter(), [Exporter()], Closed(), [Closed()]),
+    *(deep(), recursive(), {"a": recursive()}),
+    *("\ud800", {"\ud800": (2,)}, b"x" * 10**7, "x" * 10**7, 2**62, 2**70, -(2**70), np.str_("3"), np.array("3")),
     *("", "3", "nan", b"x", True, None, object(), Hostile(), [], [1, "a"], {}, {"a": 1}, {1, 2}, (), len, 1j, ...),
     *(math.nan, math.inf, -math.inf, -1, 0, -0.0, 1, 2.5, 10**400, -(10**400), 1e-300, 1e300, 10**5000, 2**63),
     *(np.float32(np.nan), np.float32(2), np.int64(-1), np.int64(2), np.uint64(2**64 - 1), np.bool_(1), np.complex64(1)),

@@ -329,7 +329,7 @@ class TestHold:
 
     @pytest.mark.parametrize("hold", [0, -1, 1.5, NAN, "2", None, True])
     def test_is_a_count(self, hold):
-        with pytest.raises(CallerError, match=r"hold is out of range: got .*, expected a whole number >= 1"):
+        with pytest.raises(CallerError, match=r"hold is (out|no) .*: got .*, expected a whole number >= 1"):
             new(hold=hold)
 
 
@@ -524,7 +524,10 @@ class TestAtomicity:
             lambda: accumulator.add_block(0, good[:9], weight),
             lambda: accumulator.add_non_block(0, good[-3], weight),
         ):
-            with nothing_is_launched(backend), pytest.raises(WindowError, match=r"weight is out of range: got .*, exp"):
+            with (
+                nothing_is_launched(backend),
+                pytest.raises(WindowError, match=r"weight is (out|no) .*: got .*, exp"),
+            ):
                 call()
             assert state(accumulator, backend) == before
 
@@ -924,7 +927,7 @@ class TestBlock:
     @pytest.mark.parametrize("divisor", [0, 0.0, -0.0, NAN, INF, -INF, 1e-40, 5e-324, 1e39, -1e300])
     def test_divisors_that_make_no_number_are_refused(self, backend, divisor):
         block, _ = self.filled(backend)
-        message = r"cannot divide by this: got .*, expected a finite number"
+        message = r"a divisor is (out|no) .*: got .*, expected a finite number"
         with nothing_is_launched(backend), pytest.raises(CallerError, match=message):
             block.scale(divisor)
 

@@ -32,12 +32,14 @@ def test_a_window_that_comes_in_parts_has_no_more_room(backend):
     engine, (block, head) = GradientEngine(LAYOUT, backend.kernels, micro_batches=2), ones(backend)
     for _ in range(2):
         engine.add_block(0, [block])
-    with pytest.raises(WindowError, match=r"the window of 0 is full: got micro-batch 3, expected step\(\) after 2"):
+    with pytest.raises(
+        WindowError, match=r"the window of block 0 is full: got micro-batch 3, expected step\(\) after 2"
+    ):
         engine.add_block(0, [block])
     for _ in range(2):
         engine.add_non_block("head", head)
     with pytest.raises(
-        WindowError, match=r"the window of 'head' is full: got micro-batch 3, expected step\(\) after 2"
+        WindowError, match=r"the window of component 'head' is full: got micro-batch 3, expected step\(\) after 2"
     ):
         engine.add_non_block("head", head)
     result = engine.step()
@@ -65,7 +67,10 @@ def test_what_is_on_its_way_takes_no_more():
     def work(exchange):
         engine = GradientEngine(LAYOUT, exchange=exchange)
         engine.add_block(0, [np.ones(3, np.float32)], last=True)
-        with pytest.raises(WindowError, match="0 is on its way: got a contribution after the last of 1 micro-batches"):
+        with pytest.raises(
+            WindowError,
+            match="block 0 is on its way to the other workers: got a contribution after the last of 1 micro-batches",
+        ):
             engine.add_block(0, [np.ones(3, np.float32)])
         engine.add_non_block("head", np.ones(2, np.float32))
         with pytest.raises(WindowError, match="the window is complete and on its way to the other workers"):
@@ -88,7 +93,7 @@ def test_what_is_on_its_way_is_known_by_its_id_too():
         engine = GradientEngine(layout, exchange=exchange)
         engine.add_block(0, [gradients[slot.name] for slot in layout.blocks[0].slots], last=True)
         engine.add_non_block(0, gradients["lm_head"], last=True)
-        with pytest.raises(WindowError, match="'lm_head' is on its way"):
+        with pytest.raises(WindowError, match="component 'lm_head' is on its way"):
             engine.add_non_block(0, gradients["lm_head"])
         engine.add_non_block(1, gradients["final_norm"])
         return engine.step().micro_batches

@@ -242,13 +242,13 @@ class TestRefusals:
     @pytest.mark.parametrize("bound", [-1.0, -1e-300, NAN, -INF])
     def test_bounds(self, clip_on_host, bound):
         array = np.full(6, 3, np.float32)
-        with pytest.raises(CallerError, match=r"max_norm is out of range: got .*, expected a number >= 0"):
+        with pytest.raises(CallerError, match=r"max_norm is (out|no) .*: got .*, expected a number >= 0"):
             clip_on_host([array], bound)
         assert array.tolist() == [3] * 6
 
     @pytest.mark.parametrize("bound", ["x", [1.0], {}, 1j])
     def test_bounds_that_are_no_numbers(self, clip_on_host, bound):
-        with pytest.raises(CallerError, match=r"max_norm is out of range: got .*, expected a number >= 0"):
+        with pytest.raises(CallerError, match=r"max_norm is (out|no) .*: got .*, expected a number >= 0"):
             clip_on_host([np.ones(2, np.float32)], bound)
 
     def test_another_number_of_buffers(self):
@@ -455,7 +455,7 @@ class TestOnADevice:
     def test_bad_bounds_launch_nothing(self, device, bound):
         _, there = self.gradients(device)
         state = self.state(device)
-        with nothing_is_launched(device), pytest.raises(CallerError, match="max_norm is out of range"):
+        with nothing_is_launched(device), pytest.raises(CallerError, match=r"max_norm is (out|no) "):
             clip_gradients_fused(there, bound, state)
 
     def test_a_pointer_is_as_good_as_an_array(self, device):
@@ -582,15 +582,19 @@ class TestPlan:
         [
             (-1.0, None, "max_norm is out of range: got -1.0, expected a number >= 0, or None"),
             (NAN, "block", "max_norm is out of range: got nan"),
-            ("tight", None, "max_norm is out of range: got 'tight'"),
-            ("1", None, "max_norm is out of range: got '1', expected a number >= 0, or None"),
-            (True, None, "max_norm is out of range: got True"),
+            ("tight", None, "max_norm is no number: got 'tight'"),
+            ("1", None, "max_norm is no number: got '1', expected a number >= 0, or None"),
+            (True, None, "max_norm is no number: got True"),
             (-0.0, None, "max_norm is out of range: got -0.0"),
             (1.0, 5, "unknown grouping: got 5, expected None, 'block'"),
             (1.0, lambda slot: 5, "the group of component 'embedding' is no text: got 5"),
             (1.0, lambda slot: ["x"], "the group of component 'embedding' is no text: got list"),
             ({"all": -1.0}, None, "max_norm is out of range: got -1.0"),
-            ({"rest": 1.0, "block 0": 1.0}, "block", r"names no bound for group 'block 1': got \['block 0', 'rest'\]"),
+            (
+                {"rest": 1.0, "block 0": 1.0},
+                "block",
+                r"names no bound for group 'block 1': got 2 bounds: 'rest', 'block 0'",
+            ),
             (
                 1.0,
                 "layer",

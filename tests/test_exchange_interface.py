@@ -46,7 +46,9 @@ def test_no_bucket_where_there_is_no_element():
 
 @pytest.mark.parametrize("bucket_bytes", [3, 0, -4])
 def test_bucket_without_an_element_is_refused(bucket_bytes):
-    with pytest.raises(CallerError, match=f"buckets are too small: got {bucket_bytes} bytes, expected at least 4"):
+    with pytest.raises(
+        CallerError, match=f"bucket_bytes is out of range: got {bucket_bytes}, expected a whole number >= 4"
+    ):
         buckets_of(SMALL, bucket_bytes)
 
 
@@ -73,7 +75,7 @@ def test_outbox_refuses_a_second_start():
     outbox = Outbox(buckets_of(SMALL, 64), 0)
     for span in random.Random(0).sample(SMALL.spans, len(SMALL.spans)):
         outbox.start(span)
-        with pytest.raises(WindowError, match=f"span {span.key!r} is on its way already"):
+        with pytest.raises(WindowError, match=f"{span.called} is on its way already"):
             outbox.start(span)
 
 

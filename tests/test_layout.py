@@ -1,16 +1,21 @@
 """The layout: known sizes, places in the arena, names and order, and what it refuses."""
 
+import copy
 import hashlib
+import itertools
+import pickle
+import re
 
 import msgpack
 import numpy as np
 import pytest
 import strategies as draw
+from hostile_values import ENDLESS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine import TensorParallelConfig
-from gradengine.errors import CallerError, LayoutMismatch
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import (
     BLOCK_COMPONENTS,
@@ -76,8 +81,8 @@ class TestTransformer:
         ("change", "message"),
         [
             ({"num_blocks": -1}, "num_blocks is out of range: got -1"),
-            ({"num_blocks": 1.5}, "num_blocks is out of range: got 1.5"),
-            ({"num_blocks": "2"}, "num_blocks is out of range: got '2'"),
+            ({"num_blocks": 1.5}, "num_blocks is no whole number: got 1.5"),
+            ({"num_blocks": "2"}, "num_blocks is no whole number: got '2'"),
             ({"hidden_size": -8}, r"component 'blocks.0.w_q' has a negative dimension: got \(-8, -8\)"),
             ({"kv_hidden_size": 4.0}, r"component 'blocks.0.w_k' has no shape: got \(8, 4.0\)"),
             ({"vocab_size": None}, "component 'lm_head' has no shape"),
@@ -238,11 +243,14 @@ class TestOf:
         assert [block.name for block in layout.blocks] == ["0", "2"]
 
     def test_containers_within_are_taken_apart(self):
-        arrays = {"encoder": [{"w": np.zeros((2, 3)), "b": np.zeros(3)}, {"w": (4, 1)}], "head": {"scale": ()}}
+        arrays = {
+            "encoder": [{"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float16)}, {"w": (4, 1)}],
+            "head": {"scale": ()},
+        }
         expected = {"encoder.0.w": (2, 3), "encoder.0.b": (3,), "encoder.1.w": (4, 1), "head.scale": ()}
         assert GradientLayout.of(arrays) == GradientLayout.of(expected)
         assert GradientLayout.of([[(2,), (3,)], (4,)]) == GradientLayout.of({"0.0": (2,), "0.1": (3,), "1": (4,)})
-        assert GradientLayout.of(np.zeros(n) for n in (2, 3)) == GradientLayout.of([(2,), (3,)])
+        assert GradientLayout.of(np.zeros(n, np.float32) for n in (2, 3)) == GradientLayout.of([(2,), (3,)])
 
     def test_one_that_holds_itself_is_refused(self):
         endless = {}
@@ -272,14 +280,40 @@ class TestOf:
             ({"a": {7: (2,)}}, "a component's name is no text: got 7"),
             ({"a": {"b": (2,)}, "a.b": (3,)}, r"two components have one name: got 'a\.b'"),
             ({"layers." + "9" * 5000 + ".w": (2,)}, "a block's name ends in no number"),
+            ({"\ud800": (2,)}, r"a component's name cannot be sent: got '\\ud800', expected text in UTF-8"),
+            *((given, "too many components: got more than 1048576, expected at most 1048576") for given in ENDLESS),
+            ([itertools.count()], "component '0' has too many dimensions: got more than 64, expected at most 64"),
         ],
     )
     def test_refused(self, gradients, message):
         with pytest.raises(LayoutMismatch, match=message):
             GradientLayout.of(gradients)
 
+    @pytest.mark.parametrize("dtype", [np.float64, np.complex64, np.int32, np.bool_, np.dtype(">f4")])
+    def test_arrays_whose_gradients_cannot_be_taken_are_refused_by_name_and_dtype(self, dtype):
+        named = re.escape(f"component 'a.w' has a dtype that is not taken: got {np.dtype(dtype).name}")
+        for components in ({"a": {"w": np.zeros(2, dtype)}}, {"a.w": np.zeros(2, dtype)}):
+            with pytest.raises(BufferRefused, match=named):
+                GradientLayout.of(components)
+
+    def test_so_are_torchs_tensors(self):
+        torch = pytest.importorskip("torch")
+        sharded = type("DTensor", (torch.Tensor,), {"to_local": lambda self: self})
+        for tensor, fault in (
+            (torch.zeros(2, dtype=torch.float64), "dtype that is not taken: got float64"),
+            (torch.zeros(2, dtype=torch.complex64), "dtype that is not taken: got complex64"),
+            (torch.zeros(2).to_sparse(), "sparse: got torch.sparse_coo"),
+            (torch.zeros(2).as_subclass(sharded), "part of a distributed tensor: got DTensor"),
+        ):
+            with pytest.raises(BufferRefused, match=rf"component 'w' .*{fault}"):
+                GradientLayout.of({"w": tensor})
+
 
 class TestLookUp:
+    def test_no_block_of_a_layout_without_blocks(self):
+        with pytest.raises(LayoutMismatch, match="unknown block: got 0, expected none: the layout has no blocks"):
+            GradientLayout.of([(2,)]).block(0)
+
     def test_unknown_component_shows_names(self):
         with pytest.raises(
             LayoutMismatch, match=r"unknown component: got 'w_x', expected one of 'blocks.0.w_q', .*\.\.\."
@@ -331,6 +365,14 @@ class TestFingerprint:
         assert one.fingerprint == two.fingerprint
         assert one == two
         assert hash(one) == hash(two)
+
+    def test_survives_pickling_and_copying_whatever_was_asked_of_it(self):
+        layout = GradientLayout.of(BASE)
+        assert layout.spans_by_key
+        assert layout.slot("head" if "head" in BASE else layout.slots[0].name)
+        for made in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout)):
+            assert made == layout
+            assert made.spans == layout.spans
 
     def test_is_another_than_anything_else(self):
         assert GradientLayout.of(BASE) != BASE
@@ -528,7 +570,7 @@ class TestPartOfAModel:
                 {"partitions": {**dict.fromkeys(BASE, "row"), "head": None}},
                 "component 'head' has an unknown partition: got None",
             ),
-            ({"tp_rank": 2}, r"tp_rank is out of range: got 2, expected 0\.\.1"),
+            ({"tp_rank": 2}, r"tp_rank of tp_size=2 is out of range: got 2, expected .* in 0\.\.1"),
             ({"tp_size": 0}, "tp_size is out of range: got 0"),
         ],
     )

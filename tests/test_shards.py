@@ -238,7 +238,7 @@ class TestNumPysOtherArrays:
         assert RowParallelShard(4, 6, 0, 2).merge_shards(parts).tolist() == matrix().tolist()
 
     def test_a_shard_may_be_larger_than_any_memory(self):
-        assert RowParallelShard(2**70, 1, 1, 2).local_shape == (2**69, 1)
+        assert RowParallelShard(2**62, 1, 1, 2).local_shape == (2**61, 1)
 
 
 class TestTorchsOtherTensors:
@@ -307,17 +307,20 @@ class TestRefused:
     @pytest.mark.parametrize("rank", [-1, 2, 1.0, "0", None, True])
     def test_a_rank_out_of_range_names_both_numbers(self, rank):
         for make in (lambda: RowParallelShard(4, 6, rank, 2), lambda: Replica((4,), rank, 2)):
-            with pytest.raises(CallerError, match=r"tp_rank is out of range: got .*, expected 0\.\.1 for tp_size=2"):
+            with pytest.raises(
+                CallerError,
+                match=r"tp_rank of tp_size=2 is (out|no) .*: got .*, expected .* in 0\.\.1",
+            ):
                 make()
 
     @pytest.mark.parametrize("size", [0, -1, 2.0, None])
     def test_a_group_of_no_size(self, size):
-        with pytest.raises(CallerError, match=r"tp_size is out of range: got .*expected a whole number >= 1"):
+        with pytest.raises(CallerError, match=r"tp_size is (out|no) .*: got .*expected a whole number in 1\.\.65536"):
             RowParallelShard(4, 6, 0, size)
 
     @pytest.mark.parametrize(("rows", "columns"), [(-2, 6), (4.0, 6), (4, "6")])
     def test_a_matrix_of_no_size(self, rows, columns):
-        with pytest.raises(CallerError, match=r"(rows|columns) is out of range"):
+        with pytest.raises(CallerError, match=r"(rows|columns) is (out|no) "):
             RowParallelShard(rows, columns, 0, 2)
 
 

@@ -82,7 +82,7 @@ class TestMemoryFraction:
 
     @pytest.mark.parametrize("arguments", [(-1,), (0,), (1.5,), (1, -1), (1, "2")])
     def test_of_no_model_is_refused(self, arguments):
-        with pytest.raises(CallerError, match=r"(num_blocks|vocab_size) is out of range"):
+        with pytest.raises(CallerError, match=r"(num_blocks|vocab_size) is (out|no) "):
             config().weight_memory_fraction(*arguments)
 
 
@@ -194,14 +194,14 @@ class TestRefused:
                 {"intermediate_size": 4097},
                 "intermediate_size cannot be divided by tp_size: got 4097 / 2, which leaves 1",
             ),
-            ({"tp_rank": 2}, r"tp_rank is out of range: got 2, expected 0\.\.1 for tp_size=2"),
-            ({"tp_rank": -1}, r"tp_rank is out of range: got -1, expected 0\.\.1"),
-            ({"tp_size": 0}, "tp_size is out of range: got 0, expected a whole number >= 1"),
+            ({"tp_rank": 2}, r"tp_rank of tp_size=2 is out of range: got 2, expected .* in 0\.\.1"),
+            ({"tp_rank": -1}, r"tp_rank of tp_size=2 is out of range: got -1, expected .* in 0\.\.1"),
+            ({"tp_size": 0}, r"tp_size is out of range: got 0, expected a whole number in 1\.\.65536"),
             ({"hidden_size": 0}, "hidden_size is out of range: got 0, expected a whole number >= 1"),
-            ({"num_heads": 16.0}, r"num_heads is out of range: got 16\.0"),
-            ({"num_kv_heads": "4"}, "num_kv_heads is out of range: got '4'"),
-            ({"intermediate_size": None}, "intermediate_size is out of range: got None"),
-            ({"num_heads": True}, "num_heads is out of range: got True"),
+            ({"num_heads": 16.0}, r"num_heads is no whole number: got 16\.0"),
+            ({"num_kv_heads": "4"}, "num_kv_heads is no whole number: got '4'"),
+            ({"intermediate_size": None}, "intermediate_size is no whole number: got None"),
+            ({"num_heads": True}, "num_heads is no whole number: got True"),
         ],
     )
     def test_both_numbers_are_named(self, changed, message):

@@ -134,7 +134,7 @@ class TestBandwidth:
 
     def test_what_overflows_by_its_unit_is_refused(self):
         for refused in (lambda: Bandwidth.gigabytes(1e300), lambda: Bandwidth.parse("1e305 GB/s")):
-            with pytest.raises(CallerError, match=r"out of range: got inf bytes/s"):
+            with pytest.raises(CallerError, match=r"out of range: got inf, expected bytes/s"):
                 refused()
 
     def test_numpys_floats_are_numbers(self):
@@ -206,7 +206,7 @@ class TestCost:
 
     @pytest.mark.parametrize("latency", [-1e-9, math.nan, math.inf, "1 ms", None, True, 10**400])
     def test_a_latency_out_of_range_is_refused(self, latency):
-        with pytest.raises(CallerError, match="latency is out of range"):
+        with pytest.raises(CallerError, match=r"latency_seconds is (out|no) "):
             self.cost.seconds_per_step(Bandwidth.gigabits(1), latency_seconds=latency)
 
     def test_a_latency_must_be_named_for_it_could_be_milliseconds(self):
@@ -222,9 +222,9 @@ class TestCost:
         seconds = [cost.seconds_per_step(Bandwidth.gigabits(1), latency_seconds=1e-4) for cost in (cut, whole)]
         assert seconds[0] / seconds[1] == pytest.approx(49 / 48)
 
-    @pytest.mark.parametrize("value", [1, 0, None, "yes", np.True_])
+    @pytest.mark.parametrize("value", [1, 0, None, "yes", np.int8(1)])
     def test_whether_the_vocabulary_is_cut_is_a_bool(self, value):
-        with pytest.raises(CallerError, match="vocab_parallel is no bool"):
+        with pytest.raises(CallerError, match="vocab_parallel is no truth value"):
             dataclasses.replace(self.cost, vocab_parallel=value)
 
     def test_numpys_integers_are_whole_numbers_and_their_products_do_not_wrap(self):
@@ -239,7 +239,7 @@ class TestCost:
         "value", [0, -1, 1.5, True, None, "2", np.float32(2), pytest.param(-(10**5000), id="digits-below")]
     )
     def test_sizes_out_of_range_are_refused_by_name(self, name, value):
-        with pytest.raises(CallerError, match=rf"{name} is out of range: got .*expected a whole number >= 1"):
+        with pytest.raises(CallerError, match=rf"{name} is (out|no) .*: got .*expected a whole number >= 1"):
             dataclasses.replace(self.cost, **{name: value})
 
     @given(sizes, sizes, sizes, groups, st.integers(1, 16), st.integers(1, 16), st.sampled_from([2, 4]))

@@ -1,6 +1,8 @@
 """Data-parallel training: the same weights on every worker, whatever the transport and the number of workers."""
 
 import hashlib
+import math
+import re
 import threading
 
 import numpy as np
@@ -102,7 +104,7 @@ def train(exchange, *, trainer=None, steps=5, each=2, **options):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("average", ["weighted", "per_worker"])
 def test_all_workers_keep_the_same_weights_on_both_transports(world_size, average):
-    """Contract C-DDP-001, bit for bit."""
+    """After each step every worker holds the same bytes."""
     outcomes = [
         outcome
         for transport in ("local", "tcp")
@@ -398,7 +400,37 @@ def test_a_batch_whose_update_failed_can_be_dropped():
     assert trainer.trainer.applied == 2
 
 
-@pytest.mark.parametrize("loss", [None, "high", [1.0, 2.0], 10**400])
+@pytest.mark.parametrize("answer", [{"w": 1, "b": 2}, [np.ones(1)] * 3, None, 2.5, np.zeros((2, 2)), "ab"])
+def test_a_trainer_that_returns_no_loss_beside_its_gradients_is_told_what_is_expected(answer):
+    local = LinearRegression()
+    local.forward_backward = local.stream_backward = lambda micro_batch: answer
+    for count, expected in ((None, "(loss, gradients)"), (1, "(loss, stream)")):
+        trainer = DistributedTrainer(local, None, LAYOUT, micro_batches=count)
+        with pytest.raises(CallerError, match=rf"_backward gave no pair: got .*, expected {re.escape(expected)}"):
+            trainer.train_batch([micro_batch(0)])
+        assert trainer.engine.accumulator.accumulated_count == 0
+
+
+def test_a_block_that_is_streamed_may_be_any_integer():
+    """NumPy's was taken for the id of a component outside the blocks."""
+    gradients = {slot.name: np.ones(slot.shape, np.float32) for slot in LAYOUT.slots}
+    parts = [("head", gradients["head"]), (np.int64(0), [gradients["layers.0.w"], gradients["layers.0.b"]])]
+    local = LinearRegression()
+    local.stream_backward = lambda micro_batch: (1.0, parts)
+    trainer = DistributedTrainer(local, None, LAYOUT, micro_batches=1)
+    assert trainer.train_batch([micro_batch(0)]) == 1.0
+    assert trainer.last_result.gradients["layers.0.w"].tolist() == gradients["layers.0.w"].tolist()
+
+
+def test_a_loss_that_is_nan_is_told_and_decides_nothing():
+    local = LinearRegression()
+    gradients = {slot.name: np.ones(slot.shape, np.float32) for slot in LAYOUT.slots}
+    local.forward_backward = lambda micro_batch: (math.nan, gradients)
+    assert math.isnan(DistributedTrainer(local, None, LAYOUT).train_batch([0]))
+    assert local.applied == 1
+
+
+@pytest.mark.parametrize("loss", [None, "high", "1.5", True, np.bool_(0), [1.0, 2.0], 10**400])
 def test_a_loss_that_is_no_number_adds_nothing(loss):
     class Odd(Streaming):
         def forward_backward(self, micro_batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from gradengine.arguments import said
+from gradengine.arguments import said, truth_value
 from gradengine.errors import CallerError
 from gradengine.exchange.channel import Address
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Exchange, NonFiniteValue, Progress, checked_rank
@@ -62,6 +62,7 @@ def connect(
         (0, 1)
     """
     rank, world_size = checked_rank(rank, world_size)
+    served = truth_value("served", served)
     address = _address(url)
     if served or rank > 0:
         return WorkerClient(address, rank, world_size, token=token, job=job, timeout=timeout, join_timeout=join_timeout)

@@ -187,6 +187,9 @@ def listen_socket(address: Address) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(128)
+    except (TypeError, ValueError) as fault:
+        listener.close()
+        raise _no_address(address, fault) from None
     except OSError as fault:
         listener.close()
         raise CallerError(
@@ -213,6 +216,9 @@ def connect_socket(address: Address, timeout: float) -> socket.socket:
             connection.connect(address)
             if connection.getsockname() == connection.getpeername():
                 raise OSError("only itself answers there")  # noqa: TRY301  (a port nobody listens at may be given to us)
+        except (TypeError, ValueError) as fault:
+            connection.close()
+            raise _no_address(address, fault) from None
         except OSError as fault:
             connection.close()
             if time.monotonic() + _RETRY_SECONDS > deadline:
@@ -224,6 +230,11 @@ def connect_socket(address: Address, timeout: float) -> socket.socket:
             time.sleep(_RETRY_SECONDS)
         else:
             return connection
+
+
+def _no_address(address: Address, fault: Exception) -> CallerError:
+    """The error for text that no host and no path can be: a character without bytes, a name too long."""
+    return CallerError(f"no socket can be at {shown(address)}", got=said(fault), do="check the host or path")
 
 
 def shown(address: Address) -> str:

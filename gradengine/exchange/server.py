@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex, final
 
 import msgpack
 import numpy as np
@@ -25,6 +25,7 @@ from gradengine.errors import (
     LayoutMismatch,
     PeerLost,
     ProtocolError,
+    not_copied,
 )
 from gradengine.exchange.channel import (
     Address,
@@ -135,6 +136,14 @@ class GradientServer:
         except BaseException:
             self.close()  # else the thread that listens would keep the address
             raise
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: its socket and its threads are this process's.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied("a GradientServer", "make one in the process that shall serve")
 
     @property
     def url(self) -> str:
