@@ -4,25 +4,34 @@ Gradients come in where they lie, micro-batches add up in fp32, workers are summ
 clipped by its global norm, averaged and handed back. `GradientEngine` is the whole step; the parts work alone too.
 """
 
-from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.block import BlockGradientSet
-from gradengine.buffer import RawBuffer
-from gradengine.clip import (
-    FusedClipState,
-    clip_by_global_norm,
-    clip_gradients_fused,
-    clip_lora_gradients_fused,
-    init_lora_fused_clip,
-)
-from gradengine.engine import GradientEngine
-from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
-from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect, local_group
-from gradengine.gpu_accumulate import GpuGradientAccumulator
-from gradengine.layout import GradientLayout
-from gradengine.result import StepResult
-from gradengine.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
-from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
-from gradengine.trainer import DistributedTrainer, shard_batches
+import sys
+
+try:
+    from gradengine.accumulate import PerBlockGradientAccumulator
+    from gradengine.block import BlockGradientSet
+    from gradengine.buffer import RawBuffer
+    from gradengine.clip import (
+        FusedClipState,
+        clip_by_global_norm,
+        clip_gradients_fused,
+        clip_lora_gradients_fused,
+        init_lora_fused_clip,
+    )
+    from gradengine.engine import GradientEngine
+    from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
+    from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect, local_group
+    from gradengine.gpu_accumulate import GpuGradientAccumulator
+    from gradengine.layout import GradientLayout
+    from gradengine.result import StepResult
+    from gradengine.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
+    from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
+    from gradengine.trainer import DistributedTrainer, shard_batches
+except KeyboardInterrupt:
+    # The command line begins here, before __main__ can say so: it ends by a line, as shells say it of Ctrl-C.
+    if sys.argv[0].endswith("gradengine") or (sys.argv[0] == "-m" and "gradengine" in sys.orig_argv):
+        sys.stderr.write("gradengine: interrupted\n")
+        raise SystemExit(130) from None
+    raise
 
 __version__ = "0.1.0"
 

@@ -51,6 +51,36 @@ def squeezed(text):
     return " ".join(text.split())
 
 
+@pytest.mark.parametrize("is_module", [True, False])
+def test_an_interrupt_at_the_very_start_is_a_line_too(tmp_path, is_module):
+    """Most of the first quarter of a second goes into the package's own imports."""
+    _interrupt_when_imported(tmp_path, "msgpack")
+    script = tmp_path / "bin" / "gradengine"
+    script.parent.mkdir()
+    script.write_text("from gradengine.__main__ import main\nmain()\n")
+    done = _started([*PYTHON, "--version"] if is_module else [sys.executable, str(script), "--version"], tmp_path)
+    assert done.stderr == "gradengine: interrupted\n"
+    assert done.returncode in {
+        130,
+        -signal.SIGINT,
+    }  # Python kills itself where code that was made by exec() was running
+
+
+def test_a_program_that_imports_the_package_is_interrupted_as_any_other(tmp_path):
+    _interrupt_when_imported(tmp_path, "msgpack")
+    done = _started([sys.executable, "-c", "import gradengine"], tmp_path)
+    assert (done.returncode, done.stderr.strip().endswith("KeyboardInterrupt")) == (-signal.SIGINT, True)
+
+
+def _interrupt_when_imported(folder, module):
+    (folder / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+
+
+def _started(command, folder):
+    env = {**environment(), "PYTHONPATH": os.pathsep.join([str(folder), environment()["PYTHONPATH"]])}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SOON, check=False)
+
+
 # ---- the demo ----
 
 
