@@ -456,7 +456,17 @@ def test_the_plot_is_an_image(tmp_path, steps):
     assert path.stat().st_size > 10_000
 
 
+def test_a_plots_folder_is_made_before_the_run_and_no_empty_file_is_left_where_it_breaks_off(tmp_path):
+    new, old = tmp_path / "far" / "away" / "loss.png", tmp_path / "old.png"
+    old.write_bytes(b"a picture")
+    refuse_bad_path(new)
+    refuse_bad_path(old)
+    assert (list(new.parent.iterdir()), old.read_bytes()) == ([], b"a picture")
+
+
 def test_a_plot_that_cannot_be_saved_is_refused_before_the_run(tmp_path):
+    with pytest.raises(CallerError, match=r"cannot plot to .*: got a folder, expected a file, such as '.*loss\.png'"):
+        refuse_bad_path(tmp_path)
     with pytest.raises(CallerError, match=r"got '\.doc', expected one of .*png"):
         refuse_bad_path(tmp_path / "loss.doc")
     (tmp_path / "file").touch()

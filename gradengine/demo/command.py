@@ -45,7 +45,10 @@ def demo(
     port: Annotated[int, typer.Option(min=0, max=_LAST_PORT, help="Of rank 0 on 127.0.0.1; 0: any free one.")] = 0,
     text: Annotated[Path | None, typer.Option(help="File to learn; else Python's standard library.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help=f"Where the losses are drawn; else {_PLOT}, if matplotlib is installed.")
+        Path | None,
+        typer.Option(
+            help=f"Where the losses are drawn, in a folder that is made; else {_PLOT}, if matplotlib is installed."
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
     sequence_length: Annotated[int, typer.Option(min=1, help="Bytes that each sequence predicts.")] = 64,

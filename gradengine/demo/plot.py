@@ -23,17 +23,24 @@ _TRAIN, _HELD_OUT, _ENTROPY = "#4c72b0", "#c44e52", "#555555"
 
 
 def refuse_bad_path(path: Path) -> None:
-    """Make the plot's folder, before the run and not after it.
+    """Make the plot's folder, and see that a file can be written there: before the run and not after it.
 
     Raises:
         CallerError: No plot can be saved there.
     """
+    if path.is_dir():
+        raise CallerError(
+            f"cannot plot to {str(path)!r}", got="a folder", expected=f"a file, such as {str(path / 'loss.png')!r}"
+        )
     kinds = Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
         raise CallerError(f"cannot plot to {str(path)!r}", got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
         path.open("ab").close()
+        if not was_there:
+            path.unlink()  # a run that is interrupted leaves no empty picture
     except OSError as fault:
         raise CallerError(f"cannot write {str(path)!r}: {fault.strerror}", do="pass another --plot FILE") from None
 
