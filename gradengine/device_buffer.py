@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import operator
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,9 +56,12 @@ def device_of(source: object) -> str:
 
 
 def _device_of_interface(source: Any) -> str:
-    """Where the driver says that it lies, which the interface does not; "cuda:0" where that cannot be asked."""
+    """Where the driver says that it lies, which the interface does not; "cuda:0" where that cannot be asked.
+
+    CuPy is imported for it: whoever asks has its kernels made next.
+    """
     try:
-        cupy, pointer = sys.modules["cupy"], int(source.__cuda_array_interface__["data"][0])
+        cupy, pointer = importlib.import_module("cupy"), int(source.__cuda_array_interface__["data"][0])
         found = cupy.cuda.runtime.pointerGetAttributes(pointer)
     except Exception:  # noqa: BLE001  (no CuPy, no driver, any object's interface: the device's door says what is wrong)
         return "cuda:0"

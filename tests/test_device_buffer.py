@@ -2,6 +2,8 @@
 
 import gc
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -550,6 +552,17 @@ class TestDeviceOf:
     @pytest.mark.parametrize("source", [np.ones(3), np.float32(1), [1.0], None, object(), Producer(HOST_MEMORY)])
     def test_what_the_host_takes_or_refuses(self, source):
         assert device_of(source) == "cpu"
+
+    def test_the_driver_is_asked_of_an_interface_though_nobody_has_imported_cupy_yet(self, monkeypatch, tmp_path):
+        """Else what lies on another device is worked on by the first one's kernels."""
+        (tmp_path / "cupy.py").write_text(
+            "from types import SimpleNamespace as Of\n"
+            "cuda = Of(runtime=Of(pointerGetAttributes=lambda pointer: Of(type=2, device=pointer // 4096)))\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(sys.modules, "cupy", None)  # put back at the end, whatever is imported meanwhile
+        del sys.modules["cupy"]
+        assert device_of(SimpleNamespace(__cuda_array_interface__={"data": (3 * 4096, False)})) == "cuda:3"
 
     def test_others(self):
         assert device_of(RawBuffer(64, 1, "float32", "cuda:3")) == "cuda:3"
