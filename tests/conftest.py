@@ -26,6 +26,7 @@ REQUIRE_FRAMEWORKS = "GRADENGINE_REQUIRE_FRAMEWORKS"  # set to 1 by `make test-i
 # Every kernel for every architecture: `make compile-check` asks for them, and whoever names the file.
 collect_ignore = [] if "COMPILE_CHECK" in os.environ else ["test_kernels_compile.py"]
 collect_ignore += [] if IS_EMULATED_CUPY else ["test_real_cupy.py"]
+collect_ignore += [] if importlib.util.find_spec("torch") else ["ddp_process.py"]  # a program, read for its doctests
 collect_ignore_glob = ["real_cupy/*"]  # no tests, and some of it loads in the environments of `make real-cupy` alone
 
 
@@ -38,6 +39,9 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if IS_EMULATED_CUPY:
         config.pluginmanager.register(importlib.import_module("real_cupy.plugin"))
+    config.addinivalue_line(
+        "markers", "not_on_real_cupy(needs): a GPU test that tests/real_cupy cannot run, for want of that"
+    )
     missing = [name for name in ("torch", "jax") if importlib.util.find_spec(name) is None]
     if missing and os.environ.get(REQUIRE_FRAMEWORKS) == "1":
         raise pytest.UsageError(f"{' and '.join(missing)} not installed, and {REQUIRE_FRAMEWORKS}=1")
@@ -58,6 +62,16 @@ def device(request: pytest.FixtureRequest) -> Backend:
 def emulated(request: pytest.FixtureRequest) -> Backend:
     """A device whose kernels are emulated, and all that it is asked for recorded: CuPy's stand-in, or CuPy itself."""
     return available(request.param)
+
+
+@pytest.fixture
+def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is done when it is waited for, whatever order the run has: the test says what the host sees before."""
+    if IS_EMULATED_CUPY:
+        from real_cupy.loaded import ORDER, seed
+
+        monkeypatch.setenv(ORDER, "lazy")
+        seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,11 @@ def on_host(array):
         return array.get()
 
 
+def number_of(scalar):
+    """A number without dimensions that lies anywhere, on the host."""
+    return float(on_host(scalar))
+
+
 def assign(array, values, where=...):
     """Other values for elements of an array, by its own framework, on the current stream of its device."""
     with contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device:

@@ -398,6 +398,7 @@ class TestOnADevice:
             assert draw.exact_norm(after) == pytest.approx(0.5, rel=1e-6)
             assert len(arrays) == len(after)
 
+    @pytest.mark.usefixtures("lazy")
     def test_work_goes_to_that_stream_and_no_other(self, emulated):
         xp = emulated.xp
         stream, state, (_, there) = xp.cuda.Stream(non_blocking=True), self.state(emulated), self.gradients(emulated)

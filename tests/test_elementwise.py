@@ -273,6 +273,7 @@ class TestOnADevice:
         stream.synchronize()
         assert on_host(array).tolist() == [9.0] * 9
 
+    @pytest.mark.usefixtures("lazy")
     @pytest.mark.parametrize("operation", OPERATIONS)
     def test_work_goes_to_that_stream_and_no_other(self, emulated, operation):
         xp = emulated.xp

@@ -581,6 +581,7 @@ class TestLateVerdict:
         assert (engine.accumulator.accumulated_count, engine.current_step) == (0, 1)
         assert self.told(engine, device, random_gradients(1)) == ([], self.good_step(device))
 
+    @pytest.mark.usefixtures("lazy")
     def test_a_step_that_raises_keeps_its_window(self, emulated):
         engine = new_engine(emulated, hold=2)
         add_to(engine, emulated, bad_gradients())
@@ -645,6 +646,7 @@ class TestLateVerdict:
         good.check()
         assert (good.non_finite, bad.non_finite.step) == (None, 1)
 
+    @pytest.mark.usefixtures("lazy")
     def test_check_of_a_good_step_hides_no_bad_one(self, emulated):
         engine = new_engine(emulated)
         bad, good = put_all(emulated, bad_gradients()), put_all(emulated, random_gradients(1))
@@ -687,6 +689,7 @@ class TestLateVerdict:
         errors, _ = self.told(engine, device, random_gradients(1))
         assert [(error.step, error.component, error.index) for error in errors] == [(1, "layers.0.w", 2)]
 
+    @pytest.mark.usefixtures("lazy")
     def test_of_several_the_last_is_named_and_all_are_counted(self, emulated):
         engine = new_engine(emulated)
         batches = [put_all(emulated, bad_gradients(index=index)) for index in range(3)]

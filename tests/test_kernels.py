@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import strategies as draw
 from backends import BACKENDS, ORDERS, available, host_backend
-from devices import operations_of
+from devices import number_of, operations_of
 from hypothesis import given
 from hypothesis import strategies as st
 from operations import growth
@@ -78,7 +78,7 @@ def scaled(backend, source, factor, dtype, offsets=(0, 0)):
 
 def numbers(values):
     """Norms, scales or factors on the host, wherever they lie."""
-    return [float(value) for value in values]
+    return [number_of(value) for value in values]
 
 
 @st.composite
@@ -545,7 +545,7 @@ class TestFinalise:
         def exact(labels, label):
             return draw.exact_norm([array for array, mine in zip(arrays, labels, strict=True) if mine == label]) / 3
 
-        assert float(decision.norm) == pytest.approx(draw.exact_norm(arrays) / 3, rel=1e-6, abs=0)
+        assert number_of(decision.norm) == pytest.approx(draw.exact_norm(arrays) / 3, rel=1e-6, abs=0)
         for found, labels, count in ((decision.group_norms, self.GROUPS, 3), (decision.block_norms, self.BLOCKS, 2)):
             expected = [exact(labels, label) for label in range(count)]
             assert numbers(found) == pytest.approx(expected, rel=1e-6, abs=0)
@@ -571,8 +571,10 @@ class TestFinalise:
         for bound in np.linspace(0.1, 0.9, 20).tolist():
             decision = backend.kernels.finalise(None, sums, one_group([array], bound), divisor, zero_if_bad=False)
             (scale,) = numbers(decision.scales)
-            assert float(decision.inverse) == np.float32(divisor / scale)
-            of_factor.append(float(np.float32(1) / np.float32(float(decision.factor))) == float(decision.inverse))
+            assert number_of(decision.inverse) == np.float32(divisor / scale)
+            of_factor.append(
+                float(np.float32(1) / np.float32(number_of(decision.factor))) == number_of(decision.inverse)
+            )
         assert not all(of_factor)
 
     @pytest.mark.parametrize(("below", "factor"), [(1.0, 2.0**-126), (0.999999, 0.0), (0.7, 0.0), (2.0**-30, 0.0)])
@@ -581,7 +583,7 @@ class TestFinalise:
         array = np.full(1, 2.0**60, np.float32)
         plan = one_group([array], below * 2.0**-66)
         decision = finalised(backend, [array], plan, divisor)
-        assert [float(decision.factor), float(decision.inverse)] == [factor, 1 / factor if factor else INF]
+        assert [number_of(decision.factor), number_of(decision.inverse)] == [factor, 1 / factor if factor else INF]
         assert numbers(decision.scales) == list(decide(measured(backend, array), plan, divisor).scales)
 
     @pytest.mark.parametrize("max_norm", [0.0, 1.0, INF])
@@ -590,7 +592,7 @@ class TestFinalise:
         decision = finalised(backend, arrays, ClipPlan((0, 1), (max_norm, 0.0)), 4.0)
         assert numbers(decision.scales) == [1, 0]
         assert numbers(decision.factors) == [0.25, 0]
-        assert [float(decision.inverse), float(decision.scale)] == [4, 0]
+        assert [number_of(decision.inverse), number_of(decision.scale)] == [4, 0]
 
     @pytest.mark.parametrize("divisor", [1.0, 7.0, 2.0**-20])
     def test_scales_and_factors_follow_from_the_norms(self, backend, divisor):
@@ -599,9 +601,9 @@ class TestFinalise:
         norms, scales = numbers(decision.group_norms), numbers(decision.scales)
         assert scales == [clip_scale(norm, bound) for norm, bound in zip(norms, self.PLAN.max_norms, strict=True)]
         assert numbers(decision.factors) == [float(np.float32(scale / divisor)) for scale in scales]
-        assert float(decision.scale) == pytest.approx(min(scales), rel=1e-7)
-        assert float(decision.factor) == numbers(decision.factors)[0]
-        assert not float(decision.skipped)
+        assert number_of(decision.scale) == pytest.approx(min(scales), rel=1e-7)
+        assert number_of(decision.factor) == numbers(decision.factors)[0]
+        assert not number_of(decision.skipped)
 
     def test_as_it_is_decided_on_the_host(self, backend):
         arrays = self.arrays(backend)
@@ -609,7 +611,7 @@ class TestFinalise:
         expected = decide(measured(backend, *arrays), self.PLAN, 3.0)
         for name in ("group_norms", "block_norms", "component_norms", "scales", "factors"):
             assert numbers(getattr(decision, name)) == pytest.approx(numbers(getattr(expected, name)), rel=1e-13)
-        assert float(decision.norm) == pytest.approx(expected.norm, rel=1e-14)
+        assert number_of(decision.norm) == pytest.approx(expected.norm, rel=1e-14)
 
     def test_many_components_in_few_groups(self, backend):
         """More components than warps, and groups of more than a warp's 32 lanes."""
@@ -617,7 +619,7 @@ class TestFinalise:
         plan = ClipPlan(tuple(i % 3 == 0 for i in range(205)), (50.0, 1e9), (None, *range(204)))
         decision = finalised(backend, arrays, plan)
         squares = [array.size * float(array[0]) ** 2 for array in arrays]
-        assert float(decision.norm) == pytest.approx(math.sqrt(sum(squares)), rel=1e-14)
+        assert number_of(decision.norm) == pytest.approx(math.sqrt(sum(squares)), rel=1e-14)
         groups = [math.sqrt(sum(s for s, mine in zip(squares, plan.groups, strict=True) if mine == g)) for g in (0, 1)]
         assert numbers(decision.group_norms) == pytest.approx(groups, rel=1e-14)
         assert numbers(decision.component_norms) == pytest.approx([math.sqrt(s) for s in squares], rel=1e-14)
@@ -630,25 +632,25 @@ class TestFinalise:
         plan = ClipPlan((0, 1, 1), (1.0, 1.0), (0, 1, None))
         for zero_if_bad in (False, True):
             decision = finalised(backend, arrays, plan, zero_if_bad=zero_if_bad)
-            assert not math.isfinite(float(decision.norm))
-            assert float(decision.group_norms[0]) == 4
-            assert not math.isfinite(float(decision.group_norms[1]))
+            assert not math.isfinite(number_of(decision.norm))
+            assert number_of(decision.group_norms[0]) == 4
+            assert not math.isfinite(number_of(decision.group_norms[1]))
             assert numbers(decision.scales) == [0.25, 1]
-            assert bool(float(decision.skipped)) is zero_if_bad
+            assert bool(number_of(decision.skipped)) is zero_if_bad
 
     def test_what_nobody_measured_can_never_pass(self, backend):
         sums = backend.kernels.squared_sums([3, 3])
         backend.kernels.measure([backend.buffer(np.ones(3, np.float32))] * 2, sums, sums.all_chunks([0]))
         decision = backend.kernels.finalise(None, sums, ClipPlan((0, 0), (1.0,)), 1.0, zero_if_bad=True)
-        assert math.isnan(float(decision.norm))
-        assert float(decision.skipped)
-        assert float(decision.component_norms[0]) == pytest.approx(math.sqrt(3))
+        assert math.isnan(number_of(decision.norm))
+        assert number_of(decision.skipped)
+        assert number_of(decision.component_norms[0]) == pytest.approx(math.sqrt(3))
 
     @pytest.mark.parametrize("arrays", [[], [np.empty(0, np.float32)] * 2, [np.zeros(9, np.float32)]])
     def test_nothing_has_norm_zero(self, backend, arrays):
         decision = finalised(backend, arrays, one_group(arrays, 1.0), 4.0, zero_if_bad=True)
-        assert [float(decision.norm), float(decision.scale), float(decision.factor)] == [0, 1, 0.25]
-        assert not float(decision.skipped)
+        assert [number_of(decision.norm), number_of(decision.scale), number_of(decision.factor)] == [0, 1, 0.25]
+        assert not number_of(decision.skipped)
 
     @pytest.mark.parametrize("max_norm", [0.0, 5.0, math.nextafter(5.0, 0), INF])
     def test_bounds_at_their_limits(self, backend, max_norm):
@@ -663,7 +665,7 @@ class TestFinalise:
             fold = fold_of(0, True, [backend.buffer(np.full(1, value, np.float32))], [1])
             backend.kernels.accumulate(targets, [fold], sums)
             decision = backend.kernels.finalise(targets, sums, plan, 1.0, zero_if_bad=False)
-            assert (float(decision.norm), float(decision.factor)) == (value, 1 / value)
+            assert (number_of(decision.norm), number_of(decision.factor)) == (value, 1 / value)
 
     def test_plans_are_forgotten_in_turn_and_made_again(self, device):
         """A schedule of several bounds makes a plan a step; decisions that are kept go on."""

@@ -319,6 +319,7 @@ def keep_busy(device):
 class TestKept:
     """Producers whose stream nobody knows, as JAX's: their memory is theirs again when our work is done, not before."""
 
+    @pytest.mark.usefixtures("lazy")
     @pytest.mark.parametrize("hold", [1, 2])
     def test_until_the_work_is_done(self, emulated, hold):
         engine, arrays = new_engine(emulated, hold=hold), filled(emulated, 3)
@@ -337,6 +338,7 @@ class TestKept:
         gc.collect()
         assert [len(calls) for calls in freed] == [1, 1]
 
+    @pytest.mark.usefixtures("lazy")
     def test_destinations(self, emulated):
         engine, out = new_engine(emulated), filled(emulated, 0)
         keep_busy(emulated)
@@ -348,6 +350,7 @@ class TestKept:
         assert freed == [[], []]
         assert all_are(out, 3)
 
+    @pytest.mark.usefixtures("lazy")
     def test_a_pointers_owner(self, emulated):
         class Owner:
             pass
@@ -424,6 +427,7 @@ class TestJax:
             assert all_are(engine.step().gradients.values(), 3)
             assert [len(array.asked) for array in given[0]] == [window] * 2
 
+    @pytest.mark.usefixtures("lazy")
     @pytest.mark.parametrize("hold", [1, 2])
     def test_is_kept_until_the_work_is_done(self, emulated, given, hold):
         engine, freed = new_engine(emulated, hold=hold), [array.freed for array in given[0]]

@@ -33,15 +33,6 @@ def faults():
         yield found
 
 
-@pytest.fixture
-def lazy(monkeypatch):
-    """What is wrong only where work is done late is seen in this order alone."""
-    from real_cupy.loaded import ORDER, seed
-
-    monkeypatch.setenv(ORDER, "lazy")
-    seed(0)
-
-
 def ones(device, value=1.0):
     return put_all(device, [np.full(slot.shape, value, np.float32) for slot in LAYOUT.slots])
 
@@ -239,7 +230,8 @@ print(int(array[0]))
     def test_eager_work_is_done_as_it_comes(self):
         assert python(self.CODE.format("b.synchronize(); a.synchronize()"), REAL_CUPY_ORDER="eager").stdout == "2\n"
 
-    def test_random_work_is_done_in_any_order_that_is_allowed(self, device, monkeypatch):
+    @pytest.mark.parametrize(("ordered", "possible"), [(False, {1, 2}), (True, {2})], ids=["free", "by events"])
+    def test_random_work_is_done_in_any_order_that_is_allowed(self, device, monkeypatch, ordered, possible):
         from real_cupy.loaded import ORDER, seed
 
         monkeypatch.setenv(ORDER, "random")
@@ -252,25 +244,11 @@ print(int(array[0]))
             synchronize(device)
             for source, stream in zip(sources, streams, strict=True):
                 runtime.memcpyAsync(target.data.ptr, source.data.ptr, 4, runtime.memcpyDeviceToDevice, stream.ptr)
+                if ordered:
+                    streams[1].wait_event(stream.record())
             synchronize(device)
             seen.add(int(on_host(target)[0]))
-        assert seen == {1, 2}
-
-    def test_events_order_streams_in_random_order_too(self, device, monkeypatch):
-        from real_cupy.loaded import ORDER, seed
-
-        monkeypatch.setenv(ORDER, "random")
-        runtime = device.kernels.xp.cuda.runtime
-        for number in range(20):
-            seed(number)
-            streams = [device.xp.cuda.Stream(non_blocking=True) for _ in range(2)]
-            target, *sources = [device.put(np.full(1, value, np.int32)) for value in (0, 1, 2)]
-            synchronize(device)
-            for source, stream in zip(sources, streams, strict=True):
-                runtime.memcpyAsync(target.data.ptr, source.data.ptr, 4, runtime.memcpyDeviceToDevice, stream.ptr)
-                streams[1].wait_event(stream.record())
-            synchronize(device)
-            assert int(on_host(target)[0]) == 2
+        assert seen == possible
 
     def test_the_default_stream_and_blocking_ones_wait_for_each_other(self, device):
         xp, runtime = device.kernels.xp, device.kernels.xp.cuda.runtime
@@ -389,3 +367,27 @@ def test_every_python_of_the_environment_has_it():
     """Processes that tests and tools start, too; nothing of ours is imported before CuPy is."""
     done = python("import sys; print('numpy' in sys.modules); import cupy; print(cupy.arange(3))")
     assert done.stdout == "False\n[0 1 2]\n", done.stderr
+
+
+class TestPlugin:
+    """What a run leaves out, it says; and it leaves out only what no mode could run."""
+
+    @pytest.mark.parametrize("processes", [0, 1])
+    def test_a_test_that_is_kept_out_is_named_with_its_reason(self, processes):
+        code = f"import pytest; pytest.main(['-q', '-n', '{processes}', 'tests/test_demo_model.py'])"
+        told = python(code).stdout
+        assert "NOT RUN, since real CuPy without a GPU cannot: 1\n" in told
+        assert "tests/test_demo_model.py::test_same_on_cupy needs complex numbers and cuBLAS" in told
+
+    @pytest.mark.parametrize(
+        "mode",
+        [{"REAL_CUPY_ORDER": "eager"}, {"REAL_CUPY_STREAM": "own"}, {"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": "1"}],
+    )
+    def test_every_mode_runs_the_same_tests(self, mode):
+        """With a device that is not the current one, with what the host has not waited for, of the default stream."""
+        code = "import pytest; pytest.main(['-q', '--collect-only', *{files}])"
+        files = [f"tests/test_{name}.py" for name in ("device_buffer", "kernels_loans", "real_cupy")]
+        told = [python(code.format(files=files), **order).stdout for order in ({"REAL_CUPY_ORDER": "lazy"}, mode)]
+        tests = [[line for line in text.splitlines() if "::" in line] for text in told]
+        assert tests[0] == tests[1]
+        assert all(part in told[0] for part in ("cupy-other", "default_stream", "until_the_work_is_done"))

@@ -15,7 +15,7 @@ __all__ = ["VARIABLES", "job_or_launchers", "launchers_job"]
 
 VARIABLES = (
     "TORCHELASTIC_RUN_ID",  # torchrun's --rdzv-id; "none" where it was not given
-    "PMIX_NAMESPACE",  # mpirun of Open MPI 2 to 5, prterun, jsrun; srun --mpi=pmix, which is left to SLURM_JOB_ID
+    "PMIX_NAMESPACE",  # mpirun of Open MPI 2 to 5, prterun; srun --mpi=pmix, which is left to SLURM_JOB_ID
     "OMPI_MCA_ess_base_jobid",  # mpirun of Open MPI 1
     "SLURM_JOB_ID",  # one for each element of an array, one for all steps and for all parts of a heterogeneous job
     "PBS_JOBID",  # with the index in an array

@@ -1,8 +1,9 @@
 """A pytest plugin: tests of a GPU alone are run, faults fail them, nothing is skipped but for want of torch or JAX.
 
 REAL_CUPY_ORDER (lazy, eager, random), REAL_CUPY_SEED, REAL_CUPY_DEVICES and REAL_CUPY_GUARD=1 say how the driver
-behaves (see `loaded`); REAL_CUPY_STREAM=own gives each test a current stream that is not the default one, on the one
-device that is current.
+behaves (see `loaded`); REAL_CUPY_STREAM=own gives each test a current stream on each device, not the default one. Every
+GPU test runs in all of these. One that cannot be run here at all says why where it is defined, by the marker
+`not_on_real_cupy`, and each run names it in its summary.
 """
 
 from __future__ import annotations
@@ -16,14 +17,10 @@ from typing import Any
 
 import pytest
 
-STREAM, ORDER = "REAL_CUPY_STREAM", "REAL_CUPY_ORDER"
+STREAM = "REAL_CUPY_STREAM"
 _FIXTURES = {"backend", "device", "emulated", "gpu", "kernels"}
 _MAY_BE_ABSENT = re.compile(r"could not import '(torch|jax)|this (torch|JAX) has no CUDA|(torch|jax) has no GPU")
-_NEEDS_CUBLAS = {"test_same_on_cupy"}  # the demo's model has complex numbers and matrix products, gradengine has none
-_OF_THE_DEFAULT_STREAM = {
-    "test_the_default_stream_is_1",
-    "test_the_default_stream_and_blocking_ones_wait_for_each_other",
-}
+_KEPT_OUT = "not_on_real_cupy"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,21 +31,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    dropped = [item for item in items if not _is_of_real_cupy(item)]
+    markers = {item.nodeid: item.get_closest_marker(_KEPT_OUT) for item in items}
+    _kept_out.update((name, marker.args[0]) for name, marker in markers.items() if marker)
+    dropped = [item for item in items if not _is_run(item)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if _is_of_real_cupy(item)]
+        items[:] = [item for item in items if _is_run(item)]
 
 
-def _is_of_real_cupy(item: Any) -> bool:
-    if item.name in _NEEDS_CUBLAS:
+def _is_run(item: Any) -> bool:
+    if item.nodeid in _kept_out:
         return False
-    if (_has_own_stream() or _has_a_stream_per_thread()) and _is_of_the_default_stream(item):
-        return False
-    if _has_own_stream() and "cupy-other" in item.name:
-        return False
-    if os.environ.get(ORDER, "lazy") != "lazy" and "emulated" in getattr(item, "fixturenames", ()):
-        return False  # it says what the host has not waited for, which only then is not done
     values = getattr(item, "callspec", None)
     names = {values.params[name] for name in _FIXTURES & set(values.params)} if values else set()
     return all(str(name).startswith("cupy") for name in names) if names else "cupy" in item.nodeid
@@ -56,29 +49,22 @@ def _is_of_real_cupy(item: Any) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """The current stream is that of the user who has one, while the test runs."""
-    with _own_stream() if _has_own_stream() else contextlib.nullcontext():
+    """The current streams are those of a user who has some, while the test runs."""
+    with _own_streams() if os.environ.get(STREAM) == "own" else contextlib.nullcontext():
         return (yield)
 
 
-def _has_own_stream() -> bool:
-    return os.environ.get(STREAM) == "own"
-
-
-def _has_a_stream_per_thread() -> bool:
-    return os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") != "0"
-
-
-def _is_of_the_default_stream(item: Any) -> bool:
-    return getattr(item, "originalname", None) in _OF_THE_DEFAULT_STREAM
-
-
-def _own_stream() -> Any:
+@contextlib.contextmanager
+def _own_streams() -> Iterator[None]:
     import cupy
 
-    stream = cupy.cuda.Stream(non_blocking=True)
-    stream.wait_event(cupy.cuda.Stream.null.record())  # fixtures put arrays there
-    return stream
+    with contextlib.ExitStack() as streams:
+        for ordinal in range(cupy.cuda.runtime.getDeviceCount()):
+            with cupy.cuda.Device(ordinal):
+                stream = cupy.cuda.Stream(non_blocking=True)
+                stream.wait_event(cupy.cuda.Stream.null.record())  # fixtures put arrays there
+                streams.enter_context(stream)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -101,8 +87,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         pytest.fail("\n".join(found), pytrace=False)
 
 
-# ---- skips ----
+# ---- what is not run ----
 
+_kept_out: dict[str, str] = {}
 _skipped: list[str] = []
 
 
@@ -124,8 +111,20 @@ def _note_skip(report: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if _skipped and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[_KEPT_OUT] = _kept_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """What a process of xdist kept out is said by the one that has the summary."""
+    _kept_out.update(getattr(node, "workeroutput", {}).get(_KEPT_OUT, {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for skipped in _skipped:
         terminalreporter.write_line(f"SKIPPED, and must not be: {skipped}", red=True)
+    if _kept_out:
+        terminalreporter.write_line(f"NOT RUN, since real CuPy without a GPU cannot: {len(_kept_out)}", yellow=True)
+    for name, reason in sorted(_kept_out.items()):
+        terminalreporter.write_line(f"    {name} needs {reason}", yellow=True)

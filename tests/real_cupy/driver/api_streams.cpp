@@ -27,6 +27,16 @@ T* known(const std::set<T*>& all, Handle handle) {
   return found == all.end() ? nullptr : *found;
 }
 
+template <typename T, typename Handle>
+Error destroy(std::set<T*>& all, Handle handle, Error unknown) {
+  TURN;
+  T* found = known(all, handle);
+  WANT(found, unknown);
+  all.erase(found);
+  delete found;
+  return cudaSuccess;
+}
+
 Error wait_in_capture(Stream* stream, const Event& event) {
   const std::shared_ptr<Capture> theirs = event.is_captured ? event.capture.lock() : nullptr;
   if (event.is_captured && !theirs) return cudaErrorCapturedEvent;
@@ -131,14 +141,7 @@ Error cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   return cudaSuccess;
 }
 Error cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFlags(handle, 0); }
-Error cudaEventDestroy(cudaEvent_t handle) {
-  TURN;
-  Event* event = known(events, handle);
-  WANT(event, cudaErrorInvalidResourceHandle);
-  events.erase(event);
-  delete event;
-  return cudaSuccess;
-}
+Error cudaEventDestroy(cudaEvent_t handle) { return destroy(events, handle, cudaErrorInvalidResourceHandle); }
 Error cudaEventRecord(cudaEvent_t handle, cudaStream_t where) {
   TURN;
   Event* event = known(events, handle);
@@ -224,22 +227,8 @@ Error cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t where) {
   return answer(launch_graph(executable, stream));
 }
 Error cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
-Error cudaGraphDestroy(cudaGraph_t handle) {
-  TURN;
-  Graph* graph = known(graphs, handle);
-  WANT(graph, cudaErrorInvalidValue);
-  graphs.erase(graph);
-  delete graph;
-  return cudaSuccess;
-}
-Error cudaGraphExecDestroy(cudaGraphExec_t handle) {
-  TURN;
-  Executable* executable = known(executables, handle);
-  WANT(executable, cudaErrorInvalidValue);
-  executables.erase(executable);
-  delete executable;
-  return cudaSuccess;
-}
+Error cudaGraphDestroy(cudaGraph_t handle) { return destroy(graphs, handle, cudaErrorInvalidValue); }
+Error cudaGraphExecDestroy(cudaGraphExec_t handle) { return destroy(executables, handle, cudaErrorInvalidValue); }
 Error cudaGraphDebugDotPrint(cudaGraph_t handle, const char* path, unsigned) {
   TURN;
   const Graph* graph = known(graphs, handle);
