@@ -7,17 +7,16 @@ asks what an object is. The doors are `host_buffer.py` and `device_buffer.py`; w
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import as_text, has, said, truth_value
+from gradengine.arguments import as_index, as_text, has, said, truth_value
 from gradengine.dlpack import Exported, contiguous_strides
 from gradengine.errors import BufferRefused, CallerError
 
@@ -142,12 +141,9 @@ def stream_handle(stream: Any) -> int:
         >>> stream_handle(np.int64(3))
         3
     """
-    protocol = getattr(stream, "__cuda_stream__", None)
-    answer = protocol() if callable(protocol) else protocol
-    named = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
-    for handle in (named, getattr(stream, "cuda_stream", None), stream):
-        if isinstance(handle, SupportsIndex):
-            return _in_range(operator.index(handle))
+    for handle in map(as_index, (*_handles(stream), stream)):
+        if handle is not None:
+            return _in_range(handle)
     raise CallerError(
         "this is no CUDA stream",
         got=said(stream),
@@ -155,9 +151,20 @@ def stream_handle(stream: Any) -> int:
     )
 
 
+def _handles(stream: Any) -> tuple[object, ...]:
+    """What a stream says that its handle is, by either protocol."""
+    try:
+        protocol = getattr(stream, "__cuda_stream__", None)
+        answer = protocol() if callable(protocol) else protocol
+        named = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
+        return named, getattr(stream, "cuda_stream", None)
+    except Exception:  # noqa: BLE001  (a framework's own object, and its own errors)
+        return ()
+
+
 def _in_range(handle: int) -> int:
     if not 0 <= handle < _LARGEST_ADDRESS:
-        raise CallerError("this is no CUDA stream", got=handle, expected="a handle >= 0, and an address at most")
+        raise CallerError("this is no CUDA stream", got=said(handle), expected="a handle >= 0, and an address at most")
     return handle
 
 
@@ -277,10 +284,10 @@ def raw_extent(raw: RawBuffer, component: str) -> tuple[int, int]:
     refuse_freed(raw.owner, component)
     if raw.dtype not in STORAGE:
         raise wrong_dtype(component, str(raw.dtype))
-    try:
-        return operator.index(raw.pointer), operator.index(raw.size)
-    except TypeError:
-        raise no_memory(component, said(raw.pointer), said(raw.size)) from None
+    pointer, size = as_index(raw.pointer), as_index(raw.size)
+    if pointer is None or size is None:
+        raise no_memory(component, said(raw.pointer), raw.size)
+    return pointer, size
 
 
 def refuse_freed(owner: object, component: str) -> None:
@@ -350,7 +357,7 @@ def no_memory(component: str, pointer: object, size: object) -> BufferRefused:
     """The error for an address that stands for nothing."""
     return BufferRefused(
         f"component '{component}' is no memory",
-        got=f"pointer {pointer}, size {size}",
+        got=f"pointer {pointer}, size {said(size)}",
         expected="the address of allocated memory and a size >= 0",
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, final
 
-from gradengine.arguments import truth_value
+from gradengine.arguments import listed, truth_value
 from gradengine.buffer import Lender, RawBuffer, refuse_freed
 from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.gradients import Gradients, in_slot_order
@@ -82,6 +82,7 @@ class CapturedWindow:
             CallerError: Another number of micro-batches, or they were added block by block.
             LayoutMismatch, BufferRefused: As `add` and `step`; the graph stays what it was.
         """
+        micro_batches = listed("micro_batches", micro_batches)
         if self._weights is None or len(self._weights) != len(micro_batches):
             raise CallerError(
                 "the window cannot be recorded anew from these",

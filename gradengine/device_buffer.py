@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from gradengine.frameworks import is_jax, is_torch, jax_device, refuse_indirect,
 
 __all__ = ["device_buffer", "device_of", "exporting_stream"]
 
+_MOST_DIMENSIONS = 64  # as NumPy has
 _MEMORY_OF_A_DEVICE = {2, 3}  # cudaMemoryType: device, managed
 
 
@@ -109,13 +111,14 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     )
 
 
-def exporting_stream(source: object, component: str) -> NamedStream | None:
+def exporting_stream(source: Any, component: str) -> NamedStream | None:
     """The stream that a CUDA array interface names: to be waited for now, since it may be gone later.
 
     Raises:
         BufferRefused: What it names is no stream.
     """
-    handle = getattr(source, "__cuda_array_interface__", {}).get("stream")
+    interface: Any = source.__cuda_array_interface__ if has(source, "__cuda_array_interface__") else None
+    handle = interface.get("stream") if isinstance(interface, Mapping) else None
     try:
         return None if handle is None else NamedStream(handle)
     except CallerError:
@@ -163,7 +166,9 @@ def _refuse_to_record_immutable(component: str, stream: int) -> None:
 def _interface_of(source: Any, component: str, device: str) -> Exported:
     try:
         return _read_interface(source, component, device)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as fault:
+    except BufferRefused:
+        raise
+    except Exception as fault:  # noqa: BLE001  (a framework's own object, and its own errors)
         raise BufferRefused(
             f"component '{component}' has a CUDA array interface that cannot be read ({said(fault)})",
             got=type(source).__name__,
@@ -176,7 +181,9 @@ def _read_interface(source: Any, component: str, device: str) -> Exported:
     if interface.get("mask") is not None:
         raise BufferRefused(f"component '{component}' is a masked array", do="pass the array without mask")
     pointer, read_only = interface["data"]
-    shape = tuple(operator.index(length) for length in interface["shape"])
+    shape = tuple(operator.index(length) for length in itertools.islice(interface["shape"], _MOST_DIMENSIONS + 1))
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"more than {_MOST_DIMENSIONS} dimensions")
     dtype = np.dtype(interface["typestr"])
     strides = _element_strides(interface.get("strides"), dtype.itemsize, shape)
     if any(stride % dtype.itemsize for stride in interface.get("strides") or ()):

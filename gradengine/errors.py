@@ -8,6 +8,7 @@ What they say may come from a peer or hold a million names: it is printable, and
 from __future__ import annotations
 
 import functools
+import reprlib
 
 __all__ = [
     "BufferRefused",
@@ -28,6 +29,13 @@ __all__ = [
 _MAX_WHAT = 1000  # characters; it may hold the rows in which two layouts differ, or another's message
 _MAX_VALUE = 300
 _MAX_LINES = 12
+_MAX_ITEMS = 32  # of a container
+_containers = reprlib.Repr()
+_containers.maxlevel = 3
+_containers.maxlist = _containers.maxtuple = _containers.maxdict = _containers.maxset = _containers.maxfrozenset = (
+    _MAX_ITEMS
+)
+_containers.maxstring = _containers.maxlong = _containers.maxother = _MAX_VALUE
 
 
 class GradientError(Exception):
@@ -150,7 +158,8 @@ class DeadlineExceeded(ExchangeError):
 def _printable(value: object, limit: int) -> str:
     """A value as text that changes no terminal: bounded from its middle, control characters escaped, lines kept."""
     try:
-        text = str(value)
+        # Containers item by item: a few lists that hold each other often are more text than there is memory.
+        text = _containers.repr(value) if isinstance(value, (list, tuple, dict, set, frozenset)) else str(value)
     except Exception as fault:  # noqa: BLE001  (nested too deep, too many digits, or a caller's own object and error)
         text = f"<{type(value).__name__} that cannot be shown: {type(fault).__name__}>"
     lines = _shortened(text, limit).split("\n")

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, get_args
 
 import msgpack
 
-from gradengine.arguments import as_index, has, refuse_other_kind, said, truth_value, whole_number
+from gradengine.arguments import as_index, has, listed, refuse_other_kind, said, truth_value, whole_number
 from gradengine.components import ParameterHolder, named_components, refuse_untakable
 from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
 from gradengine.shards import Partition, Shape, checked_tp_rank
@@ -23,7 +23,7 @@ __all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout"
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
 PARTITIONS = get_args(Partition)
-_MOST_BLOCKS = 1 << 16
+_MOST_BLOCKS = 1 << 14
 _MOST_BYTES = 1 << 62
 MAX_DIMENSIONS = 64  # NumPy's own limit
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
@@ -61,6 +61,7 @@ class GradientLayout:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
+        rows = listed("rows", rows, LayoutMismatch)
         refuse_bad_rows(rows)
         self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
         self._rows = tuple(rows)
@@ -70,7 +71,7 @@ class GradientLayout:
         self.slots = tuple(by_name[row.name] for row in rows)
         # Models list their parameters from the input on, so backward finishes them in reverse.
         appearance = dict.fromkeys(slot.name if slot.block is None else slot.block for slot in self.slots)
-        order = list(reversed(appearance)) if backward_order is None else backward_order
+        order = [*reversed(appearance)] if backward_order is None else listed("backward_order", backward_order)
         _refuse_bad_order(order, by_key)
         self.spans = tuple(by_key[key] for key in order)
         self.arena_size = max(span.stop for span in self.spans)
@@ -285,6 +286,7 @@ def layout_from_table(table: bytes) -> GradientLayout:
         >>> layout_from_table(layout.table()) == layout
         True
     """
+    refuse_other_kind("a layout table", table, bytes)
     try:
         table_rows, order, *part = unpack(table, "a layout table")
         tp_rank, tp_size, partitions = part[0] if part else (0, 1, ["replicated"] * len(table_rows))
@@ -363,8 +365,9 @@ def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str,
 
 
 def _refuse_bad_order(order: Sequence[int | str], spans: Mapping[int | str, Span]) -> None:
-    if len(order) != len(spans) or set(order) != set(spans):
-        raise LayoutMismatch("the backward order does not name each span once", got=list(order), expected=list(spans))
+    are_keys = all(isinstance(key, (int, str)) for key in order)
+    if not are_keys or len(order) != len(spans) or set(order) != set(spans):
+        raise LayoutMismatch("the backward order does not name each span once", got=order, expected=list(spans))
 
 
 def _few(names: Iterable[str], limit: int = 4) -> str:

@@ -41,6 +41,8 @@ from gradengine.elementwise import add, cast, fill, scale
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange import Progress
 from gradengine.kernels import HostKernels
+from gradengine.layout import layout_from_table
+from gradengine.slots import Row
 from gradengine.trainer import weights_digest
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
@@ -213,6 +215,12 @@ def closing(make):
     return call
 
 
+def bound(layout=LAYOUT, arena=np.zeros(LAYOUT.arena_size, np.float32)):  # noqa: B008  (nobody writes to it)
+    (exchange,) = local_group(1)
+    exchange.bind(layout, arena, Progress(), lambda span, stop: None)
+    return exchange
+
+
 def floats(size=3):
     return np.ones(size, np.float32)
 
@@ -300,6 +308,13 @@ CALLS = {
     ),
     "layout.slot": LAYOUT.slot,
     "layout.block": LAYOUT.block,
+    "exchange.bind(layout)": lambda v: bound(layout=v),
+    "exchange.bind(arena)": lambda v: bound(arena=v),
+    "exchange.start(span)": lambda v: bound().start(v),
+    "exchange.gather(data)": lambda v: bound().gather(v),
+    "GradientLayout(rows)": GradientLayout,
+    "GradientLayout(backward_order)": lambda v: GradientLayout([Row("w", (2,), None)], v),
+    "layout_from_table": layout_from_table,
     "local_group(world_size)": closing(local_group),
     "local_group(timeout)": closing(lambda v: local_group(2, timeout=v)),
     "local_group(join_timeout)": closing(lambda v: local_group(2, join_timeout=v)),

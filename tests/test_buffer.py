@@ -1,5 +1,6 @@
 """What arrays and pointers become: parts, overlaps, whose stream they are on, and owners that are gone."""
 
+import functools
 import mmap
 import weakref
 from multiprocessing import shared_memory
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hostile_values import HOSTILE, Unshowable, refusal_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -56,6 +58,15 @@ class TestOverlap:
 
 
 class TestLenders:
+    def test_whatever_is_given_for_a_stream_is_one_or_is_refused_by_an_error_of_ours(self):
+        class Gone:
+            def __cuda_stream__(self):
+                raise Unshowable
+
+        hostile = [*HOSTILE, Gone(), *(SimpleNamespace(__cuda_stream__=(0, value)) for value in HOSTILE)]
+        refusals = [refusal_of(functools.partial(stream_handle, value)) for value in hostile]
+        assert {refusal[:22] for refusal in refusals} == {"", "this is no CUDA stream"}
+
     def test_two_names_of_the_default_stream(self):
         assert NamedStream(0) == NamedStream(1)
         assert len({NamedStream(0), NamedStream(1), NamedStream(2), UnknownStream(), UnknownStream()}) == 3

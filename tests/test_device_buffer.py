@@ -1,5 +1,6 @@
 """The GPU's door: what comes in without a copy, and what is refused by name before any launch."""
 
+import functools
 import gc
 import math
 import sys
@@ -10,6 +11,7 @@ import pytest
 import strategies as draw
 from backends import available, on_the_stand_in, runnable
 from devices import assign, bits_of, churned, nothing_is_launched, on_host, put_all, raw, synchronize
+from hostile_values import HOSTILE, Unshowable, refusal_of
 from producers import Producer
 
 from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
@@ -541,6 +543,26 @@ class TestTwoDevices:
             synchronize(device)
             assert float(clip_by_global_norm({"w": Interface(array)}, 3.0)) == 6
             assert on_host(array).tolist() == pytest.approx([1.5] * 4)
+
+
+class TestAnInterface:
+    @on_the_stand_in
+    @pytest.mark.parametrize("part", ["data", "shape", "strides", "typestr", "stream", "mask"])
+    @pytest.mark.filterwarnings("ignore:Casting complex values")
+    def test_whatever_it_says_it_is_taken_or_refused_by_an_error_of_ours(self, emulated, part):
+        engine, array = new_engine(emulated), emulated.put(np.ones(7, np.float32))
+        for value in HOSTILE:
+            gradients = in_place_of_the_second(emulated, Interface(array, **{part: value}))
+            assert len(refusal_of(functools.partial(engine.add, gradients))) < 1500
+
+    def test_that_cannot_be_asked_for_is_refused(self, emulated):
+        class Gone:
+            @property
+            def __cuda_array_interface__(self):
+                raise Unshowable
+
+        with pytest.raises(BufferRefused, match=r"'layers\.1\.w' "):
+            new_engine(emulated).add(in_place_of_the_second(emulated, Gone()))
 
 
 class TestDeviceOf:

@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+from hostile_values import doubling
 
 from gradengine import (
     BlockGradientSet,
@@ -201,6 +202,10 @@ def test_what_shares_memory_or_a_connection_is_not_copied_by_mistake(name, copie
     """Each copy's parts would have memory of their own: an engine that hands back what nobody added to."""
     with pytest.raises(CallerError, match=rf"^{name} cannot be copied or pickled; \w+"):
         copied(SHARED[name]())
+
+
+def test_a_list_whose_text_would_fill_the_memory_is_said_in_short():
+    assert len(str(CallerError("what", got=doubling(), expected={"all": doubling()}))) < 1500
 
 
 class Talkative:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, Su
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import as_float, out_of_range, whole_number
+from gradengine.arguments import as_float, out_of_range, refuse_other_kind, whole_number
 from gradengine.errors import CallerError, GradientError, HandshakeRefused, WindowError, not_copied
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels.host import first_non_finite, squared_sum
@@ -271,6 +271,7 @@ class Outbox:
             >>> outbox.start(layout.spans[1]), outbox.start(layout.spans[0])
             (range(0, 0), range(0, 32))
         """
+        refuse_other_kind("span", span, Span)
         if span.key in self._started:
             raise WindowError(f"{span.called} is on its way already", do="start each span once in a step")
         self._started.add(span.key)
@@ -374,6 +375,8 @@ def count_in(bucket_bytes: int, progress: Progress, rank: int) -> None:
 
 def refuse_bad_arena(layout: GradientLayout, arena: Arena) -> None:
     """Raise `CallerError` unless the arena is flat contiguous fp32 memory of the layout's size."""
+    refuse_other_kind("layout", layout, GradientLayout)
+    refuse_other_kind("arena", arena, np.ndarray)
     if arena.shape != (layout.arena_size,) or arena.dtype != np.float32 or not arena.flags.c_contiguous:
         raise CallerError(
             "arena does not fit the layout",
@@ -383,7 +386,8 @@ def refuse_bad_arena(layout: GradientLayout, arena: Arena) -> None:
 
 
 def refuse_long_part(data: bytes) -> None:
-    """Raise `CallerError` where a part of a gather is longer than any transport carries."""
+    """Raise `CallerError` where a part of a gather is no bytes, or longer than any transport carries."""
+    refuse_other_kind("a part of a gather", data, bytes)
     if len(data) > MAX_SMALL_PAYLOAD:
         raise CallerError("too much to gather", got=f"{len(data)} bytes", expected=f"at most {MAX_SMALL_PAYLOAD}")
 
