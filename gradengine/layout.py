@@ -91,13 +91,14 @@ class GradientLayout:
         Args:
             gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; a sequence
                 names its components "0", "1", .... Containers within are taken apart, their names joined by dots. Or a
-                torch.nn.Module: its trainable parameters by name, each in the shape in which it lies in memory. Or
-                its parameters, each by its position, frozen ones too. Only shapes are read; of torch's parameters the
-                gradients' dtype as well. Up to and including its first whole-number part a dotted name says which block
-                it belongs to: "layers.0.wq" lies in block "layers.0"; where there is none, up to the first part that
-                ends in a number, as flax names them: "Block_0.kernel" lies in "Block_0". Blocks are numbered by stem,
-                then by that number. Workers exchange in the reverse of this order, so give the components from the
-                model's input to its output where blocks shall travel while backward runs.
+                torch.nn.Module: its trainable parameters by name, each in the shape in which it lies in memory. Or its
+                parameters, each by its position, frozen ones too. Only shapes and dtypes are read, of torch's
+                parameters the gradients' dtype: give shapes where gradients come in another one. Up to and including
+                its first whole-number part a dotted name says which block it belongs to: "layers.0.wq" lies in block
+                "layers.0"; where there is none, up to the first part that ends in a number, as flax names them:
+                "Block_0.kernel" lies in "Block_0". Blocks are numbered by stem, then by that number. Workers exchange
+                in the reverse of this order, so give the components from the model's input to its output where blocks
+                shall travel while backward runs.
             tp_rank: This rank in its tensor-parallel group; the shapes are those of its parts.
             tp_size: Ranks of that group; 1, if it is not given, for a whole model.
             partitions: Name -> "column", "row" or "replicated", for each component of a part of a model. To the norm
@@ -106,7 +107,7 @@ class GradientLayout:
         Raises:
             LayoutMismatch: Two components of one name, a negative or fractional dimension, a partition of no component
                 or of no kind, a component of a part without one, a lazy parameter, or nothing at all.
-            BufferRefused: A parameter whose gradients cannot be taken: float64, complex, sparse, a DTensor.
+            BufferRefused: An array or a parameter whose gradients cannot be taken: float64, complex, sparse, a DTensor.
             CallerError: The rank is out of range, or there are partitions and no `tp_size`.
 
         Example:

@@ -1,4 +1,4 @@
-"""Contract C-TP-001 as the demo measures it: figures are small, and what is wrong makes them large or is refused."""
+"""Shards against the model in one piece: figures are small, and what is wrong makes them large or is refused."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""C-TP-001 on the demo's Llama: 1, 2 and 4 shards are the model in one piece, and each all-reduce is needed for it."""
+"""The demo's Llama: 1, 2 and 4 shards are the model in one piece, and each all-reduce is needed for it."""
 
 import functools
 import types

@@ -154,7 +154,7 @@ class TestShards:
 class TestLinearAlgebra:
     @given(c=configs(), seed=st.integers(0, 2**32 - 1))
     def test_row_parallel_partials_add_up_to_the_whole_output(self, c, seed):
-        """C-TP-001 of one layer: y = f(x A) B = sum over ranks of f(x A_r) B_r, for any f that acts on each element."""
+        """Of one layer: y = f(x A) B = sum over ranks of f(x A_r) B_r, for any f that acts on each element."""
         rng = np.random.default_rng(seed)
         x = rng.standard_normal((3, c.hidden_size))
         gate, down = (

@@ -1,4 +1,4 @@
-"""Contract C-TP-001 on one micro-batch: what all shards say together, held against the model in one piece.
+"""Tensor parallelism on one micro-batch: what all shards say together, held against the model in one piece.
 
 Every part of the step is compared by itself. AdamW's first step has one length whatever the gradient's, so the weights
 after it do not tell a wrong clip scale; a step of plain gradient descent beside it does, and so do the gradients that

@@ -86,7 +86,7 @@ class Group:
         bucket_bytes: Bytes summed at a time.
 
     Raises:
-        CallerError: The world size is less than one, or a time or size is not above zero.
+        CallerError: The world size is not in 1..65536, or a time or size is not above zero.
     """
 
     def __init__(self, world_size: int, timeout: float, join_timeout: float, bucket_bytes: int) -> None:

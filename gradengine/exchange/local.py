@@ -45,7 +45,7 @@ def local_group(
         bucket_bytes: Bytes summed at a time; changes no bit of the result.
 
     Raises:
-        CallerError: The world size is less than one.
+        CallerError: The world size is not in 1..65536, or a time or size is out of range.
 
     Example:
         >>> [exchange.rank for exchange in local_group(3)]
