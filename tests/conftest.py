@@ -4,6 +4,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import time
 import zlib
 from collections.abc import Iterator
 
@@ -93,6 +94,7 @@ def _order_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def _no_thread_is_left() -> Iterator[None]:
     """A closed exchange leaves no thread behind, whatever the test did to it."""
     yield
-    for thread in package_threads():
-        thread.join(2.0)
+    deadline = time.monotonic() + 2.0
+    while package_threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert not package_threads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transports import SMALL, Transport, Worker, bound, contributions, group, on_all, outcomes, rank_order_sum
+from interrupts import interrupted_at, places_of
+from transports import SMALL, SOON, Transport, Worker, bound, contributions, group, on_all, outcomes, rank_order_sum
 
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
 from gradengine.exchange import local_group
@@ -74,8 +76,7 @@ def bound_in_turn(workers, order):
     for rank in order:
         threads.append(threading.Thread(target=workers[rank].bind))
         threads[-1].start()
-        with shared.changed:
-            assert shared.changed.wait_for(lambda rank=rank: rank in shared.members, 10)
+        assert shared.changed.wait_for(lambda rank=rank: rank in shared.members, 10)
     for thread in threads:
         thread.join(10)
 
@@ -149,8 +150,7 @@ def test_nobody_hears_of_a_failure_while_an_arena_is_still_written():
     def slow(span, upto):
         if not events:
             threading.Thread(target=exchanges[1].close).start()
-            with shared.changed:
-                shared.changed.wait_for(lambda: shared.failure is not None, 10)
+            shared.changed.wait_for(lambda: shared.failure is not None, 10)
             time.sleep(0.05)  # time in which the others would hear of it
             events.append("written")
 
@@ -229,3 +229,71 @@ def test_no_wait_is_for_ever_whoever_is_to_blame():
         with pytest.raises(DeadlineExceeded, match="another thread is in the middle of a sum"):
             worker.exchange.close()
     shared._summer = None
+
+
+@pytest.mark.parametrize("transport", [Transport.LOCAL, Transport.TCP])
+def test_a_close_interrupted_at_any_line_tells_the_others_who_left_at_its_second_call_at_the_latest(transport):
+    def waiting():
+        """Rank 0's exchange, and the thread of rank 1, which waits in a gather, with what it hears."""
+        leaver, _ = exchanges = stack.enter_context(group(transport, 2, timeout=SOON, join_timeout=SOON))
+        workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+        heard = []
+
+        def wait():
+            try:
+                workers[1].exchange.gather(b"")
+            except PeerLost as lost:
+                heard.append(str(lost))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        return leaver, thread, heard
+
+    with contextlib.ExitStack() as stack:
+        leaver, thread, _ = waiting()
+        places = places_of(leaver.close)
+        thread.join()
+    for at in places:
+        with contextlib.ExitStack() as stack:
+            leaver, thread, heard = waiting()
+            interrupted_at(at, leaver.close)
+            leaver.close()
+            thread.join(SOON / 2)
+            assert len(heard) == 1, at
+            assert "rank 0 left the group" in heard[0], at
+
+
+@pytest.mark.parametrize("transport", [Transport.LOCAL, Transport.TCP])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_gather_interrupted_at_any_line_ends_in_that_interrupt_and_both_ranks_in_an_error(transport, who):
+    """Behind the release of a `threading.Condition`'s lock it was a `RuntimeError`."""
+
+    def gathering(at):
+        """Of rank `who`, while the other comes later; what each ended with."""
+        with group(transport, 2, timeout=SOON, join_timeout=SOON) as exchanges:
+            workers, ends = bound(exchanges, SMALL, contributions(SMALL, 2)), [None, None]
+
+            def late():
+                time.sleep(0.01)
+                ends[1 - who] = outcomes(lambda worker: worker.exchange.gather(b""), [workers[1 - who]])[0]
+                workers[1 - who].exchange.close()
+
+            thread = threading.Thread(target=late)
+            thread.start()
+            if at is None:
+                return places_of(lambda: workers[who].exchange.gather(b"")), thread.join()
+            started = time.monotonic()
+            ends[who] = interrupted_at(at, lambda: workers[who].exchange.gather(b""))
+            if ends[who][0]:
+                workers[who].exchange.close()
+            thread.join(SOON)
+            assert time.monotonic() - started < SOON / 2
+            return ends
+
+    interrupts = 0
+    for at in gathering(None)[0]:
+        ends = gathering(at)
+        interrupts += ends[who][0]
+        assert ends[who][0] or ends[who][1] == [b"", b""], at
+        assert ends[1 - who] == [b"", b""] or isinstance(ends[1 - who], PeerLost), at
+    assert interrupts > 10

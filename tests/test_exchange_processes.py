@@ -66,8 +66,7 @@ def sum_of_all(workers, meanwhile):
 
     def strike():
         coordinator = workers[0].exchange._group
-        with coordinator.changed:
-            coordinator.changed.wait_for(lambda: len(coordinator.coordinator.standing().waiting) == WORLD - 1, 20)
+        coordinator.changed.wait_for(lambda: len(coordinator.coordinator.standing().waiting) == WORLD - 1, 20)
         began.append(time.monotonic())
         meanwhile()
 

@@ -6,10 +6,12 @@ import contextlib
 import socket
 import threading
 import time
+import types
 
 import msgpack
 import numpy as np
 import pytest
+from interrupts import interrupted_at, places_of
 from transports import (
     SMALL,
     SOON,
@@ -223,8 +225,7 @@ def test_another_world_size_ends_the_group_for_all():
 def test_rank_taken_twice_is_refused_and_the_group_goes_on(hosted):
     server, exchange = hosted
     with contextlib.closing(join_by_hand(server, 1, 3, token="secret")) as first:
-        with server.group.changed:
-            assert server.group.changed.wait_for(lambda: 1 in server.group.members, 10)
+        assert server.group.changed.wait_for(lambda: 1 in server.group.members, 10)
         second = Worker(WorkerClient(server.address, 1, 3, token="secret"), SMALL, EMPTY)
         with pytest.raises(HandshakeRefused, match="rank 1 has joined already; give each worker its own rank"):
             second.bind()
@@ -454,8 +455,7 @@ def test_serve_raises_where_a_worker_is_lost_in_a_step():
     with GradientServer(2) as server:
         workers = bound([WorkerClient(server.address, rank, 2) for rank in range(2)], SMALL, contributions(SMALL, 2))
         workers[0].exchange.start(SMALL.spans[0])
-        with server.group.changed:
-            assert server.group.changed.wait_for(lambda: server.group.coordinator.standing().waiting, 10)
+        assert server.group.changed.wait_for(lambda: server.group.coordinator.standing().waiting, 10)
         workers[1].exchange.close()
         with pytest.raises(PeerLost, match="rank 1 closed the connection"):
             server.serve()
@@ -497,3 +497,38 @@ def test_url_is_what_workers_connect_to(tmp_path):
         assert server.url == f"tcp://127.0.0.1:{server.address[1]}"
     with GradientServer(1, str(tmp_path / "s")) as server:
         assert server.url == f"unix://{tmp_path}/s"
+
+
+@pytest.mark.parametrize("is_unix", [False, True])
+def test_a_second_close_ends_and_gives_the_address_back_whatever_line_interrupted_the_first(is_unix, tmp_path):
+    """Of a `threading.Event` that was being set the lock stayed held: the second close hung for ever."""
+
+    def new():
+        return GradientServer(2, str(tmp_path / "s") if is_unix else ("127.0.0.1", 0))
+
+    for at in places_of(new().close):
+        server = new()
+        interrupted_at(at, server.close)
+        again = threading.Thread(target=server.close, daemon=True)
+        again.start()
+        again.join(SOON)
+        assert not again.is_alive(), at
+        assert not is_unix or not (tmp_path / "s").exists(), at
+        GradientServer(2, server.address).close()
+
+
+def test_a_close_that_is_late_leaves_the_path_of_the_next_server(tmp_path):
+    path = str(tmp_path / "s")
+    first = GradientServer(2, path)
+    first.close()
+    with GradientServer(2, path):
+        first.close()
+        assert (tmp_path / "s").exists()
+
+
+def test_a_failure_that_was_begun_and_not_told_is_told_by_the_thread_that_watches():
+    with GradientServer(2, timeout=0.1, join_timeout=SOON) as server:
+        told = []
+        server.group.members[0] = types.SimpleNamespace(dismiss=told.append)
+        server.group.failure = failure = PeerLost("rank 1 left")
+        assert server.group.changed.wait_for(lambda: told == [failure], SOON)

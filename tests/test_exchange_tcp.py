@@ -430,19 +430,21 @@ def test_gradients_leave_in_backward_order_from_the_arena():
 
 
 def test_closed_from_elsewhere_while_it_binds(monkeypatch):
-    """Its threads are joined once they run, and never before."""
+    """A thread of it that only begins then ends at once, and is waited for."""
     server = GradientServer(1)
     client = WorkerClient(server.address, 0, 1)
-    start = threading.Thread.start
+    start, closing = threading.Thread.start, threading.Thread(target=client.close)
 
     def closing_first(thread):
         if thread.name == "gradengine-sender":
-            client.close()
+            start(closing)
+            assert client._changed.wait_for(lambda: client._failure is not None, 10)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", closing_first)
     Worker(client, SMALL, contributions(SMALL, 1)[0]).bind()
     with pytest.raises(PeerLost, match="has left the group"):
         client.gather(b"")
+    closing.join(10)
     client.close()
     server.close()

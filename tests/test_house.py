@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "gradengine"
 ORDER = [
     "errors",
     "arguments",
+    "threads",
     "unpacking",
     "tensor_parallel_cost",
     "dlpack",

@@ -205,12 +205,10 @@ class TestAfterAFault:
         spans, all_progress = [span.key for span in LAYOUT.spans], []
 
         def go_away_once_something_is_summed(group):
-            with group.changed:
-                assert group.changed.wait_for(
-                    lambda: len(all_progress) == 3 and all(progress.summed for progress in all_progress), 60
-                )
-                group.timeout = 0.1
-                group.changed.notify_all()
+            assert group.changed.wait_for(
+                lambda: len(all_progress) == 3 and all(progress.summed for progress in all_progress), 60
+            )
+            group.fail(PeerLost("the network of rank 1 is gone"))
 
         def broken(exchange):
             backend = kernels_of(exchange.rank)

@@ -25,6 +25,7 @@ from gradengine.exchange.interface import (
     Membership,
     NonFiniteValue,
     Progress,
+    again_if_interrupted,
     buckets_of,
     checked_bucket,
     checked_rank,
@@ -33,6 +34,7 @@ from gradengine.exchange.interface import (
     find_non_finite,
 )
 from gradengine.layout import GradientLayout
+from gradengine.threads import Condition
 
 __all__ = ["Group", "Member"]
 
@@ -94,14 +96,13 @@ class Group:
         self.timeout = checked_seconds("timeout", timeout)
         self.join_timeout = checked_seconds("join_timeout", join_timeout)
         self.bucket_bytes = checked_bucket(bucket_bytes)
-        # Taken by `with group.lock`: `with group.changed` runs Python code on its way to it, and an interrupt there
-        # would leave it locked for ever.
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = Condition()
+        self.lock = self.changed.lock
         self.layout: GradientLayout | None = None
         self.buckets: list[Bucket] = []
         self.failure: ExchangeError | None = None
         self.members: dict[int, Member] = {}
+        self._dismissed: set[int] = set()
         self.coordinator: Coordinator | None = None
         self._store: Arena | None = None
         self._summer: int | None = None  # the thread that is summing
@@ -154,21 +155,23 @@ class Group:
             self.move()
 
     def fail(self, failure: ExchangeError) -> None:
-        """End the group; the first failure counts."""
+        """End the group; the first failure counts. Who was not told of it, as this was interrupted, is told again."""
         with self.lock:
-            if self.failure is None:
-                self.failure = failure
-                for member in self.members.values():
-                    member.dismiss(failure)
-                self.changed.notify_all()
+            self.failure = self.failure or failure
+            for rank, member in self.members.items():
+                if rank not in self._dismissed:
+                    member.dismiss(self.failure)
+                    self._dismissed.add(rank)
+            self.changed.notify_all()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait, with the lock held, until `done`; raises the group's failure, or that somebody is late."""
-        while not done():
-            self.refuse_failed()
+        """Wait, without the lock, until `done`; raises the group's failure, or that somebody is late."""
+        left = 0.0
+        while not self.changed.wait_for(lambda: done() or self.failure is not None, left):
             left = self.fail_if_late(somebody_waits=True)
-            if self.failure is None:
-                self.changed.wait(left)
+        with self.lock:
+            if not done():
+                self.refuse_failed()
 
     def settle(self) -> None:
         """Wait until no other thread is summing: from then on a group that failed touches no arena.
@@ -177,11 +180,10 @@ class Group:
             DeadlineExceeded: It does not come to its end.
         """
         me = threading.get_ident()
-        with self.lock:
-            if not self.changed.wait_for(lambda: self._summer in {None, me}, self.timeout):
-                raise DeadlineExceeded(
-                    "another thread is in the middle of a sum", got=f"no end in {self.timeout:g} s", do="start anew"
-                )
+        if not self.changed.wait_for(lambda: self._summer in {None, me}, self.timeout):
+            raise DeadlineExceeded(
+                "another thread is in the middle of a sum", got=f"no end in {self.timeout:g} s", do="start anew"
+            )
 
     def fail_if_late(self, *, somebody_waits: bool = False) -> float:
         """Fail if somebody waits and nothing has moved for too long; else say for how many seconds that is not so.
@@ -296,6 +298,7 @@ class Group:
             self._summer = None
             self.move()
 
+    @again_if_interrupted
     def _break_off(self, fault: BaseException) -> None:
         with self.lock:
             step, index = self.opened().bucket_of(self.opened().summed)
@@ -303,7 +306,6 @@ class Group:
                 self._summer = None
             where = f"the sum of bucket {index} of step {step}"
             self.fail(PeerLost(f"{where} broke off ({fault!r})", do="windows are kept: reconnect or discard()"))
-            self.changed.notify_all()
 
     def _sum(self, step: int, bucket: Bucket) -> None:
         total = self._total(bucket)

@@ -35,6 +35,7 @@ __all__ = [
     "NonFiniteValue",
     "Outbox",
     "Progress",
+    "again_if_interrupted",
     "buckets_of",
     "closing_if_interrupted",
 ]
@@ -153,6 +154,22 @@ def closing_if_interrupted(
     return whole
 
 
+def again_if_interrupted(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """The method, but interrupted it is done again before the interrupt goes on: others wait for what it tells them."""
+
+    @wraps(method)
+    def whole(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        try:
+            method(*arguments, **named)
+        except GradientError:
+            raise
+        except BaseException:
+            method(*arguments, **named)
+            raise
+
+    return whole
+
+
 class Exchange(ABC):
     """One worker's end of a group of `world_size` workers.
 
@@ -222,7 +239,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group; the others fail if they still wait for this worker. May be called twice."""
+        """Leave the group; the others fail if they still wait for this worker. May be called twice.
+
+        Interrupted, as by Ctrl-C, it closes all the same before that goes on.
+        """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refused, for `copy` and `pickle` alike: it is one rank's place in its group.

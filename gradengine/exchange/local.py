@@ -18,6 +18,7 @@ from gradengine.exchange.interface import (
     NonFiniteValue,
     Outbox,
     Progress,
+    again_if_interrupted,
     closing_if_interrupted,
     not_bound,
     nothing_started,
@@ -85,7 +86,7 @@ class LocalExchange(Exchange):
         with group.lock:
             group.admit(member, layout, arena if self.rank == 0 else None)
             self._member = member
-            self._wait_until(lambda: member.is_welcome)
+        self._wait_until(lambda: member.is_welcome)
 
     @closing_if_interrupted
     def start(self, span: Span) -> None:
@@ -103,12 +104,11 @@ class LocalExchange(Exchange):
         member, group = self._bound(), self._group
         if self._outbox is None and group.buckets and not member.has_ended and group.failure is None:
             raise nothing_started(self.rank)
-        with group.lock:
-            self._wait_until(
-                lambda: not group.buckets or (member.has_ended and all(m.has_all for m in group.members.values()))
-            )
-            member.has_ended, self._outbox = False, None
-            return tuple(member.progress.bad)
+        self._wait_until(
+            lambda: not group.buckets or (member.has_ended and all(m.has_all for m in group.members.values()))
+        )
+        member.has_ended, self._outbox = False, None
+        return tuple(member.progress.bad)
 
     @closing_if_interrupted
     def gather(self, data: bytes) -> list[bytes]:
@@ -118,9 +118,10 @@ class LocalExchange(Exchange):
         with self._group.lock:
             self._group.refuse_failed()
             self._group.gather(self.rank, data)
-            self._wait_until(lambda: bool(member.gathers))
-            return member.gathers.pop(0)
+        self._wait_until(lambda: bool(member.gathers))
+        return member.gathers.pop(0)
 
+    @again_if_interrupted
     def close(self) -> None:
         """See `Exchange.close`."""
         self._group.fail(PeerLost(f"rank {self.rank} left the group", do="windows are kept: reconnect or discard()"))
@@ -131,7 +132,7 @@ class LocalExchange(Exchange):
                 self._on_close()
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait, with the lock held; where the group has failed, until nobody writes into this rank's arena any more."""
+        """Wait, without the lock; where the group has failed, until nobody writes into this rank's arena any more."""
         try:
             self._group.wait_until(done)
         except ExchangeError:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex, final
@@ -45,7 +43,15 @@ from gradengine.exchange.handshake import (
     refuse_bad_job,
     refuse_other_job,
 )
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Arena, Bucket, NonFiniteValue, Progress, place
+from gradengine.exchange.interface import (
+    DEFAULT_BUCKET_BYTES,
+    Arena,
+    Bucket,
+    NonFiniteValue,
+    Progress,
+    again_if_interrupted,
+    place,
+)
 from gradengine.exchange.wire import (
     Abort,
     Gather,
@@ -60,6 +66,7 @@ from gradengine.exchange.wire import (
     Welcome,
 )
 from gradengine.layout import GradientLayout, layout_from_table
+from gradengine.threads import Condition, Threads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,17 +129,17 @@ class GradientServer:
         self.group = Group(world_size, timeout, join_timeout, bucket_bytes)
         self._token, self._job = token, job
         self._max_arena_bytes = whole_number("max_arena_bytes", max_arena_bytes, 1)
-        self._threads: list[threading.Thread] = []
+        self._threads = Threads()
         self._channels: list[Channel] = []
         self._strangers: set[Channel] = set()
-        self._closing = threading.Event()
+        self._is_closing, self._closing = False, Condition()
         self._departed = 0
         self._listener = listen_socket(address)
         self._listener.settimeout(0.2)
         self.address: Address = address if isinstance(address, str) else self._listener.getsockname()[:2]
         try:
-            self._spawn("accept", self._accept)
-            self._spawn("watch", self._watch)
+            self._threads.spawn("gradengine-accept", self._accept)
+            self._threads.spawn("gradengine-watch", self._watch)
         except BaseException:
             self.close()  # else the thread that listens would keep the address
             raise
@@ -157,29 +164,24 @@ class GradientServer:
             HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done.
         """
         group = self.group
+        group.changed.wait_for(lambda: self._is_closing or self._departed == group.world_size or self._failed())
         with group.lock:
-            group.changed.wait_for(
-                lambda: self._closing.is_set() or self._departed == group.world_size or self._failed()
-            )
             if self._failed() and group.failure is not None:
                 raise group.failure
 
+    @again_if_interrupted
     def close(self) -> None:
         """Stop; workers that still wait get an error. May be called twice."""
         self.group.fail(PeerLost("the coordinator left the group", do="windows are kept: reconnect or discard()"))
-        first = not self._closing.is_set()
-        self._closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close() alone does not
-        self._listener.close()
-        if first and isinstance(self.address, str):
-            Path(self.address).unlink(missing_ok=True)
+        self._is_closing = True
+        self._closing.notify_all()
+        self._stop_listening()
         for channel in tuple(self._strangers):
             channel.close()
-        self._join_threads(_FAREWELL_SECONDS)
+        self._threads.join(_FAREWELL_SECONDS)
         for channel in self._channels:
             channel.close()  # a frozen worker never closes its end
-        self._join_threads(_FAREWELL_SECONDS)
+        self._threads.join(_FAREWELL_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -192,33 +194,34 @@ class GradientServer:
         standing = self.group.coordinator.standing() if self.group.coordinator else None
         return self.group.failure is not None and (standing is None or bool(standing.waiting))
 
-    def _join_threads(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for thread in self._threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _spawn(self, name: str, work: Callable[..., None], *arguments: object) -> None:
-        thread = threading.Thread(target=work, args=arguments, name=f"gradengine-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _stop_listening(self) -> None:
+        if self._listener.fileno() < 0:
+            return  # another server may have the path by now
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close() alone does not
+        if isinstance(self.address, str):
+            Path(self.address).unlink(missing_ok=True)
+        self._listener.close()
 
     def _accept(self) -> None:
-        while not self._closing.is_set():
+        while not self._is_closing:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError:  # closed, or for the moment out of file descriptors
-                self._closing.wait(0.05)
+                self._closing.wait_for(lambda: self._is_closing, 0.05)
                 continue
-            self._spawn("reader", self._serve_connection, connection)
+            self._threads.spawn("gradengine-reader", self._serve_connection, connection)
 
     def _watch(self) -> None:
         """Enforce the deadlines also where no rank of this process waits."""
-        while not self._closing.is_set() and self.group.failure is None:
-            self._closing.wait(min(0.25, self.group.timeout / 4))
-            self.group.fail_if_late()
+        group = self.group
+        while not self._is_closing and group.failure is None:
+            self._closing.wait_for(lambda: self._is_closing, min(0.25, group.timeout / 4))
+            group.fail_if_late()
+        if group.failure is not None:
+            group.fail(group.failure)  # who began that may have been interrupted before all were told
 
     def _serve_connection(self, connection: socket.socket) -> None:
         channel = Channel(connection, "a new worker")
@@ -226,7 +229,7 @@ class GradientServer:
         try:
             member = self._handshake(channel)
             if member is not None:
-                self._spawn("writer", member.write_all)
+                self._threads.spawn("gradengine-writer", member.write_all)
                 self._read_all(member)
         finally:
             channel.set_deadline(_FAREWELL_SECONDS)
@@ -308,7 +311,6 @@ class GradientServer:
             with self.group.lock:
                 self._departed += 1
                 self.group.fail(failure)
-                self.group.changed.notify_all()
         except BaseException as fault:
             self.group.fail(ExchangeError(f"the coordinator failed while serving rank {member.rank} ({fault!r})"))
             raise
@@ -396,8 +398,8 @@ class _RemoteMember(Member):
                 raise ProtocolError(
                     f"rank {self.rank} sent another gradient", got=(message, payload_bytes), expected=expected
                 )
-            group.wait_until(lambda: bool(self._free))
-            memory = self._free.pop()
+        group.wait_until(lambda: bool(self._free))
+        memory = self._free.pop()
         self._channel.receive_into(memory[: bucket.stop - bucket.start].data)
         self._arrived.append(memory)
         group.contribute(self.rank, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, final
@@ -30,6 +29,7 @@ from gradengine.exchange.interface import (
     NonFiniteValue,
     Outbox,
     Progress,
+    again_if_interrupted,
     buckets_of,
     checked_rank,
     checked_seconds,
@@ -58,6 +58,7 @@ from gradengine.exchange.wire import (
     Welcome,
 )
 from gradengine.layout import GradientLayout, Span
+from gradengine.threads import Condition, Threads
 from gradengine.unpacking import unpack
 
 __all__ = ["WorkerClient"]
@@ -102,15 +103,15 @@ class WorkerClient(Exchange):
         self._address, self._token, self._job = address, token, job_or_launchers(job)
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
-        self._lock = threading.RLock()  # as a group's
-        self._changed = threading.Condition(self._lock)
+        self._changed = Condition()
+        self._lock = self._changed.lock
         self._outgoing: queue.SimpleQueue[tuple[Message, bytes | memoryview] | None] = queue.SimpleQueue()
         self._gathers: list[list[bytes]] = []
         self._buckets: list[Bucket] = []
         self._outbox: Outbox | None = None
         self._channel: Channel | None = None
         self._failure: ExchangeError | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads = Threads()
         self._has_ended = False
         self._moved = time.monotonic()
 
@@ -132,9 +133,7 @@ class WorkerClient(Exchange):
             channel.close()
             raise
         for name, work in (("sender", self._send_all), ("receiver", self._receive_all)):
-            thread = threading.Thread(target=work, args=(channel,), name=f"gradengine-{name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)  # started: close() may come from another thread at any time
+            self._threads.spawn(f"gradengine-{name}", work, channel)
 
     @closing_if_interrupted
     def start(self, span: Span) -> None:
@@ -172,6 +171,7 @@ class WorkerClient(Exchange):
         self._wait_until(lambda: bool(self._gathers), "a gather (end of step or barrier)")
         return self._gathers.pop(0)
 
+    @again_if_interrupted
     def close(self) -> None:
         """See `Exchange.close`."""
         self._fail(PeerLost(f"rank {self.rank} has left the group"))
@@ -181,9 +181,7 @@ class WorkerClient(Exchange):
         """From here on nothing of this exchange touches the arena or the progress, so that another may take them."""
         if self._channel is not None:
             self._channel.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_GRACE_SECONDS)
+        self._threads.join(_GRACE_SECONDS)
 
     def _meet(self) -> tuple[Channel, Hello, Challenge]:
         """A coordinator that answers; one that is just leaving after a failure is given time to come back."""
@@ -229,8 +227,7 @@ class WorkerClient(Exchange):
                 channel.send(*item)
         except PeerLost as failure:
             # Why the coordinator hung up may still be on its way to the receiver.
-            with self._lock:
-                self._changed.wait_for(lambda: self._failure is not None, 1.0)
+            self._changed.wait_for(lambda: self._failure is not None, 1.0)
             self._fail(failure)
 
     def _receive_all(self, channel: Channel) -> None:
@@ -285,17 +282,14 @@ class WorkerClient(Exchange):
         self._landed(bucket.span, bucket.stop)
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        patience = left = self._timeout + _GRACE_SECONDS
+        self._moved = time.monotonic()
+        while not self._changed.wait_for(lambda: done() or self._failure is not None, left):
+            left = self._moved + patience - time.monotonic()
+            if left <= 0:
+                silent = f"rank {self.rank} waits for {what} and the coordinator is silent"
+                self._fail(DeadlineExceeded(silent, got=f"nothing for {patience:g} s"))
         with self._lock:
-            self._moved = time.monotonic()
-            while not done() and self._failure is None:
-                left = self._moved + self._timeout + _GRACE_SECONDS - time.monotonic()
-                if left <= 0:
-                    self._failure = DeadlineExceeded(
-                        f"rank {self.rank} waits for {what} and the coordinator is silent",
-                        got=f"nothing for {self._timeout + _GRACE_SECONDS:g} s",
-                    )
-                else:
-                    self._changed.wait(left)
             if done():
                 return
         self._stop()

@@ -27,6 +27,7 @@ from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, dec
 from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums, chunks_of
 from gradengine.kernels.mirror import ArenaItself
 from gradengine.kernels.verdict import Verdict
+from gradengine.threads import start_thread
 
 __all__ = ["HostKernels", "squared_sum"]
 
@@ -478,7 +479,7 @@ def _pool(threads: int) -> _Calls:
         calls: _Calls = queue.SimpleQueue()
         for number in range(threads - 1):
             name = f"gradengine-host-{threads}-{number}"
-            threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+            start_thread(threading.Thread(target=_serve, args=(calls,), name=name, daemon=True))
         if _pools.setdefault(threads, calls) is not calls:  # another thread was quicker
             for _ in range(threads - 1):
                 calls.put(None)

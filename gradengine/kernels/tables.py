@@ -131,12 +131,12 @@ class Tables:
     def __init__(self, upload: Callable[[npt.NDArray[Any]], Any], dropped: Callable[[Any, Any], None]) -> None:
         self._upload, self._dropped = upload, dropped
         self._made: dict[tuple[int, tuple[Entry, ...]], Table] = {}
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def of(self, entries: Sequence[Entry], chunk: int, stream: int = 0) -> Table:
         """The table of these entries, made at the first call, in memory of the stream with that handle."""
         key = (chunk, tuple(entries))
-        with self._turn:  # engines in several threads share one device's tables
+        with self._lock:  # engines in several threads share one device's tables
             if key not in self._made:
                 while len(self._made) >= _TABLES:
                     self._made.pop(next(iter(self._made)))
