@@ -308,9 +308,10 @@ class GradientEngine:
 
         Args:
             what: What is told, the same on all workers: "loss of step 3".
-            facts: Small, and what msgpack carries.
+            facts: None, bool, int, float, str or bytes, in lists and in dicts by text; at most 16 MiB.
 
         Raises:
+            CallerError: `what` is no text, or the facts are something else or too long; nothing has been told.
             ExchangeError: A worker tells something else than rank 0.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
 
@@ -318,7 +319,7 @@ class GradientEngine:
             >>> GradientEngine(GradientLayout.of([(2,)])).tell_all("loss of step 0", 2.5)
             [2.5]
         """
-        return [facts] if self.exchange is None else self._sharing.workers.tell(what, facts)
+        return self._sharing.workers.tell(what, facts)
 
     def capture(self) -> AbstractContextManager[CapturedWindow]:
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.

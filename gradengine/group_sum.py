@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from gradengine.errors import GradientError, PeerLost
+from gradengine.errors import CallerError, PeerLost
 from gradengine.exchange.interface import Arena, Exchange, Landed, Progress, closing_if_interrupted
 from gradengine.layout import GradientLayout
 from gradengine.slots import Span
@@ -37,7 +37,7 @@ class GroupSum:
 
     @closing_if_interrupted
     def join(self, exchange: Exchange, layout: GradientLayout, arena: Arena, landed: Landed) -> None:
-        """Join the group, and contribute again what had left through another exchange.
+        """Join the group, and contribute again what had left through another exchange. One that fails is closed.
 
         Raises:
             HandshakeRefused, PeerLost: The ranks do not come together, or stand at different steps.
@@ -45,14 +45,14 @@ class GroupSum:
         try:
             exchange.bind(layout, arena, self.progress, landed)
             self.exchange, self._is_summed, self._has_left, self._gathered = exchange, False, False, {}
-        except GradientError:
-            raise
+            for span in layout.spans:
+                if span.key in self.started:
+                    exchange.start(span)
+        except CallerError:
+            raise  # it is as it was: another engine's, perhaps
         except BaseException:
-            exchange.close()  # bound, perhaps, and known to nobody
+            exchange.close()  # else it keeps its address, known to nobody, and refuses the others as they come
             raise
-        for span in layout.spans:
-            if span.key in self.started:
-                exchange.start(span)
 
     @closing_if_interrupted
     def start(self, span: Span) -> None:
@@ -73,9 +73,17 @@ class GroupSum:
 
     @closing_if_interrupted
     def tell(self, what: str, facts: object) -> list[Any]:
-        """Every rank's facts, in rank order; see `heard`. What is told once in a step is not told again."""
+        """Every rank's facts, in rank order; see `heard`. What is told once in a step is not told again.
+
+        Raises:
+            CallerError: The facts cannot be told; nobody has heard of them.
+            ExchangeError: A rank tells something else than rank 0.
+        """
+        mine = packed(what, facts)
+        if self.exchange is None:
+            return heard([mine])
         if what not in self._gathered:
-            self._gathered[what] = self._joined().gather(packed(what, facts))
+            self._gathered[what] = self._joined().gather(mine)
         return heard(self._gathered[what])
 
     def close(self) -> None:

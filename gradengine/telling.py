@@ -6,14 +6,18 @@ be read as another's tally, or a tally of one window be added to that of the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import msgpack
 
-from gradengine.errors import ExchangeError, ProtocolError
-from gradengine.unpacking import unpack
+from gradengine.arguments import refuse_other_kind, said
+from gradengine.errors import CallerError, ExchangeError, ProtocolError
+from gradengine.exchange.interface import refuse_long_part
+from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
+from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
 
 __all__ = ["heard", "in_group", "packed"]
 
@@ -23,9 +27,25 @@ def packed(what: str, facts: object) -> bytes:
 
     Args:
         what: What is told, and of which step or window: "loss of step 3".
-        facts: What msgpack carries.
+        facts: None, truth values, numbers, text and bytes, in lists and in dicts by text.
+
+    Raises:
+        CallerError: `what` is no text, or the facts are something else, nested too deep, too many or too long.
+
+    Example:
+        >>> packed("loss of step 0", {1, 2})
+        Traceback (most recent call last):
+        gradengine.errors.CallerError: what is told holds something that no rank could read: got set, ...
     """
-    data: bytes = msgpack.packb([what, facts])
+    refuse_other_kind("what is told", what, str)
+    try:
+        _refuse_unreadable([what, facts])
+        data: bytes = msgpack.packb([what, facts])
+    except CallerError:
+        raise
+    except Exception as fault:  # noqa: BLE001  (a caller's own object, and its own errors; text that is no UTF-8)
+        raise CallerError("what is told cannot be sent", got=said(fault)) from None
+    refuse_long_part(data)
     return data
 
 
@@ -66,6 +86,52 @@ def in_group(name: str) -> Iterator[None]:
     except ExchangeError as fault:
         what = f"{name}: {fault.what}"
         raise type(fault)(what, got=fault.got, expected=fault.expected, do=fault.do) from fault
+
+
+def _refuse_unreadable(told: object) -> None:
+    """Raise `CallerError` for what `unpack` would refuse on the other ranks; objects held twice count twice."""
+    left, objects, length = [(told, 1)], 1, 0
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, (list, tuple, dict)) and not isinstance(value, msgpack.ExtType):
+            inside = _inside(value)
+            if inside and depth > MAX_DEPTH:
+                raise CallerError("what is told is nested too deep", expected=f"at most {MAX_DEPTH - 1} containers")
+            objects += len(inside)
+            left += [(item, depth + 1) for item in inside]
+        elif isinstance(value, (str, bytes, bytearray)):
+            length += len(value)
+        elif not _is_number_or_none(value):
+            raise _unreadable(value)
+        if objects > MAX_OBJECTS:
+            raise CallerError("what is told has too many objects", expected=f"at most {MAX_OBJECTS}")
+        if length > MAX_SMALL_PAYLOAD:
+            raise CallerError("what is told is too long", expected=f"at most {MAX_SMALL_PAYLOAD} bytes")
+
+
+def _inside(container: Iterable[Any]) -> list[Any]:
+    items = list(islice(container, MAX_OBJECTS))
+    if not isinstance(container, dict):
+        return items
+    for key in items:
+        if not isinstance(key, (str, bytes)):
+            raise _unreadable(key)
+    return items + list(islice(container.values(), MAX_OBJECTS))
+
+
+def _is_number_or_none(value: object) -> bool:
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 64
+    return value is None or isinstance(value, float)
+
+
+def _unreadable(value: object) -> CallerError:
+    return CallerError(
+        "what is told holds something that no rank could read",
+        got=said(value),
+        expected="None, bool, int of 64 bits, float, str or bytes, in lists and in dicts by text",
+        do="float(x) and x.tolist() make them of scalars and arrays",
+    )
 
 
 def _unpacked(rank: int, part: bytes) -> tuple[str, Any]:

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 from ranks import on_ranks
-from transports import Transport, group, on_all
+from transports import SOON, Transport, free_port, group, on_all
 
-from gradengine import local_group
-from gradengine.errors import HandshakeRefused, PeerLost
+from gradengine import connect, local_group
+from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.group_sum import GroupSum
 from gradengine.layout import GradientLayout
 
@@ -142,3 +142,48 @@ class TestDropped:
                 return True
 
             assert on_all(join, exchanges) == [True, True]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_group_that_nobody_joined_in_time_gives_its_address_back_to_the_next_try(started):
+    """Its exchange was given to the call that failed: nobody else could close it."""
+    url, ranks = f"tcp://127.0.0.1:{free_port()}", [Rank(0), Rank(1)]
+    if started:
+        ranks[0].sum.started.add(LAYOUT.spans[0].key)
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="rank 1 is late for joining"):
+            ranks[0].join(connect(url, 0, 2, join_timeout=0.05))
+        assert ranks[0].sum.exchange is None
+
+    def work(rank):
+        ranks[rank].join(connect(url, rank, 2, join_timeout=SOON))
+        ranks[rank].sum.started.clear()
+        told = ranks[rank].sum.tell("end", rank)
+        ranks[rank].sum.close()
+        return told
+
+    assert on_all(work, [0, 1]) == [[0, 1]] * 2
+
+
+def test_an_exchange_that_is_anothers_is_not_closed():
+    first, second, (exchange,) = Rank(0), Rank(0), local_group(1)
+    first.join(exchange)
+    with pytest.raises(CallerError, match="bound already"):
+        second.join(exchange)
+    assert first.sum.tell("end", 1.5) == [1.5]
+
+
+def test_what_cannot_be_told_is_refused_before_anything_is_sent_and_alone_as_in_a_group():
+    def work(rank):
+        for facts in ({1}, b"a" * (1 << 24)):
+            with pytest.raises(CallerError):
+                rank.sum.tell("loss", facts)
+        return rank.sum.tell("loss", [1.5, {"w": 2}])
+
+    def joined(exchange):
+        rank = Rank(exchange.rank)
+        rank.join(exchange)
+        return work(rank)
+
+    assert on_ranks(joined, 2) == [[[1.5, {"w": 2}]] * 2] * 2
+    assert work(Rank(0)) == [[1.5, {"w": 2}]]

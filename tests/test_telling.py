@@ -7,13 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 
-from gradengine.errors import DeadlineExceeded, ExchangeError, NonFiniteGradient, ProtocolError
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange import Progress
 from gradengine.layout import GradientLayout
 from gradengine.telling import heard, in_group, packed
+from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS
 
 facts = st.recursive(
     st.none() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(), lambda f: st.lists(f, max_size=3)
+)
+anything = st.recursive(
+    st.none() | st.integers() | st.floats() | st.text(st.characters()) | st.binary() | st.complex_numbers(),
+    lambda f: st.lists(f, max_size=2) | st.tuples(f) | st.dictionaries(st.text() | st.integers(), f, max_size=2),
 )
 
 
@@ -121,3 +126,79 @@ class TestInGroup:
         for _ in range(2):
             with pytest.raises(ExchangeError, match=r"^between the parts: rank 1 left$"), in_group("between the parts"):
                 raise shared
+
+
+def held_often():
+    """A list of few objects that msgpack would write 8**7 times."""
+    value = "a" * 16
+    for _ in range(MAX_DEPTH - 1):
+        value = [value] * 8
+    return value
+
+
+class Hostile(list):
+    def __iter__(self):
+        raise ZeroDivisionError
+
+
+ITSELF = []
+ITSELF.append(ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("fact", "says"),
+    [
+        (np.float32(2.5), "got 2.5, expected None, bool"),
+        (np.zeros(2, np.float32), "got ndarray, expected"),
+        ({"loss": {1}}, "got set"),
+        ({1: "one"}, "got 1, expected .* in dicts by text"),
+        ([2**64], "got 18446744073709551616"),
+        (-(2**63) - 1, "int of 64 bits"),
+        (10**5000, "an integer of 16610 bits"),
+        (msgpack.ExtType(1, b""), "got ExtType"),
+        (msgpack.Timestamp(1), "got Timestamp"),
+        ("\ud800", "cannot be sent: got UnicodeEncodeError"),
+        (Hostile([1]), "cannot be sent: got ZeroDivisionError"),
+        (ITSELF, "nested too deep: expected at most 7 containers"),
+        ([[[[[[[[1]]]]]]]], "nested too deep"),
+        ([None] * MAX_OBJECTS, "too many objects: expected at most 1048576"),
+        (held_often(), "too many objects|too long"),
+        (["a" * (1 << 20)] * 32, "too long: expected at most 16777216 bytes"),
+        (b"a" * ((1 << 24) - 5), "too much to gather: got 167772.. bytes, expected at most 16777216"),
+    ],
+    ids=range(17),
+)
+def test_what_the_others_could_not_read_is_refused_where_it_is_told(fact, says):
+    with pytest.raises(CallerError, match=says):
+        packed("loss", fact)
+
+
+def test_what_has_no_text_for_its_name_is_refused():
+    for what in (None, 5, ["loss"], b"loss"):
+        with pytest.raises(CallerError, match="what is told is no str"):
+            packed(what, 1.0)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        [[[[[[[1]]]]]]],
+        [[[[[[[[]]]]]]]],
+        [None] * (MAX_OBJECTS - 3),
+        b"a" * ((1 << 24) - 12),
+        {"a": -(2**63), b"b": 2**64 - 1, "c": float("inf"), "d": True},
+        np.float64(2.5),
+    ],
+    ids=range(6),
+)
+def test_what_is_just_within_the_bounds_is_told(fact):
+    assert tell_all(Telling(packed("loss", None)), "loss", fact) == [fact, None]
+
+
+@given(anything)
+def test_whatever_is_told_is_refused_here_or_read_by_all(fact):
+    try:
+        part = packed("loss", fact)
+    except CallerError:
+        return
+    heard([part])
