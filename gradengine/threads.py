@@ -38,6 +38,18 @@ class Condition:
         self.lock = threading.RLock()
         self._bells: dict[int, queue.SimpleQueue[None]] = {}  # of each thread that waits
 
+    def let_go(self) -> None:
+        """Release the lock, should an interrupt have left it to this thread; called where the caller does not hold it.
+
+        Python 3.10 looks for signals once more between an interrupt and the `with` that it leaves: of two that come
+        at once the second keeps that from its release.
+        """
+        try:
+            while True:
+                self.lock.release()
+        except RuntimeError:
+            return  # it is not this thread's
+
     def notify_all(self) -> None:
         """Have all who wait look again. Interrupted, it may be done again."""
         with self.lock:
@@ -96,6 +108,7 @@ class Threads:
     def join(self, seconds: float) -> None:
         """Wait until all but the caller have ended, for so many seconds at most; may be done again."""
         deadline, me = time.monotonic() + seconds, threading.current_thread()
+        self._changed.let_go()
         with self._changed.lock:
             others = self._running - {me}
         self._changed.wait_for(lambda: self._running <= {me}, seconds)

@@ -297,3 +297,19 @@ def test_a_gather_interrupted_at_any_line_ends_in_that_interrupt_and_both_ranks_
         assert ends[who][0] or ends[who][1] == [b"", b""], at
         assert ends[1 - who] == [b"", b""] or isinstance(ends[1 - who], PeerLost), at
     assert interrupts > 10
+
+
+@pytest.mark.parametrize("transport", [Transport.LOCAL, Transport.TCP])
+def test_a_lock_that_two_interrupts_at_once_left_held_is_given_up_by_who_closes(transport):
+    """As Python 3.10 may: the other threads waited for it for ever."""
+    with group(transport, 2, timeout=SOON, join_timeout=SOON) as exchanges:
+        workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+
+        def leave():
+            exchanges[0]._group.lock.acquire()
+            exchanges[0].close()
+
+        ways = [leave, lambda: workers[1].exchange.gather(b"")]
+        left, lost = outcomes(lambda way: way(), ways)
+        assert left is None
+        assert "rank 0 left the group" in str(lost)

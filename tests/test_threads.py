@@ -51,6 +51,16 @@ class TestCondition:
             thread.join()
             assert ends(condition.notify_all), at
 
+    def test_a_lock_that_two_interrupts_at_once_left_to_a_thread_is_let_go_by_it_and_by_no_other(self):
+        condition = Condition()
+        for _ in range(2):
+            condition.lock.acquire()
+        assert ends(condition.let_go)
+        assert not condition.lock.release()
+        condition.let_go()
+        condition.let_go()
+        assert ends(condition.notify_all)
+
     def test_who_was_not_woken_looks_by_himself(self, monkeypatch):
         condition, is_done = Condition(), []
         monkeypatch.setattr(condition, "notify_all", lambda: None)

@@ -124,6 +124,7 @@ class LocalExchange(Exchange):
     @again_if_interrupted
     def close(self) -> None:
         """See `Exchange.close`."""
+        self._group.changed.let_go()
         self._group.fail(PeerLost(f"rank {self.rank} left the group", do="windows are kept: reconnect or discard()"))
         try:
             self._group.settle()

@@ -172,6 +172,8 @@ class GradientServer:
     @again_if_interrupted
     def close(self) -> None:
         """Stop; workers that still wait get an error. May be called twice."""
+        for condition in (self.group.changed, self._closing):
+            condition.let_go()
         self.group.fail(PeerLost("the coordinator left the group", do="windows are kept: reconnect or discard()"))
         self._is_closing = True
         self._closing.notify_all()

@@ -174,6 +174,7 @@ class WorkerClient(Exchange):
     @again_if_interrupted
     def close(self) -> None:
         """See `Exchange.close`."""
+        self._changed.let_go()
         self._fail(PeerLost(f"rank {self.rank} has left the group"))
         self._stop()
 
