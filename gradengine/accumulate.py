@@ -11,8 +11,9 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
+from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
@@ -249,8 +250,7 @@ class GradientAccumulator(ABC):
             )
         self._settle(self._all, measure=measure)
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> AbstractContextManager[None]:
         """While the arena is half written: an interrupt in it leaves a window that is good for nothing but zero_all().
 
         What is queued in it comes behind all that was queued before, on whatever stream.
@@ -259,11 +259,16 @@ class GradientAccumulator(ABC):
             WindowError: It was interrupted before.
         """
         self.refuse_interrupted()
-        with self.kernels.in_order(self.sums):
-            self.changes += 1
-            self.give_up()
-            yield
-            self._is_changing = False
+        return _Changing(self)
+
+    def begin_change(self) -> None:
+        """The arena is about to be written to."""
+        self.changes += 1
+        self.give_up()
+
+    def end_change(self) -> None:
+        """It has been."""
+        self._is_changing = False
 
     def give_up(self) -> None:
         """From here on the window is good for nothing but zero_all()."""
@@ -452,6 +457,26 @@ class GradientAccumulator(ABC):
                 folded = batch.places.index[batch.present]
                 self._window.measured[folded] = ~self._exposed[folded]
         self._window.folded(places)
+
+
+@final
+class _Changing(AbstractContextManager[None]):
+    """No generator: one that an interrupt leaves suspended would end with its traceback, in a later window."""
+
+    def __init__(self, accumulator: GradientAccumulator) -> None:
+        self._accumulator = accumulator
+        self._order = accumulator.kernels.in_order(accumulator.sums)
+
+    def __enter__(self) -> None:
+        self._order.__enter__()
+        self._accumulator.begin_change()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._accumulator.end_change()
+        self._order.__exit__(kind, fault, trace)
 
 
 @final

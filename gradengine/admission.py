@@ -40,7 +40,8 @@ class Admission:
                 "the current stream records a graph that this engine knows nothing of"
                 if captured is None
                 else "the current stream is not the one that is captured",
-                do="use this engine's own capture(), on the stream that is current in its `with`",
+                do="use this engine's own capture(), on the stream that is current in its `with`; discard() where an "
+                "interrupt left that",
             )
         if captured is not None:
             captured.refuse_more()
@@ -117,7 +118,9 @@ class Admission:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
         self._refuse_closing()
         if captured is not None:
-            raise WindowError("a window is being captured", do="leave its `with` first")
+            raise WindowError(
+                "a window is being captured", do="leave its `with` first; discard() where an interrupt did"
+            )
         count = self._accumulator.accumulated_count
         if count:
             raise WindowError("a window is open", got=f"{count} micro-batches", do="step() or discard() it first")
@@ -134,13 +137,12 @@ class Admission:
 
     def _nothing_came(self, last: StepResult | None) -> WindowError:
         """A step that was asked for twice would be made twice; on one of several workers it would join their next."""
-        closed = f"step {last.step} is over, and engine.last_result has its result; for another one " if last else ""
-        return WindowError(
-            f"step {self._sharing.step} without a micro-batch",
-            got="0 micro-batches",
-            expected="at least 1",
-            do=f"{closed}add() gradients first, or add(None, weight=0) where this worker has none",
-        )
+        step, do = self._sharing.step, "add() gradients first"
+        if last is not None and last.step == step - 1:
+            do = f"step {last.step} is over, and engine.last_result has its result; for another one {do}"
+        if not self._sharing.is_alone:
+            do = f"{do}, or add(None, weight=0) where this worker has none"
+        return WindowError(f"step {step} without a micro-batch", got="0 micro-batches", expected="at least 1", do=do)
 
     def _refuse_closing(self) -> None:
         closing = self._sharing.closing

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, final
 
 from gradengine.arguments import listed, truth_value
@@ -15,7 +16,7 @@ from gradengine.kernels import Kernels, Recorded
 from gradengine.layout import Slot
 from gradengine.result import StepResult
 
-__all__ = ["CapturedWindow"]
+__all__ = ["Capture", "CapturedWindow"]
 
 
 @final
@@ -25,7 +26,9 @@ class CapturedWindow:
     The graph holds the gradients' addresses and the micro-batches' weights as they were, and keeps the arrays alive.
 
     Attributes:
-        result: The step's result; its gradients and device scalars are written anew by each replay.
+        result: The result of the step that was replayed last, or is recorded; its gradients and device scalars are
+            written anew by each replay.
+        launching: The engine's step that was last about to be replayed.
 
     Example:
         >>> def loop(engine, gradients, backward, steps):
@@ -43,7 +46,7 @@ class CapturedWindow:
         launched: Callable[[CapturedWindow, StepResult], StepResult],
         record_again: Callable[..., CapturedWindow],
     ) -> None:
-        self._kernels, self._launched, self._record_again = kernels, launched, record_again
+        self.kernels, self._launched, self._record_again = kernels, launched, record_again
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Recorded | None = None
@@ -51,6 +54,7 @@ class CapturedWindow:
         self._out: Gradients | None = None
         self._deferred = False
         self.result: StepResult | None = None
+        self.launching: int | None = None
 
     def replay(self, *, check: bool = True) -> StepResult:
         """Run the window and its step on the current stream; returns before they are done.
@@ -98,7 +102,12 @@ class CapturedWindow:
     def refuse_more(self) -> None:
         """Raise `WindowError` where the window was closed already."""
         if self.result is not None:
-            raise WindowError("a capture holds one window", got="another add() or step()", expected="one step(), last")
+            raise WindowError(
+                "a capture holds one window",
+                got="another add() or step()",
+                expected="one step(), last",
+                do="leave its `with`; discard() where an interrupt did",
+            )
 
     def keep(
         self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: float | None = None
@@ -110,12 +119,15 @@ class CapturedWindow:
         elif self._weights is not None:
             self._weights.append(weight)
 
+    def wait_for_lenders(self) -> None:
+        """What is queued next comes behind what the arrays' lenders have queued; one that records is refused."""
+        self.kernels.wait_for(self._lenders)
+
     def launch(self) -> None:
-        """Queue the graph, behind what the arrays' lenders have queued and before what they will."""
+        """Queue the graph, before what the arrays' lenders will."""
         assert self._recorded is not None  # noqa: S101  (replay looked)
-        self._kernels.wait_for(self._lenders)
-        self._kernels.replay(self._recorded)
-        self._kernels.hand_over(self._lenders)
+        self.kernels.replay(self._recorded)
+        self.kernels.hand_over(self._lenders)
 
     def closed(
         self,
@@ -132,11 +144,13 @@ class CapturedWindow:
         self._lenders = lenders
         self.result, self._deferred, self._out = result, deferred, out
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within it, the kernels' work is recorded."""
-        with self._kernels.recording() as recorded:
-            yield
+    @property
+    def has_destinations(self) -> bool:
+        """Whether the step hands its gradients back into the caller's arrays."""
+        return self._out is not None
+
+    def recorded(self, recorded: Recorded) -> None:
+        """The kernels have recorded it; they keep what it reads."""
         if self.result is None:
             raise WindowError("nothing was closed inside capture()", expected="add() as often as you like, then step()")
         recorded.kept += [array for _, array, _ in self._kept]
@@ -159,6 +173,56 @@ class CapturedWindow:
                     expected=f"{address:#x}",
                     do="keep the same buffers, or repoint() the graph",
                 )
+
+
+@final
+class Capture(AbstractContextManager[CapturedWindow]):
+    """Within it, the calls of an engine are recorded.
+
+    No generator: one that an interrupt leaves suspended would go on recording until its traceback is gone.
+
+    Args:
+        window: What is recorded.
+        begin: Told that it begins.
+        end: Told that it is over, however it ended.
+    """
+
+    def __init__(
+        self, window: CapturedWindow, begin: Callable[[CapturedWindow], None], end: Callable[[], None]
+    ) -> None:
+        self._window, self._begin, self._end = window, begin, end
+        self._recording = window.kernels.recording()
+
+    def __enter__(self) -> CapturedWindow:
+        try:
+            self._begin(self._window)
+            self._recorded = self._recording.__enter__()
+        except BaseException as fault:
+            self._leave(type(fault), fault, fault.__traceback__)
+            raise
+        return self._window
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(kind, fault, trace)
+        if kind is None:
+            self._window.recorded(self._recorded)
+
+    def abandon(self) -> None:
+        """Record nothing any more."""
+        self._leave(KeyboardInterrupt, None, None)
+
+    def _leave(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._recording.__exit__(kind, fault, trace)
+        except BaseException as interrupt:
+            self._recording.__exit__(type(interrupt), interrupt, None)
+            raise
+        finally:
+            self._end()
 
 
 def address_of(array: Any) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
@@ -13,7 +14,7 @@ from gradengine.admission import Admission
 from gradengine.agreement import Tally
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.buffer import Buffer
-from gradengine.capture import CapturedWindow
+from gradengine.capture import Capture, CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.destinations import destinations_of, handed_back
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError, not_copied
@@ -112,6 +113,7 @@ class GradientEngine:
         self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
         self._admission = Admission(self._settings, self.accumulator, self._sharing, self._late)
         self._captured: CapturedWindow | None = None
+        self._capture: Capture | None = None
         self._last_result: StepResult | None = None
         self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
         if exchange is not None or tp_exchange is not None:
@@ -338,7 +340,9 @@ class GradientEngine:
             gradengine.errors.CallerError: only a GPU's steps can be captured: got device 'cpu', expected ...
         """
         self._admission.of_graph(self._captured)
-        return self._capturing()
+        window = CapturedWindow(self._kernels, self._launched, self._record_again)
+        self._capture = Capture(window, self._begin_capture, self._end_capture)
+        return self._capture
 
     def check(self) -> None:
         """Wait for a GPU's steps and raise what no call has raised yet: for the end of training, or a checkpoint.
@@ -352,14 +356,14 @@ class GradientEngine:
         self.accumulator.check()
 
     def discard(self) -> None:
-        """Drop the window, also one whose step failed. A step that the workers agreed on counts as made.
+        """Drop the window, also one whose step failed, and a capture of which an interrupt left the `with`.
 
-        With an exchange, call it on every rank. Where parts of the window are on their way already, the exchange cannot
-        take them back and is closed: go on with `reconnect`.
+        With an exchange, call it on every rank. A step that the workers agreed on counts as made; where some go on with
+        its gradients and others dropped it, the next step is an `ExchangeError` on all of them. Where parts of the
+        window are on their way already, the exchange cannot take them back and is closed: go on with `reconnect`.
         """
-        if self._sharing.closing is not None:
-            self._begin_next(self._sharing.closing)
-            return
+        if self._captured is not None and self._capture is not None:
+            self._capture.abandon()
         self.accumulator.give_up()  # until the end of this, should it be interrupted
         self._sharing.discard()
         self.accumulator.zero_all()
@@ -397,12 +401,16 @@ class GradientEngine:
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         if not self._sharing.is_alone:  # all workers decide alike, from the sums that they agreed on
             return decide(tally.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        accumulator = self.accumulator
-        # A graph counts its own steps when it runs; else the host says which step this is.
-        step = 0 if self._captured is not None else self.current_step + 1
-        return self._kernels.finalise(
-            accumulator.targets, accumulator.sums, self._plan, divisor, zero_if_bad=zero_if_bad, step=step
-        )
+        if self._captured is not None:  # a graph counts its own steps when it runs
+            return self._finalise(divisor, 0)
+        self._late.forget_count()
+        decision = self._finalise(divisor, self.current_step + 1)
+        self._late.note_counted(self.current_step)
+        return decision
+
+    def _finalise(self, divisor: float, step: int) -> Decision:
+        targets, sums, zero_if_bad = self.accumulator.targets, self.accumulator.sums, self._settings.zero_if_bad
+        return self._kernels.finalise(targets, sums, self._plan, divisor, zero_if_bad=zero_if_bad, step=step)
 
     # ---- the way out ----
 
@@ -428,7 +436,7 @@ class GradientEngine:
             "step without a micro-batch on any worker",
             got=f"0 micro-batches on each of {self.world_size} workers",
             expected="at least 1 on one of them",
-            do="add() gradients first; the exchange goes on with the next step",
+            do="add() gradients first; all workers go on with the next step",
         )
 
     def _hand_back(self, closing: Closing, destinations: dict[int, Buffer] | None) -> None:
@@ -453,7 +461,7 @@ class GradientEngine:
             if decision.bad is None:
                 late.raise_of_step(step, decision)
             elif closing.non_finite is not None:
-                raise closing.non_finite
+                raise copy.copy(closing.non_finite)  # whoever keeps the result keeps no traceback of those who asked
 
         def follow() -> None:
             kernels.follow(sums)
@@ -480,15 +488,12 @@ class GradientEngine:
         self.accumulator.zero_all()
         self._sharing.begin(closing.step + 1, closing.window + 1)
 
-    @contextmanager
-    def _capturing(self) -> Iterator[CapturedWindow]:
-        captured = self._captured = CapturedWindow(self._kernels, self._launched, self._record_again)
-        try:
-            with captured.recording():
-                yield captured
-        finally:
-            self._captured = None
-            self._clear_window()  # nothing of it has run, whatever it was interrupted by
+    def _begin_capture(self, captured: CapturedWindow) -> None:
+        self._captured = captured
+
+    def _end_capture(self) -> None:
+        self._captured = None
+        self._clear_window()  # nothing of it has run, whatever it was interrupted by
 
     def _record_again(
         self, micro_batches: Sequence[Gradients], weights: Sequence[float], out: Gradients | None, deferred: bool
@@ -503,13 +508,28 @@ class GradientEngine:
         """Run a captured window once more, as a step of its own number."""
         self._admission.of_graph(self._captured)
         self._admission.raise_late()
-        with self._kernels.in_order(self.accumulator.sums):
-            captured.launch()
-        self._late.send()
-        self.accumulator.changes += 1
         step = self.current_step
+        if captured.launching == step and self._late.has_run(step):
+            self._end_replay(captured, recorded, step)
+            raise WindowError(
+                f"step {step} ran before replay() was interrupted",
+                do="engine.last_result has its result; replay() again is the next step",
+            )
+        captured.launching = step  # interrupted from here on, only the device knows whether it ran
+        with self._kernels.in_order(self.accumulator.sums):
+            captured.wait_for_lenders()
+            self._late.count_from(step)
+            captured.launch()
+            self._late.note_counted(step)
+        self._late.send()
+        return self._end_replay(captured, recorded, step)
+
+    def _end_replay(self, captured: CapturedWindow, recorded: StepResult, step: int) -> StepResult:
+        self.accumulator.changes += 1
+        captured.result = result = recorded.of_replay(step, self._still())
+        self._last_result = result.without_arrays() if captured.has_destinations else result
         self._sharing.next_step()
-        return recorded.of_replay(step, self._still())
+        return result
 
 
 def _refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:

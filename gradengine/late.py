@@ -29,6 +29,7 @@ class LateVerdicts:
         self._telemetry = kernels.telemetry(sums, plan)
         self._latest: Verdict | None = None
         self._told_bad_steps = 0
+        self._counted: int | None = 0  # steps, as the device counts them; None where an interrupt left that open
 
     @property
     def exist(self) -> bool:
@@ -39,6 +40,24 @@ class LateVerdicts:
         """A step was queued: have its verdict sent behind it."""
         if self._telemetry is not None:
             self._telemetry.send()
+
+    def count_from(self, step: int) -> None:
+        """A graph's step is to be queued: on the device it gets this number, however others were counted there."""
+        if self._telemetry is not None and self._counted != step:
+            self._telemetry.count_from(step)
+        self._counted = None  # until it is known to be queued
+
+    def note_counted(self, step: int) -> None:
+        """A graph's step of that number was queued."""
+        self._counted = step + 1
+
+    def forget_count(self) -> None:
+        """A step without a graph is to be queued, which brings its own number."""
+        self._counted = None
+
+    def has_run(self, step: int) -> bool:
+        """Whether a graph's step of that number was queued before an interrupt; waits for the device."""
+        return self._telemetry is not None and self._telemetry.read().step == step + 1
 
     def latest(self) -> Verdict | None:
         """The newest verdict that has come; never a wait."""
@@ -86,7 +105,7 @@ class LateVerdicts:
             raise WindowError(
                 f"what step {step} found is no longer known",
                 got=f"{verdict.bad_steps} steps that were not finite, the last of them step {verdict.bad_step - 1}",
-                do="ask each result before the next step, or call engine.check() there",
+                do="ask each result before the next step",
             )
         return verdict if verdict.bad_step == step + 1 else None
 

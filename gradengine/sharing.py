@@ -7,8 +7,7 @@ from which a span leaves when it is complete, and whose sums go back as a whole 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -151,7 +150,7 @@ class Sharing:
         """
         if not decision.bad:
             return None
-        with self._failing():
+        with _KeptIfItFails(self):
             mine = self._first_found(self.parts.own_of(decision.bad))
             found = self.parts.tell_non_finite(mine, self._place, self.step)
         found = found or self._first_found(decision.bad)  # nobody's own: a sum overflowed, the same on all ranks
@@ -164,7 +163,8 @@ class Sharing:
     def discard(self) -> None:
         """Forget the window. What is under way already the exchanges cannot take back: they are closed."""
         if self.agreed is not None:  # the groups are through with the step, and stand before the next
-            self.next_step()
+            # Others may go on with its gradients: a window number that only those have who dropped it tells them apart.
+            self.begin(self.step + 1, self.window + (2 if self.agreed.micro_batches else 1))
             return
         self.failed = self.failed or bool(self.workers.started)  # so that it counts, however often this is begun
         self.workers.drop()
@@ -188,24 +188,13 @@ class Sharing:
         return f"step {self.step}, window {self.window}"
 
     def _agree(self) -> Tally:
-        with self._failing():
+        with _KeptIfItFails(self):
             self._sum_over_workers()
             tally = self.parts.agree(self._tally(self._kernels.totals(self._accumulator.sums)))
             if not self.workers.is_alone:
                 tally = agree(self.workers, tally)
         self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
         return tally
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Where the exchange fails in it, the window is kept as it is and takes no more."""
-        try:
-            yield
-        except CallerError:
-            raise  # nothing has left
-        except BaseException:
-            self.failed = True
-            raise
 
     def _sum_over_workers(self) -> None:
         if self.workers.is_alone:
@@ -270,3 +259,21 @@ class Sharing:
             for chunk in sums.completed(position, first - slot.offset, upto - slot.offset)
         ]
         self._kernels.measure(self._accumulator.targets, sums, chunks)
+
+
+@final
+class _KeptIfItFails:
+    """Where the exchange fails in it, the window is kept as it is and takes no more.
+
+    No generator: one that an interrupt leaves suspended would be closed when the traceback goes, in a later step.
+    """
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None and not issubclass(kind, CallerError):  # of the caller's mistake nothing has left
+            self._sharing.failed = True

@@ -6,10 +6,11 @@ be read as another's tally, or a tally of one window be added to that of the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any
+from types import TracebackType
+from typing import Any, final
 
 import msgpack
 
@@ -72,8 +73,8 @@ def heard(parts: Sequence[bytes]) -> list[Any]:
     return [facts for _, facts in told]
 
 
-@contextmanager
-def in_group(name: str) -> Iterator[None]:
+@final
+class in_group(AbstractContextManager[None]):  # noqa: N801  (read as a word of the `with`)
     """Within it, errors of an exchange say which of several groups they are of.
 
     >>> with in_group("between the shards"):
@@ -81,11 +82,16 @@ def in_group(name: str) -> Iterator[None]:
     Traceback (most recent call last):
     gradengine.errors.ExchangeError: between the shards: rank 1 is late: got 3
     """
-    try:
-        yield
-    except ExchangeError as fault:
-        what = f"{name}: {fault.what}"
-        raise type(fault)(what, got=fault.got, expected=fault.expected, do=fault.do) from fault
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(fault, ExchangeError):
+            what = f"{self._name}: {fault.what}"
+            raise type(fault)(what, got=fault.got, expected=fault.expected, do=fault.do) from fault
 
 
 def _refuse_unreadable(told: object) -> None:

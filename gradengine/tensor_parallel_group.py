@@ -287,7 +287,7 @@ def _described(weights: Sequence[float]) -> str:
     shown = ", ".join(f"{weight:.9g}" for weight in weights)
     if len(weights) > _WEIGHTS_SHOWN:
         shown = f"{shown.split(', ')[0]}, ... (sha256 {hashlib.sha256(shown.encode()).hexdigest()[:12]})"
-    return f"{len(weights)} micro-batches of weight {shown}"
+    return f"{len(weights)} micro-batches of weight {shown}" if weights else "no micro-batch"
 
 
 def _named() -> AbstractContextManager[None]:

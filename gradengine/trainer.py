@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar, final
 
-from gradengine.arguments import as_number, iterated, refuse_lacking, said, truth_value, whole_number
+from gradengine.arguments import as_float, as_number, iterated, refuse_lacking, said, truth_value, whole_number
 from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
@@ -31,7 +31,7 @@ class LocalTrainer(Protocol[MicroBatchT_contra]):
 
     It may also have
 
-    - `weight(micro_batch) -> float`: what a micro-batch counts (its tokens, say); else 1.
+    - `weight(micro_batch) -> float`: what a micro-batch counts (its tokens, say); else 1. One of 0 is left out.
     - `weights() -> mapping or iterable of arrays`: for digests.
     - `stream_backward(micro_batch) -> (loss, stream)`: as `forward_backward`, but gradients come as backward finishes
       them: pairs (block index, its gradients) and (component name, gradient). With `micro_batches` known it serves the
@@ -115,9 +115,9 @@ class DistributedTrainer:
         self._losses: list[tuple[float, float]] = []
         self._loss = 0.0
         self._loss_came_through: object = _NOTHING
-        # What is under way: "adding" micro-batches, all "added", "stepped", "applying" the result, "applied" and to be
-        # compared.
-        self._stage: Literal["ready", "adding", "added", "stepped", "applying", "applied"] = "ready"
+        # Of a batch: "adding" micro-batches, all "added", "stepped", "applying" the result, "applied" and to be
+        # compared, "finished".
+        self._stage: Literal["ready", "adding", "added", "stepped", "applying", "applied", "finished"] = "ready"
         self._window_step = 0
         self.last_result: StepResult | None = None
         self.engine = GradientEngine(
@@ -180,6 +180,8 @@ class DistributedTrainer:
         self._stage, self._losses, self._loss_came_through = "adding", [], _NOTHING
         for count, micro_batch in enumerate(batches, start=1):
             weight = self._weight(micro_batch)
+            if weight == 0:
+                continue  # it counts nothing, and its mean over 0 tokens may be NaN
             last = count == self.engine.micro_batches
             loss = self._stream(micro_batch, weight) if last and self._streams else self._add(micro_batch, weight)
             self._losses.append((loss, weight))
@@ -190,6 +192,8 @@ class DistributedTrainer:
 
     def finish_step(self, *, applied: bool | None = None) -> float:
         """Close the window and apply its gradients: the end of `train_batch`, to be called again where that failed.
+
+        Of a batch that is finished it returns the loss once more: after Ctrl-C call this, and not `train_batch` again.
 
         Args:
             applied: Whether `apply_gradients` changed the weights, where it raised or was interrupted: only you know.
@@ -203,6 +207,8 @@ class DistributedTrainer:
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
         applied = None if applied is None else truth_value("applied", applied)
+        if self._stage == "finished":
+            return self._loss
         if self._stage in {"ready", "adding"}:
             raise self._nothing_to_finish()
         if self._stage == "applying" and applied is None:
@@ -213,7 +219,7 @@ class DistributedTrainer:
             self._apply()
         if self._stage == "applying":
             is_compared = self.check_every and (self.step + 1) % self.check_every == 0
-            self.step, self._stage = self.step + 1, "applied" if is_compared else "ready"
+            self.step, self._stage = self.step + 1, "applied" if is_compared else "finished"
         return self._compare_weights() if self._stage == "applied" else self._loss
 
     def _step(self) -> StepResult:
@@ -239,7 +245,7 @@ class DistributedTrainer:
         if self._stage == "applying":
             raise self._perhaps_applied()
         dropped = self._stage == "adding" or (self._stage == "added" and self._lost_result() is None)
-        if self.engine.has_open_window or not (self._stage == "ready" or dropped):
+        if self.engine.has_open_window or not (self._stage in {"ready", "finished"} or dropped):
             raise WindowError(
                 f"step {self.engine.current_step} of an earlier batch is not finished",
                 got=f"{self.engine.accumulator.accumulated_count} micro-batches in the window",
@@ -252,7 +258,9 @@ class DistributedTrainer:
         return WindowError(
             "a batch broke off" if self._stage == "adding" else "there is no batch to finish",
             got=f"{count} micro-batches in the window",
-            do="discard() it on every rank, and train_batch() again" if count else "train_batch() first",
+            do="discard() it on every rank, and train_batch() again"
+            if self.engine.has_open_window
+            else "train_batch() first",
         )
 
     def _perhaps_applied(self) -> WindowError:
@@ -291,7 +299,10 @@ class DistributedTrainer:
 
     def _weight(self, micro_batch: object) -> float:
         weight = getattr(self.trainer, "weight", None)
-        return 1.0 if weight is None else float(checked_weight(weight(micro_batch)))
+        if weight is None:
+            return 1.0
+        counts = weight(micro_batch)
+        return 0.0 if as_float(counts) == 0 else float(checked_weight(counts))
 
     def _share_loss(self) -> None:
         """Once through each exchange: where a step is run again through the same one, the others are past it."""
@@ -304,19 +315,14 @@ class DistributedTrainer:
         told = self.engine.tell_all(f"loss of step {self.step}", list(mine))
         sums = [_loss_and_weight(rank, facts) for rank, facts in enumerate(told)]
         total = ordered_sum(weight for _, weight in sums)
-        if not total:
-            self.discard()  # what was told of it, too: the next batch is of the same step
-            raise WindowError(
-                "step without a micro-batch", got=f"0 micro-batches on each of {len(sums)} workers", expected="1 on one"
-            )
-        return ordered_sum(loss for loss, weight in sums if weight) / total
+        return ordered_sum(loss for loss, weight in sums if weight) / total if total else math.nan
 
     def _compare_weights(self) -> float:
         digests = []
         if self.engine.exchange is not None:
             mine = weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
             digests = self.engine.tell_all(f"digest of weights after step {self.step}", mine)
-        self._stage = "ready"
+        self._stage = "finished"
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise ExchangeError(

@@ -57,7 +57,7 @@ def _safe_at(code):
     begun = set()
     for start, _, line in code.co_lines():
         text = linecache.getline(code.co_filename, line) if line in begun - {None} else ""
-        if re.match(r"\s*with .*lock:$", text):
+        if re.match(r"\s*with .*lock:\s*(#.*)?$", text):
             safe.add(start)
         begun.add(line)
     return safe
@@ -65,7 +65,12 @@ def _safe_at(code):
 
 @functools.cache
 def _returning_at(code):
-    """Where in its bytes it returns: a frame that an exception leaves, or a generator that yields, returns nothing."""
+    """Where in its bytes it returns: a frame that an exception leaves, or a generator that yields, returns nothing.
+
+    Not from `__enter__` into a `with`, which is one step of the interpreter's.
+    """
+    if code.co_name == "__enter__":
+        return set()
     return {step.offset for step in dis.get_instructions(code) if step.opname in {"RETURN_VALUE", "RETURN_CONST"}}
 
 
@@ -95,6 +100,15 @@ def interrupted_at(at, call):
     return True, None
 
 
+def kept_interrupt(at, call):
+    """Interrupt a call at one of its places; the interrupt with its traceback, as a REPL keeps it, or None."""
+    try:
+        _traced(_Tracer(at), call)
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+    return None
+
+
 @contextlib.contextmanager
 def signalled(seconds, times=1):
     """In this, the main thread, raise KeyboardInterrupt in so many seconds, and then at short intervals, up to `times`.
@@ -117,7 +131,8 @@ def signalled(seconds, times=1):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             time.sleep(2e-5)
 
-    before = signal.signal(signal.SIGUSR1, interrupt)
+    before, switches = signal.signal(signal.SIGUSR1, interrupt), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # else the sender waits 5 ms for its turn
     sender = threading.Thread(target=send)
     sender.start()
     try:
@@ -126,4 +141,5 @@ def signalled(seconds, times=1):
         left[0] = 0
         over.set()
         sender.join()
+        sys.setswitchinterval(switches)
         signal.signal(signal.SIGUSR1, before)

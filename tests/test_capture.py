@@ -11,7 +11,7 @@ import strategies as draw
 from devices import assign, bits_of, churned, nothing_is_launched, on_host, operations_of, put_all, raw, synchronize
 from ranks import on_ranks
 
-from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer
+from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer, local_group
 from gradengine.capture import address_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.kernels.addresses import CAPACITIES
@@ -459,6 +459,35 @@ class TestCounting:
         verdict = engine.latest_verdict
         assert (verdict.step, verdict.bad_steps, verdict.skipped) == (8, 0, False)
         assert verdict.norm == float(graph.result.norm)
+
+    @pytest.mark.parametrize("before", ["a window that was refused", "another worker"])
+    def test_of_steps_that_the_device_did_not_see(self, device, before):
+        """A verdict is known by its step's number: a NaN of a later replay was taken for another step's, and missed."""
+        if before == "another worker":
+
+            def step(exchange):
+                engine = new_engine(device, exchange=exchange, on_non_finite="skip")
+                engine.add(arrays_of(device, 0))
+                engine.step()
+                return engine
+
+            engine = on_ranks(step, 2)[0]
+            engine.exchange.close()
+            engine.reconnect(*local_group(1))
+        else:
+            engine = new_engine(device, loss_scale=2.0**60, on_non_finite="skip")
+            engine.add(arrays_of(device, 0), 2.0**100)
+            with pytest.raises(WindowError, match="discard"):
+                engine.step()
+            engine.discard()
+        arrays = arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        good = graph.replay()
+        values = values_of(0)
+        values[1][4] = NAN
+        refill(device, arrays, values)
+        bad = graph.replay()
+        assert (good.step, bad.step, bad.non_finite.step, good.non_finite) == (1, 2, 2, None)
 
 
 class TestVerdict:

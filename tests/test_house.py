@@ -74,6 +74,7 @@ ORDER = [
     "trainer",
     "",
 ]
+STEP = [room for room in ORDER if not room.startswith("exchange")]
 FREE = ("bench", "demo", "plan", "doctor", "cli", "__main__", "torch", "jax")  # they use it; nothing in it uses them
 FRAMEWORKS = {"torch", "jax", "cupy", "tensorflow", "mlx"}
 
@@ -138,3 +139,11 @@ def test_import_brings_no_framework_and_no_command_line():
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     loaded = set(ast.literal_eval(shown))
     assert not loaded & (FRAMEWORKS | {"typer", "rich", "matplotlib", "ml_dtypes"})
+
+
+def test_no_context_manager_of_a_step_is_a_generator():
+    """One that an interrupt leaves suspended ends when its traceback goes: its `finally` may come steps later."""
+    for room in STEP:
+        path = PACKAGE.joinpath(*room.split(".")) if room else PACKAGE
+        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        assert "@contextmanager" not in source, room

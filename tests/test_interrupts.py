@@ -6,16 +6,18 @@ import random
 import threading
 import time
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from backends import available
-from devices import on_host, put_all, synchronize
-from interrupts import interrupted_at, places_of, signalled
+from devices import assign, bits_of, on_host, put_all, synchronize
+from interrupts import interrupted_at, kept_interrupt, places_of, signalled
+from ranks import on_ranks
 from transports import Transport, group, on_all
 
 from gradengine import DistributedTrainer, GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
-from gradengine.errors import ExchangeError, HandshakeRefused, NonFiniteGradient, WindowError
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NonFiniteGradient, WindowError
 from gradengine.kernels import CHUNK, Fold
 from gradengine.kernels.host import HostKernels
 
@@ -210,18 +212,18 @@ class TestOneWorker:
         started = time.perf_counter()
         User(**options).attempt()
         lasts = time.perf_counter() - started
-        for _ in range(250):
-            user = User(**options)
+        for _ in range(20):
+            users = [User(**options) for _ in range(10)]
             try:
-                with signalled(seeds.uniform(0, lasts)):
-                    user.attempt()
+                with signalled(seeds.uniform(0, len(users) * lasts)):
+                    for user in users:
+                        user.attempt()
             except KeyboardInterrupt:
                 interrupts += 1
+            for user in users:
                 user.look_again()
-            user.note()
-            assert user.train() == wanted, user.endings
-            if interrupts == 20:
-                break
+                user.note()
+                assert user.train() == wanted, user.endings
         assert interrupts
 
     @pytest.mark.parametrize("options", [{}, {"way": "out", "hold": 2}])
@@ -271,6 +273,68 @@ class TestLateVerdicts:
             interrupts += interrupted
             assert told or self.is_told(lambda user=user: user.add(0)), at
         assert interrupts > 5
+
+
+class TestGraphs:
+    """A window that was captured: a replay is run once, and a capture that broke off records nothing any more."""
+
+    def new(self, device):
+        """An engine, its gradients, which are its destinations as well, and the graph of the window."""
+        engine = GradientEngine(LAYOUT, device.kernels, loss_scale=1024.0, on_non_finite="skip")
+        gradients = [device.put(np.zeros(slot.shape, np.float32)) for slot in LAYOUT.slots]
+        return engine, gradients, self.capture(engine, gradients)
+
+    def capture(self, engine, gradients, out=True):
+        with engine.capture() as graph:
+            engine.add(gradients)
+            engine.step(gradients if out else None)
+        return graph
+
+    def backward(self, gradients, value):
+        for gradient in gradients:
+            assign(gradient, np.float32(value))
+
+    def test_a_replay_interrupted_at_any_line_is_run_once(self, emulated):
+        """Run again, it would take what it handed back for gradients; and a NaN be looked for in another step."""
+        endings = collections.Counter()
+        for number, at in enumerate(places_of(self.new(emulated)[2].replay)):
+            engine, gradients, graph = self.new(emulated)
+            is_bad = number % 2 == 1
+            self.backward(gradients, np.nan if is_bad else 2048)
+            interrupted, result = interrupted_at(at, graph.replay)
+            try:
+                if interrupted and engine.current_step == 0:
+                    result = graph.replay()
+                    endings["the same call again"] += 1
+            except WindowError as refusal:
+                endings[str(refusal).split(";")[0]] += 1
+            result = result or engine.last_result
+            assert (result.step, engine.current_step) == (0, 1), at
+            assert (result.non_finite is not None) == is_bad, at
+            assert {float(on_host(gradient).reshape(-1)[0]) for gradient in gradients} == {0.0 if is_bad else 2.0}, at
+            self.backward(gradients, 1024)
+            result = graph.replay()
+            assert (result.step, result.non_finite, float(on_host(gradients[0]).reshape(-1)[0])) == (1, None, 1.0), at
+        assert set(endings) == {"the same call again", "step 0 ran before replay() was interrupted"}
+        assert min(endings.values()) > 5
+
+    def test_a_capture_interrupted_at_any_line_records_nothing_any_more(self, emulated):
+        """Also while the interrupt's traceback is kept, as a REPL does."""
+        gradients = put_all(emulated, micro_batch(0, 0, 0))
+        engine = GradientEngine(LAYOUT, emulated.kernels)
+        engine.add(gradients)
+        wanted = bits_of(engine.step())
+        for at in places_of(lambda: self.capture(engine, gradients, out=False))[::3]:
+            interrupt = kept_interrupt(at, lambda: self.capture(engine, gradients, out=False))
+            try:
+                engine.add(gradients)
+            except CallerError as refusal:
+                assert "discard() where an interrupt" in str(refusal)  # noqa: PT017
+                engine.discard()
+                engine.add(gradients)
+            assert bits_of(engine.step()) == wanted, at
+            assert bits_of(self.capture(engine, gradients, out=False).replay()) == wanted, at
+            del interrupt
 
 
 class TestOtherCalls:
@@ -383,6 +447,50 @@ class TestTwoWorkers:
             pair.run(train)
             for rank, user in enumerate(pair.users):
                 assert user.results == wanted[rank][: len(user.results)], (rank, user.endings, pair.ends)
+
+
+class TestOneRankAlone:
+    """What one rank does about its interrupt and the others do not."""
+
+    def test_a_step_that_it_dropped_is_an_error_of_the_next_one_on_both(self):
+        """They had applied its gradients: their weights were different from then on, and nobody said so."""
+
+        def work(exchange):
+            kernels = HostKernels(1)
+            engine = GradientEngine(LAYOUT, kernels, exchange=exchange)
+            for window in range(2):
+                engine.add(micro_batch(exchange.rank, window, 0))
+                if (exchange.rank, window) == (0, 0):
+                    interrupted(engine, kernels)
+                else:
+                    engine.step()
+
+        def interrupted(engine, kernels):
+            hand_back = kernels.hand_back
+            kernels.hand_back = Mock(side_effect=KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            kernels.hand_back = hand_back
+            with pytest.raises(WindowError, match="half written"):
+                engine.step()
+            engine.discard()
+
+        for error in on_ranks(work, 2):
+            assert "step 1, window 2" in str(error)
+            assert "step 1, window 1" in str(error)
+            assert "dropped on some ranks only: restart all from one checkpoint" in str(error)
+
+    def test_a_step_that_all_dropped_is_none(self):
+        def work(exchange):
+            engine = GradientEngine(LAYOUT, exchange=exchange)
+            engine.add([np.full(slot.shape, np.nan, np.float32) for slot in LAYOUT.slots])
+            with pytest.raises(NonFiniteGradient):
+                engine.step()
+            engine.discard()
+            engine.add(micro_batch(0, 0, 0))
+            return engine.step().step
+
+        assert on_ranks(work, 2) == [1, 1]
 
 
 class Descent:

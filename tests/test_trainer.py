@@ -387,8 +387,27 @@ def test_gradients_that_were_applied_are_not_applied_again():
     trainer.finish_step(applied=True)
     assert weights_digest(late.weights()) == weights_digest(plain.weights())
     assert (trainer.step, trainer.engine.current_step) == (1, 1)
+
+
+def test_a_finished_batch_is_not_trained_twice_by_who_asks_for_its_loss_again():
+    """Whose train_batch() was interrupted as it returned cannot know, and its worker would train one batch more."""
+    trainer = DistributedTrainer(LinearRegression(), None, LAYOUT)
     with pytest.raises(WindowError, match=r"there is no batch to finish.*train_batch\(\) first"):
         trainer.finish_step()
+    loss, weights = trainer.train_batch([micro_batch(0)]), weights_digest(trainer.trainer.weights())
+    assert [trainer.finish_step(), trainer.finish_step()] == [loss, loss]
+    assert (trainer.step, weights_digest(trainer.trainer.weights())) == (1, weights)
+    trainer.discard()
+    with pytest.raises(WindowError, match="there is no batch to finish"):
+        trainer.finish_step()
+
+
+def test_a_micro_batch_of_weight_0_is_left_out():
+    plain, sparse = (DistributedTrainer(TokenRegression(), None, LAYOUT, micro_batches=3) for _ in range(2))
+    full = [micro_batch(0), micro_batch(1, rows=3)]
+    losses = plain.train_batch(full), sparse.train_batch([full[0], micro_batch(2, rows=0), full[1]])
+    assert losses[0] == losses[1]
+    assert weights_digest(sparse.trainer.weights()) == weights_digest(plain.trainer.weights())
 
 
 def test_a_batch_whose_update_failed_can_be_dropped():

@@ -6,9 +6,10 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, final
 
 import numpy as np
@@ -92,14 +93,9 @@ class CudaDevice:
         if stream is None:
             return nullcontext()
         if isinstance(stream, self.xp.cuda.Stream):
-            return self._on(stream)
+            return _On(self, stream)
         with self.active():
-            return self._on(self.xp.cuda.Stream.from_external(_ForeignStream(stream)))
-
-    @contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
-        with self.active(), stream:  # a stream is made current for the current device
-            yield
+            return _On(self, self.xp.cuda.Stream.from_external(_ForeignStream(stream)))
 
     def active(self) -> AbstractContextManager[object]:
         """Within it, this is the current device: where a caller works on another one, launches would go there."""
@@ -111,29 +107,25 @@ class CudaDevice:
         """Whether the current stream records a graph instead of working."""
         return bool(self.current_stream().is_capturing())
 
-    @contextmanager
-    def recording(self) -> Iterator[Recorded]:
+    def recording(self) -> AbstractContextManager[Recorded]:
         """Within it, work is recorded; on a stream of its own, ordered behind the current one."""
+        return _Recording(self)
+
+    def begin_recording(self, recorded: Recorded) -> None:
+        """What is queued from now on is recorded."""
         if self._recorded is not None:
             raise CallerError(
                 "another window is being captured on this device", do="one at a time, in one thread; capture it then"
             )
-        with self.active():
-            stream = self.xp.cuda.Stream(non_blocking=True)
-            stream.wait_event(self.current_stream().record())
-        recorded = Recorded()
-        with self.active(), stream:
-            stream.begin_capture()
-            self._recorded = recorded
-            try:
-                yield recorded
-            except BaseException:
-                with suppress(Exception):  # it may say that the capture is void; why it is, the caller is told
-                    stream.end_capture()
-                raise
-            finally:
-                self._recorded = None
-            recorded.graph = stream.end_capture()
+        self._recorded = recorded
+
+    def end_recording(self, recorded: Recorded) -> None:
+        """It is not any more; nothing changes where another recording is under way."""
+        if self._recorded is recorded:
+            self._recorded = None
+
+    def finish(self, recorded: Recorded) -> None:
+        """Memory that a graph works on outlives its last run."""
         recorded.launched = self.event()
         memory = recorded.kept, recorded.graph
         weakref.finalize(recorded, self.kept.dropped, (recorded.launched,), memory).atexit = False
@@ -238,6 +230,13 @@ class CudaDevice:
         self.keep(there)
         self.drop(here)
         return there
+
+    def copied_into(self, there: Any, values: npt.NDArray[Any]) -> None:
+        """Queue a copy of values of the same dtype, as they are now."""
+        here = self.pinned(values.size, values.dtype)
+        here[:] = values
+        self.copy_to(there, here)
+        self.drop(here)
 
     def clear(self, pointer: int, nbytes: int) -> None:
         """Queue zeros."""
@@ -392,12 +391,16 @@ class StreamOrder:
     Args:
         device: Where the memory is, given out on the stream that is current now.
         memory: What is kept alive until the work on it is done, when all else that kept it is dropped.
+
+    Attributes:
+        device: Where the memory is.
     """
 
     def __init__(self, device: CudaDevice, *memory: Any) -> None:
-        self._device, self._memory = device, memory
+        self.device, self._memory = device, memory
         self._born = self._last = device.current_stream()
         self._done = device.event()
+        self._open: Any = None  # the stream of a use that is not over
         if not device.is_capturing():
             with device.active():
                 self._last.record(self._done)
@@ -405,36 +408,49 @@ class StreamOrder:
     def keep(self, *memory: Any) -> None:
         """More memory of which this is the order of work."""
         self._memory += memory
-        if self._device.current_stream() is not self._born:
+        if self.device.current_stream() is not self._born:
             self._born = None  # of several streams
 
-    @contextmanager
-    def use(self) -> Iterator[None]:
+    def use(self) -> AbstractContextManager[None]:
         """Work that is queued in it comes behind all that was queued before; a graph's as a whole, when it runs."""
-        stream = self._device.current_stream()
-        if stream.is_capturing():
-            yield
-            return
-        with self._device.active():
-            if stream is not self._last or stream.ptr == _PER_THREAD:
-                stream.wait_event(self._done)
-                self._last = stream
-            try:
-                yield
-            finally:
-                stream.record(self._done)
+        return _Use(self)
+
+    def begin(self, stream: Any) -> bool:
+        """Have a stream wait for the use before; whether this is the outermost one on it."""
+        is_outermost = self._open is not stream
+        if is_outermost:
+            self._end_open()
+        if stream is not self._last or stream.ptr == _PER_THREAD:
+            stream.wait_event(self._done)
+            self._last = stream
+        self._open = stream
+        return is_outermost
+
+    def done(self, stream: Any, *, is_outermost: bool) -> None:
+        """The use on that stream is all queued."""
+        stream.record(self._done)
+        if is_outermost:
+            self._open = None
+
+    def _end_open(self) -> None:
+        """Of a use that did not come to its end, interrupted, what was queued counts."""
+        if self._open is not None:
+            self._open.record(self._done)
 
     def follow(self) -> None:
         """Have whoever reads next come behind what was queued, whatever device and stream are current."""
-        streams = self._device.readers()
-        with self._device.active():
+        streams = self.device.readers()
+        with self.device.active():
+            self._end_open()
             for stream in streams:
                 if (stream is not self._last or stream.ptr == _PER_THREAD) and not stream.is_capturing():
                     stream.wait_event(self._done)
 
     def read(self, array: Any) -> npt.NDArray[Any]:
         """A copy on the host; waits for what was queued."""
-        return self._device.read(array, self._done)
+        with self.device.active():
+            self._end_open()
+        return self.device.read(array, self._done)
 
     def end(self) -> None:
         """Everybody else has dropped the memory: whoever gets it next comes behind what was done with it.
@@ -443,7 +459,116 @@ class StreamOrder:
         """
         memory, self._memory = self._memory, ()  # which may refer to this order
         if self._last is not self._born or self._last.ptr == _PER_THREAD:
-            self._device.kept.dropped((self._done,), memory)
+            self.device.kept.dropped((self._done,), memory)
+
+
+# No context manager here is a generator: one that an interrupt leaves suspended ends with its traceback, steps later.
+
+
+@final
+class _Use(AbstractContextManager[None]):
+    """One use of memory whose work has an order."""
+
+    def __init__(self, order: StreamOrder) -> None:
+        self._order = order
+
+    def __enter__(self) -> None:
+        self._stream = self._order.device.current_stream()
+        self._records = not self._stream.is_capturing()
+        if self._records:
+            with self._order.device.active():
+                self._is_outermost = self._order.begin(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self._records:
+            with self._order.device.active():
+                self._order.done(self._stream, is_outermost=self._is_outermost)
+
+
+@final
+class _On(AbstractContextManager[None]):
+    """A device and a stream that are current."""
+
+    def __init__(self, device: CudaDevice, stream: Any) -> None:
+        self._device, self._stream = device, stream
+        self._before: tuple[int, Any] | None = None
+
+    def __enter__(self) -> None:
+        runtime = self._device.xp.cuda.runtime
+        self._before = runtime.getDevice(), self._device.current_stream()
+        try:
+            runtime.setDevice(self._device.ordinal)
+            self._stream.use()  # for the device that is current
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            ordinal, stream = self._before
+            runtime = self._device.xp.cuda.runtime
+            runtime.setDevice(self._device.ordinal)
+            stream.use()
+            runtime.setDevice(ordinal)
+            self._before = None
+
+
+@final
+class _Recording(AbstractContextManager[Recorded]):
+    """Work that is recorded, on a stream that is the current one meanwhile."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device, self._recorded = device, Recorded()
+        self._stream: Any = None
+        self._on: _On | None = None
+        self._has_begun = False
+
+    def __enter__(self) -> Recorded:
+        try:
+            self._device.begin_recording(self._recorded)
+            self._begin()
+        except BaseException:
+            self._abandon()
+            raise
+        return self._recorded
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._abandon()
+            return
+        try:
+            self._recorded.graph = self._stream.end_capture()
+        except BaseException:
+            self._abandon()
+            raise
+        self._close()
+        self._device.finish(self._recorded)
+
+    def _begin(self) -> None:
+        device = self._device
+        with device.active():
+            self._stream = device.xp.cuda.Stream(non_blocking=True)
+            self._stream.wait_event(device.current_stream().record())
+        self._on = _On(device, self._stream)
+        self._on.__enter__()
+        self._has_begun = True  # ended in vain where it has not
+        self._stream.begin_capture()
+
+    def _abandon(self) -> None:
+        try:
+            if self._has_begun:
+                with suppress(Exception):  # it may say that the capture is void; why it is, the caller is told
+                    self._stream.end_capture()
+        finally:
+            self._has_begun = False
+            self._close()
+
+    def _close(self) -> None:
+        if self._on is not None:
+            self._on.__exit__()
+        self._device.end_recording(self._recorded)
 
 
 class _ForeignStream:
