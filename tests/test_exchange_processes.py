@@ -16,6 +16,7 @@ from transports import LARGE, SOON, Worker, contributions, on_all, outcomes, pac
 
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
 from gradengine.exchange import GradientServer, LocalExchange, WorkerClient
+from gradengine.exchange.coordinator import Standing
 from gradengine.exchange.interface import buckets_of
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
@@ -60,13 +61,17 @@ def two_ranks_and_a_process(spans, **options):
             exchange.close()
 
 
-def sum_of_all(workers, meanwhile):
-    """What each worker's step ends with and how long after `meanwhile()`, which runs once they all wait."""
-    began = []
+def sum_of_all(workers, spans, meanwhile):
+    """What each worker's step ends with and how long after `meanwhile()`.
+
+    That runs once the others wait for what rank 1 has not started: all that it did has come.
+    """
+    began, first = [], sum(bucket.span in LARGE.spans[:spans] for bucket in buckets_of(LARGE, 1000))
 
     def strike():
         coordinator = workers[0].exchange._group
-        coordinator.changed.wait_for(lambda: len(coordinator.coordinator.standing().waiting) == WORLD - 1, 20)
+        wanted = Standing(late=(1,), waiting=(0, 2), what=f"bucket {first} of step 0")
+        coordinator.changed.wait_for(lambda: coordinator.coordinator.standing() == wanted, 20)
         began.append(time.monotonic())
         meanwhile()
 
@@ -83,7 +88,7 @@ def sum_of_all(workers, meanwhile):
 
 def test_killed_worker_is_an_error_on_all_others_at_once():
     with two_ranks_and_a_process(spans=2) as (workers, running):
-        results = sum_of_all(workers, running.kill)
+        results = sum_of_all(workers, 2, running.kill)
         for error, seconds in results:
             assert isinstance(error, PeerLost), error
             assert "rank 1" in str(error)
@@ -95,7 +100,7 @@ def test_killed_worker_is_an_error_on_all_others_at_once():
 
 def test_stopped_worker_is_named_after_the_deadline():
     with two_ranks_and_a_process(spans=1, timeout=1.0) as (workers, running):
-        results = sum_of_all(workers, lambda: running.send_signal(signal.SIGSTOP))
+        results = sum_of_all(workers, 1, lambda: running.send_signal(signal.SIGSTOP))
         late = sum(bucket.span is LARGE.spans[0] for bucket in buckets_of(LARGE, 1000))  # all of the span it started
         for error, seconds in results:
             assert isinstance(error, DeadlineExceeded), error
