@@ -191,7 +191,7 @@ def refuse(rank):
 def test_a_worker_that_fails_is_named():
     crew = ProcessCrew(Faulty, 2)
     crew.prepare()
-    with pytest.raises(ExchangeError, match="rank 0 of the benchmark failed: got ValueError: rank 0 cannot"):
+    with pytest.raises(ExchangeError, match=r"rank [01]: ValueError: rank [01] cannot"):
         crew.run()
     crew.close()
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transports import Transport, group, leave_together, on_all, outcomes
 
-from gradengine.demo.all_reduce import ActivationAllReduce
+from gradengine.demo.shards import ActivationAllReduce
 from gradengine.errors import BufferRefused, CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import local_group
 

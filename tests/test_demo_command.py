@@ -16,9 +16,9 @@ from transports import SOON
 import gradengine
 from gradengine.__main__ import main
 from gradengine.demo import command
-from gradengine.demo.crew import Crew
 from gradengine.demo.screen import _bar
 from gradengine.demo.settings import Settings, Transport
+from gradengine.processes import ProcessPool
 
 SMALL = [
     "--hidden-size",
@@ -70,7 +70,7 @@ def test_the_demo_proves_all_it_claims_of_shards(tmp_path, options):
 
 def fails(monkeypatch, capsys, *arguments):
     """Exit code and standard error of what is refused before any process is started."""
-    monkeypatch.setattr(Crew, "start", lambda crew, name: pytest.fail(f"{name} was started"))
+    monkeypatch.setattr(ProcessPool, "start", lambda pool, name: pytest.fail(f"{name} was started"))
     monkeypatch.setattr(sys, "argv", ["gradengine", "demo", *map(str, arguments)])
     with pytest.raises(SystemExit) as ending:
         main()

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from gradengine.demo import comparison
-from gradengine.demo.all_reduce import ActivationAllReduce
 from gradengine.demo.comparison import compare, report_comparison
-from gradengine.demo.learner import Learner, layout_of
 from gradengine.demo.model import LlamaConfig
 from gradengine.demo.proofs import NORM_TOLERANCE, SHARD_TOLERANCE, STEP_TOLERANCE, shards_are_whole
-from gradengine.demo.reports import Advanced, Compared
+from gradengine.demo.record import Compared, Heartbeat
 from gradengine.demo.settings import Settings, divide
-from gradengine.demo.shards import WHOLE
+from gradengine.demo.shards import WHOLE, ActivationAllReduce
 from gradengine.demo.text import standard_library_text
+from gradengine.demo.worker import Learner, layout_of
 from gradengine.engine import GradientEngine
 from gradengine.errors import ExchangeError
 from gradengine.layout import GradientLayout
@@ -29,7 +28,7 @@ def compared(tp_size, **changes):
 
 
 def is_proved(found):
-    return shards_are_whole(found, SETTINGS).holds
+    return shards_are_whole(found).holds
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -75,7 +74,7 @@ def test_the_comparison_is_reported():
     reports = []
     report_comparison(dataclasses.replace(SETTINGS, tensor_parallel=2), TEXTS, reports.append)
     assert reports[-1] == compared(2)
-    assert set(reports[:-1]) == {Advanced()}
+    assert set(reports[:-1]) == {Heartbeat()}
 
 
 # ---- what the engine hands back ----

@@ -1,11 +1,8 @@
-"""The demo's machinery: processes that are watched, replays, proofs that can fail, the plot."""
+"""The demo's runs, replays, proofs that can fail, and plot."""
 
 import dataclasses
-import itertools
 import os
 import signal
-import threading
-import time
 from functools import partial
 
 import numpy as np
@@ -14,18 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.demo import run
-from gradengine.demo.crew import Crew, interrupts_blocked
-from gradengine.demo.learner import Learner, layout_of
+from gradengine.demo.comparison import distance
 from gradengine.demo.model import LlamaConfig
 from gradengine.demo.plot import refuse_bad_path, save_plot
-from gradengine.demo.proofs import distance, largest_difference, prove
-from gradengine.demo.record import Record, Step
-from gradengine.demo.replay import replay
-from gradengine.demo.reports import Evaluated, Finished, Kept, Stepped
+from gradengine.demo.proofs import prove
+from gradengine.demo.record import Evaluated, Finished, Kept, Record, Step, Stepped
 from gradengine.demo.run import train
 from gradengine.demo.settings import Settings, Transport, divide
 from gradengine.demo.text import standard_library_text
-from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost
+from gradengine.demo.worker import Learner, layout_of, replay
+from gradengine.errors import CallerError, DeadlineExceeded
+from gradengine.processes import ProcessPool
 from gradengine.trainer import weights_digest
 
 MODEL = LlamaConfig(num_blocks=1, hidden_size=16, intermediate_size=32, sequence_length=16)
@@ -35,186 +31,6 @@ TEXTS = divide(standard_library_text(100_000), "the standard library", MODEL.seq
 
 PATIENCE = 100.0  # seconds in which an interpreter starts, however busy the machine is
 DEADLINE = 0.5  # seconds without a report, once it has started
-
-# ---- the processes ----
-
-
-def test_no_interrupt_comes_while_a_process_is_started_whichever_thread_is_given_the_signal():
-    released, waited = threading.Event(), []
-
-    def start():
-        with interrupts_blocked():
-            os.kill(os.getpid(), signal.SIGINT)
-            waited.extend(time.sleep(0.005) for _ in range(20))
-
-    other = threading.Thread(target=released.wait)  # as one of BLAS: nothing is blocked in it
-    other.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            start()
-    finally:
-        released.set()
-        other.join()
-    assert len(waited) == 20
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
-
-
-def announce_and_wait(report):
-    report(Evaluated(os.getpid(), 0.0))
-    threading.Event().wait()
-
-
-def miss_a_peer(report):
-    raise PeerLost("somebody is gone")
-
-
-def report_and_stop(report):
-    report(Evaluated(os.getpid(), 0.0))
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def stop_amid_a_report(report):
-    report(Evaluated(os.getpid(), 0.0))
-    os.write(report._connection.fileno(), (1000).to_bytes(4, "big"))  # the length of what never comes
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def report_often(report):
-    for number in range(6):
-        report(Evaluated(number, 0.0))
-
-
-def take(text, report):
-    report(Evaluated(len(text), 0.0))
-
-
-def give_up(report):
-    time.sleep(0.2)
-    raise CallerError("this cannot be", got=1, expected=2)
-
-
-def break_down(report):
-    raise ZeroDivisionError("a fault of the program")
-
-
-def ended(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def crew_of(crew, **works):
-    for name, work in works.items():
-        crew.start(name).give(work)
-
-
-def test_a_killed_process_is_named_and_none_is_left():
-    begin = time.monotonic()
-    with Crew() as crew:
-        crew_of(crew, first=announce_and_wait, second=announce_and_wait)
-        reports = crew.reports()
-        pids = [next(reports).step, next(reports).step]
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(PeerLost, match=rf"(first|second) \(process {pids[1]}\) was killed by SIGKILL"):
-            next(reports)
-    assert all(ended(pid) for pid in pids)
-    assert time.monotonic() - begin < PATIENCE
-
-
-def test_who_is_at_fault_is_named_and_not_who_noticed():
-    with Crew() as crew:
-        crew_of(crew, noticing=miss_a_peer, failing=give_up)
-        with pytest.raises(ExchangeError, match="failing: this cannot be: got 1, expected 2"):
-            list(crew.reports())
-
-
-def test_where_all_miss_a_peer_the_first_to_say_so_is_named():
-    with Crew() as crew:
-        crew_of(crew, only=miss_a_peer)
-        with pytest.raises(ExchangeError, match="only: somebody is gone"):
-            list(crew.reports())
-
-
-def test_a_fault_of_the_program_is_told_too(capfd):
-    with Crew() as crew:
-        crew_of(crew, broken=break_down)
-        with pytest.raises(ExchangeError, match="broken: ZeroDivisionError: a fault of the program"):
-            list(crew.reports())
-    assert "Traceback" in capfd.readouterr().err
-
-
-def names_who_is_late(reports, name):
-    begin = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=rf"^{name} \(process \d+\) reported nothing for {DEADLINE:g} s; "):
-        list(reports)
-    assert time.monotonic() - begin < PATIENCE / 2
-
-
-@pytest.mark.parametrize("work", [report_and_stop, stop_amid_a_report])
-def test_a_process_that_is_stopped_is_named_when_the_deadline_passes(work):
-    with Crew(PATIENCE) as crew:
-        member = crew.start("sleeper")
-        member.give(work)
-        reports = crew.reports()
-        assert next(reports).step == member.process.pid
-        crew._deadline = DEADLINE
-        names_who_is_late(reports, "sleeper")
-    assert ended(member.process.pid)
-
-
-def test_a_process_that_is_stopped_before_it_takes_its_work_is_named():
-    with Crew(DEADLINE) as crew:
-        member, waiting = crew.start("sleeper"), crew.start("waiting")
-        os.kill(member.process.pid, signal.SIGSTOP)
-        member.give(partial(take, bytes(10_000_000)))  # more than a pipe holds
-        names_who_is_late(crew.reports(), "sleeper")
-    assert ended(member.process.pid)
-    assert ended(waiting.process.pid)
-
-
-class Timers:
-    """In place of `threading.Timer`: none of them ever rings, all are kept."""
-
-    def __init__(self):
-        self.intervals, self.running = [], 0
-
-    def __call__(self, interval, function):
-        self.intervals.append(interval)
-        return self
-
-    def start(self):
-        self.running += 1
-
-    def cancel(self):
-        self.running -= 1
-
-
-def test_processes_that_report_are_given_all_the_time_they_need(monkeypatch):
-    """The deadline begins anew with each report, and does not run while nobody waits for one."""
-    timers = Timers()
-    with Crew(PATIENCE) as crew:
-        member = crew.start("slow")
-        monkeypatch.setattr("gradengine.demo.crew.threading.Timer", timers)
-        member.give(report_often)
-        seen = [(report.step, len(timers.intervals), timers.running) for report in crew.reports()]
-    steps, begun, running = zip(*seen, strict=True)
-    assert steps == tuple(range(6))
-    assert all(later > earlier for earlier, later in itertools.pairwise(begun))
-    assert set(running) == {0}
-    assert set(timers.intervals) == {PATIENCE}
-
-
-def test_the_environment_of_this_process_stays_as_it_was(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    with Crew() as crew:
-        crew.start("idle")
-    assert os.environ["OMP_NUM_THREADS"] == "7"
-    assert "OPENBLAS_NUM_THREADS" not in os.environ
-
 
 # ---- training ----
 
@@ -256,32 +72,32 @@ def test_every_transport_gives_the_same_bytes(record, transport):
 
 
 def test_stopped_ranks_that_are_threads_end_the_run_too(monkeypatch):
-    crews = []
+    pools = []
 
-    class Kept(Crew):
-        def __init__(self):
-            super().__init__(PATIENCE)
-            crews.append(self)
+    class Watched(ProcessPool):
+        def __init__(self, **options):
+            super().__init__(PATIENCE, **options)
+            pools.append(self)
 
     class Stopping(Silent):
         def stepped(self, step):
             if step.number == 2:
                 os.kill(self.processes["all ranks"], signal.SIGSTOP)
-                crews[0]._deadline = DEADLINE
+                pools[0]._deadline = DEADLINE
 
-    monkeypatch.setattr(run, "Crew", Kept)
+    monkeypatch.setattr(run, "ProcessPool", Watched)
     settings = dataclasses.replace(SETTINGS, transport=Transport.LOCAL, steps=10_000)
     with pytest.raises(DeadlineExceeded, match=r"^all ranks \(process \d+\) reported nothing"):
         train(settings, TEXTS, Stopping())
 
 
 def test_a_stopped_replay_ends_the_replays(monkeypatch):
-    class Stopping(Crew):
+    class Stopping(ProcessPool):
         def start(self, name):
-            member = super().start(name)
+            worker = super().start(name)
             if name == "the replay 'one'":
-                os.kill(member.process.pid, signal.SIGSTOP)
-            return member
+                os.kill(worker.process.pid, signal.SIGSTOP)
+            return worker
 
         def reports(self):
             for count, report in enumerate(super().reports(), 1):
@@ -289,7 +105,7 @@ def test_a_stopped_replay_ends_the_replays(monkeypatch):
                 if count == 2:  # the other two are done
                     self._deadline = DEADLINE
 
-    monkeypatch.setattr(run, "Crew", partial(Stopping, PATIENCE))
+    monkeypatch.setattr(run, "ProcessPool", partial(Stopping, PATIENCE))
     with pytest.raises(DeadlineExceeded, match=r"^the replay 'one' \(process \d+\) reported nothing"):
         run.replay_all(SETTINGS, TEXTS)
 
@@ -346,7 +162,7 @@ def test_a_model_that_learned_nothing_is_found(record):
 
 def test_a_run_too_short_to_learn_is_told_what_would_do(record):
     short = prove(record, replays_of(SETTINGS), initial(), entropy=1.0)[1]
-    assert short.required.endswith(": 6 steps may be too few to get there, pass --steps 60 or more")
+    assert short.required.endswith(": 6 steps may be too few, pass --steps 60 or more")
     learned = prove(record, replays_of(SETTINGS), initial(), entropy=9.0)[1]
     assert learned.required == "must be below 9.000, the bytes' entropy"
     long = Record(dataclasses.replace(SETTINGS, steps=60), evaluations={60: 5.0}, kept=initial())
@@ -359,8 +175,8 @@ def test_one_of_a_thing_is_not_called_all():
     weights = replay(settings, TEXTS, 1)
     record = Record(settings, [Step(1, 5.0, 1.0, 0.1)], {1: 5.0}, {0: "a"}, kept_digests={0: "a"}, kept=weights)
     claims = [proof.claim for proof in prove(record, {"one": weights}, initial(), 9.0)]
-    assert claims[0] == "the only rank reported its weights after 1 step: there is no other that could differ"
-    assert claims[2] == "the weights after 1 step are those of one process with its only micro-batch, bit for bit"
+    assert claims[0] == "one set of weights on 1 rank after 1 step"
+    assert claims[2] == "weights after 1 step are those of one process with 1 micro-batch, bit for bit"
 
 
 def test_weights_that_never_moved_are_no_measure():
@@ -382,7 +198,6 @@ def test_nan_anywhere_in_the_weights_fails_proof_3a(record, which, component):
     replays[which] = spoilt
     kept = replays.pop("kept")
     assert verdicts(dataclasses.replace(record, kept=kept), replays)["3a"] is False
-    assert np.isnan(largest_difference(spoilt, initial()))
 
 
 def test_a_lost_micro_batch_is_found(record):
@@ -472,13 +287,3 @@ def test_a_plot_that_cannot_be_saved_is_refused_before_the_run(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CallerError, match="cannot write"):
         refuse_bad_path(tmp_path / "file" / "loss.png")
-
-
-def test_partial_works_are_what_processes_get():
-    with Crew() as crew:
-        crew.start("sum").give(partial(report_sum, 2, 3))
-        assert list(crew.reports()) == [Evaluated(5, 0.0)]
-
-
-def report_sum(a, b, report):
-    report(Evaluated(a + b, 0.0))

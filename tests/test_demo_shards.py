@@ -7,13 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.demo.all_reduce import ActivationAllReduce
-from gradengine.demo.learner import Learner, layout_of
 from gradengine.demo.model import LlamaConfig, forward, forward_backward, initial_weights, only_shard
 from gradengine.demo.settings import Settings, divide
-from gradengine.demo.shards import WHOLE, cut, mirrored, replicated_part, tensor_parallel_group, united
+from gradengine.demo.shards import (
+    WHOLE,
+    ActivationAllReduce,
+    cut,
+    mirrored,
+    replicated_part,
+    run_threads,
+    tensor_parallel_group,
+    united,
+)
 from gradengine.demo.text import standard_library_text
-from gradengine.demo.together import together
+from gradengine.demo.worker import Learner, layout_of
 from gradengine.errors import CallerError, PeerLost
 
 MODEL = LlamaConfig(
@@ -139,7 +146,7 @@ def test_whoever_leaves_the_block_ends_both_exchanges_of_the_others():
                 failures.append(str(lost.value))
             return failures
 
-    failures, _ = together([lambda r=r: work(r) for r in tensor_parallel_group(2)])
+    failures, _ = run_threads([lambda r=r: work(r) for r in tensor_parallel_group(2)])
     assert all("rank 1 left the group" in failure for failure in failures)
 
 
@@ -161,7 +168,7 @@ def test_shards_predict_held_out_text_as_the_model_in_one_piece_does():
             learner = Learner(settings, TEXTS, rank)
             return learner.held_out_loss(), learner.logits(0).tobytes()
 
-    results = together([lambda r=r: work(r) for r in tensor_parallel_group(4)])
+    results = run_threads([lambda r=r: work(r) for r in tensor_parallel_group(4)])
     assert len(set(results)) == 1
     assert results[0][0] == pytest.approx(Learner(SETTINGS, TEXTS).held_out_loss(), rel=1e-6)
 

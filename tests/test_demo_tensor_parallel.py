@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transports import on_all
 
 from gradengine.demo import model
-from gradengine.demo.all_reduce import ActivationAllReduce
 from gradengine.demo.model import BlockArrays, LlamaConfig, forward, forward_backward, initial_weights, loss
+from gradengine.demo.shards import ActivationAllReduce
 from gradengine.exchange import local_group
 from gradengine.tensor_parallel import TensorParallelConfig
 

@@ -75,7 +75,17 @@ ORDER = [
     "",
 ]
 STEP = [room for room in ORDER if not room.startswith("exchange")]
-FREE = ("bench", "demo", "plan", "doctor", "cli", "__main__", "torch", "jax")  # they use it; nothing in it uses them
+FREE = (
+    "bench",
+    "demo",
+    "plan",
+    "processes",
+    "doctor",
+    "cli",
+    "__main__",
+    "torch",
+    "jax",
+)  # they use it; nothing in it uses them
 FRAMEWORKS = {"torch", "jax", "cupy", "tensorflow", "mlx"}
 
 

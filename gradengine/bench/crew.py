@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any, TypeAlias, final
 
 from gradengine.bench.reduction import Reduction
-from gradengine.demo.crew import interrupts_blocked
-from gradengine.errors import ExchangeError
+from gradengine.processes import ProcessPool, Reporter
 
 __all__ = ["Build", "Crew", "ProcessCrew", "ThreadCrew"]
 
 Build: TypeAlias = Callable[[int], Reduction]  # rank -> its worker; of a process: importable and picklable
-
-_PATIENCE = 120.0
 
 
 class Crew(ABC):
@@ -88,72 +83,34 @@ class ProcessCrew(Crew):
     """
 
     def __init__(self, build: Build, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(world_size)]
-        self._pipes: Sequence[Connection] = [near for near, _ in pipes]
-        self._processes = [
-            context.Process(target=_serve, args=(far, build, rank), daemon=True) for rank, (_, far) in enumerate(pipes)
-        ]
-        with interrupts_blocked():
-            for process, (_, far) in zip(self._processes, pipes, strict=True):
-                process.start()
-                far.close()  # this process's copy: without it a dead worker's end reads as the end of the file
-        with self._ended_by_a_fault():
-            self._answers()
+        self._pool = ProcessPool()
+        self._workers = [self._pool.start(f"rank {rank}") for rank in range(world_size)]
+        self._all([partial(_serve, build, rank) for rank in range(world_size)])
 
     def tell(self, method: str) -> list[Any]:
         """See `Crew.tell`."""
-        with self._ended_by_a_fault():
-            for pipe in self._pipes:
-                pipe.send(method)
-            return self._answers()
+        return self._all([method] * len(self._workers))
 
     def close(self) -> None:
         """See `Crew.close`."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(_PATIENCE)
+        self._pool.close()
 
-    def _answers(self) -> list[Any]:
-        return [self._answer(rank, pipe) for rank, pipe in enumerate(self._pipes)]
-
-    def _answer(self, rank: int, pipe: Connection) -> Any:
+    def _all(self, jobs: Sequence[Any]) -> list[Any]:
+        """Give each worker a job; if one fails, or Ctrl-C comes, all are ended, as they may wait for each other."""
         try:
-            fault, answer = pipe.recv() if pipe.poll(_PATIENCE) else (f"no answer in {_PATIENCE:g} s", None)
-        except EOFError:
-            fault = "its process ended"
-        if fault is not None:
-            raise ExchangeError(f"rank {rank} of the benchmark failed", got=fault)
-        return answer
-
-    @contextmanager
-    def _ended_by_a_fault(self) -> Iterator[None]:
-        """End the workers at once if the block does not end well, Ctrl-C too: they may wait for each other."""
-        try:
-            yield
+            for worker, job in zip(self._workers, jobs, strict=True):
+                self._pool.give(worker, job)
+            return self._pool.answers()
         except BaseException:
-            for process in self._processes:
-                process.terminate()
+            self._pool.terminate()
             raise
 
 
-def _serve(pipe: Connection, build: Build, rank: int) -> None:
-    """A worker's process: do what is told until the other end of the pipe is gone."""
+def _serve(build: Build, rank: int, report: Reporter) -> None:
+    """A worker's process: call the methods it is told, until the other end of the pipe is gone."""
     gc.disable()
-    try:
-        worker = build(rank)
-        pipe.send((None, None))
-        while (method := _next(pipe)) is not None:
-            pipe.send((None, getattr(worker, method)()))
-        worker.close()
-    except Exception as fault:  # noqa: BLE001  (whatever it is, the parent says it)
-        pipe.send((f"{type(fault).__name__}: {fault}", None))
-
-
-def _next(pipe: Connection) -> str | None:
-    try:
-        method: str = pipe.recv()
-    except EOFError:
-        return None
-    return method
+    worker = build(rank)
+    report(None)
+    for method in report:
+        report(getattr(worker, method)())
+    worker.close()

@@ -17,9 +17,8 @@ from gradengine.demo.proofs import Proof, prove
 from gradengine.demo.record import Record
 from gradengine.demo.run import replay_all, train
 from gradengine.demo.screen import Screen
-from gradengine.demo.settings import Settings, Texts, Transport, divide
+from gradengine.demo.settings import Settings, Texts, Transport, counted, divide
 from gradengine.demo.text import read_text, standard_library_text, unigram_entropy
-from gradengine.demo.words import counted
 from gradengine.errors import CallerError
 
 __all__ = ["demo"]
@@ -130,16 +129,18 @@ def _texts(path: Path | None, sequence_length: int) -> Texts:
 
 
 def _run(settings: Settings, texts: Texts, plot: Path | None) -> list[Proof]:
-    save_plot = _plotter(plot)
-    begin = time.perf_counter()
-    screen, initial = Screen(settings), initial_weights(settings.model, settings.seed)
-    entropy = unigram_entropy(texts.held_out)
-    screen.introduce(texts, sum(weight.size for weight in initial.values()), entropy)
+    save_plot, begin = _plotter(plot), time.perf_counter()
+    initial, entropy = initial_weights(settings.model, settings.seed), unigram_entropy(texts.held_out)
+    screen = Screen(settings, sum(weight.size for weight in initial.values()))
+    screen.introduce(texts, entropy)
     with screen:
         record = train(settings, texts, screen)
     screen.trained(record)
     screen.note("plot", save_plot(record, entropy))
-    proofs = _proofs(settings, texts, record, screen)
+    screen.note("replay", f"{counted(settings.compared_steps, 'step')} again, in one process")
+    replays = replay_all(settings, texts)
+    proofs = prove(record, replays.weights, initial, entropy, replays.comparison)
+    screen.show(proofs)
     screen.note("all", f"{time.perf_counter() - begin:.1f} s")
     return proofs
 
@@ -158,13 +159,3 @@ def _plotter(path: Path | None) -> Callable[[Record, float], str]:
         return str(place)
 
     return save
-
-
-def _proofs(settings: Settings, texts: Texts, record: Record, screen: Screen) -> list[Proof]:
-    first = "step" if settings.compared_steps == 1 else f"{settings.compared_steps} steps"
-    screen.note("replay", f"the first {first} again, in one process")
-    replays = replay_all(settings, texts)
-    initial = initial_weights(settings.model, settings.seed)
-    proofs = prove(record, replays.weights, initial, unigram_entropy(texts.held_out), replays.comparison)
-    screen.show(proofs)
-    return proofs

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from gradengine.demo.words import counted
+from gradengine.demo.settings import counted
 from gradengine.errors import CallerError
 
 if TYPE_CHECKING:
@@ -28,13 +28,11 @@ def refuse_bad_path(path: Path) -> None:
     Raises:
         CallerError: No plot can be saved there.
     """
+    failure, kinds = f"cannot plot to {str(path)!r}", Figure().canvas.get_supported_filetypes()
     if path.is_dir():
-        raise CallerError(
-            f"cannot plot to {str(path)!r}", got="a folder", expected=f"a file, such as {str(path / 'loss.png')!r}"
-        )
-    kinds = Figure().canvas.get_supported_filetypes()
+        raise CallerError(failure, got="a folder", expected=f"a file, such as {str(path / 'loss.png')!r}")
     if path.suffix.lstrip(".") not in kinds:
-        raise CallerError(f"cannot plot to {str(path)!r}", got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
+        raise CallerError(failure, got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
@@ -50,12 +48,13 @@ def save_plot(path: Path, record: Record, entropy: float) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     _draw_losses(axes, record)
-    axes.axhline(entropy, color=_ENTROPY, linestyle="--", linewidth=1)
-    axes.annotate(
-        f"entropy of the held-out bytes, {entropy:.2f}", (0.99, entropy), xycoords=("axes fraction", "data"),
-        xytext=(0, 4), textcoords="offset points", ha="right", color=_ENTROPY, fontsize=9,
-    )  # fmt: skip
-    _dress(axes, record)
+    label = f"entropy of the held-out bytes, {entropy:.2f}"
+    axes.axhline(entropy, color=_ENTROPY, linestyle="--", linewidth=1, label=label)
+    axes.set_title(_title(record), fontsize=11)
+    axes.set(xlabel="optimizer step", ylabel="cross-entropy, nats per byte", xlim=(0, 1.01 * record.settings.steps))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.2)
+    axes.legend(frameon=False)
     figure.savefig(path)
 
 
@@ -64,38 +63,19 @@ def _draw_losses(axes: Axes, record: Record) -> None:
     axes.plot(numbers, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
     axes.plot(numbers, _smoothed(losses), color=_TRAIN, linewidth=1.6, label="training, each step and its mean")
     steps, held_out = zip(*sorted(record.evaluations.items()), strict=True)
-    axes.plot(
-        steps,
-        held_out,
-        "o-",
-        color=_HELD_OUT,
-        markersize=4,
-        linewidth=1.2,
-        label=f"held out, {held_out[-1]:.2f} at last",
-    )
+    label = f"held out, {held_out[-1]:.2f} at last"
+    axes.plot(steps, held_out, "o-", color=_HELD_OUT, markersize=4, linewidth=1.2, label=label)
 
 
 def _smoothed(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The mean over about a fortieth of the run around each step, and over less at both ends."""
-    reach = len(losses) // 80
-    window = np.ones(2 * reach + 1)
-    padded = np.pad(np.stack([losses, np.ones_like(losses)]), ((0, 0), (reach, reach)))
-    total, count = (np.convolve(row, window, "valid") for row in padded)
-    return total / count
+    window = np.ones(2 * (len(losses) // 80) + 1)
+    return np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same")
 
 
-def _dress(axes: Axes, record: Record) -> None:
+def _title(record: Record) -> str:
     settings = record.settings
-    shards = f"x {settings.tensor_parallel} shards " if settings.tensor_parallel > 1 else ""
-    axes.set_title(
-        f"byte-level Llama on {counted(settings.workers, 'worker')} {shards}"
-        f"x {counted(settings.micro_batches, 'micro-batch')} a step, "
-        f"{settings.transport.value}, {record.seconds:.0f} s",
-        fontsize=11,
-    )
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("cross-entropy, nats per byte")
-    axes.set_xlim(0, 1.01 * settings.steps)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.2)
-    axes.legend(frameon=False)
+    workers, batches = counted(settings.workers, "worker"), counted(settings.micro_batches, "micro-batch")
+    shards = f" x {settings.tensor_parallel} shards" if settings.tensor_parallel > 1 else ""
+    way, seconds = settings.transport.value, f"{record.seconds:.0f} s"
+    return f"byte-level Llama on {workers}{shards} x {batches} a step, {way}, {seconds}"

@@ -1,18 +1,107 @@
-"""What a run of the demo left behind: its curves, its digests, and the weights to compare."""
+"""What workers report of a run, and the record that it makes."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from gradengine.demo.reports import Evaluated, Finished, Kept, Stepped, Weights
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from gradengine.demo.reports import Report
     from gradengine.demo.settings import Settings
 
-__all__ = ["Record", "Step"]
+__all__ = [
+    "Compared", "Evaluated", "Finished", "Heartbeat", "Kept", "Listening", "Record", "Replayed", "Report", "Step",
+    "Stepped", "Weights",
+]  # fmt: skip
+
+Weights: TypeAlias = dict[str, npt.NDArray[np.float32]]
+Report: TypeAlias = Any  # one of the classes below
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A process goes on with work of which it has nothing else to say."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Rank 0 takes connections, for each shard at a url of its own."""
+
+    urls: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A rank made step `step`, counted from 1: the mean loss and the norm before clipping of all ranks.
+
+    `exchange_seconds` is what backward did not hide of the exchange, waiting for slower ranks included, and the clip.
+    """
+
+    rank: int
+    step: int
+    loss: float
+    norm: float
+    exchange_seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The held-out loss after `step` steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The weights after the compared steps, shards united: their digest, and rank 0's own."""
+
+    rank: int
+    digest: str
+    weights: Weights | None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The digest of a rank's last weights, shards united; and each shard's of what all shards hold whole."""
+
+    rank: int
+    digest: str
+    replicated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The weights after the compared steps, from the replay of that name."""
+
+    name: str
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How far shards are from the model in one piece, on one micro-batch; each is relative, and NaN stays NaN.
+
+    Attributes:
+        outputs: Largest difference of a logit.
+        gradients: Largest difference of any gradient as backward gives it.
+        norm: Difference of the global norm.
+        scale: Difference of the clip scale.
+        clipped: As `gradients`, of what the engine hands back: averaged and clipped to a hundredth of the norm.
+        descended: Distance (L2) of the weights after one step of plain gradient descent, in parts of that step.
+        weights: The same after one step of the optimizer.
+    """
+
+    outputs: float
+    gradients: float
+    norm: float
+    scale: float
+    clipped: float
+    descended: float
+    weights: float
 
 
 @dataclass(frozen=True)
@@ -27,18 +116,7 @@ class Step:
 
 @dataclass
 class Record:
-    """Filled report by report.
-
-    Attributes:
-        settings: The choices of the run.
-        steps: The steps that all ranks have made.
-        evaluations: Held-out losses, by steps made.
-        digests: Of the last weights, by rank.
-        replicated_digests: Of each shard's copy of what all shards hold, by rank.
-        kept_digests: Of the weights after the compared steps, by rank.
-        kept: Rank 0's weights then.
-        seconds: How long training took.
-    """
+    """A run, filled report by report: curves, digests by rank, and rank 0's weights after the compared steps."""
 
     settings: Settings
     steps: list[Step] = field(default_factory=list)

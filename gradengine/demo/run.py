@@ -11,21 +11,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from gradengine.demo.comparison import report_comparison
-from gradengine.demo.crew import Crew
-from gradengine.demo.record import Record, Step
-from gradengine.demo.replay import report_replay
-from gradengine.demo.reports import Compared, Listening, Replayed, Weights
+from gradengine.demo.record import Compared, Listening, Record, Replayed, Step, Weights
 from gradengine.demo.settings import Transport
-from gradengine.demo.worker import train_as_rank_0, train_as_threads, train_at
+from gradengine.demo.worker import report_replay, train_as_rank_0, train_as_threads, train_at
+from gradengine.processes import ProcessPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradengine.demo.crew import Member
     from gradengine.demo.settings import Settings, Texts
     from gradengine.exchange.channel import Address
 
 __all__ = ["Replays", "Watcher", "replay_all", "train"]
+
+ENVIRONMENT = {
+    # One BLAS thread each: workers share the cores, and a product's bits may depend on how it is divided.
+    **{f"{name}_NUM_THREADS": "1" for name in ("OPENBLAS", "OMP", "MKL", "BLIS")},
+    "VECLIB_MAXIMUM_THREADS": "1",
+    # glibc otherwise returns each large array's pages to the system, and faults them in again.
+    "MALLOC_TRIM_THRESHOLD_": "1000000000",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+}
 
 
 class Watcher(Protocol):
@@ -52,40 +58,32 @@ def train(settings: Settings, texts: Texts, watcher: Watcher) -> Record:
         DeadlineExceeded: The workers reported nothing for too long.
         ExchangeError: A worker gave up.
     """
-    record = Record(settings)
-    with tempfile.TemporaryDirectory(prefix="gradengine-") as folder, Crew() as crew:
-        names = (
-            ["all ranks"] if settings.transport is Transport.LOCAL else [f"rank {r}" for r in range(settings.workers)]
-        )
-        members = [crew.start(name) for name in names]
-        watcher.started({member.name: member.process.pid for member in members})
-        token = secrets.token_hex()
-        _give_first(members[0], settings, texts, os.path.join(folder, "exchange"), token)
+    record, is_local = Record(settings), settings.transport is Transport.LOCAL
+    names = ["all ranks"] if is_local else [f"rank {rank}" for rank in range(settings.workers)]
+    with tempfile.TemporaryDirectory(prefix="gradengine-") as folder, ProcessPool(environment=ENVIRONMENT) as pool:
+        first, *others = [pool.start(name) for name in names]
+        watcher.started({worker.name: worker.process.pid for worker in (first, *others)})
+        token, addresses = secrets.token_hex(), _addresses(settings, os.path.join(folder, "exchange"))
+        as_rank_0 = partial(train_as_rank_0, settings, texts, addresses, token)
+        pool.give(first, partial(train_as_threads, settings, texts) if is_local else as_rank_0)
         begin = time.perf_counter()
-        for report in crew.reports():
+        for report in pool.reports():
             if isinstance(report, Listening):
                 watcher.listening(report.urls)
-                for rank, member in enumerate(members[1:], 1):
-                    member.give(partial(train_at, settings, texts, rank, report.urls, token))
+                for rank, worker in enumerate(others, 1):
+                    pool.give(worker, partial(train_at, settings, texts, rank, report.urls, token))
             elif (step := record.take(report)) is not None:
                 watcher.stepped(step)
     record.seconds = time.perf_counter() - begin
     return record
 
 
-def _give_first(member: Member, settings: Settings, texts: Texts, path: str, token: str) -> None:
-    if settings.transport is Transport.LOCAL:
-        member.give(partial(train_as_threads, settings, texts))
-    else:
-        addresses = [_address(settings, path, tp_rank) for tp_rank in range(settings.tensor_parallel)]
-        member.give(partial(train_as_rank_0, settings, texts, addresses, token))
-
-
-def _address(settings: Settings, path: str, tp_rank: int) -> Address:
-    """Where rank 0 listens for a shard: at ports that follow each other, where one was chosen."""
+def _addresses(settings: Settings, path: str) -> list[Address]:
+    """Where rank 0 listens for each shard: at ports that follow each other, where one was chosen."""
+    shards = range(settings.tensor_parallel)
     if settings.transport is Transport.UNIX:
-        return f"{path}-{tp_rank}" if tp_rank else path
-    return ("127.0.0.1", settings.port and settings.port + tp_rank)
+        return [f"{path}-{tp_rank}" for tp_rank in shards]
+    return [("127.0.0.1", settings.port and settings.port + tp_rank) for tp_rank in shards]
 
 
 @dataclass(frozen=True)
@@ -103,24 +101,19 @@ class Replays:
 
 
 def replay_all(settings: Settings, texts: Texts) -> Replays:
-    """Repeat the beginning of a run, each way in a process of its own.
-
-    Raises:
-        PeerLost, DeadlineExceeded, ExchangeError: A replay died, reported nothing for too long, or failed.
-    """
-    in_one_piece, has_shards = replace(settings, tensor_parallel=1), settings.tensor_parallel > 1
-    works = {
-        "the replay 'one'": partial(report_replay, "one", in_one_piece, texts, 1),
-        "the replay 'reversed'": partial(
-            report_replay, "reversed", in_one_piece, texts, 1, backwards=True, mirror=has_shards
-        ),
+    """Repeat the beginning of a run, each way in a process of its own; raises as `train`."""
+    whole, has_shards = replace(settings, tensor_parallel=1), settings.tensor_parallel > 1
+    backwards = partial(report_replay, backwards=True, mirror=has_shards)
+    jobs = {
+        "the replay 'one'": partial(report_replay, "one", whole, texts, 1),
+        "the replay 'reversed'": partial(backwards, "reversed", whole, texts, 1),
         "the replay 'ranks'": partial(report_replay, "ranks", settings, texts, settings.workers),
     }
     if has_shards:
-        works["the comparison of shards"] = partial(report_comparison, settings, texts)
-    with Crew() as crew:
-        for member, work in [(crew.start(name), work) for name, work in works.items()]:
-            member.give(work)
-        reports = list(crew.reports())
+        jobs["the comparison of shards"] = partial(report_comparison, settings, texts)
+    with ProcessPool(environment=ENVIRONMENT) as pool:
+        for worker, job in [(pool.start(name), job) for name, job in jobs.items()]:
+            pool.give(worker, job)
+        reports = list(pool.reports())
     weights = {report.name: report.weights for report in reports if isinstance(report, Replayed)}
     return Replays(weights, next((report for report in reports if isinstance(report, Compared)), None))

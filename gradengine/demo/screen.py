@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING, final
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from gradengine.demo.words import counted
+from gradengine.demo.settings import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,84 +25,80 @@ if TYPE_CHECKING:
 
 __all__ = ["Screen"]
 
-_PLAIN_LINES = 20  # of progress in a whole run
+_ROWS = 20  # of steps in a whole run
+_WEIGHT_BYTES = 4
 
 
 @final
 class Screen:
-    """Shows a run: use it as a context while the run lasts."""
+    """Shows a run, as its `Watcher`: use it as a context while the run lasts."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, weights: int) -> None:
+        self._settings, self._weights, self._begin = settings, weights, time.perf_counter()
         self._console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-        self._progress = Progress(
-            TextColumn("training"),
-            *_bar(self._console),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._progress.add_task("", total=settings.steps, figures="")
+        columns = [*_bar(self._console), MofNCompleteColumn(), TimeElapsedColumn()]
+        is_terminal = self._console.is_terminal
+        self._progress = Progress(*columns, console=self._console, disable=not is_terminal, transient=True)
+        self._task = self._progress.add_task("", total=settings.steps)
 
-    def introduce(self, texts: Texts, weights: int, entropy: float) -> None:
+    def introduce(self, texts: Texts, entropy: float) -> None:
         """Say what is going to be done."""
-        settings, model = self._settings, self._settings.model
-        shards = f", in {settings.tensor_parallel} shards" if settings.tensor_parallel > 1 else ""
-        self._line("model", f"byte-level Llama, {counted(model.num_blocks, 'block')}, {weights:,} weights{shards}")
-        self._line("text", f"{texts.source}: {_size(texts.train)} to learn, {_size(texts.held_out)} held out")
-        self._line("", f"entropy of the held-out bytes: {entropy:.3f} nats each")
-        self._line(
-            "step",
-            f"{counted(settings.workers, 'worker')} x {counted(settings.micro_batches, 'micro-batch')}"
-            f" x {counted(settings.batch_size, 'sequence')} of {counted(model.sequence_length, 'byte')}",
-        )
+        settings = self._settings
+        shards = f" in {settings.tensor_parallel} shards" if settings.tensor_parallel > 1 else ""
+        self.note("model", f"byte-level Llama, {self._weights:,} weights{shards}")
+        self.note("text", f"{texts.source}: {_size(texts.train)} to learn, {_size(texts.held_out)} held out")
+        self.note("entropy", f"{entropy:.3f} nats per byte of the held-out text")
+        work = f"{counted(settings.workers, 'worker')} x {counted(settings.micro_batches, 'micro-batch')}"
+        sequences, length = counted(settings.batch_size, "sequence"), counted(settings.model.sequence_length, "byte")
+        self.note("step", f"{work} x {sequences} of {length}")
 
     def started(self, processes: Mapping[str, int | None]) -> None:
         """See `Watcher.started`."""
-        self._line("workers", ", ".join(f"{name}: process {process}" for name, process in processes.items()))
+        self.note("workers", ", ".join(f"{name}: process {process}" for name, process in processes.items()))
 
     def listening(self, urls: Sequence[str]) -> None:
         """See `Watcher.listening`."""
         for tp_rank, url in enumerate(urls):
-            self._line("", f"over {url}" + (f", shard {tp_rank}" if len(urls) > 1 else ""))
+            self.note("", f"over {url}" + (f", shard {tp_rank}" if len(urls) > 1 else ""))
 
     def stepped(self, step: Step) -> None:
         """See `Watcher.stepped`."""
-        figures = f"loss {step.loss:.3f}  norm {step.norm:.2f}  exchange {1e3 * step.exchange_seconds:5.1f} ms"
-        self._progress.update(self._task, completed=step.number, figures=figures)
-        every = max(1, self._settings.steps // _PLAIN_LINES)
-        if not self._console.is_terminal and step.number % every == 0:
-            self._line("training", f"step {step.number:>4}/{self._settings.steps}  {figures}")
+        if step.number == 1:
+            self._console.print("\n   step    loss    norm   MB/s  wait ms", style="bold")
+            self._begin = time.perf_counter()  # the first step is not in the rate: interpreters were still starting
+        self._progress.update(self._task, completed=step.number)
+        if step.number % max(1, self._settings.steps // _ROWS) == 0:
+            rate = self._exchanged_bytes * (step.number - 1) / (time.perf_counter() - self._begin) / 1e6
+            wait = 1e3 * step.exchange_seconds
+            self._console.print(f"{step.number:>7} {step.loss:>7.3f} {step.norm:>7.2f} {rate:>6.1f} {wait:>8.1f}")
+
+    @property
+    def _exchanged_bytes(self) -> int:
+        """What crosses between workers in a step: each but the first sends its gradient and gets the sum."""
+        return 2 * (self._settings.workers - 1) * _WEIGHT_BYTES * self._weights
 
     def trained(self, record: Record) -> None:
         """Say how training went."""
-        self._progress.stop()
         times = sorted(step.exchange_seconds for step in record.steps)
-        self._line(
-            "trained",
-            f"{counted(len(record.steps), 'step')} in {record.seconds:.1f} s; the median step waited"
-            f" {1e3 * times[len(times) // 2]:.1f} ms for the exchange",
-        )
+        wait = f"the median step waited {1e3 * times[len(times) // 2]:.1f} ms for the exchange"
+        self._console.print()
+        self.note("trained", f"{counted(len(record.steps), 'step')} in {record.seconds:.1f} s; {wait}")
 
     def show(self, proofs: Sequence[Proof]) -> None:
         """The proofs, as a table."""
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, leading=1)
-        for heading in ("", "proof", "measured", "holds"):
-            table.add_column(heading)
+        table = Table("", "proof", "measured", "holds", box=SIMPLE_HEAD, pad_edge=False)
         for proof in proofs:
             verdict = Text("yes", "green") if proof.holds else Text("NO", "bold red")
-            figures = Text.assemble(proof.measured, "\n", (proof.required, "dim"))
-            table.add_row(proof.name, proof.claim, figures, verdict)
+            table.add_row(
+                proof.name, proof.claim, Text.assemble(proof.measured, "\n", (proof.required, "dim")), verdict
+            )
         self._console.print(table)
-        for proof in proofs:
-            if proof.remark:
-                self._console.print(proof.remark, "\n", style="dim", soft_wrap=False)
+        for remark in (proof.remark for proof in proofs if proof.remark):
+            self._console.print(remark, style="dim", soft_wrap=False)
 
     def note(self, name: str, what: str) -> None:
-        """One more line."""
-        self._line(name, what)
+        """One line."""
+        self._console.print(f"{name:<9}{what}", markup=False)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -109,9 +106,6 @@ class Screen:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-
-    def _line(self, name: str, what: str) -> None:
-        self._console.print(f"{name:<9}{what}", markup=False)
 
 
 def _bar(console: Console) -> list[ProgressColumn]:

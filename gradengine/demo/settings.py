@@ -10,7 +10,7 @@ from gradengine.demo.text import split
 from gradengine.errors import CallerError
 from gradengine.tensor_parallel import TensorParallelConfig
 
-__all__ = ["Settings", "Texts", "Transport", "divide"]
+__all__ = ["Settings", "Texts", "Transport", "counted", "divide"]
 
 
 class Transport(str, Enum):
@@ -23,22 +23,11 @@ class Transport(str, Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of a run.
+    """The choices of a run; `gradengine demo --help` says what each is.
 
     Attributes:
-        workers: Ranks that train together.
-        tensor_parallel: Shards that the model of each worker is cut into; each has a thread of its own.
-        micro_batches: Micro-batches of each worker in each step.
-        steps: Optimizer steps.
-        batch_size: Sequences of a micro-batch.
-        learning_rate: The rate after warm-up; a half cosine takes it down to a tenth.
         max_norm: Bound of the gradient's global norm.
-        seed: Of the first weights and of the micro-batches.
-        transport: How gradients travel.
-        port: Where rank 0 listens on loopback; 0 for any free port.
-        compared_steps: After so many steps the weights are kept, to be compared with those of one process.
         evaluations: How often the held-out loss is taken, spread evenly over the run.
-        model: The sizes of the model.
     """
 
     workers: int = 2
@@ -66,20 +55,10 @@ class Settings:
         return self.batch_size * self.model.sequence_length * self.model.hidden_size
 
     def shard(self, tp_rank: int) -> TensorParallelConfig:
-        """How a shard of the model is cut.
-
-        Raises:
-            CallerError: The model cannot be cut into so many.
-        """
-        model = self.model
-        return TensorParallelConfig(
-            tp_rank,
-            self.tensor_parallel,
-            model.hidden_size,
-            model.intermediate_size,
-            model.num_heads,
-            model.num_kv_heads,
-        )
+        """How a shard of the model is cut; CallerError if it cannot be."""
+        model, tp_size = self.model, self.tensor_parallel
+        sizes = (model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads)
+        return TensorParallelConfig(tp_rank, tp_size, *sizes)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the held-out loss is taken after `step` steps; always after the last.
@@ -88,8 +67,7 @@ class Settings:
             >>> [step for step in range(1, 11) if Settings(steps=10, evaluations=3).is_evaluated(step)]
             [4, 7, 10]
         """
-        done, before = (step * self.evaluations // self.steps, (step - 1) * self.evaluations // self.steps)
-        return done > before
+        return step * self.evaluations // self.steps > (step - 1) * self.evaluations // self.steps
 
 
 @dataclass(frozen=True)
@@ -102,11 +80,7 @@ class Texts:
 
 
 def divide(text: bytes, source: str, sequence_length: int) -> Texts:
-    """Hold out a tenth of the text.
-
-    Raises:
-        CallerError: A sequence does not fit into what is held out.
-    """
+    """Hold out a tenth of the text; CallerError if a sequence does not fit into that."""
     train, held_out = split(text)
     if len(held_out) <= sequence_length:
         raise CallerError(
@@ -116,3 +90,14 @@ def divide(text: bytes, source: str, sequence_length: int) -> Texts:
             do="pass a longer text or a shorter sequence length",
         )
     return Texts(train, held_out, source)
+
+
+def counted(number: int, noun: str) -> str:
+    """The number and its noun, which gets an s unless there is one.
+
+    Example:
+        >>> counted(1, "step"), counted(2, "micro-batch"), counted(60, "step")
+        ('1 step', '2 micro-batches', '60 steps')
+    """
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

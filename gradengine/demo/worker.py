@@ -1,7 +1,7 @@
-"""What each rank of the demo does: its micro-batches through a `DistributedTrainer`, and a word about each step.
+"""What each rank of the demo does: a model with its optimizer, made distributed by a `DistributedTrainer`.
 
-A rank is a worker with a whole model. Where that is cut into shards, each shard has a thread, its own exchange with the
-same shard of the other workers, and two with the other shards of its worker.
+`replay` makes a run's first steps by another path: whole micro-batches, added in one process, where workers stream
+blocks into the exchange while backward runs.
 """
 
 from __future__ import annotations
@@ -9,38 +9,152 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, final
+from time import monotonic
+from typing import TYPE_CHECKING, TypeVar, final
 
-from gradengine.demo.learner import Learner, layout_of, result_of
-from gradengine.demo.reports import Evaluated, Finished, Kept, Listening, Report, Stepped
-from gradengine.demo.shards import TensorParallelRank, replicated_part, tensor_parallel_group, united
-from gradengine.demo.signs_of_life import with_signs_of_life
-from gradengine.demo.text import step_indexes
-from gradengine.demo.together import together
+import numpy as np
+
+from gradengine.demo.adamw import AdamW, warmup_cosine
+from gradengine.demo.model import GradientStream, forward, forward_backward, initial_weights, loss, stream_gradients
+from gradengine.demo.record import Evaluated, Finished, Heartbeat, Kept, Listening, Replayed, Report, Stepped
+from gradengine.demo.shards import (
+    WHOLE,
+    TensorParallelRank,
+    cut,
+    mirrored,
+    replicated_part,
+    run_threads,
+    tensor_parallel_group,
+    united,
+)  # fmt: skip
+from gradengine.demo.text import evaluation_batches, micro_batch, step_indexes
+from gradengine.errors import WindowError
 from gradengine.exchange import Exchange, GradientServer, LocalExchange, connect, local_group
+from gradengine.layout import GradientLayout
 from gradengine.trainer import DistributedTrainer, weights_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from gradengine.demo.model import GradientStream
-    from gradengine.demo.reports import Weights
+    import numpy.typing as npt
+
+    from gradengine.demo.model import Array
+    from gradengine.demo.record import Weights
     from gradengine.demo.settings import Settings, Texts
     from gradengine.exchange.channel import Address
+    from gradengine.result import StepResult
 
-__all__ = ["train_as_rank_0", "train_as_threads", "train_at"]
+__all__ = [
+    "Learner", "layout_of", "replay", "report_replay", "result_of", "train_as_rank_0", "train_as_threads", "train_at",
+    "with_heartbeat",
+]  # fmt: skip
 
-# A step takes a twentieth of a second; a worker that is stopped shall not stop the others long.
-_PATIENCE_SECONDS = 60.0
+T = TypeVar("T")
+
+_TIMEOUT_SECONDS = 60.0  # a step takes a twentieth of a second; a worker that is stopped shall not stop the others long
+_HEARTBEAT_SECONDS = 1.0  # steps of the demo's own model are shorter, and add nothing to what is reported of them
+_EVALUATION_BATCHES = 24
+
+
+def layout_of(settings: Settings, tp_rank: int = 0) -> GradientLayout:
+    """The layout of a shard's gradients, in the order in which its backward finishes them."""
+    model = settings.model
+    return GradientLayout.transformer(
+        model.num_blocks,
+        model.hidden_size,
+        model.kv_hidden_size,
+        model.intermediate_size,
+        model.vocab_size,
+        tensor_parallel=settings.shard(tp_rank),
+    )
+
+
+def result_of(trainer: DistributedTrainer) -> StepResult:
+    """What the trainer's last step handed back; WindowError if it has made none."""
+    if trainer.last_result is None:
+        raise WindowError("the trainer has no result", got="no step made", expected="at least 1")
+    return trainer.last_result
+
+
+def with_heartbeat(items: Iterable[T], report: Callable[[Report], None]) -> Iterator[T]:
+    """The items one by one, and between them a report where a second has passed without one.
+
+    Example:
+        >>> list(with_heartbeat([3, 4], print))
+        [3, 4]
+    """
+    last = monotonic()
+    for item in items:
+        if monotonic() - last >= _HEARTBEAT_SECONDS:
+            report(Heartbeat())
+            last = monotonic()
+        yield item
+
+
+@final
+class Learner:
+    """The weights of a shard, and what moves them; a `LocalTrainer` whose micro-batches are their global indexes.
+
+    Equal settings and texts give equal learners, so workers begin alike without a word to each other.
+
+    Args:
+        settings: Those of the run.
+        texts: Those of the run.
+        rank: Which shard, and the way to the others: all of them must do the same at the same time.
+        initial: The whole model's first weights; by default drawn from the run's seed.
+    """
+
+    def __init__(
+        self, settings: Settings, texts: Texts, rank: TensorParallelRank = WHOLE, initial: Weights | None = None
+    ) -> None:
+        self._settings, self._texts = settings, texts
+        whole = initial_weights(settings.model, settings.seed) if initial is None else initial
+        self.weights: Weights = cut(settings, whole, rank.tp_rank)
+        self._all_reduce = rank.all_reduce(settings.activation_size)
+        schedule = partial(warmup_cosine, warmup_steps=settings.steps // 20, total_steps=settings.steps)
+        self._optimizer = AdamW(self.weights, settings.learning_rate, schedule=schedule)
+
+    def stream_backward(self, index: int) -> tuple[float, GradientStream]:
+        """The loss of micro-batch `index`, and its gradients as backward finishes them."""
+        tokens, model = self._micro_batch(index), self._settings.model
+        value, stream = stream_gradients(self.weights, tokens, model, all_reduce=self._all_reduce)
+        return float(value), stream
+
+    def forward_backward(self, index: int) -> tuple[float, Weights]:
+        """The loss of micro-batch `index`, and all its gradients."""
+        return forward_backward(
+            self.weights, self._micro_batch(index), self._settings.model, all_reduce=self._all_reduce
+        )
+
+    def logits(self, index: int) -> Array:
+        """What the model says to micro-batch `index`: (B, T, V)."""
+        tokens, model = self._micro_batch(index), self._settings.model
+        return forward(self.weights, tokens[:, :-1], model, all_reduce=self._all_reduce)[0]
+
+    def apply_gradients(self, gradients: Mapping[str, object]) -> None:
+        """One step of the optimizer."""
+        self._optimizer.step(gradients)
+
+    def held_out_loss(self) -> float:
+        """Mean cross-entropy of the held-out text in nats per byte, on the same windows every time."""
+        settings, model = self._settings, self._settings.model
+        batches = evaluation_batches(
+            self._texts.held_out, settings.batch_size, model.sequence_length, _EVALUATION_BATCHES
+        )
+        return float(np.mean([loss(self.weights, batch, model, all_reduce=self._all_reduce) for batch in batches]))
+
+    def _micro_batch(self, index: int) -> npt.NDArray[np.uint8]:
+        settings = self._settings
+        return micro_batch(self._texts.train, index, settings.batch_size, settings.model.sequence_length, settings.seed)
 
 
 def train_as_rank_0(
     settings: Settings, texts: Texts, addresses: Sequence[Address], token: str, report: Callable[[Report], None]
 ) -> None:
-    """Open the doors for the other ranks, one for each shard, say where they are, and train."""
+    """Listen for the other ranks, at one address for each shard, say where, and train."""
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(GradientServer(settings.workers, address, token=token, timeout=_PATIENCE_SECONDS))
+            stack.enter_context(GradientServer(settings.workers, address, token=token, timeout=_TIMEOUT_SECONDS))
             for address in addresses
         ]
         report(Listening(tuple(server.url for server in servers)))
@@ -52,13 +166,13 @@ def train_at(
     settings: Settings, texts: Texts, rank: int, urls: Sequence[str], token: str, report: Callable[[Report], None]
 ) -> None:
     """Train as a rank that connects to rank 0."""
-    exchanges = [connect(url, rank, settings.workers, token=token, timeout=_PATIENCE_SECONDS) for url in urls]
+    exchanges = [connect(url, rank, settings.workers, token=token, timeout=_TIMEOUT_SECONDS) for url in urls]
     _train_all(settings, texts, [exchanges], report)
 
 
 def train_as_threads(settings: Settings, texts: Texts, report: Callable[[Report], None]) -> None:
     """Train all ranks on threads of this process."""
-    groups = [local_group(settings.workers, timeout=_PATIENCE_SECONDS) for _ in range(settings.tensor_parallel)]
+    groups = [local_group(settings.workers, timeout=_TIMEOUT_SECONDS) for _ in range(settings.tensor_parallel)]
     _train_all(settings, texts, list(zip(*groups, strict=True)), report)
 
 
@@ -70,7 +184,7 @@ def _train_all(
     for exchanges in workers:
         group = tensor_parallel_group(settings.tensor_parallel)
         works += [partial(_train, settings, texts, *pair, report) for pair in zip(exchanges, group, strict=True)]
-    shards = together(works)
+    shards = run_threads(works)
     for number, exchanges in enumerate(workers):
         size = settings.tensor_parallel
         _report_end(settings, exchanges[0].rank, shards[number * size : (number + 1) * size], report)
@@ -113,29 +227,19 @@ class _Worker:
         self._backward_over = self._exchange_seconds = 0.0
         self.learner = Learner(settings, texts, tp)
         self.kept: Weights = {}
-        self._trainer = DistributedTrainer(
-            self,
-            exchange,
-            layout_of(settings, tp.tp_rank),
-            max_norm=settings.max_norm,
-            micro_batches=settings.micro_batches,
-            tp_exchange=tp.gradients,
-        )
+        self.forward_backward = self.learner.forward_backward
+        self._trainer = _trainer(self, settings, exchange, tp, settings.micro_batches)
 
     def make_step(self, step: int) -> None:
-        """One optimizer step, counted from 1, and what there is to say about it."""
+        """One optimizer step, counted from 1, and its reports."""
         trainer = self._trainer
-        shard = step_indexes(step - 1, self._settings.micro_batches_in_all, trainer.rank, trainer.world_size)
-        loss = trainer.train_batch(with_signs_of_life(shard, self._say))
+        share = step_indexes(step - 1, self._settings.micro_batches_in_all, trainer.rank, trainer.world_size)
+        loss = trainer.train_batch(with_heartbeat(share, self._say))
         self._say(Stepped(trainer.rank, step, loss, result_of(trainer).norm, self._exchange_seconds))
         if step == self._settings.compared_steps:
             self.kept = {name: weight.copy() for name, weight in self.learner.weights.items()}
         if trainer.is_coordinator and self._settings.is_evaluated(step):
             self._say(Evaluated(step, self.learner.held_out_loss()))
-
-    def forward_backward(self, index: int) -> tuple[float, Weights]:
-        """See `LocalTrainer`."""
-        return self.learner.forward_backward(index)
 
     def stream_backward(self, index: int) -> tuple[float, GradientStream]:
         """See `LocalTrainer`: a step's last micro-batch, whose blocks leave while backward still runs."""
@@ -155,3 +259,81 @@ class _Worker:
         """All shards of a rank know the same; the first one says it."""
         if self._tp_rank == 0:
             self._report(report)
+
+
+def _trainer(
+    learner: Learner | _Worker,
+    settings: Settings,
+    exchange: Exchange,
+    tp: TensorParallelRank,
+    micro_batches: int | None = None,
+) -> DistributedTrainer:
+    layout, max_norm = layout_of(settings, tp.tp_rank), settings.max_norm
+    return DistributedTrainer(
+        learner, exchange, layout, max_norm=max_norm, micro_batches=micro_batches, tp_exchange=tp.gradients
+    )
+
+
+def report_replay(
+    name: str,
+    settings: Settings,
+    texts: Texts,
+    ranks: int,
+    *,
+    backwards: bool = False,
+    mirror: bool = False,
+    report: Callable[[Report], None],
+) -> None:
+    """Replay, and report the weights under a name."""
+    report(Replayed(name, replay(settings, texts, ranks, backwards=backwards, mirror=mirror, report=report)))
+
+
+def replay(
+    settings: Settings,
+    texts: Texts,
+    ranks: int,
+    *,
+    backwards: bool = False,
+    mirror: bool = False,
+    report: Callable[[Report], None] = lambda _: None,
+) -> Weights:
+    """The weights after the run's first `compared_steps` steps, with all its micro-batches on `ranks` threads.
+
+    Args:
+        settings: Those of the run; with `tensor_parallel` 1 the model stays in one piece.
+        texts: Those of the run.
+        ranks: 1 to add all micro-batches in order; the run's `workers` to add as they did.
+        backwards: Each rank takes its micro-batches of a step in reverse order.
+        mirror: The model adds up its heads and intermediate columns in reverse order.
+        report: Is told now and then that the work goes on.
+    """
+    model = settings.model
+    initial = initial_weights(model, settings.seed)
+    if mirror:
+        initial = mirrored(initial, model)
+    groups = [local_group(ranks) for _ in range(settings.tensor_parallel)]
+    works = [
+        partial(_replay_shard, settings, texts, backwards, initial, exchange, tp, report)
+        for exchanges in zip(*groups, strict=True)
+        for exchange, tp in zip(exchanges, tensor_parallel_group(settings.tensor_parallel), strict=True)
+    ]
+    weights = united(settings, run_threads(works)[: settings.tensor_parallel])
+    return mirrored(weights, model) if mirror else weights
+
+
+def _replay_shard(
+    settings: Settings,
+    texts: Texts,
+    backwards: bool,
+    initial: Weights,
+    exchange: Exchange,
+    tp: TensorParallelRank,
+    report: Callable[[Report], None],
+) -> Weights:
+    with exchange, tp:
+        learner = Learner(settings, texts, tp, initial)
+        trainer = _trainer(learner, settings, exchange, tp)
+        for step in with_heartbeat(range(settings.compared_steps), report):
+            share = step_indexes(step, settings.micro_batches_in_all, exchange.rank, exchange.world_size)
+            trainer.train_batch(with_heartbeat(reversed(share) if backwards else share, report))
+    return learner.weights

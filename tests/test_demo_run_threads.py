@@ -7,9 +7,8 @@ import time
 import pytest
 from transports import SOON
 
-from gradengine.demo import together as module
-from gradengine.demo.all_reduce import ActivationAllReduce
-from gradengine.demo.together import together
+from gradengine.demo import shards as module
+from gradengine.demo.shards import ActivationAllReduce, run_threads
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
 from gradengine.exchange import local_group
 
@@ -20,18 +19,18 @@ def fail(error, after=0.0):
 
 
 def test_results_come_in_the_order_of_the_works():
-    assert together([lambda s=s: (time.sleep(s), s)[1] for s in (0.1, 0.0, 0.05)]) == [0.1, 0.0, 0.05]
+    assert run_threads([lambda s=s: (time.sleep(s), s)[1] for s in (0.1, 0.0, 0.05)]) == [0.1, 0.0, 0.05]
 
 
 def test_nothing_to_do_is_done():
-    assert together([]) == []
+    assert run_threads([]) == []
 
 
 def test_each_work_has_a_thread_and_a_single_one_has_this():
     meeting = threading.Barrier(3)
-    assert sorted(together([lambda: meeting.wait(10)] * 3)) == [0, 1, 2]
-    assert together([threading.get_ident]) == [threading.get_ident()]
-    assert threading.get_ident() not in together([threading.get_ident] * 2)
+    assert sorted(run_threads([lambda: meeting.wait(10)] * 3)) == [0, 1, 2]
+    assert run_threads([threading.get_ident]) == [threading.get_ident()]
+    assert threading.get_ident() not in run_threads([threading.get_ident] * 2)
 
 
 @pytest.mark.parametrize("lost_first", [True, False])
@@ -39,7 +38,7 @@ def test_who_is_at_fault_is_raised_and_not_who_missed_it(lost_first):
     at_fault, missed = (0.1, 0.0) if lost_first else (0.0, 0.1)
     works = [lambda: fail(PeerLost("gone"), missed), lambda: fail(CallerError("mistaken"), at_fault), lambda: 1]
     with pytest.raises(CallerError, match="mistaken"):
-        together(works)
+        run_threads(works)
 
 
 def test_where_all_miss_a_peer_the_first_to_say_so_is_raised():
@@ -54,28 +53,28 @@ def test_where_all_miss_a_peer_the_first_to_say_so_is_raised():
         raise PeerLost("second")
 
     with pytest.raises(PeerLost, match="first"):
-        together([fails_second, fails_first])
+        run_threads([fails_second, fails_first])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), DeadlineExceeded("late"), ZeroDivisionError()])
 def test_every_kind_of_failure_comes_through(error):
     with pytest.raises(type(error)):
-        together([lambda: fail(error), lambda: 1])
+        run_threads([lambda: fail(error), lambda: 1])
 
 
 def test_a_thread_that_never_ends_is_left_behind(monkeypatch):
-    monkeypatch.setattr(module, "_CONFESSION_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_ROOT_CAUSE_SECONDS", 0.2)
     ended = threading.Event()
     begin = time.monotonic()
     with pytest.raises(CallerError):
-        together([lambda: ended.wait(60), lambda: fail(CallerError("mistaken"))])
+        run_threads([lambda: ended.wait(60), lambda: fail(CallerError("mistaken"))])
     assert time.monotonic() - begin < SOON
     ended.set()
 
 
 def test_no_failure_is_no_hurry(monkeypatch):
-    monkeypatch.setattr(module, "_CONFESSION_SECONDS", 0.0)
-    assert together([lambda: time.sleep(0.3), lambda: 2]) == [None, 2]
+    monkeypatch.setattr(module, "_ROOT_CAUSE_SECONDS", 0.0)
+    assert run_threads([lambda: time.sleep(0.3), lambda: 2]) == [None, 2]
 
 
 def test_a_failed_rank_ends_what_the_others_wait_for():
@@ -87,5 +86,5 @@ def test_a_failed_rank_ends_what_the_others_wait_for():
 
     begin = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="of rank 2"):
-        together([lambda e=e: work(e) for e in local_group(3)])
+        run_threads([lambda e=e: work(e) for e in local_group(3)])
     assert time.monotonic() - begin < SOON

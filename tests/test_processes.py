@@ -1,0 +1,215 @@
+"""The pool of worker processes: who dies, fails or hangs is named, and none is left."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from functools import partial
+from multiprocessing.connection import wait
+
+import pytest
+
+from gradengine import processes
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost
+from gradengine.processes import ProcessPool, interrupts_blocked
+
+PATIENCE = 100.0  # seconds in which an interpreter starts, however busy the machine is
+DEADLINE = 0.5  # seconds without a report, once it has started
+
+
+def test_no_interrupt_comes_while_a_process_is_started_whichever_thread_is_given_the_signal():
+    released, waited = threading.Event(), []
+
+    def start():
+        with interrupts_blocked():
+            os.kill(os.getpid(), signal.SIGINT)
+            waited.extend(time.sleep(0.005) for _ in range(20))
+
+    other = threading.Thread(target=released.wait)  # as one of BLAS: nothing is blocked in it
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    finally:
+        released.set()
+        other.join()
+    assert len(waited) == 20
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
+def announce_and_wait(report):
+    report(os.getpid())
+    threading.Event().wait()
+
+
+def miss_a_peer(report):
+    raise PeerLost("somebody is gone")
+
+
+def report_and_stop(report):
+    report(os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_amid_a_report(report):
+    report(os.getpid())
+    os.write(report._connection.fileno(), (1000).to_bytes(4, "big"))  # the length of what never comes
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def report_often(report):
+    for number in range(6):
+        report(number)
+
+
+def take(text, report):
+    report(len(text))
+
+
+def give_up(report):
+    time.sleep(0.2)
+    raise CallerError("this cannot be", got=1, expected=2)
+
+
+def break_down(report):
+    raise ZeroDivisionError("a fault of the program")
+
+
+def ended(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def pool_of(pool, **works):
+    for name, work in works.items():
+        pool.give(pool.start(name), work)
+
+
+def test_a_killed_process_is_named_and_none_is_left():
+    begin = time.monotonic()
+    with ProcessPool() as pool:
+        pool_of(pool, first=announce_and_wait, second=announce_and_wait)
+        reports = pool.reports()
+        pids = [next(reports), next(reports)]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(PeerLost, match=rf"(first|second) \(process {pids[1]}\) was killed by SIGKILL"):
+            next(reports)
+    assert all(ended(pid) for pid in pids)
+    assert time.monotonic() - begin < PATIENCE
+
+
+def test_who_is_at_fault_is_named_and_not_who_noticed():
+    with ProcessPool() as pool:
+        pool_of(pool, noticing=miss_a_peer, failing=give_up)
+        with pytest.raises(ExchangeError, match="failing: this cannot be: got 1, expected 2"):
+            list(pool.reports())
+
+
+def test_where_all_miss_a_peer_the_first_to_say_so_is_named():
+    with ProcessPool() as pool:
+        pool_of(pool, only=miss_a_peer)
+        with pytest.raises(ExchangeError, match="only: somebody is gone"):
+            list(pool.reports())
+
+
+def test_a_fault_of_the_program_is_told_too(capfd):
+    with ProcessPool() as pool:
+        pool_of(pool, broken=break_down)
+        with pytest.raises(ExchangeError, match="broken: ZeroDivisionError: a fault of the program"):
+            list(pool.reports())
+    assert "Traceback" in capfd.readouterr().err
+
+
+def names_who_is_late(reports, name):
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=rf"^{name} \(process \d+\) reported nothing for {DEADLINE:g} s; "):
+        list(reports)
+    assert time.monotonic() - begin < PATIENCE / 2
+
+
+@pytest.mark.parametrize("work", [report_and_stop, stop_amid_a_report])
+def test_a_process_that_is_stopped_is_named_when_the_deadline_passes(work):
+    with ProcessPool(PATIENCE) as pool:
+        worker = pool.start("sleeper")
+        pool.give(worker, work)
+        reports = pool.reports()
+        assert next(reports) == worker.process.pid
+        pool._deadline = DEADLINE
+        names_who_is_late(reports, "sleeper")
+    assert ended(worker.process.pid)
+
+
+def test_a_process_that_is_stopped_before_it_takes_its_work_is_named():
+    with ProcessPool(DEADLINE) as pool:
+        worker, waiting = pool.start("sleeper"), pool.start("waiting")
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        pool.give(worker, partial(take, bytes(10_000_000)))  # more than a pipe holds
+        names_who_is_late(pool.reports(), "sleeper")
+    assert ended(worker.process.pid)
+    assert ended(waiting.process.pid)
+
+
+def test_processes_that_report_are_given_all_the_time_they_need(monkeypatch):
+    """The deadline begins anew with each report."""
+    waits = []
+    monkeypatch.setattr(processes, "wait", lambda pipes, seconds: waits.append(seconds) or wait(pipes, seconds))
+    with ProcessPool(PATIENCE) as pool:
+        pool.give(pool.start("slow"), report_often)
+        seen = [(report, len(waits)) for report in pool.reports()]
+    assert [report for report, _ in seen] == list(range(6))
+    assert all(later[1] > earlier[1] for earlier, later in itertools.pairwise(seen))
+    assert set(waits) == {PATIENCE}
+
+
+def echo(report):
+    report("ready")
+    for number in report:
+        report(2 * number)
+
+
+def test_a_worker_answers_what_it_is_given_until_the_pool_is_closed():
+    pool = ProcessPool(PATIENCE)
+    workers = [pool.start(name) for name in ("first", "second")]
+    for worker in workers:
+        pool.give(worker, echo)
+    assert pool.answers() == ["ready", "ready"]
+    for number, worker in enumerate(workers, 1):
+        pool.give(worker, number)
+    assert pool.answers() == [2, 4]
+    pool.close()
+    assert [worker.process.exitcode for worker in workers] == [0, 0]
+
+
+def test_a_worker_that_ends_without_an_answer_is_named():
+    with ProcessPool(PATIENCE) as pool:
+        pool_of(pool, answering=partial(take, "text"), silent=end_at_once)
+        with pytest.raises(PeerLost, match=r"silent \(process \d+\) ended without a word, exit code 0"):
+            pool.answers()
+
+
+def end_at_once(report):
+    pass
+
+
+def test_the_environment_of_this_process_stays_as_it_was(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    with ProcessPool(environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}) as pool:
+        pool.start("idle")
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "OPENBLAS_NUM_THREADS" not in os.environ
+
+
+def test_partial_works_are_what_processes_get():
+    with ProcessPool() as pool:
+        pool.give(pool.start("sum"), partial(report_sum, 2, 3))
+        assert list(pool.reports()) == [5]
+
+
+def report_sum(a, b, report):
+    report(a + b)
