@@ -32,10 +32,16 @@ from gradengine.bench.crew import Crew, ProcessCrew, ThreadCrew
 from gradengine.bench.machine import load, machine, versions
 from gradengine.bench.reduction import ExchangeReduction, free_port, span_layout
 from gradengine.errors import GradientError
-from gradengine.plan.compute import ready_shares
-from gradengine.plan.machine import ON_ONE_MACHINE, Rates, on_one_machine, overlap_on_one_machine
-from gradengine.plan.measure import Sum, pairs, rates_of
-from gradengine.plan.memory import coordinator_bytes
+from gradengine.plan.machine import (
+    ON_ONE_MACHINE,
+    Rates,
+    Sum,
+    on_one_machine,
+    overlap_on_one_machine,
+    pairs,
+    rates_of,
+)
+from gradengine.plan.rank import coordinator_bytes, ready_shares
 from gradengine.plan.traffic import Network, span_bytes, star
 from gradengine.tensor_parallel_cost import Bandwidth
 

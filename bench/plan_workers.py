@@ -7,7 +7,7 @@ import time
 from gradengine import GradientEngine, connect
 from gradengine.bench.memory import peak_growth
 from gradengine.bench.reduction import contribution, span_layout
-from gradengine.plan.compute import ready_shares
+from gradengine.plan.rank import ready_shares
 
 __all__ = ["Footprint", "Stepper"]
 

@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("rich")
 
 from gradengine.errors import GradientError
-from gradengine.plan.machine import Rates
-from gradengine.plan.measure import rates_of
+from gradengine.plan.machine import Rates, rates_of
 from gradengine.plan.models import Model
 from gradengine.plan.prediction import Question, predict
 from gradengine.tensor_parallel_cost import Bandwidth

@@ -19,6 +19,7 @@ from gradengine.cli import app
 from gradengine.errors import CallerError
 from gradengine.plan import command
 from gradengine.plan.machine import Rates
+from gradengine.plan.quantities import size
 
 RATES = Rates(2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9)
 ROOT = Path(__file__).parent.parent
@@ -44,7 +45,7 @@ def test_350m_prints_the_two_known_numbers_and_the_known_arena(columns, tp):
     output = planned("--model", "350m", "--workers", 2, "--tp", tp, "--bandwidth", "10 Gbit/s", columns=columns)
     assert re.search(r"\b4194304\b", output)
     assert re.search(r"\b201326592\b", output)
-    assert ("1,594,036,224" in output) == (tp == 1)
+    assert ("1594036224" in output) == (tp == 1)
     assert ("nothing travels" in squeezed(output)) == (tp == 1)
 
 
@@ -64,8 +65,8 @@ def test_json_and_terminal_agree(tmp_path):
     output = squeezed(planned("--model", "7b", "--workers", 8, "--bandwidth", "100 Gbit/s", "--json", path))
     found = json.loads(path.read_text())
     assert found["choice"]["reason"] in output
-    for nbytes in (found["memory_bytes_per_rank"]["arena"], found["exchange"]["star"]["busiest_link_bytes"]):
-        assert f"{nbytes:,}" in output
+    assert str(found["memory_bytes_per_rank"]["arena"]) in output
+    assert size(found["exchange"]["star"]["busiest_link_bytes"]) in output
 
 
 def test_a_config_file_is_planned(tmp_path):
@@ -157,7 +158,7 @@ def test_only_a_plot_imports_matplotlib():
         (["--bandwidth", "1 GB/s", "--socket-bandwidth", "3"], "--socket-bandwidth: a bandwidth without a unit"),
         (["--bandwidth", "1 GB/s", "--sum-bandwidth", "fast"], "--sum-bandwidth: a bandwidth cannot be read"),
         (["--bandwidth", "1 GB/s", "--tp", "2", "--backward-seconds", "0.01"], "--backward-seconds: backward_seconds"),
-        (["--bandwidth", "1 GB/s", "--dtype", "int8"], "--dtype: unknown dtype: got 'int8', expected one of float32"),
+        (["--bandwidth", "1 GB/s", "--dtype", "int8"], "--dtype: unknown dtype: got 'int8', expected one of 'float32'"),
         (["--bandwidth", "1 GB/s", "--optimizer", "none"], "--optimizer: unknown optimizer"),
         (["--bandwidth", "1 GB/s", "--device", "tpu"], "--device: unknown device"),
         (["--bandwidth", "1 GB/s", "--one-machine"], "--bandwidth and --one-machine exclude each other; leave"),

@@ -130,7 +130,7 @@ def test_another_head_size_is_refused_with_both_numbers(config, head_dim):
 )
 class TestSizes:
     def test_a_missing_one_is_named(self, config, key):
-        with pytest.raises(CallerError, match=rf"config\.json has no '{key}'"):
+        with pytest.raises(CallerError, match=rf"config\.json: there is no '{key}'"):
             load_model(config(**{key: "left out"}))
 
     @pytest.mark.parametrize("value", [0, -1, 1.5, 1e9, "1024", True, [1024], {"a": 1}, 10**8, 10**30, float("nan")])
@@ -172,27 +172,9 @@ def test_llamas_are_taken_by_their_type_and_others_by_their_keys(config, family)
     assert load_model(config(model_type=family)).layout() == NAMED["1b"].layout()
 
 
-@pytest.mark.parametrize(
-    ("family", "has"),
-    [
-        ("qwen2", "biases"),
-        ("qwen3", "norms of query and key"),
-        ("gemma", "GELU"),
-        ("gemma2", "four norms"),
-        ("minicpm3", "latent attention"),
-        ("opt", "two matrices"),
-        ("stablelm", "norms with biases"),
-        ("internlm2", "one matrix for query, key and value"),
-        ("cohere", "one norm"),
-        ("mixtral", "experts"),
-        ("deepseek_v3", "latent attention"),
-        ("a-new-one", "nine components"),
-        (["llama"], "nine components"),
-        (7, "nine components"),
-    ],
-)
-def test_other_families_are_refused_by_type_though_their_keys_are_a_llamas(config, family, has):
-    with pytest.raises(CallerError, match=rf"config\.json: 'model_type'.*one of llama, mistral.*{has}"):
+@pytest.mark.parametrize("family", ["qwen2", "gemma", "mixtral", "a-new-one", ["llama"], 7])
+def test_other_families_are_refused_by_type_though_their_keys_are_a_llamas(config, family):
+    with pytest.raises(CallerError, match=r"config\.json: 'model_type'.*one of llama, mistral.*nine components"):
         load_model(config(model_type=family))
 
 
@@ -205,7 +187,7 @@ def test_keys_that_say_no_are_no_mistake(config):
 @pytest.mark.parametrize("text", ['{"hidden_size": 64, "hidden_size": 128}', '{"a": {"b": 1, "b": 2}}'])
 def test_a_key_that_is_there_twice_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CallerError, match=r'config\.json has "(hidden_size|b)" twice'):
+    with pytest.raises(CallerError, match=r'config\.json .*"(hidden_size|b)" is there twice'):
         load_model(str(tmp_path / "config.json"))
 
 
@@ -217,9 +199,9 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
             load_model(str(name))
 
 
-def test_other_families_keys_are_refused_by_name(tmp_path):
+def test_a_model_with_other_keys_is_refused_by_the_missing_one(tmp_path):
     (tmp_path / "gpt2.json").write_text(json.dumps({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}))
-    with pytest.raises(CallerError, match=r"gpt2\.json: 'n_embd'.*Llama's keys"):
+    with pytest.raises(CallerError, match=r"gpt2\.json: there is no 'hidden_size'"):
         load_model(str(tmp_path / "gpt2.json"))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradengine.errors import CallerError
 from gradengine.plan.machine import Rates
 from gradengine.plan.models import load_model
-from gradengine.plan.plot import drawn, refuse_unknown_kind, save_plot, worker_counts
+from gradengine.plan.plot import drawn, refuse_unknown_kind, worker_counts
 from gradengine.plan.prediction import Question, predict
 from gradengine.tensor_parallel_cost import Bandwidth
 
@@ -74,7 +74,7 @@ def test_worker_counts_rise_hold_the_plans_and_stay_few(workers):
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_it_is_saved_in_the_kind_that_its_name_says(tmp_path, kind):
-    save_plot(tmp_path / f"plan.{kind}", predict(QUESTION))
+    drawn(predict(QUESTION)).savefig(tmp_path / f"plan.{kind}")
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind]
     assert (tmp_path / f"plan.{kind}").read_bytes().startswith(begins)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gradengine.errors import CallerError
 from gradengine.plan.machine import Rates
-from gradengine.plan.memory import DTYPES
 from gradengine.plan.models import NAMED, load_model
 from gradengine.plan.prediction import Question, predict
+from gradengine.plan.rank import DTYPES
 from gradengine.tensor_parallel_cost import Bandwidth
 
 ROOT = Path(__file__).parent.parent
@@ -55,13 +55,13 @@ def test_tensor_parallelism_divides_what_workers_exchange(question):
 
 
 def test_a_cut_vocabulary_adds_two_all_reduces_a_micro_batch():
-    whole, cut = (predict(dataclasses.replace(QUESTION, vocab_parallel=cut)).tp_seconds for cut in (False, True))
+    whole, cut = (dataclasses.replace(QUESTION, vocab_parallel=cut).tp_seconds for cut in (False, True))
     assert cut / whole == pytest.approx(98 / 96)
 
 
 def test_within_a_worker_the_bandwidth_is_its_own_where_it_is_given():
     fast = dataclasses.replace(QUESTION, tp_bandwidth=Bandwidth.gigabytes(900), tp_latency_seconds=0.0)
-    assert predict(fast).tp_seconds == pytest.approx(402653184 / 900e9)
+    assert fast.tp_seconds == pytest.approx(402653184 / 900e9)
 
 
 def test_activations_have_the_dtype_of_the_gradients():
@@ -113,14 +113,14 @@ def test_the_choice_is_that_of_the_exchanges(question):
     plan = predict(question)
     step = plan.compute_seconds + plan.exchanges["star"][1].exposed_seconds
     assert (plan.choice.transport == "none") == (question.workers == 1)
-    assert plan.choice.saves_seconds == pytest.approx(plan.choice.of_step * step)
+    assert plan.choice.waits_of_step * step == pytest.approx(plan.exchanges["star"][1].exposed_seconds)
 
 
 def test_more_micro_batches_make_the_exchange_rarer_and_no_longer():
     one, many = (predict(dataclasses.replace(QUESTION, micro_batches=n)) for n in (1, 8))
     assert one.exchanges["star"][1] == many.exchanges["star"][1]
     assert many.compute_seconds == pytest.approx(8 * one.compute_seconds)
-    assert many.tp_seconds == pytest.approx(8 * one.tp_seconds)
+    assert many.question.tp_seconds == pytest.approx(8 * one.question.tp_seconds)
 
 
 def test_a_slower_process_limits_the_star_alone():
@@ -149,8 +149,6 @@ def test_one_machine_and_a_bandwidth_exclude_each_other():
         dataclasses.replace(HERE, machine=None)
     with pytest.raises(CallerError, match=r"tp is out of range: got 2, expected 1 on one machine"):
         dataclasses.replace(HERE, tp=2)
-    with pytest.raises(CallerError, match="there is no network"):
-        _ = HERE.network
 
 
 def test_the_json_of_one_machine_has_its_rates_and_no_bandwidth():
@@ -219,9 +217,6 @@ SCHEMA = {
     "choice": {
         "transport": str,
         "reason": str,
-        "needed": (str, type(None)),
-        "saves_seconds": NUMBER,
-        "of_step": NUMBER,
         "waits_of_step": NUMBER,
         "remedies": (list, tuple),
     },
@@ -255,35 +250,37 @@ def test_the_json_of_every_named_model_fits():
 
 @pytest.mark.parametrize("field", ["dtype", "optimizer", "device"])
 def test_unknown_names_are_refused_with_the_known_ones(field):
-    with pytest.raises(CallerError, match=rf"unknown {field}: got 'x', expected one of \w+, "):
+    with pytest.raises(CallerError, match=rf"unknown {field}: got 'x', expected one of '\w+', "):
         dataclasses.replace(QUESTION, **{field: "x"})
-    with pytest.raises(CallerError, match=rf"unknown {field}: got \[\]"):
+    with pytest.raises(CallerError, match=rf"unknown {field}: got list"):
         dataclasses.replace(QUESTION, **{field: []})
 
 
 @pytest.mark.parametrize("field", ["workers", "tp", "sequence_length", "batch_size", "micro_batches"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None, (1 << 20) + 1, pytest.param(10**5000, id="digits")])
 def test_counts_out_of_range_are_refused_by_name(field, value):
-    with pytest.raises(CallerError, match=f"{field} is out of range"):
+    with pytest.raises(
+        CallerError, match=f"{field} is (out of range|no whole number): got .*, expected a whole number"
+    ):
         dataclasses.replace(QUESTION, **{field: value})
 
 
 @pytest.mark.parametrize("field", ["latency_seconds", "tp_latency_seconds", "tflops", "backward_seconds"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 1e300, True, "1", pytest.param(10**5000, id="digits")])
 def test_figures_out_of_range_are_refused_with_the_range(field, value):
-    with pytest.raises(CallerError, match=rf"{field} is out of range: got .*, expected .*\.\."):
+    with pytest.raises(CallerError, match=rf"{field} is (out of range|no number): got .*, expected .*\.\."):
         dataclasses.replace(QUESTION, **{field: value})
 
 
 @pytest.mark.parametrize("field", ["bandwidth", "tp_bandwidth", "socket_bandwidth"])
 @pytest.mark.parametrize("rate", [10, 1.25e9, "10 GB/s", True])
 def test_a_bandwidth_without_a_unit_is_refused_by_name(field, rate):
-    with pytest.raises(CallerError, match=rf"^{field} must name its unit: .*expected Bandwidth\.gigabits"):
+    with pytest.raises(CallerError, match=rf"^{field} is no Bandwidth: got .*name its unit: Bandwidth\.gigabits"):
         dataclasses.replace(QUESTION, **{field: rate})
 
 
 def test_a_latency_is_named_and_at_most_ten_seconds():
-    with pytest.raises(CallerError, match=r"latency_seconds is out of range: got 1000\.0 s, expected 0\.\.10 s"):
+    with pytest.raises(CallerError, match=r"latency_seconds is out of range: got 1000\.0, expected 0\.\.10 s"):
         dataclasses.replace(QUESTION, latency_seconds=1e3)
 
 

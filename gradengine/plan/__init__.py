@@ -1,8 +1,6 @@
-"""What a training run will take before it is started: memory of each rank, bytes and seconds of its exchange.
+"""`gradengine plan`: memory of each rank, bytes and seconds of its exchange, said before a training run is started.
 
-Read in this order: `models` and `config` (the sizes), `memory` (bytes that a rank keeps), `compute` (how long backward
-runs, when each span is ready), `traffic` (what each algorithm sends), `overlap` (what of it backward hides), `question`
-and `prediction` (all of it) and `choice` (the transport to take, and what shortens a wait). `machine` is the exchange
-within one machine, where copies take the time, by the rates that `measure` finds there: what `bench/plan_check.py`
-compares with runs. `quantities`, `table`, `plot` and `command` show it.
+A question enters (model, ranks, bandwidths: `prediction`), a table, a plot or JSON leaves. In the order of imports:
+`models`, `rank` (memory and compute of one), `traffic` (of each algorithm), `machine` (all workers on one: its measured
+rates), `choice` of the transport, `prediction` (all of it); `table`, `plot` and `command` show it.
 """

@@ -13,12 +13,10 @@ from rich.console import Console
 
 from gradengine.bench.options import STDOUT, print_or_save, refuse_unwritable, save, writable_json
 from gradengine.errors import CallerError
-from gradengine.plan.machine import Rates
-from gradengine.plan.measure import measure_rates
-from gradengine.plan.memory import DEVICES, DTYPES, OPTIMIZERS
+from gradengine.plan.machine import Rates, measure_rates
 from gradengine.plan.models import NAMED, load_model
-from gradengine.plan.prediction import Plan, predict
-from gradengine.plan.question import Question
+from gradengine.plan.prediction import Plan, Question, predict
+from gradengine.plan.rank import DEVICES, DTYPES, OPTIMIZERS
 from gradengine.plan.table import show
 from gradengine.plan.traffic import SOCKETS, SUMMED
 from gradengine.tensor_parallel_cost import Bandwidth
@@ -51,7 +49,7 @@ def plan(
         str, typer.Option(help="What one process moves through its sockets each way, on any link; limits tcp://.")
     ] = f"{SOCKETS.gigabytes_per_second:g} GB/s",
     sum_bandwidth: Annotated[
-        str, typer.Option(help="What one thread of rank 0 looks at, or adds to the sum; limits tcp://.")
+        str, typer.Option(help="What one thread of rank 0 checks, or adds to the sum; limits tcp://.")
     ] = f"{SUMMED.gigabytes_per_second:g} GB/s",
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a worker's micro-batch.")] = 1,
@@ -122,17 +120,18 @@ def _bandwidth(field: str, text: str | None) -> Bandwidth | None:
     try:
         return None if text is None else Bandwidth.parse(text)
     except CallerError as fault:
-        option = field.replace("_", "-")
-        raise CallerError(f"--{option}: {fault.what}", got=fault.got, expected=fault.expected, do=fault.do) from None
+        raise _of_option(field, fault) from None
 
 
 def _naming_the_option(fault: CallerError) -> CallerError:
     """A question's error names its field; who types a command knows the option."""
-    for word in fault.what.split()[:2]:
-        if word in _FIELDS:
-            option = _OPTIONS.get(word, word.replace("_", "-"))
-            return CallerError(f"--{option}: {fault.what}", got=fault.got, expected=fault.expected, do=fault.do)
-    return fault
+    field = next((word for word in fault.what.split()[:2] if word in _FIELDS), None)
+    return fault if field is None else _of_option(field, fault)
+
+
+def _of_option(field: str, fault: CallerError) -> CallerError:
+    option = _OPTIONS.get(field, field.replace("_", "-"))
+    return CallerError(f"--{option}: {fault.what}", got=fault.got, expected=fault.expected, do=fault.do)
 
 
 def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:
@@ -152,6 +151,6 @@ def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:
 def _write(found: Plan, json: Path | None, plot: Path | None) -> None:
     print_or_save(json_format.dumps(found.as_json(), indent=1, allow_nan=False), json)
     if plot is not None:
-        from gradengine.plan.plot import save_plot  # noqa: PLC0415
+        from gradengine.plan.plot import drawn  # noqa: PLC0415
 
-        save(plot, "--plot", lambda file: save_plot(file, found))
+        save(plot, "--plot", lambda file: drawn(found).savefig(file))

@@ -1,25 +1,51 @@
-"""The exchange within one machine: no link limits it, but the copies that all workers' processes make on shared cores.
+"""The exchange within one machine: no link limits it, but the copies that all workers make on shared cores.
 
 Copies counted in the code, for N bytes and W workers: each of the W - 1 gradients and W - 1 sums is copied into the
 kernel by `sendmsg` and out of it by `recv_into` (exchange/channel.py). One thread at a time checks W contributions and
 makes W - 1 additions in rank 0's arena (exchange/group.py). Threads of one process send nothing: the sum is copied to
-each of the W - 1 other arenas (exchange/local.py). All workers' engines share those cores, too.
+each of the W - 1 other arenas (exchange/local.py). `--one-machine` and `bench/plan_check.py` measure the rates alike.
 """
 
 from __future__ import annotations
 
-import math
+import statistics
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import final
 
+import numpy as np
+
+from gradengine.arguments import as_float, said
+from gradengine.bench.crew import Crew, ProcessCrew
+from gradengine.bench.reduction import Reduction, contribution, free_port, receive_all
 from gradengine.errors import CallerError
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
-from gradengine.plan.overlap import Overlap, overlapped
-from gradengine.plan.traffic import Traffic, no_traffic
+from gradengine.exchange.channel import Address, Channel, connect_socket, listen_socket
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, find_non_finite
+from gradengine.kernels.host import available_cpus
+from gradengine.plan.traffic import Overlap, Traffic, buckets_in, no_traffic, overlapped
 
-__all__ = ["ON_ONE_MACHINE", "Rates", "on_one_machine", "overlap_on_one_machine"]
+__all__ = [
+    "ON_ONE_MACHINE",
+    "Rates",
+    "Sum",
+    "measure_rates",
+    "on_one_machine",
+    "overlap_on_one_machine",
+    "pairs",
+    "rates_of",
+]
 
 _THREADS_OF_A_PAIR = 4  # of two processes, each sending and receiving at once
+_JOIN_SECONDS = 60.0
+_BUCKET = DEFAULT_BUCKET_BYTES // 4
+_ELEMENTS, _ROUNDS = 1 << 23, 5  # 34 MB: beyond the caches, and a second in all
+_OF_A_SUM = ("check", "add", "copy")
 
 
 @dataclass(frozen=True)
@@ -30,8 +56,8 @@ class Rates:
         cores: That all processes share.
         tcp: Through plain TCP sockets between two processes that send and receive at once, both directions summed.
         unix: The same through Unix sockets.
-        check: One thread's look for NaN and Inf, bytes read.
-        add: One thread's addition to the sum, bytes of one contribution that has just been looked at.
+        check: One thread's check for NaN and Inf, bytes read.
+        add: One thread's addition to the sum, bytes of one contribution that has just been checked.
         copy: One thread's copy of a bucket, bytes of one copy.
 
     Raises:
@@ -47,8 +73,8 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise CallerError(f"a machine's '{name}' is out of range", got=value, expected="above 0 and finite")
+            if not 0 < as_float(value) < float("inf"):  # NaN is refused
+                raise CallerError(f"a machine's '{name}' is out of range", got=said(value), expected="a number above 0")
 
     def sum_seconds(self, nbytes: int, workers: int) -> float:
         """Of the sum, which one thread at a time takes.
@@ -58,49 +84,36 @@ class Rates:
         """
         return workers * nbytes / self.check + (workers - 1) * nbytes / self.add
 
-    def by_sockets(self, nbytes: int, workers: int, rate: float) -> float:
-        """Seconds of a star of processes: its transfers on all cores, and the sum.
+    def by_tcp(self, nbytes: int, workers: int) -> float:
+        """Seconds of `tcp://` on loopback: its transfers on all cores, and the sum.
 
-        >>> Rates(2, 4e9, 4e9, check=20e9, add=20e9, copy=10e9).by_sockets(10**9, workers=2, rate=4e9)
+        >>> Rates(2, 4e9, 4e9, check=20e9, add=20e9, copy=10e9).by_tcp(10**9, workers=2)
         0.65
         """
+        return self._by_sockets(nbytes, workers, self.tcp)
+
+    def by_unix(self, nbytes: int, workers: int) -> float:
+        """Seconds of `unix://`."""
+        return self._by_sockets(nbytes, workers, self.unix)
+
+    def by_threads(self, nbytes: int, workers: int) -> float:
+        """Seconds of `local_group`: one thread sums and copies while the others wait."""
+        return self.sum_seconds(nbytes, workers) + (workers - 1) * nbytes / self.copy
+
+    def taking_seconds(self, nbytes: int, workers: int) -> float:
+        """Of the workers' engines, which all add a last micro-batch to their arenas and check it, on these cores."""
+        return (nbytes / self.add + nbytes / self.check) * self._shared_by(workers)
+
+    def clip_seconds(self, nbytes: int, workers: int) -> float:
+        """Of the workers' engines, which all scale the sum once it is there, as fast as they would copy it."""
+        return nbytes / self.copy * self._shared_by(workers)
+
+    def _by_sockets(self, nbytes: int, workers: int, rate: float) -> float:
         transfers = 2 * (workers - 1) * nbytes
         measured = min(self.cores, _THREADS_OF_A_PAIR)
         usable = min(self.cores, _THREADS_OF_A_PAIR * (workers - 1))
         # Added, not side by side: it is a reading thread that sums, and nobody reads for it meanwhile.
         return transfers / rate * measured / usable + self.sum_seconds(nbytes, workers)
-
-    def by_tcp(self, nbytes: int, workers: int) -> float:
-        """Seconds of `tcp://` on loopback."""
-        return self.by_sockets(nbytes, workers, self.tcp)
-
-    def by_unix(self, nbytes: int, workers: int) -> float:
-        """Seconds of `unix://`."""
-        return self.by_sockets(nbytes, workers, self.unix)
-
-    def by_threads(self, nbytes: int, workers: int) -> float:
-        """Seconds of `local_group`: one thread sums and copies while the others wait.
-
-        >>> Rates(2, 4e9, 4e9, check=20e9, add=20e9, copy=10e9).by_threads(10**9, workers=2)
-        0.25
-        """
-        return self.sum_seconds(nbytes, workers) + (workers - 1) * nbytes / self.copy
-
-    def taking_seconds(self, nbytes: int, workers: int) -> float:
-        """Of the workers' engines, which all add a last micro-batch to their arenas and look at it, on these cores.
-
-        >>> Rates(2, 4e9, 4e9, check=20e9, add=20e9, copy=10e9).taking_seconds(10**9, workers=4)
-        0.2
-        """
-        return (nbytes / self.add + nbytes / self.check) * self._shared_by(workers)
-
-    def clip_seconds(self, nbytes: int, workers: int) -> float:
-        """Of the workers' engines, which all scale the sum once it is there, as fast as they would copy it.
-
-        >>> Rates(2, 4e9, 4e9, check=20e9, add=20e9, copy=10e9).clip_seconds(10**9, workers=2)
-        0.1
-        """
-        return nbytes / self.copy * self._shared_by(workers)
 
     def _shared_by(self, workers: int) -> float:
         return max(1.0, workers / self.cores)
@@ -121,11 +134,6 @@ def on_one_machine(transport: str, spans: Sequence[int], workers: int, rates: Ra
         spans: Bytes of each span.
         workers: Processes of the machine, or threads of one process.
         rates: The machine's.
-
-    Example:
-        >>> machine = Rates(2, 4e9, 4e9, check=20e9, add=20e9, copy=10e9)
-        >>> on_one_machine("tcp://", [10**9], 2, machine).seconds
-        0.65
     """
     if workers == 1:
         return no_traffic(transport, spans)
@@ -135,7 +143,7 @@ def on_one_machine(transport: str, spans: Sequence[int], workers: int, rates: Ra
         busiest_link_bytes=each,
         other_link_bytes=sum(spans) if sends else 0,
         total_bytes=(2 if sends else 1) * each,
-        messages=(workers - 1) * sum(-(-nbytes // DEFAULT_BUCKET_BYTES) for nbytes in spans) if sends else 0,
+        messages=(workers - 1) * buckets_in(spans) if sends else 0,
         latency_steps=0,
         span_seconds=tuple(ON_ONE_MACHINE[transport](rates, nbytes, workers) for nbytes in spans),
         tail_seconds=0.0,
@@ -145,7 +153,7 @@ def on_one_machine(transport: str, spans: Sequence[int], workers: int, rates: Ra
 def overlap_on_one_machine(
     shares: Sequence[float], backward_seconds: float, spans: Sequence[int], traffic: Traffic, workers: int, rates: Rates
 ) -> Overlap:
-    """What a step waits after backward, where the cores that exchange a span are those that take it and clip the sum.
+    """What a step waits after backward, where the cores that exchange a span are those that add it and clip the sum.
 
     Backward itself is taken to run elsewhere, on a GPU. What the engines do is part of the wait, not of the exchange.
     """
@@ -154,3 +162,100 @@ def overlap_on_one_machine(
     held = [taken + rates.taking_seconds(n, workers) for taken, n in zip(traffic.span_seconds, spans, strict=True)]
     tail = traffic.tail_seconds + rates.clip_seconds(sum(spans), workers)
     return Overlap(traffic.seconds, overlapped(shares, backward_seconds, held, tail).exposed_seconds)
+
+
+@final
+class Duplex(Reduction):
+    """One of two processes that send each other a whole set at once, through one plain socket.
+
+    Args:
+        address: Where rank 0 listens.
+        elements: fp32 elements of the set.
+        rank: 0 or 1.
+    """
+
+    def __init__(self, address: Address, elements: int, rank: int) -> None:
+        super().__init__(rank, 2, elements)
+        if rank:
+            self._socket = connect_socket(address, _JOIN_SECONDS)
+        else:
+            with listen_socket(address) as listener:
+                self._socket = listener.accept()[0]
+        self._socket.settimeout(_JOIN_SECONDS)
+        Channel(self._socket, "the other process")  # the options that the exchange sets
+
+    def run(self) -> None:
+        """Send and receive at once."""
+        sender = threading.Thread(target=self._send)
+        sender.start()
+        receive_all(self._socket, self.arena)
+        sender.join()
+
+    def _send(self) -> None:
+        for start in range(0, self._mine.size, _BUCKET):
+            self._socket.sendall(self._mine[start : start + _BUCKET].data)
+
+    def error(self) -> float:
+        """0 where what came is what the other has."""
+        return float(np.abs(self.arena - contribution(1 - self.rank, self.arena.size)).max())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+
+@final
+class Sum:
+    """What one thread of the coordinator does with each bucket of `elements` fp32: check it, add it, copy the sum."""
+
+    def __init__(self, elements: int) -> None:
+        self._total, self._part = contribution(0, elements), contribution(1, elements)
+        self._copy = np.zeros_like(self._part)
+
+    def run(self) -> dict[str, float]:
+        """Seconds of "check", "add" and "copy", over the whole set."""
+        spent = dict.fromkeys(_OF_A_SUM, 0.0)
+        for start in range(0, self._part.size, _BUCKET):
+            total, part, copy = (array[start : start + _BUCKET] for array in (self._total, self._part, self._copy))
+            spent["check"] += _seconds(partial(find_non_finite, 1, part, start))
+            spent["add"] += _seconds(partial(np.add, total, part, out=total))
+            spent["copy"] += _seconds(partial(np.copyto, copy, total))
+        return spent
+
+
+def pairs(folder: Path, elements: int) -> dict[str, Callable[[], Crew]]:
+    """The pairs of processes that send each other a set: "tcp" and "unix" -> how one is started."""
+    addresses: dict[str, Address] = {"tcp": ("127.0.0.1", free_port()), "unix": str(folder / "plain")}
+    return {name: partial(ProcessCrew, partial(Duplex, address, elements), 2) for name, address in addresses.items()}
+
+
+def rates_of(seconds: Mapping[str, float], elements: int) -> Rates:
+    """From the seconds of each: "tcp" and "unix" of a pair, "check", "add" and "copy" of a `Sum`.
+
+    >>> rates_of({"tcp": 1, "unix": 0.5, "check": 0.1, "add": 0.1, "copy": 0.2}, elements=10**9).tcp
+    8000000000.0
+    """
+    nbytes = {"tcp": 8 * elements, "unix": 8 * elements} | dict.fromkeys(_OF_A_SUM, 4 * elements)
+    return Rates(available_cpus(), **{name: nbytes[name] / seconds[name] for name in nbytes})
+
+
+def measure_rates(elements: int = _ELEMENTS, rounds: int = _ROUNDS) -> Rates:
+    """Medians of that many interleaved rounds, after one that is dropped; it starts four processes."""
+    samples: dict[str, list[float]] = {name: [] for name in ("tcp", "unix", *_OF_A_SUM)}
+    with TemporaryDirectory(prefix="gradengine-plan-") as folder, ExitStack() as stack:
+        crews = {}
+        for name, build in pairs(Path(folder), elements).items():
+            crews[name] = build()
+            stack.callback(crews[name].close)
+        total = Sum(elements)
+        for _ in range(rounds + 1):
+            found = total.run() | {name: _seconds(crew.run) for name, crew in crews.items()}
+            for name, seconds in found.items():
+                samples[name].append(seconds)
+    return rates_of({name: statistics.median(taken[1:]) for name, taken in samples.items()}, elements)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

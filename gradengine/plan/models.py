@@ -1,15 +1,16 @@
-"""The transformers that can be planned: four by name, or any Llama-like one from its config.json."""
+"""Transformers that can be planned: four by name, and any Llama by its config.json in the form of Hugging Face."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from gradengine.arguments import as_index
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
-from gradengine.plan.config import read_config
 from gradengine.tensor_parallel import TensorParallelConfig
 
 __all__ = ["NAMED", "Embedding", "Model", "load_model"]
@@ -51,11 +52,7 @@ class Model:
 
     @property
     def kv_hidden_size(self) -> int:
-        """Columns of `w_k` and `w_v`.
-
-        >>> NAMED["350m"].kv_hidden_size
-        256
-        """
+        """Columns of `w_k` and `w_v`."""
         return self.hidden_size // self.num_heads * self.num_kv_heads
 
     @property
@@ -100,8 +97,7 @@ class Model:
         """Elements of one of `tp` ranks that are not trained."""
         if self.embedding != "frozen":
             return 0
-        vocabulary = self.sharded(tp, vocab_parallel=vocab_parallel).local_vocab_size(self.vocab_size)
-        return vocabulary * self.hidden_size
+        return self.sharded(tp, vocab_parallel=vocab_parallel).local_vocab_size(self.vocab_size) * self.hidden_size
 
 
 # 350m is this package's benchmark model. The others' sizes are those of the config.json published with TinyLlama-1.1B
@@ -115,6 +111,21 @@ NAMED: Mapping[str, Model] = {
         Model("70b", "Llama-2-70B", 8192, 80, 64, 8, 28672, 32000),
     )
 }
+
+_LARGEST_FILE = 1 << 20
+_LARGEST_SIZE = 10_000_000
+_LARGEST_DEPTH = 10_000  # blocks: each is nine rows of a layout
+# A family's code may build what no key says: only those are taken whose blocks are known to be a Llama's.
+_LLAMAS = ("llama", "mistral")
+_NINE = "the nine components of a Llama's block: four of attention, three of a gated feed-forward, two norms"
+_OTHER_COMPONENTS = (  # keys that a Llama lacks, or has as false
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts"),
+    *("num_experts_per_tok", "num_experts_per_token", "moe_intermediate_size", "first_k_dense_replace"),
+    *("shared_expert_intermediate_size", "decoder_sparse_step", "moe_layer_freq", "kv_lora_rank", "q_lora_rank"),
+    *("attention_bias", "mlp_bias", "use_bias", "bias", "use_qkv_bias", "qkv_bias", "lm_head_bias", "use_qk_norm"),
+    *("qk_norm", "qk_layernorm", "use_parallel_residual", "parallel_attn"),
+)
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 def load_model(name: str) -> Model:
@@ -135,12 +146,11 @@ def load_model(name: str) -> Model:
         return NAMED[name.lower()]
     path = Path(name)
     if not _is_file(path):
-        raise CallerError(
-            f"there is no model {_shortened(name)}", expected=f"one of {', '.join(NAMED)}, or a config.json"
-        )
-    config = read_config(path)
+        shown = repr(name) if len(name) <= 200 else f"{name[:40]!r}..."
+        raise CallerError(f"there is no model {shown}", expected=f"one of {', '.join(NAMED)}, or a config.json")
+    config = _read(path)
     try:
-        return Model(path.stem, f"{path.name}, taken as a Llama", **config.sizes, embedding=config.embedding)
+        return _llama(config, path)
     except CallerError as fault:
         raise CallerError(f"{path}: {fault.what}", got=fault.got, expected=fault.expected) from None
 
@@ -153,5 +163,68 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _shortened(name: str) -> str:
-    return repr(name) if len(name) <= 200 else f"{name[:40]!r}..."
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            config = json.loads(file.read(_LARGEST_FILE), object_pairs_hook=_without_duplicates)
+    except (OSError, ValueError, RecursionError) as fault:
+        raise CallerError(f"{path} cannot be read as JSON: {fault}", expected="a config.json") from None
+    if not isinstance(config, dict):
+        raise CallerError(f"{path} is no model", got=type(config).__name__, expected="a JSON object of sizes")
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values of one key JSON's readers take the last, and a person the first."""
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"{_shown(key)} is there twice")
+        seen[key] = value
+    return seen
+
+
+def _llama(config: Mapping[str, Any], path: Path) -> Model:
+    _refuse_other_components(config)
+    hidden, vocabulary = _size(config, "hidden_size"), _size(config, "vocab_size")
+    blocks, heads = _size(config, "num_hidden_layers", _LARGEST_DEPTH), _size(config, "num_attention_heads")
+    intermediate = _size(config, "intermediate_size")
+    kv_heads = heads if config.get("num_key_value_heads") is None else _size(config, "num_key_value_heads")
+    if config.get("head_dim") not in (None, hidden / heads):
+        expected = f"hidden_size / num_attention_heads = {hidden / heads:g}"
+        raise _refused("head_dim", config["head_dim"], expected)
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise _refused("tie_word_embeddings", tied, "true or false")
+    sizes, source = (hidden, blocks, heads, kv_heads, intermediate, vocabulary), f"{path.name}, taken as a Llama"
+    return Model(path.stem, source, *sizes, embedding="tied" if tied else "own")
+
+
+def _refuse_other_components(config: Mapping[str, Any]) -> None:
+    if config.get("model_type") not in (None, *_LLAMAS):
+        known = f"one of {', '.join(_LLAMAS)}, or none where the model has {_NINE}"
+        raise _refused("model_type", config["model_type"], known)
+    for key in _OTHER_COMPONENTS:
+        if config.get(key) not in (None, False):
+            raise _refused(key, config[key], f"false, or no such key: {_NINE}")
+    for key in _ACTIVATIONS:
+        if config.get(key) not in (None, "silu", "swish"):
+            raise _refused(key, config[key], "silu: a gated feed-forward of three matrices")
+
+
+def _size(config: Mapping[str, Any], key: str, most: int = _LARGEST_SIZE) -> int:
+    if config.get(key) is None:
+        raise CallerError(f"there is no '{key}'", expected=f"a whole number, 1..{most}")
+    number = as_index(config[key])
+    if number is None or not 1 <= number <= most:
+        raise _refused(key, config[key], f"a whole number, 1..{most}")
+    return number
+
+
+def _refused(key: str, got: object, expected: str) -> CallerError:
+    return CallerError(f"'{key}' cannot be planned with", got=_shown(got), expected=expected)
+
+
+def _shown(value: object) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 80 else f"{shown[:40]}..."

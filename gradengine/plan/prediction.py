@@ -1,4 +1,4 @@
-"""All that can be said about a run before it: the answer to a question."""
+"""A question (a model, its ranks, and the links between them or the one machine they are on) and its answer."""
 
 from __future__ import annotations
 
@@ -7,21 +7,142 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gradengine.arguments import as_float, out_of_range, refuse_other_kind, refuse_unknown, whole_number
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
+from gradengine.plan import rank
 from gradengine.plan.choice import Choice, Step, choose
-from gradengine.plan.compute import Compute, assumed, measured, ready_shares
-from gradengine.plan.machine import Rates, overlap_on_one_machine
-from gradengine.plan.memory import Memory, memory_of
-from gradengine.plan.overlap import Overlap, overlapped
+from gradengine.plan.machine import ON_ONE_MACHINE, Rates, on_one_machine, overlap_on_one_machine
+from gradengine.plan.models import Model
 from gradengine.plan.quantities import duration
-from gradengine.plan.question import Question
-from gradengine.plan.traffic import Traffic, span_bytes
-from gradengine.tensor_parallel_cost import Bandwidth
+from gradengine.plan.traffic import ALGORITHMS, SOCKETS, SUMMED, Network, Overlap, Traffic, overlapped, span_bytes
+from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
 
 __all__ = ["Plan", "Question", "predict"]
 
 _FORMAT = 1  # of the JSON: docs/plan.md says what is in it
+_OF_COST = "bytes_per_all_reduce all_reduces_per_step bytes_per_step bytes_per_step_both_ways link_bytes_per_step"
+_MOST = 1 << 20
+_COUNTS = ("workers", "tp", "sequence_length", "batch_size", "micro_batches")
+_WORDS = {"dtype": tuple(rank.DTYPES), "optimizer": tuple(rank.OPTIMIZERS), "device": rank.DEVICES}
+_MAY_BE_NONE = ("bandwidth", "tp_bandwidth", "backward_seconds")
+_RANGES = {  # wide, but such that no sum or product of theirs overflows
+    "latency_seconds": (0.0, 10.0, "s"),
+    "tp_latency_seconds": (0.0, 10.0, "s"),
+    "tflops": (1e-9, 1e9, "TFLOP/s"),
+    "backward_seconds": (1e-9, 1e9, "s"),
+    **dict.fromkeys(("bandwidth", "tp_bandwidth", "socket_bandwidth", "sum_bandwidth"), (1.0, 1e18, "bytes/s")),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        model: The transformer.
+        workers: Data-parallel workers, each a group of `tp` ranks.
+        bandwidth: Of each rank's link to the same rank of the other workers, each way; None on one machine.
+        tp: Tensor-parallel ranks of a worker.
+        tp_bandwidth: Of each rank's link within its worker, each way; None for `bandwidth`.
+        latency_seconds: Of a message between workers.
+        tp_latency_seconds: Of a message within a worker.
+        socket_bandwidth: What one process moves through its sockets each way.
+        sum_bandwidth: What one thread of rank 0 checks, or adds to the sum.
+        sequence_length: Tokens of a sequence.
+        batch_size: Sequences of a worker's micro-batch.
+        micro_batches: Of each worker in an optimizer step.
+        dtype: Of weights, gradients and activations.
+        optimizer: A key of `rank.OPTIMIZERS`.
+        tflops: 10^12 operations a second that a rank achieves, where backward was not measured.
+        backward_seconds: Of one micro-batch on one rank, measured with its all-reduces; None to take it from `tflops`.
+        vocab_parallel: Whether the vocabulary is cut too.
+        device: Where the model is.
+        machine: The rates of the one machine that all workers are on, instead of `bandwidth`.
+
+    Raises:
+        CallerError: A number is out of range, a bandwidth names no unit, or there is not one of `bandwidth` and
+            `machine`.
+    """
+
+    model: Model
+    workers: int
+    bandwidth: Bandwidth | None = None
+    tp: int = 1
+    tp_bandwidth: Bandwidth | None = None
+    latency_seconds: float = 50e-6
+    tp_latency_seconds: float = 10e-6
+    socket_bandwidth: Bandwidth = SOCKETS
+    sum_bandwidth: Bandwidth = SUMMED
+    sequence_length: int = 1024
+    batch_size: int = 1
+    micro_batches: int = 1
+    dtype: str = "float32"
+    optimizer: str = "adamw"
+    tflops: float = 100.0
+    backward_seconds: float | None = None
+    vocab_parallel: bool = False
+    device: str = "cuda"
+    machine: Rates | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, _MOST))
+        for name, known in _WORDS.items():
+            refuse_unknown(name, getattr(self, name), known)
+        for name in _RANGES:
+            if name not in _MAY_BE_NONE or getattr(self, name) is not None:
+                _refuse_outside(name, getattr(self, name))
+        if (self.bandwidth is None) == (self.machine is None):
+            got = "neither" if self.machine is None else "both"
+            raise CallerError("bandwidth and one machine exclude each other", got=got, expected="one of them")
+        if self.machine is not None and self.tp > 1:
+            expected = "1 on one machine: ranks within a worker were not measured"
+            raise CallerError("tp is out of range", got=self.tp, expected=expected)
+
+    @property
+    def within(self) -> Bandwidth | None:
+        """The bandwidth within a worker; the other one's where it is not given."""
+        return self.tp_bandwidth or self.bandwidth
+
+    @property
+    def tp_seconds(self) -> float:
+        """Of a step's all-reduces within a worker."""
+        if self.within is None or self.tp == 1:
+            return 0.0
+        return self.cost.seconds_per_step(self.within, latency_seconds=self.tp_latency_seconds)
+
+    @property
+    def cost(self) -> TensorParallelCost:
+        """Of tensor parallelism."""
+        return TensorParallelCost(
+            hidden_size=self.model.hidden_size,
+            num_blocks=self.model.num_blocks,
+            sequence_length=self.sequence_length,
+            tp_size=self.tp,
+            batch_size=self.batch_size,
+            micro_batches=self.micro_batches,
+            bytes_per_element=rank.DTYPES[self.dtype],
+            vocab_parallel=self.vocab_parallel,
+        )
+
+    def traffic(self, layout: GradientLayout, workers: int) -> dict[str, Traffic]:
+        """What each algorithm, or each transport on one machine, takes over that many workers."""
+        spans = span_bytes(layout)
+        if self.bandwidth is not None:
+            network = Network(self.bandwidth, self.latency_seconds, self.socket_bandwidth, self.sum_bandwidth)
+            return {name: algorithm(spans, workers, network) for name, algorithm in ALGORITHMS.items()}
+        rates = self.machine
+        return {name: on_one_machine(name, spans, workers, rates) for name in ON_ONE_MACHINE} if rates else {}
+
+
+def _refuse_outside(name: str, value: Any) -> None:
+    least, most, unit = _RANGES[name]
+    if unit == "bytes/s":
+        refuse_other_kind(name, value, Bandwidth, do="name its unit: Bandwidth.gigabits or .gigabytes")
+        value = value.bytes_per_second
+    if not least <= as_float(value) <= most:  # NaN is refused
+        raise out_of_range(name, value, f"{least:g}..{most:g} {unit}")
 
 
 @dataclass(frozen=True)
@@ -39,15 +160,10 @@ class Plan:
 
     question: Question
     layout: GradientLayout
-    memory: Memory
-    compute: Compute
+    memory: rank.Memory
+    compute: rank.Compute
     exchanges: Mapping[str, tuple[Traffic, Overlap]]
     choice: Choice
-
-    @property
-    def tp_seconds(self) -> float:
-        """Of a step's all-reduces within a worker, part of the compute where that is assumed."""
-        return self.question.tp_seconds
 
     @property
     def compute_seconds(self) -> float:
@@ -56,29 +172,33 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """All of it in plain types, as docs/plan.md describes."""
-        question, cost = self.question, self.question.cost
-        model = dataclasses.asdict(question.model) | {
-            "kv_hidden_size": question.model.kv_hidden_size,
-            "parameters": question.model.parameters,
-            "elements_per_rank": self.layout.num_elements,
-        }
+        question, model, cost = self.question, self.question.model, self.question.cost
+        sizes = {"kv_hidden_size": model.kv_hidden_size, "parameters": model.parameters}
         return {
             "format": _FORMAT,
-            "model": model,
-            "question": _asked(question),
+            "model": dataclasses.asdict(model) | sizes | {"elements_per_rank": self.layout.num_elements},
+            "question": _asked(question) | {"ranks": question.workers * question.tp},
             "memory_bytes_per_rank": dataclasses.asdict(self.memory) | {"on_device": self.memory.on_device},
-            "tensor_parallel": {
-                "bytes_per_all_reduce": cost.bytes_per_all_reduce,
-                "all_reduces_per_step": cost.all_reduces_per_step,
-                "bytes_per_step": cost.bytes_per_step,
-                "bytes_per_step_both_ways": cost.bytes_per_step_both_ways,
-                "link_bytes_per_step": cost.link_bytes_per_step,
-                "seconds_per_step": self.tp_seconds,
-            },
+            "tensor_parallel": {name: getattr(cost, name) for name in _OF_COST.split()}
+            | {"seconds_per_step": question.tp_seconds},
             "compute": dataclasses.asdict(self.compute) | {"seconds_per_step": self.compute_seconds},
-            "exchange": {name: _shown(*pair) for name, pair in self.exchanges.items()},
+            "exchange": {name: _exchange(*pair) for name, pair in self.exchanges.items()},
             "choice": dataclasses.asdict(self.choice),
         }
+
+
+def _asked(question: Question) -> dict[str, Any]:
+    asked = dataclasses.asdict(dataclasses.replace(question, tp_bandwidth=question.within))
+    del asked["model"]
+    bandwidths = [name for name in asked if name.endswith("bandwidth")]
+    rates = {f"{name}_bytes_per_second": asked.pop(name) for name in bandwidths}
+    return asked | {name: rate and rate["bytes_per_second"] for name, rate in rates.items()}
+
+
+def _exchange(traffic: Traffic, overlap: Overlap) -> dict[str, Any]:
+    fields = dataclasses.asdict(traffic)
+    del fields["algorithm"], fields["span_seconds"], fields["tail_seconds"]
+    return fields | dataclasses.asdict(overlap) | {"hidden_seconds": overlap.hidden_seconds}
 
 
 def predict(question: Question) -> Plan:
@@ -96,95 +216,49 @@ def predict(question: Question) -> Plan:
         (4782108672, 'tcp://')
     """
     layout = question.model.layout(question.tp, vocab_parallel=question.vocab_parallel)
+    frozen = question.model.frozen(question.tp, vocab_parallel=question.vocab_parallel)
+    memory = rank.memory_of(
+        layout, question.dtype, question.optimizer, question.workers, frozen=frozen, device=question.device
+    )
     compute = _compute(question, layout)
     exchanges = _exchanges(question, layout, compute)
     step = Step(question.workers, question.micro_batches, compute.seconds)
     overlaps = {name: overlap for name, (_, overlap) in exchanges.items()}
-    return Plan(
-        question,
-        layout,
-        _memory(question, layout),
-        compute,
-        exchanges,
-        choose(step, overlaps, faster_link=_over_a_faster_link(question, layout, compute)),
-    )
+    choice = choose(step, overlaps, faster_link=_over_a_faster_link(question, layout, compute))
+    return Plan(question, layout, memory, compute, exchanges, choice)
 
 
-def _compute(question: Question, layout: GradientLayout) -> Compute:
-    tp_seconds = question.tp_seconds / question.micro_batches
-    if question.backward_seconds is not None:
-        if question.backward_seconds < tp_seconds / 2:
-            raise CallerError(
-                "backward_seconds is shorter than the all-reduces of tensor parallelism that it holds",
-                got=duration(question.backward_seconds),
-                expected=f"at least the {duration(tp_seconds / 2)} that they take at {question.within}",
-                do="measure it on the ranks of a worker, and say how fast the links between those are (tp_bandwidth)",
-            )
-        return measured(question.backward_seconds)
-    return assumed(
-        question.model,
-        layout,
-        question.batch_size * question.sequence_length,
-        question.sequence_length,
-        question.tflops,
-        tp_seconds,
-    )
+def _compute(question: Question, layout: GradientLayout) -> rank.Compute:
+    tp_seconds, backward = question.tp_seconds / question.micro_batches, question.backward_seconds
+    if backward is None:
+        tokens = question.batch_size * question.sequence_length
+        return rank.assumed(question.model, layout, tokens, question.sequence_length, question.tflops, tp_seconds)
+    if backward < tp_seconds / 2:
+        raise CallerError(
+            "backward_seconds is shorter than the all-reduces of tensor parallelism that it holds",
+            got=duration(backward),
+            expected=f"at least the {duration(tp_seconds / 2)} that they take at {question.within}",
+            do="measure it on the ranks of a worker, and say how fast the links between those are (tp_bandwidth)",
+        )
+    return rank.measured(backward)
 
 
-def _memory(question: Question, layout: GradientLayout) -> Memory:
-    return memory_of(
-        layout,
-        question.dtype,
-        question.optimizer,
-        question.workers,
-        frozen=question.model.frozen(question.tp, vocab_parallel=question.vocab_parallel),
-        device=question.device,
-    )
+def _exchanges(question: Question, layout: GradientLayout, compute: rank.Compute) -> dict[str, tuple[Traffic, Overlap]]:
+    shares, backward = rank.ready_shares(layout, tied=question.model.embedding == "tied"), compute.backward_seconds
 
+    def overlap(traffic: Traffic) -> Overlap:
+        if question.machine is None:
+            return overlapped(shares, backward, traffic.span_seconds, traffic.tail_seconds)
+        return overlap_on_one_machine(shares, backward, span_bytes(layout), traffic, question.workers, question.machine)
 
-def _exchanges(question: Question, layout: GradientLayout, compute: Compute) -> dict[str, tuple[Traffic, Overlap]]:
-    spans = span_bytes(layout)
-    found = {name: predictor(spans, question.workers) for name, predictor in question.predictors.items()}
-    return {name: (traffic, _overlap(question, layout, compute, traffic)) for name, traffic in found.items()}
-
-
-def _overlap(question: Question, layout: GradientLayout, compute: Compute, traffic: Traffic) -> Overlap:
-    shares, backward = ready_shares(layout, tied=question.model.embedding == "tied"), compute.backward_seconds
-    if question.machine is None:
-        return overlapped(shares, backward, traffic.span_seconds, traffic.tail_seconds)
-    return overlap_on_one_machine(shares, backward, span_bytes(layout), traffic, question.workers, question.machine)
+    return {name: (traffic, overlap(traffic)) for name, traffic in question.traffic(layout, question.workers).items()}
 
 
 def _over_a_faster_link(
-    question: Question, layout: GradientLayout, compute: Compute
+    question: Question, layout: GradientLayout, compute: rank.Compute
 ) -> tuple[Bandwidth, Overlap] | None:
     """The star over the slowest link that is as fast as rank 0's sockets; None where it has one already."""
     fastest = question.socket_bandwidth
     if question.bandwidth is None or question.bandwidth.bytes_per_second >= fastest.bytes_per_second:
         return None
-    faster = dataclasses.replace(question, bandwidth=fastest)
-    traffic = faster.predictors["star"](span_bytes(layout), question.workers)
-    return fastest, _overlap(faster, layout, compute, traffic)
-
-
-def _asked(question: Question) -> dict[str, Any]:
-    fields = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}
-    del fields["model"]
-    fields["tp_bandwidth"] = question.within
-    return dict(map(_plain, fields, fields.values())) | {"ranks": question.workers * question.tp}
-
-
-def _plain(name: str, value: Any) -> tuple[str, Any]:
-    if name.endswith("bandwidth"):
-        return f"{name}_bytes_per_second", value and value.bytes_per_second
-    return name, dataclasses.asdict(value) if isinstance(value, Rates) else value
-
-
-def _shown(traffic: Traffic, overlap: Overlap) -> dict[str, Any]:
-    fields = dataclasses.asdict(traffic)
-    del fields["algorithm"], fields["span_seconds"], fields["tail_seconds"]
-    return fields | {
-        "seconds": traffic.seconds,
-        "hidden_seconds": overlap.hidden_seconds,
-        "exposed_seconds": overlap.exposed_seconds,
-    }
+    return fastest, _exchanges(dataclasses.replace(question, bandwidth=fastest), layout, compute)["star"][1]

@@ -1,10 +1,8 @@
-"""Seconds, bytes and bandwidths as people say them."""
+"""Seconds and bytes as people say them."""
 
 from __future__ import annotations
 
-from gradengine.tensor_parallel_cost import Bandwidth
-
-__all__ = ["duration", "rate", "size", "three_digits", "two_digits"]
+__all__ = ["duration", "size"]
 
 _NOTHING = 5e-9  # seconds: what a difference of two times leaves where it is none
 
@@ -19,8 +17,8 @@ def duration(seconds: float) -> str:
         return "0 s"
     for scale, unit in ((1e6, "us"), (1e3, "ms")):
         if seconds * scale < 999.5:
-            return f"{three_digits(seconds * scale)} {unit}"
-    return f"{three_digits(seconds)} s"
+            return f"{_three_digits(seconds * scale)} {unit}"
+    return f"{_three_digits(seconds)} s"
 
 
 def size(nbytes: float) -> str:
@@ -31,33 +29,10 @@ def size(nbytes: float) -> str:
     """
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{three_digits(nbytes)} {unit}"
+            return f"{nbytes:.0f} B" if unit == "B" else f"{_three_digits(nbytes)} {unit}"
         nbytes /= 1000
-    return f"{three_digits(nbytes)} TB"
+    return f"{_three_digits(nbytes)} TB"
 
 
-def rate(bandwidth: Bandwidth) -> str:
-    """A bandwidth in bytes and in bits, four digits of each.
-
-    >>> rate(Bandwidth(1822834707.4))
-    '1.823 GB/s = 14.58 Gbit/s'
-    """
-    return f"{bandwidth.gigabytes_per_second:.4g} GB/s = {bandwidth.gigabits_per_second:.4g} Gbit/s"
-
-
-def three_digits(number: float) -> str:
-    """A number with three digits, or all of its whole ones.
-
-    >>> [three_digits(number) for number in (0.1234, 9.996, 99.96, 123.4, 4321.0)]
-    ['0.12', '10.0', '100', '123', '4321']
-    """
+def _three_digits(number: float) -> str:
     return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
-
-
-def two_digits(number: float) -> str:
-    """A number to two significant digits: for what is known no better.
-
-    >>> [two_digits(number) for number in (1.05, 1.6, 12.3, 492.39)]
-    ['1.1', '1.6', '12', '490']
-    """
-    return f"{float(f'{number:.2g}'):,.{1 if number < 9.95 else 0}f}"

@@ -1,4 +1,4 @@
-"""What each algorithm sends to sum one gradient set over W workers: bytes of each link, messages, seconds of each span.
+"""What each algorithm sends to sum a gradient set over W workers, how long it takes, and what of it backward hides.
 
 Each rank has one link that carries its bandwidth each way at once, and all links meet in a switch that is never full.
 Spans go one after the other. All algorithms move the fp32 arena, and agree on the step by one small gather at the end.
@@ -10,28 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TypeAlias
 
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.layout import GradientLayout
 from gradengine.tensor_parallel_cost import Bandwidth
 
-__all__ = [
-    "ALGORITHMS",
-    "SOCKETS",
-    "SUMMED",
-    "Algorithm",
-    "Network",
-    "Traffic",
-    "nccl",
-    "no_traffic",
-    "ordered",
-    "ring",
-    "span_bytes",
-    "star",
-    "sum_seconds",
-    "tree_latency_steps",
-]
+__all__ = ["ALGORITHMS", "Network", "Overlap", "Traffic", "nccl", "ordered", "overlapped", "ring", "span_bytes", "star"]
 
 # Within what bench/results/cpu-2core-plan.json records of two shared cores; docs/plan.md has the ranges.
 SOCKETS = Bandwidth.gigabytes(2)  # half of `rates.tcp`, which is both processes' sending
@@ -47,7 +33,7 @@ class Network:
         bandwidth: Of each rank's link, each way.
         latency_seconds: From sending a small message to having it.
         socket_bandwidth: What one process moves through its sockets each way, however fast the link is.
-        sum_bandwidth: What one thread of rank 0 looks at, or adds to the sum.
+        sum_bandwidth: What one thread of rank 0 checks for NaN and Inf, or adds to the sum.
     """
 
     bandwidth: Bandwidth
@@ -55,19 +41,14 @@ class Network:
     socket_bandwidth: Bandwidth = SOCKETS
     sum_bandwidth: Bandwidth = SUMMED
 
-    @property
-    def through_sockets(self) -> float:
-        """Bytes a second each way of a process that uses sockets."""
-        return min(self.bandwidth.bytes_per_second, self.socket_bandwidth.bytes_per_second)
-
 
 @dataclass(frozen=True)
 class Traffic:
-    """One algorithm's.
+    """Bytes, messages and seconds of one algorithm in one step.
 
     Attributes:
-        algorithm: "star", "ring", "ordered" or "nccl".
-        busiest_link_bytes: Each way in a step, on the link that carries most.
+        algorithm: A key of `ALGORITHMS`, or a transport on one machine.
+        busiest_link_bytes: Each way, on the link that carries most.
         other_link_bytes: Each way, on the link that carries least.
         total_bytes: Sent by all ranks.
         messages: Sent by the busiest rank.
@@ -95,11 +76,7 @@ Algorithm: TypeAlias = Callable[[Sequence[int], int, Network], Traffic]  # bytes
 
 
 def no_traffic(algorithm: str, spans: Sequence[int]) -> Traffic:
-    """One worker's.
-
-    >>> no_traffic("star", [1000]).seconds
-    0.0
-    """
+    """One worker's."""
     return Traffic(algorithm, 0, 0, 0, 0, 0, (0.0,) * len(spans), 0.0)
 
 
@@ -110,6 +87,15 @@ def span_bytes(layout: GradientLayout) -> list[int]:
     [256]
     """
     return [4 * (span.stop - span.start) for span in layout.spans]
+
+
+def buckets_in(spans: Sequence[int]) -> int:
+    """Messages in which one rank sends all spans.
+
+    >>> buckets_in([1, DEFAULT_BUCKET_BYTES + 1])
+    3
+    """
+    return sum(-(-nbytes // DEFAULT_BUCKET_BYTES) for nbytes in spans)
 
 
 def star(spans: Sequence[int], workers: int, network: Network) -> Traffic:
@@ -124,38 +110,29 @@ def star(spans: Sequence[int], workers: int, network: Network) -> Traffic:
     """
     if workers == 1:
         return no_traffic("star", spans)
-    others, rate = workers - 1, network.through_sockets
+    others, steps = workers - 1, 2 + _AGREEMENT
+    rate = min(network.bandwidth.bytes_per_second, network.socket_bandwidth.bytes_per_second)
+    summed = (2 * workers - 1) / network.sum_bandwidth.bytes_per_second  # W are checked, all but the first are added
     last_bucket = min(spans[-1] % DEFAULT_BUCKET_BYTES or DEFAULT_BUCKET_BYTES, spans[-1])
-    steps = 2 + _AGREEMENT
     return Traffic(
         "star",
         busiest_link_bytes=others * sum(spans),
         other_link_bytes=sum(spans),
         total_bytes=2 * others * sum(spans),
-        messages=others * sum(-(-nbytes // DEFAULT_BUCKET_BYTES) for nbytes in spans),
+        messages=others * buckets_in(spans),
         latency_steps=steps,
-        span_seconds=tuple(others * n / rate + sum_seconds(n, workers, network.sum_bandwidth) for n in spans),
+        span_seconds=tuple(others * nbytes / rate + summed * nbytes for nbytes in spans),
         tail_seconds=others * last_bucket / rate + steps * network.latency_seconds,
     )
-
-
-def sum_seconds(nbytes: int, workers: int, bandwidth: Bandwidth) -> float:
-    """Of one thread that looks for NaN and Inf in every contribution, and adds all but the first.
-
-    >>> sum_seconds(10**9, workers=3, bandwidth=Bandwidth.gigabytes(20))
-    0.25
-    """
-    return (2 * workers - 1) * nbytes / bandwidth.bytes_per_second
 
 
 def ring(spans: Sequence[int], workers: int, network: Network) -> Traffic:
     """Each rank sends to the next: W - 1 messages that add up, W - 1 that hand the sums round, for each span.
 
-    Example:
-        >>> ring([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
-        1500
+    >>> ring([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
+    1500
     """
-    return _even("ring", spans, workers, network)
+    return _fastest("ring", spans, workers, network, _ring_way(workers))
 
 
 def ordered(spans: Sequence[int], workers: int, network: Network) -> Traffic:
@@ -163,38 +140,22 @@ def ordered(spans: Sequence[int], workers: int, network: Network) -> Traffic:
 
     The bytes and messages are a ring's; the order of the sum, and so its bits, are those of the star.
     """
-    return _even("ordered", spans, workers, network)
+    return _fastest("ordered", spans, workers, network, _ring_way(workers))
 
 
 def nccl(spans: Sequence[int], workers: int, network: Network) -> Traffic:
     """For each span the faster of a ring and a double binary tree, which is about how NCCL chooses.
 
     The two trees carry half of the span each (Sanders, Speck and Traeff 2009). A rank that is within one and a leaf of
-    the other sends half a span to its parent in both and to its two children in one: 4 messages, twice the span. 2
-    ceil(log2 W) messages wait for each other.
+    the other sends half a span to its parent in both and to its two children in one: 4 messages, twice the span.
     """
-    if workers == 1:
-        return no_traffic("nccl", spans)
-    around, halves = 2 * (workers - 1), min(workers, 4)  # of 2 ranks each is a root and a leaf, of 3 none is within
-    by_ring = _Way(around / workers, around, around)
-    by_tree = _Way(halves / 2, tree_latency_steps(workers), halves)
-    ways = [min((way.seconds(nbytes, network), way) for way in (by_ring, by_tree)) for nbytes in spans]
-    chosen = [way for _, way in ways]
-    carried = [math.ceil(way.share * nbytes) for way, nbytes in zip(chosen, spans, strict=True)]
-    return Traffic(
-        "nccl",
-        busiest_link_bytes=sum(carried),
-        other_link_bytes=min(sum(carried), -(-around * sum(spans) // workers)),
-        total_bytes=around * sum(spans),
-        messages=sum(way.messages for way in chosen),
-        latency_steps=sum(way.steps for way in chosen) + _AGREEMENT,
-        span_seconds=tuple(seconds for seconds, _ in ways),
-        tail_seconds=_AGREEMENT * network.latency_seconds,
-    )
+    halves = min(workers, 4)  # of 2 ranks each is a root and a leaf, of 3 none is within
+    tree = _Way(Fraction(halves, 2), tree_latency_steps(workers), halves)
+    return _fastest("nccl", spans, workers, network, _ring_way(workers), tree)
 
 
 def tree_latency_steps(workers: int) -> int:
-    """Messages that wait for each other in a tree: up and down.
+    """Messages that wait for each other in a tree: 2 ceil(log2 W), up and down.
 
     >>> [tree_latency_steps(workers) for workers in (1, 2, 3, 64)]
     [0, 2, 4, 12]
@@ -209,28 +170,72 @@ ALGORITHMS: dict[str, Algorithm] = {"star": star, "ring": ring, "ordered": order
 class _Way:
     """One way to sum a span: the share of its bytes that the busiest link carries each way, and messages."""
 
-    share: float
-    steps: int
+    share: Fraction
+    latency_steps: int
     messages: int
 
     def seconds(self, nbytes: int, network: Network) -> float:
-        return self.share * nbytes / network.bandwidth.bytes_per_second + self.steps * network.latency_seconds
+        transfer = float(self.share) * nbytes / network.bandwidth.bytes_per_second
+        return transfer + self.latency_steps * network.latency_seconds
 
 
-def _even(name: str, spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """Every link carries 2 (W - 1) / W of each span."""
+def _ring_way(workers: int) -> _Way:
+    around = 2 * (workers - 1)
+    return _Way(Fraction(around, workers), around, around)
+
+
+def _fastest(name: str, spans: Sequence[int], workers: int, network: Network, *ways: _Way) -> Traffic:
+    """Each span goes the faster of these ways; only the links limit it."""
     if workers == 1:
         return no_traffic(name, spans)
-    around, rate = 2 * (workers - 1), network.bandwidth.bytes_per_second
-    each_way = -(-around * sum(spans) // workers)
-    messages = around * len(spans)
+    taken = [min((way.seconds(nbytes, network), way) for way in ways) for nbytes in spans]
     return Traffic(
         name,
-        busiest_link_bytes=each_way,
-        other_link_bytes=each_way,
-        total_bytes=around * sum(spans),
-        messages=messages,
-        latency_steps=messages + _AGREEMENT,
-        span_seconds=tuple(around / workers * nbytes / rate + around * network.latency_seconds for nbytes in spans),
+        busiest_link_bytes=math.ceil(sum(way.share * nbytes for (_, way), nbytes in zip(taken, spans, strict=True))),
+        other_link_bytes=math.ceil(_ring_way(workers).share * sum(spans)),
+        total_bytes=2 * (workers - 1) * sum(spans),
+        messages=sum(way.messages for _, way in taken),
+        latency_steps=sum(way.latency_steps for _, way in taken) + _AGREEMENT,
+        span_seconds=tuple(seconds for seconds, _ in taken),
         tail_seconds=_AGREEMENT * network.latency_seconds,
     )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of an exchange beside the backward of a step's last micro-batch.
+
+    Attributes:
+        seconds: Of the exchange, if nothing hid it.
+        exposed_seconds: After the end of backward: what the step waits; on one machine for its engine, too.
+    """
+
+    seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden_seconds(self) -> float:
+        """While backward runs."""
+        return max(0.0, self.seconds - self.exposed_seconds)
+
+
+def overlapped(
+    shares: Sequence[float], backward_seconds: float, span_seconds: Sequence[float], tail_seconds: float
+) -> Overlap:
+    """Send each span when it is ready and the ones before it have gone.
+
+    Args:
+        shares: After which share of backward each span is ready, in the order in which spans leave.
+        backward_seconds: How long backward runs.
+        span_seconds: How long each span holds the link.
+        tail_seconds: From the last span's end to the end of the exchange.
+
+    Example:
+        >>> overlapped([0.5, 1.0], 4.0, [3.0, 1.0], 0.5)  # the second span waits for the first until 5.0
+        Overlap(seconds=4.5, exposed_seconds=2.5)
+    """
+    free = 0.0
+    for share, seconds in zip(shares, span_seconds, strict=True):
+        free = max(free, share * backward_seconds) + seconds
+    whole = sum(span_seconds) + tail_seconds
+    return Overlap(whole, min(whole, max(0.0, free + tail_seconds - backward_seconds)))
