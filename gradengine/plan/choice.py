@@ -70,7 +70,7 @@ def choose(
 
     Example:
         >>> choose(Step(2, 1, micro_batch_seconds=0.99), {"unix://": Overlap(1.0, 0.01)}).reason
-        'a step waits 10.0 ms for it, 1.0 % of its time.'
+        'a step waits 10.0 ms for it, 1.0% of its time.'
     """
     if step.workers == 1:
         return Choice("none", "one worker has nobody to exchange with: build the engine without exchange=.")
