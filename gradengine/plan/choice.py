@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradengine.plan.quantities import duration
 from gradengine.plan.traffic import Overlap
 from gradengine.tensor_parallel_cost import Bandwidth
 
-__all__ = ["Choice", "Step", "choose"]
+__all__ = ["ALONE", "Choice", "choose", "enough_micro_batches"]
 
 _ENOUGH = 0.05  # of a step: what something faster must save to be worth its trouble
 _LONG = 0.2  # of a step: what a wait may take before it is to be said how it is shortened
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of W workers: its micro-batches of so many seconds, forward and backward; its exchange aside."""
-
-    workers: int
-    micro_batches: int
-    micro_batch_seconds: float
-
-    def share(self, waits: float) -> float:
-        """Of the step, if it waits so long for its exchange.
-
-        >>> Step(2, micro_batches=3, micro_batch_seconds=0.5).share(0.5)
-        0.25
-        """
-        return waits / (self.micro_batches * self.micro_batch_seconds + waits)
-
-    def enough_micro_batches(self, waits: float) -> int:
-        """As many as make a wait a fifth of the step; only the last one's backward hides any of it.
-
-        >>> Step(2, micro_batches=1, micro_batch_seconds=0.5).enough_micro_batches(waits=1.0)
-        8
-        """
-        return math.ceil(waits * (1 - _LONG) / _LONG / self.micro_batch_seconds * (1 - 1e-12))
 
 
 @dataclass(frozen=True)
@@ -58,37 +33,50 @@ class Choice:
     remedies: tuple[str, ...] = ()
 
 
+ALONE = Choice("none", "one worker has nobody to exchange with: build the engine without exchange=.")
+
+
+def enough_micro_batches(micro_batch_seconds: float, waits: float) -> int:
+    """As many as make a wait a fifth of the step; only the last one's backward hides any of it.
+
+    >>> enough_micro_batches(0.5, waits=1.0)
+    8
+    """
+    return math.ceil(waits * (1 - _LONG) / _LONG / micro_batch_seconds * (1 - 1e-12))
+
+
 def choose(
-    step: Step, exchanges: Mapping[str, Overlap], *, faster_link: tuple[Bandwidth, Overlap] | None = None
+    micro_batches: int,
+    micro_batch_seconds: float,
+    exchanges: Mapping[str, Overlap],
+    *,
+    faster_link: tuple[Bandwidth, Overlap] | None = None,
 ) -> Choice:
-    """Say what a step waits, and what would shorten that.
+    """Say what a step of several workers waits, and what would shorten that.
 
     Args:
-        step: What is computed between two exchanges.
+        micro_batches: Of a worker, between two exchanges.
+        micro_batch_seconds: Forward and backward of one.
         exchanges: Algorithm, or transport on one machine -> its overlap.
         faster_link: A link that is as fast as the sockets, and the star over it, where the step's own is slower.
 
     Example:
-        >>> choose(Step(2, 1, micro_batch_seconds=0.99), {"unix://": Overlap(1.0, 0.01)}).reason
+        >>> choose(1, 0.99, {"unix://": Overlap(1.0, 0.01)}).reason
         'a step waits 10.0 ms for it, 1.0% of its time.'
     """
-    if step.workers == 1:
-        return Choice("none", "one worker has nobody to exchange with: build the engine without exchange=.")
     transport, taken = ("tcp://", "star") if "star" in exchanges else ("unix://", "unix://")
     waits = exchanges[taken].exposed_seconds
-    share = step.share(waits)
-    remedies = tuple(_remedies(step, exchanges, waits, faster_link)) if share > _LONG else ()
-    return Choice(transport, f"a step waits {duration(waits)} for it, {share:.1%} of its time.", share, remedies)
-
-
-def _remedies(
-    step: Step, exchanges: Mapping[str, Overlap], waits: float, faster_link: tuple[Bandwidth, Overlap] | None
-) -> Iterator[str]:
-    enough = step.enough_micro_batches(waits)
-    yield f"More micro-batches: {enough:,} a step, not {step.micro_batches:,}, make the wait a fifth of it."
+    step = micro_batches * micro_batch_seconds + waits
+    reason = f"a step waits {duration(waits)} for it, {waits / step:.1%} of its time."
+    if waits <= _LONG * step:
+        return Choice(transport, reason, waits / step)
+    enough = enough_micro_batches(micro_batch_seconds, waits)
+    remedies = [f"More micro-batches: {enough:,} a step, not {micro_batches:,}, make the wait a fifth of it."]
     if faster_link is not None:
-        bandwidth, overlap = faster_link
-        yield f"A faster link: at {bandwidth} a step would wait {duration(overlap.exposed_seconds)}; more is no faster."
-    ring = exchanges["ring"].exposed_seconds if "ring" in exchanges else waits
-    if step.share(waits) * (waits - ring) > _ENOUGH * waits:
-        yield f"Another library's ring, such as NCCL's, would wait {duration(ring)}; its sums are in another order."
+        link, faster = faster_link[0], duration(faster_link[1].exposed_seconds)
+        remedies.append(f"A faster link: at {link} a step would wait {faster}; more is no faster.")
+    ring = exchanges.get("ring", exchanges[taken]).exposed_seconds
+    if waits - ring > _ENOUGH * step:
+        faster = duration(ring)
+        remedies.append(f"Another library's ring, such as NCCL's, would wait {faster}; its sums are in another order.")
+    return Choice(transport, reason, waits / step, tuple(remedies))

@@ -24,7 +24,8 @@ from gradengine.tensor_parallel_cost import Bandwidth
 __all__ = ["plan"]
 
 _MICROSECONDS = 1e6
-_UNITS = "with its unit: '10 Gbit/s', '1.25 GB/s'"
+_UNITS = "each way: '10 Gbit/s', '1.25 GB/s'"
+_SOCKETS, _SUMMED = (f"{each.gigabytes_per_second:g} GB/s" for each in (SOCKETS, SUMMED))
 _FIELDS = {field.name for field in fields(Question)}
 _OPTIONS = {"latency_seconds": "latency-us", "tp_latency_seconds": "tp-latency-us"}  # where they are not the field's
 _NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0, 1.0)
@@ -32,49 +33,31 @@ _NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 def plan(
     model: Annotated[str, typer.Option(help=f"{', '.join(NAMED)}, or a Llama-like config.json.")],
-    bandwidth: Annotated[
-        str | None, typer.Option(help=f"Of each rank's link between workers, each way, {_UNITS}.")
-    ] = None,
-    one_machine: Annotated[
-        bool, typer.Option("--one-machine", help="Instead: all workers on this machine, measured first (3 s).")
-    ] = False,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Data-parallel workers; with --tp T each is a group of T ranks.")
-    ] = 2,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of a worker: workers x tp ranks in all.")] = 1,
+    bandwidth: Annotated[str | None, typer.Option(help=f"Of each rank's link between workers, {_UNITS}.")] = None,
+    one_machine: Annotated[bool, typer.Option("--one-machine", help="Instead: all on this one, measured.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Data-parallel workers; with --tp T each is T ranks.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of a worker.")] = 1,
     tp_bandwidth: Annotated[str | None, typer.Option(help="Within a worker; else as --bandwidth.")] = None,
     latency_us: Annotated[float, typer.Option(help="Microseconds of a message between workers.")] = 50.0,
     tp_latency_us: Annotated[float, typer.Option(help="Microseconds of a message within a worker.")] = 10.0,
-    socket_bandwidth: Annotated[
-        str, typer.Option(help="What one process moves through its sockets each way, on any link; limits tcp://.")
-    ] = f"{SOCKETS.gigabytes_per_second:g} GB/s",
-    sum_bandwidth: Annotated[
-        str, typer.Option(help="What one thread of rank 0 checks, or adds to the sum; limits tcp://.")
-    ] = f"{SUMMED.gigabytes_per_second:g} GB/s",
+    socket_bandwidth: Annotated[str, typer.Option(help="Of a process's sockets, each way; limits tcp://.")] = _SOCKETS,
+    sum_bandwidth: Annotated[str, typer.Option(help="Of rank 0's check and addition; limits tcp://.")] = _SUMMED,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a worker's micro-batch.")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of each worker in an optimizer step.")] = 1,
-    dtype: Annotated[
-        str, typer.Option(metavar="|".join(DTYPES), help="Of weights, gradients and activations.")
-    ] = "float32",
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Of weights and activations.")] = "float32",
     optimizer: Annotated[str, typer.Option(metavar="|".join(OPTIMIZERS), help="Whose state is counted.")] = "adamw",
     tflops: Annotated[float, typer.Option(help="10^12 operations a second that a rank achieves.")] = 100.0,
-    backward_seconds: Annotated[
-        float | None, typer.Option(help="Of one micro-batch on one rank, measured; instead of --tflops.")
-    ] = None,
+    backward_seconds: Annotated[float | None, typer.Option(help="Of a micro-batch, measured; not --tflops.")] = None,
     vocab_parallel: Annotated[bool, typer.Option("--vocab-parallel", help="Cut LM head and embedding too.")] = False,
-    device: Annotated[
-        str, typer.Option(metavar="|".join(DEVICES), help="Where the model is; a GPU's arena has a mirror.")
-    ] = "cuda",
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write everything here; -: to stdout, and no table.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw exchange seconds against workers here.")] = None,
+    device: Annotated[str, typer.Option(metavar="|".join(DEVICES), help="Where the model is.")] = "cuda",
+    json: Annotated[Path | None, typer.Option(help="Write everything here; -: to stdout, and no table.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw exchange seconds against workers here.")] = None,
 ) -> None:
     """Say what a training run will take: memory of a rank, bytes and seconds of its exchange, the transport to take.
 
-    N workers are data-parallel; each is a group of T tensor-parallel ranks, N x T ranks in all. Nothing is run; with
-    --one-machine the machine's rates are.
+    N workers are data-parallel; each is a group of T tensor-parallel ranks, N x T ranks in all. Nothing is run, but
+    --one-machine measures what this machine does for 3 seconds.
     """
     _refuse_both_or_neither(bandwidth, one_machine=one_machine)
     _refuse_bad_paths(json, plot)

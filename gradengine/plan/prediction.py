@@ -11,7 +11,7 @@ from gradengine.arguments import as_float, out_of_range, refuse_other_kind, refu
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 from gradengine.plan import rank
-from gradengine.plan.choice import Choice, Step, choose
+from gradengine.plan.choice import ALONE, Choice, choose
 from gradengine.plan.machine import ON_ONE_MACHINE, Rates, on_one_machine, overlap_on_one_machine
 from gradengine.plan.models import Model
 from gradengine.plan.quantities import duration
@@ -222,10 +222,10 @@ def predict(question: Question) -> Plan:
     )
     compute = _compute(question, layout)
     exchanges = _exchanges(question, layout, compute)
-    step = Step(question.workers, question.micro_batches, compute.seconds)
     overlaps = {name: overlap for name, (_, overlap) in exchanges.items()}
-    choice = choose(step, overlaps, faster_link=_over_a_faster_link(question, layout, compute))
-    return Plan(question, layout, memory, compute, exchanges, choice)
+    faster = _over_a_faster_link(question, layout, compute)
+    choice = choose(question.micro_batches, compute.seconds, overlaps, faster_link=faster)
+    return Plan(question, layout, memory, compute, exchanges, choice if question.workers > 1 else ALONE)
 
 
 def _compute(question: Question, layout: GradientLayout) -> rank.Compute:
