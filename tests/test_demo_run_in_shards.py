@@ -294,14 +294,14 @@ def test_a_silent_worker_is_named_and_not_the_shards_that_wait_for_each_other(mo
     """Shards wait longer for each other than workers do, so that it is the workers' deadline that passes."""
     exchanges = [worker.local_group(2, timeout=0.5) for _ in range(2)]
     awake = threading.Event()
-    sound = worker._Worker.make_step
+    sound = worker._make_step
 
-    def sleeping(self, step):
-        if step == 3 and self._trainer.rank == 1 and self._tp_rank == 1:
+    def sleeping(settings, learner, trainer, step, say):
+        if step == 3 and trainer.rank == 1 and say is worker._say_nothing:
             awake.wait(20)
-        sound(self, step)
+        sound(settings, learner, trainer, step, say)
 
-    monkeypatch.setattr(worker._Worker, "make_step", sleeping)
+    monkeypatch.setattr(worker, "_make_step", sleeping)
     with pytest.raises(DeadlineExceeded, match=r"^rank 1 is late for .*rank 0 is waiting"):
         worker._train_all(SETTINGS, TEXTS, list(zip(*exchanges, strict=True)), lambda report: None)
     awake.set()

@@ -29,17 +29,8 @@ class AdamW:
         w = w - r weight_decay w                   matrices only: norms have no reason to be small
         w = w - r m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + epsilon)
 
-    Args:
-        weights: Arrays by name, updated in place by `step`.
-        learning_rate: The rate at schedule 1.
-        betas: The decay of the first and of the second moment, each in [0, 1).
-        epsilon: Keeps the division finite where all gradients so far were 0.
-        weight_decay: The share of a matrix taken off per step, times the rate.
-        schedule: The factor on the rate by step number from 0; constant 1 if None.
-        xp: NumPy or CuPy, whichever the weights belong to.
-
-    Raises:
-        ValueError: An option is outside its range.
+    The schedule is the factor on the rate by step number from 0; constant 1 if None. `xp` is NumPy or CuPy, whichever
+    the weights belong to. ValueError if an option is outside its range.
 
     Example:
         >>> weights = {"w": np.ones((1, 2), np.float32)}
@@ -81,11 +72,7 @@ class AdamW:
     def step(self, gradients: Mapping[str, Array]) -> None:
         """Update all weights in place from their gradients, which are only read.
 
-        Args:
-            gradients: Arrays of the weights' names and shapes.
-
-        Raises:
-            LayoutMismatch: A gradient is missing, unknown or misshapen; no weight has changed.
+        LayoutMismatch if one is missing, unknown or misshapen: then no weight has changed.
         """
         self._check(gradients)
         factor = 1.0 if self.schedule is None else self.schedule(self.step_count)
@@ -95,12 +82,7 @@ class AdamW:
 
     def _update(self, name: str, weight: Array, gradient: Array, rate: float) -> None:
         xp, (beta1, beta2) = self._xp, self.betas
-        first, second, update, root = (
-            self._first[name],
-            self._second[name],
-            self._scratch[0][name],
-            self._scratch[1][name],
-        )
+        first, second, update, root = (held[name] for held in (self._first, self._second, *self._scratch))
         _blend(first, gradient, beta1, update, xp)
         xp.multiply(gradient, gradient, out=root)
         _blend(second, root, beta2, update, xp)
@@ -143,11 +125,7 @@ def _check_options(learning_rate: float, betas: tuple[float, float], epsilon: fl
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final: float = 0.1) -> float:
     """Return the factor on the rate: up in a line over the first `warmup_steps`, then down a half cosine to `final`.
 
-    Args:
-        step: Counted from 0; from `total_steps` on the factor stays `final`.
-        warmup_steps: The factor is 1 at step `warmup_steps - 1` or, without warm-up, at step 0.
-        total_steps: The length of the run.
-        final: The factor at the end.
+    Steps count from 0; the factor is 1 at step `warmup_steps - 1`, and `final` from step `total_steps` on.
 
     Example:
         >>> [round(warmup_cosine(step, 2, 6), 2) for step in range(7)]

@@ -16,8 +16,7 @@ import numpy as np
 from gradengine.demo.model import initial_weights
 from gradengine.demo.record import Compared, Heartbeat
 from gradengine.demo.shards import TensorParallelRank, run_threads, tensor_parallel_group, united
-from gradengine.demo.worker import Learner, layout_of, result_of
-from gradengine.trainer import DistributedTrainer
+from gradengine.demo.worker import Learner, result_of, trainer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -99,8 +98,7 @@ def _first_step(settings: Settings, texts: Texts, go_on: Callable[[], None], tp:
         initial = _copied(learner.weights)
         logits, (_, gradients) = learner.logits(0), learner.forward_backward(0)
         go_on()
-        layout = layout_of(settings, tp.tp_rank)
-        trainer = DistributedTrainer(learner, None, layout, max_norm=settings.max_norm, tp_exchange=tp.gradients)
+        trainer = trainer_of(learner, settings, None, tp)
         trainer.train_batch([0])
         go_on()
     result = result_of(trainer)

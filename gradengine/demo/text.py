@@ -1,7 +1,6 @@
 """Text to learn without a download: the sources of Python's own standard library, or a file of the user's.
 
-A text is plain `bytes`. Everything here is a pure function of its arguments and of the files read, so that all workers
-of a run see the same text and draw the same micro-batches without a word to each other.
+All here are pure functions of their arguments and of the files read: all workers draw the same micro-batches.
 """
 
 from __future__ import annotations
@@ -21,14 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "evaluation_batches",
-    "micro_batch",
-    "read_text",
-    "split",
-    "standard_library_text",
-    "step_indexes",
+    "evaluation_batches", "micro_batch", "read_text", "split", "standard_library_text", "step_indexes",
     "unigram_entropy",
-]
+]  # fmt: skip
 
 MIN_TEXT_BYTES = 10_000
 """A shorter text leaves too little to hold out for a loss that means anything."""
@@ -36,22 +30,18 @@ MIN_TEXT_BYTES = 10_000
 REGION_BYTES = 65_536
 """`split` holds out the end of each region of about this size."""
 
-_TESTS = {"test", "tests", "idle_test"}
-_GENERATED = {"encodings", "pydoc_data", "__pycache__"}
-_INSTALLED = {"site-packages", "dist-packages", "ensurepip", "lib2to3"}
+_LEFT_OUT = {
+    *("test", "tests", "idle_test"),
+    *("encodings", "pydoc_data", "__pycache__"),  # generated
+    *("site-packages", "dist-packages", "ensurepip", "lib2to3"),  # installed
+}
 
 
 def standard_library_text(max_bytes: int = 4_000_000, folder: str | os.PathLike[str] | None = None) -> bytes:
-    """Join the standard library's modules, in sorted order, up to `max_bytes`.
+    """Join the modules of the standard library, this interpreter's own or that in `folder`, in sorted order.
 
-    Tests, installed packages and generated tables (`encodings`, `pydoc_data`) are left out, unreadable files skipped.
-
-    Args:
-        max_bytes: Where to cut, at least 1.
-        folder: Where the library lies; this interpreter's own if None.
-
-    Raises:
-        CallerError: No source was found: this interpreter keeps its library zipped or without sources.
+    Tests, installed packages and generated tables are left out, unreadable files skipped. CallerError if nothing is
+    found: this interpreter keeps its library zipped or without sources.
     """
     root = Path(folder if folder is not None else sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -65,7 +55,7 @@ def standard_library_text(max_bytes: int = 4_000_000, folder: str | os.PathLike[
 
 def _source_files(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - _TESTS - _GENERATED - _INSTALLED)
+        folders[:] = sorted(set(folders) - _LEFT_OUT)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
@@ -77,17 +67,12 @@ def _bytes_or_nothing(path: Path) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str]) -> bytes:
-    """Read the user's file, as bytes: any encoding will do.
-
-    Raises:
-        CallerError: It cannot be read, or is too short to train on and to test on.
-    """
+    """Read the user's file, in any encoding; CallerError if it cannot be read, or is too short to hold out a part."""
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        raise CallerError(
-            f"cannot read the text {os.fspath(path)!r}: {error.strerror}", do="pass --text FILE"
-        ) from None
+        what = f"cannot read the text {os.fspath(path)!r}: {error.strerror}"
+        raise CallerError(what, do="pass --text FILE") from None
     return _long_enough(text, repr(os.fspath(path)), MIN_TEXT_BYTES)
 
 
@@ -103,13 +88,6 @@ def split(text: bytes, held_out_fraction: float = 0.1) -> tuple[bytes, bytes]:
 
     The last part of every region of 64 KiB is held out, not the tail of the whole: a tail is whatever sorts last, other
     authors on other matters, and its loss would tell more of that than of the training.
-
-    Args:
-        text: What to divide.
-        held_out_fraction: The share to hold out, above 0 and below 1.
-
-    Returns:
-        The training text and the held-out text.
 
     Example:
         >>> split(b"0123456789", 0.2)
@@ -154,20 +132,8 @@ def step_indexes(step: int, micro_batches: int, rank: int, world_size: int) -> r
 def micro_batch(text: bytes, index: int, batch_size: int, sequence_length: int, seed: int = 0) -> NDArray[np.uint8]:
     """Cut `batch_size` windows of the text at places drawn from `seed` and `index` alone.
 
-    Drawn by `SeedSequence`, whose output NumPy keeps the same in all versions: unlike machines draw alike.
-
-    Args:
-        text: What to draw from, longer than `sequence_length`.
-        index: The micro-batch's global number, at least 0.
-        batch_size: The number of windows, B.
-        sequence_length: The number of predictions in each, T.
-        seed: At least 0.
-
-    Returns:
-        (B, T+1) bytes; `[:, :-1]` are the inputs, `[:, 1:]` the targets.
-
-    Raises:
-        ValueError: The text is shorter than one window.
+    Returns (B, T+1) bytes: `[:, :-1]` are the inputs, `[:, 1:]` the targets. Drawn by `SeedSequence`, whose output
+    NumPy keeps the same in all versions: unlike machines draw alike. ValueError if the text is shorter than a window.
 
     Example:
         >>> micro_batch(bytes(range(100)), index=0, batch_size=2, sequence_length=3).shape
@@ -184,9 +150,6 @@ def evaluation_batches(
     """Yield up to `max_batches` batches (B, T+1) of windows spread evenly over the text, the same ones every time.
 
     No two windows overlap by more than the byte that ends one and starts the next, as long as the text allows a batch.
-
-    Raises:
-        ValueError: The text is shorter than one window.
     """
     last_start = _last_start(text, sequence_length)
     batches = max(1, min(max_batches, (last_start // sequence_length + 1) // batch_size))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Learner", "layout_of", "replay", "report_replay", "result_of", "train_as_rank_0", "train_as_threads", "train_at",
-    "with_heartbeat",
+    "trainer_of", "with_heartbeat",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -91,6 +91,10 @@ def with_heartbeat(items: Iterable[T], report: Callable[[Report], None]) -> Iter
         yield item
 
 
+def _say_nothing(report: Report) -> None:
+    """Nobody listens."""
+
+
 @final
 class Learner:
     """The weights of a shard, and what moves them; a `LocalTrainer` whose micro-batches are their global indexes.
@@ -113,12 +117,17 @@ class Learner:
         self._all_reduce = rank.all_reduce(settings.activation_size)
         schedule = partial(warmup_cosine, warmup_steps=settings.steps // 20, total_steps=settings.steps)
         self._optimizer = AdamW(self.weights, settings.learning_rate, schedule=schedule)
+        self._backward_over = self.exchange_seconds = 0.0
 
     def stream_backward(self, index: int) -> tuple[float, GradientStream]:
-        """The loss of micro-batch `index`, and its gradients as backward finishes them."""
+        """The loss of micro-batch `index`, a step's last, and its gradients as backward finishes them."""
         tokens, model = self._micro_batch(index), self._settings.model
         value, stream = stream_gradients(self.weights, tokens, model, all_reduce=self._all_reduce)
-        return float(value), stream
+        return float(value), self._timed(stream)
+
+    def _timed(self, stream: GradientStream) -> GradientStream:
+        yield from stream
+        self._backward_over = time.perf_counter()
 
     def forward_backward(self, index: int) -> tuple[float, Weights]:
         """The loss of micro-batch `index`, and all its gradients."""
@@ -132,7 +141,8 @@ class Learner:
         return forward(self.weights, tokens[:, :-1], model, all_reduce=self._all_reduce)[0]
 
     def apply_gradients(self, gradients: Mapping[str, object]) -> None:
-        """One step of the optimizer."""
+        """One step of the optimizer; what passed since the end of `stream_backward` was the exchange and the clip."""
+        self.exchange_seconds = time.perf_counter() - self._backward_over
         self._optimizer.step(gradients)
 
     def held_out_loss(self) -> float:
@@ -192,82 +202,51 @@ def _train_all(
 
 def _train(
     settings: Settings, texts: Texts, exchange: Exchange, tp: TensorParallelRank, report: Callable[[Report], None]
-) -> _Worker:
-    """Make all steps as one shard of one rank."""
+) -> tuple[Weights, Weights]:
+    """Make all steps as one shard of one rank; return its weights at the end, and after the compared steps."""
+    say = report if tp.tp_rank == 0 else _say_nothing  # all shards of a rank know the same
+    kept: Weights = {}
     with exchange, tp:
-        worker = _Worker(settings, texts, exchange, tp, report)
+        learner = Learner(settings, texts, tp)
+        trainer = trainer_of(learner, settings, exchange, tp, settings.micro_batches)
         for step in range(1, settings.steps + 1):
-            worker.make_step(step)
-    return worker
+            _make_step(settings, learner, trainer, step, say)
+            if step == settings.compared_steps:
+                kept = {name: weight.copy() for name, weight in learner.weights.items()}
+    return learner.weights, kept
 
 
-def _report_end(settings: Settings, rank: int, shards: Sequence[_Worker], report: Callable[[Report], None]) -> None:
+def _make_step(
+    settings: Settings, learner: Learner, trainer: DistributedTrainer, step: int, say: Callable[[Report], None]
+) -> None:
+    """One optimizer step, counted from 1, and its reports."""
+    share = step_indexes(step - 1, settings.micro_batches_in_all, trainer.rank, trainer.world_size)
+    loss = trainer.train_batch(with_heartbeat(share, say))
+    say(Stepped(trainer.rank, step, loss, result_of(trainer).norm, learner.exchange_seconds))
+    if trainer.is_coordinator and settings.is_evaluated(step):
+        say(Evaluated(step, learner.held_out_loss()))
+
+
+def _report_end(
+    settings: Settings, rank: int, shards: Sequence[tuple[Weights, Weights]], report: Callable[[Report], None]
+) -> None:
     """Unite the shards of a rank and report what all of them hold."""
+    weights, kept = zip(*shards, strict=True)
     if settings.compared_steps <= settings.steps:
-        kept = united(settings, [shard.kept for shard in shards])
-        report(Kept(rank, weights_digest(kept), kept if rank == 0 else None))
-    weights = [shard.learner.weights for shard in shards]
+        whole = united(settings, kept)
+        report(Kept(rank, weights_digest(whole), whole if rank == 0 else None))
     replicated = tuple(weights_digest(replicated_part(settings, part)) for part in weights)
     report(Finished(rank, weights_digest(united(settings, weights)), replicated))
 
 
-@final
-class _Worker:
-    """A rank's shard at work; as a `LocalTrainer` it is its learner with a stopwatch."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        texts: Texts,
-        exchange: Exchange,
-        tp: TensorParallelRank,
-        report: Callable[[Report], None],
-    ) -> None:
-        self._settings, self._report, self._tp_rank = settings, report, tp.tp_rank
-        self._backward_over = self._exchange_seconds = 0.0
-        self.learner = Learner(settings, texts, tp)
-        self.kept: Weights = {}
-        self.forward_backward = self.learner.forward_backward
-        self._trainer = _trainer(self, settings, exchange, tp, settings.micro_batches)
-
-    def make_step(self, step: int) -> None:
-        """One optimizer step, counted from 1, and its reports."""
-        trainer = self._trainer
-        share = step_indexes(step - 1, self._settings.micro_batches_in_all, trainer.rank, trainer.world_size)
-        loss = trainer.train_batch(with_heartbeat(share, self._say))
-        self._say(Stepped(trainer.rank, step, loss, result_of(trainer).norm, self._exchange_seconds))
-        if step == self._settings.compared_steps:
-            self.kept = {name: weight.copy() for name, weight in self.learner.weights.items()}
-        if trainer.is_coordinator and self._settings.is_evaluated(step):
-            self._say(Evaluated(step, self.learner.held_out_loss()))
-
-    def stream_backward(self, index: int) -> tuple[float, GradientStream]:
-        """See `LocalTrainer`: a step's last micro-batch, whose blocks leave while backward still runs."""
-        loss, stream = self.learner.stream_backward(index)
-        return loss, self._until_over(stream)
-
-    def apply_gradients(self, gradients: Mapping[str, object]) -> None:
-        """See `LocalTrainer`."""
-        self._exchange_seconds = time.perf_counter() - self._backward_over
-        self.learner.apply_gradients(gradients)
-
-    def _until_over(self, stream: GradientStream) -> GradientStream:
-        yield from stream
-        self._backward_over = time.perf_counter()
-
-    def _say(self, report: Report) -> None:
-        """All shards of a rank know the same; the first one says it."""
-        if self._tp_rank == 0:
-            self._report(report)
-
-
-def _trainer(
-    learner: Learner | _Worker,
+def trainer_of(
+    learner: Learner,
     settings: Settings,
-    exchange: Exchange,
+    exchange: Exchange | None,
     tp: TensorParallelRank,
     micro_batches: int | None = None,
 ) -> DistributedTrainer:
+    """The trainer of a shard of a rank; the last of a known number of micro-batches is streamed."""
     layout, max_norm = layout_of(settings, tp.tp_rank), settings.max_norm
     return DistributedTrainer(
         learner, exchange, layout, max_norm=max_norm, micro_batches=micro_batches, tp_exchange=tp.gradients
@@ -295,7 +274,7 @@ def replay(
     *,
     backwards: bool = False,
     mirror: bool = False,
-    report: Callable[[Report], None] = lambda _: None,
+    report: Callable[[Report], None] = _say_nothing,
 ) -> Weights:
     """The weights after the run's first `compared_steps` steps, with all its micro-batches on `ranks` threads.
 
@@ -332,7 +311,7 @@ def _replay_shard(
 ) -> Weights:
     with exchange, tp:
         learner = Learner(settings, texts, tp, initial)
-        trainer = _trainer(learner, settings, exchange, tp)
+        trainer = trainer_of(learner, settings, exchange, tp)
         for step in with_heartbeat(range(settings.compared_steps), report):
             share = step_indexes(step, settings.micro_batches_in_all, exchange.rank, exchange.world_size)
             trainer.train_batch(with_heartbeat(reversed(share) if backwards else share, report))
