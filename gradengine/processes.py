@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["ProcessPool", "Reporter", "Worker", "interrupts_blocked"]
+__all__ = ["Job", "ProcessPool", "Reporter", "Worker", "interrupts_blocked"]
 
 Job: TypeAlias = "Callable[..., None]"  # picklable; called with report=, a `Reporter`
 

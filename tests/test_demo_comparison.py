@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gradengine.demo import comparison
+from gradengine.demo import worker
 from gradengine.demo.comparison import compare, report_comparison
 from gradengine.demo.model import LlamaConfig
 from gradengine.demo.proofs import NORM_TOLERANCE, SHARD_TOLERANCE, STEP_TOLERANCE, shards_are_whole
@@ -277,6 +277,6 @@ def test_parts_that_are_passed_for_the_whole_are_refused_and_never_compared(monk
         whole = dict.fromkeys(shapes, "replicated")
         return GradientLayout.of(shapes, tp_rank=tp_rank, tp_size=settings.tensor_parallel, partitions=whole)
 
-    monkeypatch.setattr(comparison, "layout_of", undivided)
+    monkeypatch.setattr(worker, "layout_of", undivided)
     with pytest.raises(ExchangeError, match=r"replicated gradient 'blocks\.0\.w_q' is not the same"):
         compared(2)

@@ -336,15 +336,8 @@ def forward(
 ) -> tuple[Array, Saved]:
     """Predict the byte after each byte: return the logits (B, T, V), and what the backward needs.
 
-    Args:
-        weights: Of the dtype to compute in; all of them, or those of a shard.
-        tokens: (B, T) of any integer dtype, each below `config.vocab_size`, T at most `config.sequence_length`.
-        config: The sizes of the whole model.
-        xp: NumPy or CuPy, whichever the weights belong to.
-        all_reduce: Adds up the partial sums of all shards: twice in each block here, and twice in its backward.
-
-    Raises:
-        ValueError: `tokens` is not a matrix of integers of a length the model takes.
+    Tokens (B, T) are integers below `config.vocab_size`, T at most `config.sequence_length`, or it is a ValueError.
+    `all_reduce` adds up the partial sums of all shards: twice in each block here, and twice in its backward.
     """
     tokens = _checked_tokens(xp.asarray(tokens), config.sequence_length, xp)
     batch, length = tokens.shape

@@ -83,25 +83,15 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Compared:
-    """How far shards are from the model in one piece, on one micro-batch; each is relative, and NaN stays NaN.
+    """How far shards are from the model in one piece, on one micro-batch; each is relative, and NaN stays NaN."""
 
-    Attributes:
-        outputs: Largest difference of a logit.
-        gradients: Largest difference of any gradient as backward gives it.
-        norm: Difference of the global norm.
-        scale: Difference of the clip scale.
-        clipped: As `gradients`, of what the engine hands back: averaged and clipped to a hundredth of the norm.
-        descended: Distance (L2) of the weights after one step of plain gradient descent, in parts of that step.
-        weights: The same after one step of the optimizer.
-    """
-
-    outputs: float
-    gradients: float
+    outputs: float  # the largest difference of a logit
+    gradients: float  # of any gradient as backward gives it
     norm: float
     scale: float
-    clipped: float
-    descended: float
-    weights: float
+    clipped: float  # of any gradient as the engine hands it back
+    descended: float  # of the weights after one step of plain gradient descent (L2), in parts of that step
+    weights: float  # the same after one step of the optimizer
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from gradengine.demo.comparison import report_comparison
 from gradengine.demo.record import Compared, Listening, Record, Replayed, Step, Weights
 from gradengine.demo.settings import Transport
-from gradengine.demo.worker import report_replay, train_as_rank_0, train_as_threads, train_at
-from gradengine.processes import ProcessPool
+from gradengine.demo.worker import replay, report_replay, train_as_rank_0, train_as_threads, train_at
+from gradengine.processes import Job, ProcessPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,12 +103,12 @@ class Replays:
 def replay_all(settings: Settings, texts: Texts) -> Replays:
     """Repeat the beginning of a run, each way in a process of its own; raises as `train`."""
     whole, has_shards = replace(settings, tensor_parallel=1), settings.tensor_parallel > 1
-    backwards = partial(report_replay, backwards=True, mirror=has_shards)
-    jobs = {
-        "the replay 'one'": partial(report_replay, "one", whole, texts, 1),
-        "the replay 'reversed'": partial(backwards, "reversed", whole, texts, 1),
-        "the replay 'ranks'": partial(report_replay, "ranks", settings, texts, settings.workers),
+    replays = {
+        "one": partial(replay, whole, texts, 1),
+        "reversed": partial(replay, whole, texts, 1, backwards=True, mirror=has_shards),
+        "ranks": partial(replay, settings, texts, settings.workers),
     }
+    jobs: dict[str, Job] = {f"the replay {name!r}": partial(report_replay, name, run) for name, run in replays.items()}
     if has_shards:
         jobs["the comparison of shards"] = partial(report_comparison, settings, texts)
     with ProcessPool(environment=ENVIRONMENT) as pool:

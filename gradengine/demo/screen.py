@@ -68,14 +68,13 @@ class Screen:
             self._begin = time.perf_counter()  # the first step is not in the rate: interpreters were still starting
         self._progress.update(self._task, completed=step.number)
         if step.number % max(1, self._settings.steps // _ROWS) == 0:
-            rate = self._exchanged_bytes * (step.number - 1) / (time.perf_counter() - self._begin) / 1e6
-            wait = 1e3 * step.exchange_seconds
-            self._console.print(f"{step.number:>7} {step.loss:>7.3f} {step.norm:>7.2f} {rate:>6.1f} {wait:>8.1f}")
+            figures = f"{step.number:>7} {step.loss:>7.3f} {step.norm:>7.2f} {self._rate(step.number):>6}"
+            self._console.print(f"{figures} {1e3 * step.exchange_seconds:>8.1f}")
 
-    @property
-    def _exchanged_bytes(self) -> int:
-        """What crosses between workers in a step: each but the first sends its gradient and gets the sum."""
-        return 2 * (self._settings.workers - 1) * _WEIGHT_BYTES * self._weights
+    def _rate(self, steps: int) -> str:
+        """MB that cross between workers in a second: each but the first sends its gradient and gets the sum."""
+        nbytes = 2 * (self._settings.workers - 1) * _WEIGHT_BYTES * self._weights
+        return f"{nbytes * (steps - 1) / (time.perf_counter() - self._begin) / 1e6:.1f}" if steps > 1 else "-"
 
     def trained(self, record: Record) -> None:
         """Say how training went."""

@@ -59,14 +59,8 @@ _EVALUATION_BATCHES = 24
 def layout_of(settings: Settings, tp_rank: int = 0) -> GradientLayout:
     """The layout of a shard's gradients, in the order in which its backward finishes them."""
     model = settings.model
-    return GradientLayout.transformer(
-        model.num_blocks,
-        model.hidden_size,
-        model.kv_hidden_size,
-        model.intermediate_size,
-        model.vocab_size,
-        tensor_parallel=settings.shard(tp_rank),
-    )
+    sizes = (model.hidden_size, model.kv_hidden_size, model.intermediate_size, model.vocab_size)
+    return GradientLayout.transformer(model.num_blocks, *sizes, tensor_parallel=settings.shard(tp_rank))
 
 
 def result_of(trainer: DistributedTrainer) -> StepResult:
@@ -99,13 +93,8 @@ def _say_nothing(report: Report) -> None:
 class Learner:
     """The weights of a shard, and what moves them; a `LocalTrainer` whose micro-batches are their global indexes.
 
-    Equal settings and texts give equal learners, so workers begin alike without a word to each other.
-
-    Args:
-        settings: Those of the run.
-        texts: Those of the run.
-        rank: Which shard, and the way to the others: all of them must do the same at the same time.
-        initial: The whole model's first weights; by default drawn from the run's seed.
+    Equal settings and texts give equal learners, so workers begin alike without a word to each other. The shards of a
+    model must do the same at the same time. `initial` is the whole model's, by default drawn from the run's seed.
     """
 
     def __init__(
@@ -253,18 +242,9 @@ def trainer_of(
     )
 
 
-def report_replay(
-    name: str,
-    settings: Settings,
-    texts: Texts,
-    ranks: int,
-    *,
-    backwards: bool = False,
-    mirror: bool = False,
-    report: Callable[[Report], None],
-) -> None:
-    """Replay, and report the weights under a name."""
-    report(Replayed(name, replay(settings, texts, ranks, backwards=backwards, mirror=mirror, report=report)))
+def report_replay(name: str, run: Callable[..., Weights], report: Callable[[Report], None]) -> None:
+    """Run a `replay`, all of whose arguments but `report` are given, and report the weights under a name."""
+    report(Replayed(name, run(report=report)))
 
 
 def replay(
@@ -278,13 +258,8 @@ def replay(
 ) -> Weights:
     """The weights after the run's first `compared_steps` steps, with all its micro-batches on `ranks` threads.
 
-    Args:
-        settings: Those of the run; with `tensor_parallel` 1 the model stays in one piece.
-        texts: Those of the run.
-        ranks: 1 to add all micro-batches in order; the run's `workers` to add as they did.
-        backwards: Each rank takes its micro-batches of a step in reverse order.
-        mirror: The model adds up its heads and intermediate columns in reverse order.
-        report: Is told now and then that the work goes on.
+    One rank adds all micro-batches in order, the run's `workers` add as they did. Ranks that go `backwards` take their
+    micro-batches of a step in reverse order; a model with a `mirror` adds up its heads and columns so.
     """
     model = settings.model
     initial = initial_weights(model, settings.seed)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 
@@ -10,7 +11,7 @@ from gradengine.demo.model import LlamaConfig
 from gradengine.demo.record import Heartbeat, Replayed, Stepped
 from gradengine.demo.settings import Settings, divide
 from gradengine.demo.text import standard_library_text
-from gradengine.demo.worker import report_replay, train_as_threads, with_heartbeat
+from gradengine.demo.worker import replay, report_replay, train_as_threads, with_heartbeat
 
 MODEL = LlamaConfig(num_blocks=1, hidden_size=16, intermediate_size=32, sequence_length=16)
 SETTINGS = Settings(steps=3, batch_size=2, compared_steps=3, model=MODEL)
@@ -53,7 +54,7 @@ def test_what_comes_late_is_reported_before_it_is_worked_on(monkeypatch):
 def test_a_slow_replay_reports_between_its_micro_batches(monkeypatch):
     monkeypatch.setattr(worker, "_HEARTBEAT_SECONDS", 0.0)
     reports = []
-    report_replay("one", SETTINGS, TEXTS, 1, report=reports.append)
+    report_replay("one", partial(replay, SETTINGS, TEXTS, 1), reports.append)
     assert isinstance(reports[-1], Replayed)
     assert reports[:-1] == [Heartbeat()] * (3 + 3 * SETTINGS.micro_batches_in_all)  # each step, and each micro-batch
 
