@@ -45,7 +45,7 @@ def test_350m_prints_the_two_known_numbers_and_the_known_arena(columns, tp):
     output = planned("--model", "350m", "--workers", 2, "--tp", tp, "--bandwidth", "10 Gbit/s", columns=columns)
     assert re.search(r"\b4194304\b", output)
     assert re.search(r"\b201326592\b", output)
-    assert ("1594036224" in output) == (tp == 1)
+    assert ("1,594,036,224" in output) == (tp == 1)
     assert ("nothing travels" in squeezed(output)) == (tp == 1)
 
 
@@ -65,7 +65,7 @@ def test_json_and_terminal_agree(tmp_path):
     output = squeezed(planned("--model", "7b", "--workers", 8, "--bandwidth", "100 Gbit/s", "--json", path))
     found = json.loads(path.read_text())
     assert found["choice"]["reason"] in output
-    assert str(found["memory_bytes_per_rank"]["arena"]) in output
+    assert f"{found['memory_bytes_per_rank']['arena']:,}" in output
     assert size(found["exchange"]["star"]["busiest_link_bytes"]) in output
 
 

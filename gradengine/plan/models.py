@@ -166,9 +166,12 @@ def _is_file(path: Path) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            config = json.loads(file.read(_LARGEST_FILE), object_pairs_hook=_without_duplicates)
+            text = file.read(_LARGEST_FILE + 1)
+        config = json.loads(text, object_pairs_hook=_without_duplicates) if len(text) <= _LARGEST_FILE else None
     except (OSError, ValueError, RecursionError) as fault:
         raise CallerError(f"{path} cannot be read as JSON: {fault}", expected="a config.json") from None
+    if len(text) > _LARGEST_FILE:
+        raise CallerError(f"{path} is too large", got=f"over {_LARGEST_FILE} bytes", expected="a config.json")
     if not isinstance(config, dict):
         raise CallerError(f"{path} is no model", got=type(config).__name__, expected="a JSON object of sizes")
     return config

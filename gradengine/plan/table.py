@@ -108,7 +108,7 @@ def _memory(plan: Plan) -> tuple[str, Table]:
         "host memory: arena's mirror": memory.host_mirror,
         "rank 0's host: coordinator": memory.coordinator,
     }
-    return "Memory of a rank, activations not counted", _bytes_table({name: n for name, n in rows.items() if n})
+    return "Memory of a rank, activations not counted", _bytes_table({name: n for name, n in rows.items() if n}, ",")
 
 
 def _tensor_parallel(question: Question) -> tuple[str, Table]:
@@ -126,10 +126,10 @@ def _tensor_parallel(question: Question) -> tuple[str, Table]:
     return f"Tensor parallel over {question.tp} ranks, of a step", table
 
 
-def _bytes_table(rows: dict[str, int]) -> Table:
+def _bytes_table(rows: dict[str, int], separator: str = "") -> Table:
     table = _table("", "bytes", "")
     for name, nbytes in rows.items():
-        table.add_row(name, str(nbytes), size(nbytes), style="bold" if name == "on its device" else "")
+        table.add_row(name, f"{nbytes:{separator}}", size(nbytes), style="bold" if name == "on its device" else "")
     return table
 
 
