@@ -110,7 +110,7 @@ def _refuse_uncut(settings: Settings) -> None:
 
 
 def _refuse_ports_beyond_last(settings: Settings) -> None:
-    """Each shard has a door of its own, at ports that follow each other where the first one was chosen."""
+    """Each shard has a port of its own: they follow each other where the first one was chosen."""
     port, shards = settings.port, settings.tensor_parallel
     if settings.transport is Transport.TCP and port and port + shards - 1 > _LAST_PORT:
         raise CallerError(
