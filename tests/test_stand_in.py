@@ -54,3 +54,17 @@ def test_a_stream_that_is_gone_takes_nothing(device):
     synchronize(device)
     with pytest.raises(xp.cuda.runtime.CUDARuntimeError, match="InvalidResourceHandle"):
         xp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, handle)
+
+
+def test_a_stream_in_use_is_current_until_the_next_with_ends(device):
+    """So a `with` around it, in place of `use`, is what keeps a stream current while others come and go."""
+    with device.active():
+        cuda = device.xp.cuda
+        before, outer, used, inner = cuda.get_current_stream(), cuda.Stream(), cuda.Stream(), cuda.Stream()
+        with outer:
+            used.use()
+            assert cuda.get_current_stream().ptr == used.ptr
+            with inner:
+                assert cuda.get_current_stream().ptr == inner.ptr
+            assert cuda.get_current_stream().ptr == outer.ptr
+        assert cuda.get_current_stream().ptr == before.ptr

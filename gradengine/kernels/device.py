@@ -467,22 +467,29 @@ class StreamOrder:
 
 @final
 class _Use(AbstractContextManager[None]):
-    """One use of memory whose work has an order."""
+    """One use of memory whose work has an order; its device is the current one meanwhile."""
 
     def __init__(self, order: StreamOrder) -> None:
         self._order = order
 
     def __enter__(self) -> None:
         self._stream = self._order.device.current_stream()
-        self._records = not self._stream.is_capturing()
-        if self._records:
-            with self._order.device.active():
+        self._is_ordered = not self._stream.is_capturing()
+        if self._is_ordered:
+            self._active = self._order.device.active()
+            self._active.__enter__()
+            try:
                 self._is_outermost = self._order.begin(self._stream)
+            except BaseException:
+                self._active.__exit__(None, None, None)
+                raise
 
     def __exit__(self, *_: object) -> None:
-        if self._records:
-            with self._order.device.active():
+        if self._is_ordered:
+            try:
                 self._order.done(self._stream, is_outermost=self._is_outermost)
+            finally:
+                self._active.__exit__(None, None, None)
 
 
 @final
@@ -491,25 +498,26 @@ class _On(AbstractContextManager[None]):
 
     def __init__(self, device: CudaDevice, stream: Any) -> None:
         self._device, self._stream = device, stream
-        self._before: tuple[int, Any] | None = None
+        self._before: int | None = None  # the device that was current
+        self._is_pushed = False
 
     def __enter__(self) -> None:
         runtime = self._device.xp.cuda.runtime
-        self._before = runtime.getDevice(), self._device.current_stream()
+        self._before = runtime.getDevice()
         try:
             runtime.setDevice(self._device.ordinal)
-            self._stream.use()  # for the device that is current
+            self._is_pushed = True
+            self._stream.__enter__()  # a stream is made current for the current device
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
+        if self._is_pushed and self._device.current_stream() is self._stream:  # else an interrupt came first
+            self._stream.__exit__()
+        self._is_pushed = False
         if self._before is not None:
-            ordinal, stream = self._before
-            runtime = self._device.xp.cuda.runtime
-            runtime.setDevice(self._device.ordinal)
-            stream.use()
-            runtime.setDevice(ordinal)
+            self._device.xp.cuda.runtime.setDevice(self._before)
             self._before = None
 
 

@@ -17,8 +17,8 @@ _of_thread = threading.local()
 
 def get_current_stream(device_id: int = -1) -> _BaseStream:
     """Where this thread's kernels go."""
-    current = getattr(_of_thread, "stack", None)
-    return current[-1] if current else Stream.null
+    current: _BaseStream = getattr(_of_thread, "current", Stream.null)
+    return current
 
 
 class _BaseStream:
@@ -36,10 +36,11 @@ class _BaseStream:
 
     def __enter__(self) -> _BaseStream:  # noqa: PYI034  (typing.Self is of Python 3.11)
         self._stack().append(self)
-        return self
+        return self.use()
 
     def __exit__(self, *_: object) -> None:
         self._stack().pop()
+        self._stack()[-1].use()
 
     def _stack(self) -> list[_BaseStream]:
         if not hasattr(_of_thread, "stack"):
@@ -55,8 +56,8 @@ class _BaseStream:
         return queues.queue_at(self.ptr)
 
     def use(self) -> _BaseStream:
-        """Make it this thread's current stream."""
-        self._stack()[-1] = self
+        """Make it this thread's current stream; not for a `with` that ends: that goes back to the `with` around it."""
+        _of_thread.current = self
         return self
 
     @property
