@@ -1,5 +1,6 @@
 """The emulator does what CUDA promises, in every order, and finds what CUDA does not promise to bear."""
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -1203,6 +1204,8 @@ def test_a_graph_whose_memory_was_freed(stream):
 
 def test_the_pool_counts_and_keeps_what_is_freed():
     pool = cp.get_default_memory_pool()
+    gc.collect()  # what other tests have left
+    pool.free_all_blocks()
     used, total = pool.used_bytes(), pool.total_bytes()
     free_before, device_total = runtime.memGetInfo()
     pointer = cp.cuda.alloc(1000)
