@@ -110,9 +110,9 @@ class MemoryPool:
         """Give back what is free; as CUDA's own freeing, it waits for the device."""
         with LOCK:
             finish_all()
-            for blocks in self._free.values():
-                self._total -= sum(block.size for block in blocks)
-            self._free.clear()
+            # Taken first: memory that the garbage collector gives back meanwhile is none of these.
+            free, self._free = self._free, defaultdict(list)
+            self._total -= sum(block.size for blocks in free.values() for block in blocks)
 
     def malloc(self, size: int, queue: Queue) -> tuple[Block, Callable[[], None]]:
         """A block, and what gives it back."""
