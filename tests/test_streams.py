@@ -10,7 +10,7 @@ import cuda_emulator
 import numpy as np
 import pytest
 from backends import on_the_stand_in
-from devices import churned, named_cuda, on_host, put_all, synchronize
+from devices import churned, named_cuda, on_host, put_all, raw, synchronize
 from emulated_torch import copy_on
 from ranks import on_ranks
 
@@ -272,6 +272,25 @@ def current_there(device, stream):
     finally:
         with device.kernels.active():
             before.use()
+
+
+class TestALenderOnTheDefaultStream:
+    """Its handle is that of another device's default stream, which may be the current one there."""
+
+    def test_is_waited_for_though_another_device_is_current(self, device, lazy):
+        engine, mine = new_engine(device), stream_on(device)
+        lent, values = put_all(device, ones(0)), put_all(device, ones(5))
+        synchronize(device)
+        default = device.xp.cuda.Stream.null
+        with device.kernels.active():
+            mine.__enter__()
+        try:
+            for target, source in zip(lent, values, strict=True):
+                copy_on(device.xp, default, target, source)
+            engine.add([raw(device.kernels.view(array, "w"), stream=default.ptr) for array in lent])
+            assert all((on_host(array) == 5).all() for array in engine.step().gradients.values())
+        finally:
+            mine.__exit__()
 
 
 def read_there(array):
