@@ -1206,7 +1206,7 @@ def test_the_pool_counts_and_keeps_what_is_freed():
     pool = cp.get_default_memory_pool()
     gc.collect()  # what other tests have left
     pool.free_all_blocks()
-    used, total = pool.used_bytes(), pool.total_bytes()
+    used, total, free = pool.used_bytes(), pool.total_bytes(), pool.free_bytes()
     free_before, device_total = runtime.memGetInfo()
     pointer = cp.cuda.alloc(1000)
     assert (pool.used_bytes() - used, pool.total_bytes() - total) == (1024, 1024)
@@ -1215,7 +1215,7 @@ def test_the_pool_counts_and_keeps_what_is_freed():
     assert (pointer + 8).ptr == address + 8 == int(pointer) + 8
     assert (pointer + 8 - 8).mem is pointer.mem
     del pointer
-    assert (pool.used_bytes() - used, pool.free_bytes()) == (0, 1024)
+    assert (pool.used_bytes() - used, pool.free_bytes() - free) == (0, 1024)
     assert cp.cuda.alloc(1024).ptr == address
     pool.free_all_blocks()
     assert pool.total_bytes() == total
