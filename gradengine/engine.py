@@ -492,7 +492,7 @@ class GradientEngine:
         self._captured = captured
 
     def _end_capture(self) -> None:
-        self._captured = None
+        self._captured = self._capture = None  # the graph is the caller's to drop, and what it keeps alive
         self._clear_window()  # nothing of it has run, whatever it was interrupted by
 
     def _record_again(

@@ -205,6 +205,15 @@ class TestDropped:
     def _through_memory(self, monkeypatch):
         monkeypatch.setitem(CAPACITIES, "large", CAPACITIES["small"])
 
+    def test_its_engine_keeps_it_no_longer_than_its_caller(self, device):
+        """With it go the gradients that it keeps: a GPU's memory."""
+        engine = new_engine(device)
+        graph = captured_window(engine, [arrays_of(device, 0)])
+        graph.replay()
+        kept = weakref.ref(graph)
+        del graph
+        assert kept() is None
+
     def window(self, device):
         """A graph whose addresses travel through memory of its own, its gradients, and where it writes to."""
         layout = GradientLayout.of([(5,)] * self.COUNT)
