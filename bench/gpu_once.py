@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 from gradengine import GradientEngine, GradientLayout
-from gradengine.buffer import RawBuffer
+from gradengine.arrays.buffer import RawBuffer
 from gradengine.clip import FusedClipState, clip_gradients_fused
 from gradengine.kernels import CudaKernels, Fold
 from gradengine.kernels.cuda import cuda_kernels

@@ -36,7 +36,7 @@ ESSENTIAL = ("numpy", "msgpack", GPU)
 
 # Each prints one line of JSON: the GPU's name and bytes of memory; or ends with why there is none.
 CUPY_QUESTION = """
-from gradengine.kernels.toolkit import load_cupy
+from gradengine.kernels.toolchain import load_cupy
 properties = load_cupy({ordinal}).cuda.runtime.getDeviceProperties({ordinal})
 name, memory = properties["name"], properties["totalGlobalMem"]
 print(json.dumps([name.decode() if isinstance(name, bytes) else name, int(memory)]))

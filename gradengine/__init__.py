@@ -8,8 +8,9 @@ import sys
 
 try:
     from gradengine.accumulate import PerBlockGradientAccumulator
-    from gradengine.block import BlockGradientSet
-    from gradengine.buffer import RawBuffer
+    from gradengine.accumulate.block import BlockGradientSet
+    from gradengine.accumulate.gpu import GpuGradientAccumulator
+    from gradengine.arrays.buffer import RawBuffer
     from gradengine.clip import (
         FusedClipState,
         clip_by_global_norm,
@@ -20,10 +21,9 @@ try:
     from gradengine.engine import GradientEngine
     from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
     from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect, local_group
-    from gradengine.gpu_accumulate import GpuGradientAccumulator
     from gradengine.layout import GradientLayout
+    from gradengine.layout.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
     from gradengine.result import StepResult
-    from gradengine.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
     from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
     from gradengine.trainer import DistributedTrainer, shard_batches
 except KeyboardInterrupt:

@@ -7,12 +7,12 @@ from typing import final
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import as_float, said
 from gradengine.capture import CapturedWindow
+from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, WindowError
-from gradengine.late import LateVerdicts
+from gradengine.layout.slots import Span
+from gradengine.reduction.reducer import Reducer
 from gradengine.result import StepResult
 from gradengine.settings import Settings
-from gradengine.sharing import Sharing
-from gradengine.slots import Span
 
 __all__ = ["Admission"]
 
@@ -24,14 +24,14 @@ class Admission:
     Args:
         settings: The engine's settings.
         accumulator: The window of micro-batches.
-        sharing: The engine's side of the exchange.
+        reducer: The engine's side of the exchange.
         late: Verdicts of a GPU's earlier steps.
     """
 
     def __init__(
-        self, settings: Settings, accumulator: PerBlockGradientAccumulator, sharing: Sharing, late: LateVerdicts
+        self, settings: Settings, accumulator: PerBlockGradientAccumulator, reducer: Reducer, late: DeferredErrors
     ) -> None:
-        self._settings, self._accumulator, self._sharing, self._late = settings, accumulator, sharing, late
+        self._settings, self._accumulator, self._reducer, self._late = settings, accumulator, reducer, late
 
     def of_call(self, captured: CapturedWindow | None) -> None:
         """What may come before any add or step: a capture that has its window, or the error of an earlier step."""
@@ -52,13 +52,13 @@ class Admission:
         """A contribution: of a span, or a whole micro-batch."""
         self.of_call(captured)
         self._refuse_closing()
-        if self._sharing.failed:
+        if self._reducer.failed:
             raise WindowError(
-                f"step {self._sharing.step} failed, and its window is kept",
+                f"step {self._reducer.step} failed, and its window is kept",
                 do="run step() again (after reconnect() where the exchange was lost), or discard() it",
             )
         count = self._accumulator.accumulated_count if span is None else self._accumulator.count_of(span)
-        if self._sharing.workers.started and (span is None or span.key in self._sharing.workers.started):
+        if self._reducer.workers.started and (span is None or span.key in self._reducer.workers.started):
             raise WindowError(
                 "the window is complete and on its way to the other workers"
                 if span is None
@@ -89,7 +89,7 @@ class Admission:
     def of_step(self, captured: CapturedWindow | None, way: str, last: StepResult | None) -> None:
         """A step whose gradients go that way, "in place", "out" or "deferred", after one with that result."""
         self.of_call(captured)
-        closing = self._sharing.closing
+        closing = self._reducer.closing
         if closing is not None and closing.way != way:
             raise WindowError(
                 f"step {closing.step} was interrupted when its gradients had been handed back",
@@ -99,9 +99,9 @@ class Admission:
             )
         if closing is not None:
             return
-        if self._accumulator.is_interrupted and not self._sharing.is_alone and self._sharing.agreed is not None:
+        if self._accumulator.is_interrupted and not self._reducer.is_alone and self._reducer.agreed is not None:
             raise WindowError(
-                f"step {self._sharing.step} was interrupted while it handed back its gradients: they are half written",
+                f"step {self._reducer.step} was interrupted while it handed back its gradients: they are half written",
                 do="other workers may have applied theirs: restart all from one checkpoint (with out= it could be run "
                 "again); discard() goes on without this step",
             )
@@ -114,7 +114,7 @@ class Admission:
         if not self._late.exist:
             device = self._accumulator.kernels.device
             raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
-        if not self._sharing.is_alone:
+        if not self._reducer.is_alone:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
         self._refuse_closing()
         if captured is not None:
@@ -137,15 +137,15 @@ class Admission:
 
     def _nothing_came(self, last: StepResult | None) -> WindowError:
         """A step that was asked for twice would be made twice; on one of several workers it would join their next."""
-        step, do = self._sharing.step, "add() gradients first"
+        step, do = self._reducer.step, "add() gradients first"
         if last is not None and last.step == step - 1:
             do = f"step {last.step} is over, and engine.last_result has its result; for another one {do}"
-        if not self._sharing.is_alone:
+        if not self._reducer.is_alone:
             do = f"{do}, or add(None, weight=0) where this worker has none"
         return WindowError(f"step {step} without a micro-batch", got="0 micro-batches", expected="at least 1", do=do)
 
     def _refuse_closing(self) -> None:
-        closing = self._sharing.closing
+        closing = self._reducer.closing
         if closing is not None:
             raise WindowError(
                 f"step {closing.step} was interrupted when its gradients had been handed back",

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, final
 
+from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.arguments import listed, truth_value
-from gradengine.buffer import Lender, RawBuffer, refuse_freed
+from gradengine.arrays.buffer import ProducerStream, RawBuffer, refuse_freed
 from gradengine.errors import BufferRefused, CallerError, WindowError
-from gradengine.gradients import Gradients, in_slot_order
 from gradengine.kernels import Kernels, Recorded
 from gradengine.layout import Slot
 from gradengine.result import StepResult
@@ -50,7 +50,7 @@ class CapturedWindow:
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Recorded | None = None
-        self._lenders: AbstractSet[Lender] = frozenset()
+        self._lenders: AbstractSet[ProducerStream] = frozenset()
         self._out: Gradients | None = None
         self._deferred = False
         self.result: StepResult | None = None
@@ -120,11 +120,11 @@ class CapturedWindow:
             self._weights.append(weight)
 
     def wait_for_lenders(self) -> None:
-        """What is queued next comes behind what the arrays' lenders have queued; one that records is refused."""
+        """What is queued next comes behind what the arrays' producers have queued; one that records is refused."""
         self.kernels.wait_for(self._lenders)
 
     def launch(self) -> None:
-        """Queue the graph, before what the arrays' lenders will."""
+        """Queue the graph, before what the arrays' producers will."""
         assert self._recorded is not None  # noqa: S101  (replay looked)
         self.kernels.replay(self._recorded)
         self.kernels.hand_over(self._lenders)
@@ -134,14 +134,14 @@ class CapturedWindow:
         result: StepResult,
         slots: Sequence[Slot],
         out: Gradients | None,
-        lenders: AbstractSet[Lender],
+        producers: AbstractSet[ProducerStream],
         *,
         deferred: bool,
     ) -> None:
         """The step was recorded."""
         if out is not None:
             self._keep(slots, out)
-        self._lenders = lenders
+        self._lenders = producers
         self.result, self._deferred, self._out = result, deferred, out
 
     @property

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, final
 
 from gradengine.arguments import as_float, has, listed, out_of_range, refuse_other_kind, said, whole_number
-from gradengine.buffer import Buffer, overlapping
-from gradengine.device_buffer import device_of
+from gradengine.arrays.buffer import Buffer, overlapping
+from gradengine.arrays.device import device_of
+from gradengine.arrays.frameworks import note_written
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
-from gradengine.frameworks import note_written
 from gradengine.kernels import ClipPlan, Decision, Device, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 

@@ -12,7 +12,7 @@ import typer
 from gradengine import __version__
 from gradengine.errors import DeviceUnavailable
 from gradengine.kernels.host import available_cpus
-from gradengine.kernels.toolkit import compiled, load_cupy
+from gradengine.kernels.toolchain import compiled, load_cupy
 
 __all__ = ["devices", "doctor", "packages"]
 

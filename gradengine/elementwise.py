@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from gradengine.arguments import as_number, said
-from gradengine.buffer import STORAGE, Buffer
-from gradengine.device_buffer import device_of
+from gradengine.arrays.buffer import STORAGE, Buffer
+from gradengine.arrays.device import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.kernels import CudaKernels, Device, Fold, Kernels, arithmetic, kernels_for
 

@@ -10,24 +10,24 @@ from typing import Any, NoReturn, SupportsIndex, final
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.accumulate.destinations import destinations_of, handed_back
+from gradengine.accumulate.gradients import Gradients
 from gradengine.admission import Admission
-from gradengine.agreement import Tally
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
-from gradengine.buffer import Buffer
+from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.frameworks import note_written
 from gradengine.capture import Capture, CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
-from gradengine.destinations import destinations_of, handed_back
+from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError, not_copied
 from gradengine.exchange.interface import Exchange
-from gradengine.frameworks import note_written
-from gradengine.gradients import Gradients
-from gradengine.kernels import Decision, Device, Verdict, decide, kernels_for, lenders_of, refuse_bad_divisor
-from gradengine.late import LateVerdicts
+from gradengine.kernels import Decision, Device, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
 from gradengine.layout import GradientLayout
+from gradengine.reduction.reducer import Closing, Reducer
+from gradengine.reduction.stats import StepStats
+from gradengine.reduction.tensor_parallel import Replicated, TensorParallelGroup
 from gradengine.result import StepResult, result_of
 from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale
-from gradengine.sharing import Closing, Sharing
-from gradengine.tensor_parallel_group import Replicated, TensorParallelGroup
 
 __all__ = ["GradientEngine"]
 
@@ -107,11 +107,11 @@ class GradientEngine:
         )
         self._kernels = self.accumulator.kernels
         parts = TensorParallelGroup(self.accumulator, replicated)
-        self._sharing = Sharing(
+        self._reducer = Reducer(
             self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared, parts=parts
         )
-        self._late = LateVerdicts(self._kernels, layout, self.accumulator.sums, self._plan)
-        self._admission = Admission(self._settings, self.accumulator, self._sharing, self._late)
+        self._late = DeferredErrors(self._kernels, layout, self.accumulator.sums, self._plan)
+        self._admission = Admission(self._settings, self.accumulator, self._reducer, self._late)
         self._captured: CapturedWindow | None = None
         self._capture: Capture | None = None
         self._last_result: StepResult | None = None
@@ -122,17 +122,17 @@ class GradientEngine:
     @property
     def current_step(self) -> int:
         """The number of the step whose window is open, counted from 0."""
-        return self._sharing.step
+        return self._reducer.step
 
     @property
     def exchange(self) -> Exchange | None:
         """The exchange that is joined, if there is one."""
-        return self._sharing.workers.exchange
+        return self._reducer.workers.exchange
 
     @property
     def tp_exchange(self) -> Exchange | None:
         """The exchange over the other parts of this worker's model, if there is one."""
-        return self._sharing.parts.group.exchange
+        return self._reducer.parts.group.exchange
 
     @property
     def micro_batches(self) -> int | None:
@@ -166,7 +166,7 @@ class GradientEngine:
         return self._last_result
 
     @property
-    def latest_verdict(self) -> Verdict | None:
+    def latest_verdict(self) -> StepStatus | None:
         """A GPU's newest word on a finished step: norm, scale, whether it was skipped. Late, and never a wait.
 
         None before the first one has come, and on the CPU, where each step's result says it at once.
@@ -207,7 +207,7 @@ class GradientEngine:
         if self._captured is not None:
             self._captured.keep(self.layout.slots, gradients, weight=weight)
         if last and self.accumulator.is_even:
-            self._sharing.start(self.layout.spans)
+            self._reducer.start(self.layout.spans)
 
     def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, last: bool = False) -> None:
         """Add one block's part of a micro-batch, as backward finishes it.
@@ -227,7 +227,7 @@ class GradientEngine:
         if self._captured is not None:
             self._captured.keep(block.slots, gradients, f"{block.name}.")
         if last:
-            self._sharing.start((block,))
+            self._reducer.start((block,))
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, last: bool = False) -> None:
         """Add one component outside the blocks, by name or id, as `add_block` does a block.
@@ -241,7 +241,7 @@ class GradientEngine:
         if self._captured is not None:
             self._captured.keep(span.slots, [gradient])
         if last:
-            self._sharing.start((span,))
+            self._reducer.start((span,))
 
     def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.
@@ -276,20 +276,20 @@ class GradientEngine:
         way = "deferred" if deferred else "in place" if out is None else "out"
         self._admission.of_step(self._captured, way, self._last_result)
         destinations = destinations_of(self.layout.slots, self._kernels, self.accumulator.arena, out)
-        closing = self._sharing.closing or self._closing(way)
+        closing = self._reducer.closing or self._closing(way)
         self._hand_back(closing, destinations)
         gradients = handed_back(self.layout.slots, self.accumulator.views(), out)
         if out is not None:
             note_written(gradients.values())
             self.accumulator.note_written(gradients.values())
         result = self._result(closing, gradients)
-        lenders = self.accumulator.lenders
+        producers = self.accumulator.producers
         if self._captured is not None:
-            lenders = lenders | lenders_of((destinations or {}).values())
-            self._captured.closed(result, self.layout.slots, out, lenders, deferred=deferred)
+            producers = producers | producers_of((destinations or {}).values())
+            self._captured.closed(result, self.layout.slots, out, producers, deferred=deferred)
             self._clear_window()
             return result
-        self._kernels.hand_over(lenders)
+        self._kernels.hand_over(producers)
         if closing.decision.bad is None:
             self._late.send()
         # Before the step is over: who is interrupted behind that finds it there. Destinations are the caller's to free.
@@ -300,10 +300,10 @@ class GradientEngine:
     @property
     def has_open_window(self) -> bool:
         """Whether something of a window is there: added, on its way, or handed back by a step that was interrupted."""
-        sharing = self._sharing
-        is_kept = sharing.failed or sharing.closing is not None or self.accumulator.is_interrupted
+        reducer = self._reducer
+        is_kept = reducer.failed or reducer.closing is not None or self.accumulator.is_interrupted
         has_come = self.accumulator.accumulated_count or self.accumulator.may_be_empty
-        return bool(has_come or sharing.workers.started or is_kept)
+        return bool(has_come or reducer.workers.started or is_kept)
 
     def tell_all(self, what: str, facts: object) -> list[Any]:
         """Every worker's facts, in rank order, on every worker; what has been told in a step is not told again in it.
@@ -321,7 +321,7 @@ class GradientEngine:
             >>> GradientEngine(GradientLayout.of([(2,)])).tell_all("loss of step 0", 2.5)
             [2.5]
         """
-        return self._sharing.workers.tell(what, facts)
+        return self._reducer.workers.tell(what, facts)
 
     def capture(self) -> AbstractContextManager[CapturedWindow]:
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
@@ -365,7 +365,7 @@ class GradientEngine:
         if self._captured is not None and self._capture is not None:
             self._capture.abandon()
         self.accumulator.give_up()  # until the end of this, should it be interrupted
-        self._sharing.discard()
+        self._reducer.discard()
         self.accumulator.zero_all()
 
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
@@ -384,7 +384,7 @@ class GradientEngine:
                 half summed, and they are other ranks than those that began it or of another group.
         """
         _refuse_bad_exchanges(exchange, tp_exchange)
-        self._sharing.connect(exchange, tp_exchange)
+        self._reducer.connect(exchange, tp_exchange)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refused, for `copy` and `pickle` alike: its parts share memory and connections.
@@ -396,10 +396,10 @@ class GradientEngine:
 
     # ---- the decision ----
 
-    def _decide(self, tally: Tally) -> Decision:
-        divisor, zero_if_bad = self.loss_scale * self._sharing.divisor(tally), self._settings.zero_if_bad
+    def _decide(self, tally: StepStats) -> Decision:
+        divisor, zero_if_bad = self.loss_scale * self._reducer.divisor(tally), self._settings.zero_if_bad
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        if not self._sharing.is_alone:  # all workers decide alike, from the sums that they agreed on
+        if not self._reducer.is_alone:  # all workers decide alike, from the sums that they agreed on
             return decide(tally.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         if self._captured is not None:  # a graph counts its own steps when it runs
             return self._finalise(divisor, 0)
@@ -416,22 +416,22 @@ class GradientEngine:
 
     def _closing(self, way: str) -> Closing:
         """Sum, agree and decide; nothing is handed back yet."""
-        tally = self._sharing.agree()
+        tally = self._reducer.agree()
         if not tally.micro_batches:
             raise self._nothing_to_step()
         decision = self._decide(tally)
-        non_finite = self._sharing.find_non_finite(decision)
+        non_finite = self._reducer.find_non_finite(decision)
         if non_finite is not None and self._settings.raises:
-            self._sharing.failed = True
+            self._reducer.failed = True
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        return Closing(tally, decision, non_finite, way, self._sharing.step, self._sharing.window)
+        return Closing(tally, decision, non_finite, way, self._reducer.step, self._reducer.window)
 
     def _nothing_to_step(self) -> WindowError:
         """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
-        self._sharing.failed = True  # until that has begun
+        self._reducer.failed = True  # until that has begun
         self.accumulator.zero_all()
-        self._sharing.next_step()
+        self._reducer.next_step()
         return WindowError(
             "step without a micro-batch on any worker",
             got=f"0 micro-batches on each of {self.world_size} workers",
@@ -446,10 +446,10 @@ class GradientEngine:
             groups = [self._plan.groups[position] for position in destinations]
             with self._kernels.in_order(self.accumulator.sums):
                 self._kernels.hand_back(sources, closing.decision, groups, list(destinations.values()))
-        elif closing.way == "in place" and closing is not self._sharing.closing:
+        elif closing.way == "in place" and closing is not self._reducer.closing:
             with self.accumulator.changing():
                 self._kernels.hand_back(targets, closing.decision, self._plan.groups, targets)
-                self._sharing.closing = closing  # from here on it is not scaled again
+                self._reducer.closing = closing  # from here on it is not scaled again
 
     def _result(self, closing: Closing, gradients: Mapping[str, Any]) -> StepResult:
         late, kernels, sums = self._late, self._kernels, self.accumulator.sums  # the engine keeps the result: no cycle
@@ -480,13 +480,13 @@ class GradientEngine:
 
     def _clear_window(self) -> None:
         self.accumulator.zero_all()
-        self._sharing.begin(self._sharing.step, self._sharing.window)
+        self._reducer.begin(self._reducer.step, self._reducer.window)
 
     def _begin_next(self, closing: Closing) -> None:
         """Open the next window; interrupted, it is finished by step() or discard()."""
-        self._sharing.closing = closing
+        self._reducer.closing = closing
         self.accumulator.zero_all()
-        self._sharing.begin(closing.step + 1, closing.window + 1)
+        self._reducer.begin(closing.step + 1, closing.window + 1)
 
     def _begin_capture(self, captured: CapturedWindow) -> None:
         self._captured = captured
@@ -528,7 +528,7 @@ class GradientEngine:
         self.accumulator.changes += 1
         captured.result = result = recorded.of_replay(step, self._still())
         self._last_result = result.without_arrays() if captured.has_destinations else result
-        self._sharing.next_step()
+        self._reducer.next_step()
         return result
 
 

@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradengine.accumulate.gradients import and_more, in_slot_order
 from gradengine.arguments import as_text, has, said, truth_value
-from gradengine.buffer import STORAGE, wrong_dtype
+from gradengine.arrays.buffer import STORAGE, wrong_dtype
+from gradengine.arrays.device import device_of
 from gradengine.clip import checked_max_norm
-from gradengine.components import DEEPEST, MOST_ITEMS
-from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, LayoutMismatch
-from gradengine.gradients import and_more, in_slot_order
 from gradengine.kernels import ClipPlan, Decision, decide, kernels_for
 from gradengine.layout import GradientLayout
+from gradengine.layout.components import DEEPEST, MOST_ITEMS
 
 __all__ = ["GradientTree", "clip_by_global_norm"]
 

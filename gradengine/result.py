@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsIndex, final
 
-from gradengine.agreement import Tally
 from gradengine.errors import CallerError, NonFiniteGradient, not_copied
 from gradengine.kernels import Decision
+from gradengine.reduction.stats import StepStats
 
 __all__ = ["StepResult", "result_of"]
 
@@ -182,7 +182,7 @@ for _name in _ON_DEVICE:
 
 
 def result_of(
-    tally: Tally,
+    tally: StepStats,
     decision: Decision,
     group_names: Sequence[str],
     unused: Iterable[str],

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from gradengine.accumulate.gradients import and_more
 from gradengine.arguments import as_float, has, refuse_other_kind, said, truth_value
+from gradengine.arrays.device import device_of
 from gradengine.clip import checked_max_norm, clip_by_global_norm
-from gradengine.components import memory_order, shapes_in_memory, trainable
-from gradengine.device_buffer import device_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient
-from gradengine.gradients import and_more
 from gradengine.kernels import kernels_for
 from gradengine.layout import GradientLayout
+from gradengine.layout.components import memory_order, shapes_in_memory, trainable
 from gradengine.result import StepResult
 
 Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]

@@ -7,18 +7,18 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar, final
 
+from gradengine.accumulate.gradients import Gradients
+from gradengine.accumulate.window import checked_weight, ordered_sum
 from gradengine.arguments import as_float, as_number, iterated, refuse_lacking, said, truth_value, whole_number
+from gradengine.arrays.frameworks import is_torch
+from gradengine.arrays.host import host_buffer
 from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
 from gradengine.exchange.interface import Exchange, checked_rank
-from gradengine.frameworks import is_torch
-from gradengine.gradients import Gradients
-from gradengine.host_buffer import host_buffer
 from gradengine.layout import GradientLayout
+from gradengine.reduction.tensor_parallel import Replicated
 from gradengine.result import StepResult
-from gradengine.tensor_parallel_group import Replicated
-from gradengine.window import checked_weight, ordered_sum
 
 __all__ = ["DistributedTrainer", "LocalTrainer", "shard_batches", "weights_digest"]
 

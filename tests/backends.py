@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from elsewhere import Elsewhere
 
-from gradengine.buffer import STORAGE, Buffer
+from gradengine.arrays.buffer import STORAGE, Buffer
 from gradengine.kernels import CHUNK, CudaKernels, Kernels
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.tables import chunk_for
-from gradengine.kernels.toolkit import load_cupy
+from gradengine.kernels.toolchain import load_cupy
 
 REQUIRE_GPU = "GRADENGINE_REQUIRE_GPU"  # set to 1 where there is a GPU: a test that finds none fails there
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from gradengine.kernels import toolkit
+from gradengine.kernels import toolchain
 
 MAJORS = (12, 13)  # one for each extra that brings CuPy
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -75,7 +75,7 @@ def names() -> list[str]:
 
 def kernels_of(name: str) -> list[str]:
     """The kernels that a .cu file defines, by its text: `extern "C"` functions, and what macros make such of."""
-    text = re.sub(r"//.*", "", toolkit.source(name)).replace("\\\n", " ")
+    text = re.sub(r"//.*", "", toolchain.source(name)).replace("\\\n", " ")
     macros = re.findall(r'^#define (\w+)\(.*extern "C"', text, re.MULTILINE)
     text = re.sub(r"^#.*", "", text, flags=re.MULTILINE)
     kernels = re.findall(r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(', text)
@@ -105,7 +105,7 @@ def _loaded(path: str) -> ctypes.CDLL | None:
 @functools.cache
 def compiled(major: int, name: str, architecture: str) -> Compiled:
     """One .cu file, compiled as CuPy would on that architecture; see `compiled_text`."""
-    return compiled_text(major, toolkit.source(name), name, architecture)
+    return compiled_text(major, toolchain.source(name), name, architecture)
 
 
 def compiled_text(major: int, text: str, name: str, architecture: str) -> Compiled:

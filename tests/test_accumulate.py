@@ -26,8 +26,8 @@ from hypothesis.stateful import (
 from operations import growth
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.block import BlockGradientSet
-from gradengine.buffer import Buffer, RawBuffer
+from gradengine.accumulate.block import BlockGradientSet
+from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, WindowError
 from gradengine.kernels import CHUNK, Kernels
 from gradengine.kernels.host import HostKernels

@@ -42,7 +42,7 @@ from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange import Progress
 from gradengine.kernels import HostKernels
 from gradengine.layout import layout_from_table
-from gradengine.slots import Row
+from gradengine.layout.slots import Row
 from gradengine.trainer import weights_digest
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})

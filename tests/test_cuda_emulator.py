@@ -1360,8 +1360,8 @@ def test_interfaces_to_other_frameworks():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_dlpack_capsules_are_of_cuda_memory_and_keep_it(dtype):
+    from gradengine.arrays.host import host_buffer
     from gradengine.errors import BufferRefused
-    from gradengine.host_buffer import host_buffer
 
     x = cp.asarray(np.ones(4, dtype))
     pool = cp.get_default_memory_pool()

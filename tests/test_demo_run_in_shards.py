@@ -120,7 +120,7 @@ def test_an_order_of_heads_is_a_rounding_even_of_one_micro_batch():
     one = dataclasses.replace(IN_ONE_PIECE, workers=1, micro_batches=1)
     straight, backwards = replay(one, TEXTS, 1), replay(one, TEXTS, 1, backwards=True)
     assert weights_digest(straight) == weights_digest(backwards)
-    assert 0 < distance(replay(one, TEXTS, 1, mirror=True), straight, initial()) < 1e-2
+    assert 0 < distance(replay(one, TEXTS, 1, staging=True), straight, initial()) < 1e-2
 
 
 def test_replicas_that_differ_between_shards_are_found(record, replays):

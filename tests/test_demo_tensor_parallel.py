@@ -13,7 +13,7 @@ from gradengine.demo import model
 from gradengine.demo.model import BlockArrays, LlamaConfig, forward, forward_backward, initial_weights, loss
 from gradengine.demo.shards import ActivationAllReduce
 from gradengine.exchange import local_group
-from gradengine.tensor_parallel import TensorParallelConfig
+from gradengine.layout.tensor_parallel import TensorParallelConfig
 
 CONFIG = LlamaConfig(
     num_blocks=2, hidden_size=32, num_heads=8, num_kv_heads=4, intermediate_size=64, vocab_size=40, sequence_length=12

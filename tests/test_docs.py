@@ -13,7 +13,7 @@ import pytest
 from gradengine.errors import DeviceUnavailable
 from gradengine.exchange.wire import PREFIX_BYTES, Gradient, decode_header, decode_prefix
 from gradengine.kernels.cuda import cuda_kernels
-from gradengine.kernels.toolkit import load_cupy
+from gradengine.kernels.toolchain import load_cupy
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]

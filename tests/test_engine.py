@@ -1037,7 +1037,7 @@ class TestSeveralWorkers:
                 engine.add(random_gradients([exchange.rank, 0, k], LAYOUT), weight=1.0 + k + exchange.rank)
             if exchange.rank == 1:  # contributes two spans, then its network is gone
                 engine.accumulator.close()
-                engine._sharing.start(span for span in LAYOUT.spans if span.key in spans[:2])
+                engine._reducer.start(span for span in LAYOUT.spans if span.key in spans[:2])
                 return engine
             with pytest.raises((PeerLost, ExchangeError)):
                 engine.step()
@@ -1045,7 +1045,7 @@ class TestSeveralWorkers:
 
         def again(exchange):
             engine = engines[exchange.rank]
-            assert engine._sharing.workers.progress.summed > 0
+            assert engine._reducer.workers.progress.summed > 0
             engine.reconnect(exchange)
             return {n: a.tobytes() for n, a in engine.step().gradients.items()}
 

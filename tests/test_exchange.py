@@ -156,10 +156,10 @@ def test_sums_land_in_order_and_completely(transport):
         for worker in workers:
             check(worker)
         on_all(Worker.sum, workers)
-        assert not seen_early, "landed() was called before the sum was there"
+        assert not seen_early, "on_reduced() was called before the sum was there"
         for worker in workers:
             assert worker.landed == expected
-            assert (worker.progress.summed, worker.progress.torn) == (len(expected), False)
+            assert (worker.progress.summed, worker.progress.partially_written) == (len(expected), False)
 
 
 # ---- what is not finite ----

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gradengine.errors import HandshakeRefused, ProtocolError
-from gradengine.exchange.coordinator import Coordinator, Standing
+from gradengine.exchange.coordinator import Coordinator, Stall
 from gradengine.exchange.interface import Progress
 
 
@@ -20,7 +20,7 @@ def opened(world_size, num_buckets, step=0, summed=0):
     return coordinator
 
 
-class Arrivals(RuleBasedStateMachine):
+class Intake(RuleBasedStateMachine):
     """Contributions, sums and gathers in any order, beside the plainest model of them: a count for each rank."""
 
     @initialize(world_size=st.integers(1, 4), num_buckets=st.integers(1, 4), step=st.integers(0, 3), data=st.data())
@@ -80,22 +80,22 @@ class Arrivals(RuleBasedStateMachine):
 
     @invariant()
     @precondition(lambda self: hasattr(self, "coordinator"))
-    def standing_names_who_is_behind(self):
-        standing = self.coordinator.standing()
+    def stall_names_who_is_behind(self):
+        stall = self.coordinator.stall()
         behind = {rank for rank, given in enumerate(self.given) if given == self.coordinator.summed}
         ranks = set(range(len(self.given)))
         if behind and behind != ranks:
-            assert (set(standing.late), set(standing.waiting)) == (behind, ranks - behind)
-            assert standing.what == "bucket {1} of step {0}".format(
+            assert (set(stall.late), set(stall.waiting)) == (behind, ranks - behind)
+            assert stall.what == "bucket {1} of step {0}".format(
                 *divmod(self.coordinator.summed, self.coordinator.num_buckets)
             )
         elif self.parts:
-            assert (set(standing.late), set(standing.waiting)) == (ranks - set(self.parts), set(self.parts))
+            assert (set(stall.late), set(stall.waiting)) == (ranks - set(self.parts), set(self.parts))
         else:
-            assert standing == Standing((), (), "nothing")
+            assert stall == Stall((), (), "nothing")
 
 
-TestArrivals = Arrivals.TestCase
+TestArrivals = Intake.TestCase
 TestArrivals.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_ready_before_all_have_joined():
     coordinator.contribute(0, 0)
     assert coordinator.ready() is None
     assert coordinator.missing == (1,)
-    assert coordinator.standing() == Standing((1,), (0,), "joining")
+    assert coordinator.stall() == Stall((1,), (0,), "joining")
 
 
 def test_contribution_of_a_rank_that_has_not_joined():
@@ -156,11 +156,11 @@ def test_sums_that_only_a_worker_has_are_lost(summed, torn, got):
 
 def test_who_does_not_take_its_sums_is_late_where_no_bucket_is():
     coordinator = opened(3, 2)
-    assert coordinator.standing([1]) == Standing((1,), (0, 2), "taking the sums")
+    assert coordinator.stall([1]) == Stall((1,), (0, 2), "taking the sums")
     coordinator.gather(2, b"")
-    assert coordinator.standing([1]) == Standing((1,), (0, 2), "taking the sums")
+    assert coordinator.stall([1]) == Stall((1,), (0, 2), "taking the sums")
     coordinator.contribute(1, 0)
-    assert coordinator.standing([1]) == Standing((0, 2), (1,), "bucket 0 of step 0")
+    assert coordinator.stall([1]) == Stall((0, 2), (1,), "bucket 0 of step 0")
 
 
 def test_nobody_is_late_while_a_bucket_waits_for_its_sum():
@@ -168,4 +168,4 @@ def test_nobody_is_late_while_a_bucket_waits_for_its_sum():
     coordinator.contribute(0, 0)
     coordinator.contribute(1, 0)
     assert coordinator.ready() == 0
-    assert coordinator.standing() == Standing((), (), "nothing")
+    assert coordinator.stall() == Stall((), (), "nothing")

@@ -31,7 +31,7 @@ class Recorder(Member):
         return self.arena[bucket.start : bucket.stop]
 
     def deliver(self, step, bucket, total):
-        self.progress.torn = False
+        self.progress.partially_written = False
         self.sums.append((step, bucket.start, total.tobytes()))
 
     def end_step(self, step, bad):
@@ -123,7 +123,9 @@ def test_lost_sums_are_sent_again_before_the_step_goes_on():
     arenas = contributions(SMALL, 2)
     cut = group.buckets_at = 5
     first = Recorder(0, arenas[0], Progress(step=3, summed=cut, contributed=cut, membership=FIRST))
-    behind = Recorder(1, arenas[1], Progress(step=3, summed=2, torn=True, contributed=cut, membership=SECOND))
+    behind = Recorder(
+        1, arenas[1], Progress(step=3, summed=2, partially_written=True, contributed=cut, membership=SECOND)
+    )
     group.admit(behind, SMALL)
     group.admit(first, SMALL, first.arena)
     sums = [(3, bucket.start, arenas[0][bucket.start : bucket.stop].tobytes()) for bucket in group.buckets[:cut]]

@@ -95,7 +95,7 @@ def test_finite_extremes_are_finite(value):
 
 
 def test_next_step_forgets_the_last():
-    progress = Progress(step=3, summed=7, torn=True, bad=[NonFiniteValue(0, 0, np.inf)])
+    progress = Progress(step=3, summed=7, partially_written=True, bad=[NonFiniteValue(0, 0, np.inf)])
     progress.next_step()
     assert progress == Progress(step=4)
 

@@ -16,7 +16,7 @@ from transports import LARGE, SOON, Worker, contributions, on_all, outcomes, pac
 
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
 from gradengine.exchange import GradientServer, LocalExchange, WorkerClient
-from gradengine.exchange.coordinator import Standing
+from gradengine.exchange.coordinator import Stall
 from gradengine.exchange.interface import buckets_of
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
@@ -70,8 +70,8 @@ def sum_of_all(workers, spans, meanwhile):
 
     def strike():
         coordinator = workers[0].exchange._group
-        wanted = Standing(late=(1,), waiting=(0, 2), what=f"bucket {first} of step 0")
-        coordinator.changed.wait_for(lambda: coordinator.coordinator.standing() == wanted, 20)
+        wanted = Stall(late=(1,), waiting=(0, 2), what=f"bucket {first} of step 0")
+        coordinator.changed.wait_for(lambda: coordinator.coordinator.stall() == wanted, 20)
         began.append(time.monotonic())
         meanwhile()
 

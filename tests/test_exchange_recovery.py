@@ -137,7 +137,7 @@ def test_step_cut_on_the_wire_is_run_again_with_what_is_missing(cut):
         found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
         assert all(isinstance(error, ExchangeError) for error in found), found
     summed = [worker.progress.summed for worker in workers]
-    assert summed[0] >= max(worker.progress.summed + worker.progress.torn for worker in workers)
+    assert summed[0] >= max(worker.progress.summed + worker.progress.partially_written for worker in workers)
     with behind_a_wire() as (wire, exchanges):
         for worker, exchange in zip(workers, exchanges, strict=True):
             worker.exchange = exchange
@@ -146,7 +146,7 @@ def test_step_cut_on_the_wire_is_run_again_with_what_is_missing(cut):
         on_all(leave_together, workers)
     for worker in workers:
         assert worker.arena.tobytes() == EXPECTED
-        assert (worker.progress.summed, worker.progress.torn) == (COUNT, False)
+        assert (worker.progress.summed, worker.progress.partially_written) == (COUNT, False)
     assert wire.kinds("up").count("gradient") == COUNT - summed[0]
     assert wire.kinds("down").count("sum") == COUNT - summed[1]
 
@@ -158,7 +158,7 @@ def test_cuts_reach_every_part_of_a_step():
         with behind_a_wire(cut) as (_, exchanges):
             workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
             outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
-        seen.add((workers[0].progress.summed, workers[1].progress.summed, workers[1].progress.torn))
+        seen.add((workers[0].progress.summed, workers[1].progress.summed, workers[1].progress.partially_written))
     assert len({summed for summed, _, _ in seen}) > 3
     assert any(ahead > behind for ahead, behind, _ in seen), "no worker ever lacked a sum that rank 0 had"
 
@@ -341,7 +341,7 @@ def test_rank_whose_own_buckets_are_all_local_belongs_to_the_half_summed_step_to
     ours = half_summed(transport)
     theirs = half_summed(transport, contributions(SMALL, WORLD, seed=9))
     theirs[2].arena[:] = contributions(SMALL, WORLD, seed=9)[2]
-    theirs[2].progress.summed, theirs[2].progress.torn = 0, False
+    theirs[2].progress.summed, theirs[2].progress.partially_written = 0, False
     errors = rejoined([*ours[:2], theirs[2]], transport, [0, 1, 2])
     refused_alike(errors, "step 0 is half summed and rank 2 took part in it as another")
 
@@ -427,7 +427,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 
         engine = GradientEngine(SMALL, exchange=join(), micro_batches=micro_batches, max_norm=1.0)
         if rank == 1:
-            land, landed = engine._sharing._take_landed, []
+            land, landed = engine._reducer._take_landed, []
 
             def take(span, upto):
                 land(span, upto)
@@ -435,7 +435,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
                 if len(landed) == bucket:
                     engine.exchange._channel.close()
 
-            engine.exchange._landed = take
+            engine.exchange._on_reduced = take
         for seed in (1, 2):
             engine.add(gradients(rank, seed))
         with pytest.raises(ExchangeError):
@@ -457,7 +457,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 def test_engines_discard_where_the_coordinator_lost_its_sums():
     with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
         engines = on_all(lambda exchange: GradientEngine(SMALL, exchange=exchange, max_norm=1.0), exchanges)
-        land, landed = engines[1]._sharing._take_landed, []
+        land, landed = engines[1]._reducer._take_landed, []
 
         def take(span, upto):
             land(span, upto)
@@ -465,7 +465,7 @@ def test_engines_discard_where_the_coordinator_lost_its_sums():
             if len(landed) == 2:
                 exchanges[1].close()
 
-        exchanges[1]._landed = take
+        exchanges[1]._on_reduced = take
 
         def fail(engine):
             engine.add(gradients(engine.rank, 0))
@@ -496,7 +496,7 @@ class TestOfAnEngine:
         def work(exchange):
             engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
             engine.add([np.full(slot.shape, 1.0 + exchange.rank, np.float32) for slot in SMALL.slots])
-            engine._sharing.start(SMALL.spans)
+            engine._reducer.start(SMALL.spans)
             exchange.wait()
             exchange.close()
             if exchange.rank == 2:
@@ -517,7 +517,7 @@ class TestOfAnEngine:
         def work(exchange):
             engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
             engine.add([np.full(slot.shape, 1.0, np.float32) for slot in SMALL.slots])
-            engine._sharing.start(SMALL.spans)
+            engine._reducer.start(SMALL.spans)
             exchange.wait()
             exchange.close()
             if exchange.rank == 1:

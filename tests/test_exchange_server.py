@@ -455,7 +455,7 @@ def test_serve_raises_where_a_worker_is_lost_in_a_step():
     with GradientServer(2) as server:
         workers = bound([WorkerClient(server.address, rank, 2) for rank in range(2)], SMALL, contributions(SMALL, 2))
         workers[0].exchange.start(SMALL.spans[0])
-        assert server.group.changed.wait_for(lambda: server.group.coordinator.standing().waiting, 10)
+        assert server.group.changed.wait_for(lambda: server.group.coordinator.stall().waiting, 10)
         workers[1].exchange.close()
         with pytest.raises(PeerLost, match="rank 1 closed the connection"):
             server.serve()

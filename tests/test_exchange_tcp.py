@@ -124,7 +124,7 @@ def test_worker_fails_and_leaves_its_arena_alone(message, data, says):
         with pytest.raises(ProtocolError, match=says):
             worker.sum()
         assert worker.arena.tobytes() == before
-        assert (worker.progress.summed, worker.progress.torn) == (0, False)
+        assert (worker.progress.summed, worker.progress.partially_written) == (0, False)
         assert not package_threads()
 
 
@@ -360,7 +360,7 @@ def test_lost_connection_leaves_a_progress_that_is_true(cut):
         first, second = BUCKETS[0], BUCKETS[1]
         assert (worker.arena[first.start : first.stop] == 1).all()
         untouched = worker.arena[second.start : second.stop].tobytes() == before[second.start : second.stop].tobytes()
-        assert worker.progress.torn or untouched
+        assert worker.progress.partially_written or untouched
 
 
 def test_nothing_lands_after_a_failure_was_told():

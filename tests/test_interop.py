@@ -10,8 +10,8 @@ import strategies as draw
 from producers import Producer
 
 from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
+from gradengine.arrays.host import host_buffer
 from gradengine.errors import BufferRefused
-from gradengine.host_buffer import host_buffer
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.0.b": (7,), "head": (2, 1, 4)})

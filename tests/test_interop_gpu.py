@@ -1,6 +1,6 @@
 """torch and JAX with their gradients on a real GPU, in and out: addresses, bits, and streams of their own.
 
-What needs no GPU of these is in test_frameworks.py and test_kernels_loans.py, with a stand-in for torch.
+What needs no GPU of these is in test_arrays_frameworks.py and test_kernels_streams.py, with a stand-in for torch.
 """
 
 import gc

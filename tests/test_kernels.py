@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from operations import growth
 
 from gradengine.errors import CallerError
-from gradengine.kernels import CHUNK, Batch, ClipPlan, Decision, Fold, Places, SquaredSums, decide, kernels_for, tables
-from gradengine.kernels.contribution import ADDRESS, Whereabouts
+from gradengine.kernels import CHUNK, Batch, ClipPlan, Decision, Fold, SlotSet, SquaredSums, decide, kernels_for, tables
 from gradengine.kernels.decision import clip_scale
 from gradengine.kernels.host import HostKernels, squared_sum
+from gradengine.kernels.operands import ADDRESS, AddressCheck
 
 ALL_16_BITS = np.arange(2**16, dtype=np.uint16)
 NAN, INF = math.nan, math.inf
@@ -41,7 +41,7 @@ def fold_of(position, overwrite, views, weights):
 
 def batch_of(backend, positions, views, weights, overwrite):
     """Micro-batches as they are held: a row of views for each, None where it gave nothing."""
-    places = Places(positions)
+    places = SlotSet(positions)
     contributions = [backend.kernels.contribution(places, row) for row in views]
     return Batch(places, np.array(overwrite), contributions, [np.float32(weight) for weight in weights])
 
@@ -168,7 +168,7 @@ class TestAccumulate:
     def test_a_contribution_says_where_gradients_lie(self, backend, dtype):
         """0 is nothing: a micro-batch that gave none, and a gradient without elements, wherever that is."""
         one, empty = (backend.buffer_at(np.ones(size, draw.DTYPES[dtype]), 3) for size in (5, 0))
-        contribution = backend.kernels.contribution(Places([4, 2, 7]), [one, None, empty])
+        contribution = backend.kernels.contribution(SlotSet([4, 2, 7]), [one, None, empty])
         assert [int(address) & ADDRESS for address in contribution.addresses] == [one.pointer, 0, 0]
         assert contribution.present.tolist() == [True, False, True]
 
@@ -1009,8 +1009,8 @@ class TestWhereabouts:
     def test_the_first_asked_for_that_lies_elsewhere(self, now, columns, moved):
         arrays = ["a", "b", "c"]
         where = dict(zip(arrays, now, strict=True))
-        whereabouts = Whereabouts(lambda asked: [where[array] for array in asked], arrays, [1, 2, 3])
-        assert whereabouts.moved(columns) == moved
+        address_check = AddressCheck(lambda asked: [where[array] for array in asked], arrays, [1, 2, 3])
+        assert address_check.moved(columns) == moved
 
 
 class TestFirstNonFinite:

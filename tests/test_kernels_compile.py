@@ -13,7 +13,7 @@ import pytest
 import strategies as draw
 
 from gradengine import elementwise
-from gradengine.kernels import CudaKernels, toolkit
+from gradengine.kernels import CudaKernels, toolchain
 
 MAY_SKIP = "COMPILE_CHECK" not in os.environ  # as `make compile-check` sets it
 REGISTERS_OF_AN_SM = 65536
@@ -22,7 +22,7 @@ ARGUMENTS_ANY_DRIVER_TAKES, ARGUMENTS_CUDA_12_1_TAKES = 4096, 32764
 
 STREAMING = [name for name in nvrtc.names() if name != "finalise"]  # these move gradients, sixteen bytes at a time
 WRITING = [name for name in STREAMING if name != "measure"]
-UNIT = int(re.search(r"UNIT = (\d+)", toolkit.source("measure"))[1])
+UNIT = int(re.search(r"UNIT = (\d+)", toolchain.source("measure"))[1])
 
 
 def need(found: object, what: str) -> None:
@@ -183,7 +183,7 @@ PLANTED = [
 def test_another_rounding_in_the_inline_ptx_shows(major, right, wrong):
     """As tests of a GPU's branch: each inline instruction is replaced in one kernel that has it."""
     name = next(name for name in ("hand_back", "measure", "finalise", "accumulate") if right in ARITHMETIC[name])
-    text = toolkit.source(name)
+    text = toolchain.source(name)
     assert text.count(f'"{right} ') == 1
     planted = nvrtc.compiled_text(major, text.replace(f'"{right} ', f'"{wrong} '), name, "sm_90")
     assert nvrtc.float_arithmetic(planted.ptx) - OR_FUSED != ARITHMETIC[name]

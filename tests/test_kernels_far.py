@@ -16,7 +16,7 @@ import strategies as draw
 from backends import available
 from cuda_emulator.native import LOCK, register, unregister
 
-from gradengine.buffer import ITEMSIZE, STORAGE, Buffer
+from gradengine.arrays.buffer import ITEMSIZE, STORAGE, Buffer
 from gradengine.kernels import ClipPlan
 from gradengine.kernels.tables import _ROW, OVERWRITE, Entry, Tables, tagged
 

@@ -14,7 +14,7 @@ import pytest
 import strategies as draw
 from backends import Backend, available, device_backend
 
-from gradengine.kernels import ClipPlan, CudaKernels, Fold, tables, toolkit
+from gradengine.kernels import ClipPlan, CudaKernels, Fold, tables, toolchain
 
 NAN, INF = np.nan, np.inf
 CHUNK = 4096  # of the scenarios: two units for each thread, so that the step from one to the next counts
@@ -339,7 +339,7 @@ MUTATIONS = {
 
 def mutated_source(kernel: str, old: str, new: str) -> Callable[[str], str]:
     """Our sources with a bug in one."""
-    original = toolkit.source
+    original = toolchain.source
 
     def source(name: str) -> str:
         text = original(name)
@@ -360,7 +360,7 @@ def test_without_a_bug_nothing_is_caught(kernel):
 @pytest.mark.parametrize(("kernel", "bug"), [(kernel, bug) for kernel in MUTATIONS for bug in MUTATIONS[kernel]])
 def test_a_bug_is_caught(kernel, bug, monkeypatch):
     available("emulated")
-    monkeypatch.setattr(toolkit, "source", mutated_source(kernel, *MUTATIONS[kernel][bug]))
+    monkeypatch.setattr(toolchain, "source", mutated_source(kernel, *MUTATIONS[kernel][bug]))
     backend = device_backend(CudaKernels(cuda_emulator))
     with pytest.raises((AssertionError, cuda_emulator.EmulatorError)):
         SCENARIOS[kernel](backend)

@@ -10,8 +10,8 @@ from devices import on_host
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.buffer import Buffer
-from gradengine.kernels import tables, toolkit
+from gradengine.arrays.buffer import Buffer
+from gradengine.kernels import tables, toolchain
 from gradengine.kernels.tables import (
     OVERWRITE,
     DeviceSums,
@@ -115,7 +115,7 @@ extern "C" __global__ void read_back(const Target* target, const Row* row, u64* 
 def test_the_kernels_read_what_is_written(device):
     xp = device.xp
     table = Tables(xp.asarray, let_go).of([Entry(7, 1), Entry(0x123456789ABCDEF0, 3000, 0x87654321, 0x12345678)], 2048)
-    module = xp.RawModule(code=toolkit.source("measure") + READ_BACK, options=("--std=c++17",))
+    module = xp.RawModule(code=toolchain.source("measure") + READ_BACK, options=("--std=c++17",))
     out = xp.zeros(8, np.uint64)
     with out.device:
         module.get_function("read_back")((1,), (1,), (table.targets, table.rows, out))

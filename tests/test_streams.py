@@ -23,8 +23,8 @@ from gradengine import (
     clip_by_global_norm,
     clip_gradients_fused,
 )
+from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.gpu_accumulate import GpuGradientAccumulator
 from gradengine.kernels import ClipPlan, tables
 from gradengine.kernels.device import StreamOrder
 from gradengine.kernels.tables import Entry, chunk_for

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.arrays.buffer import RawBuffer
 from gradengine.bench.case import relative_error
-from gradengine.buffer import RawBuffer
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 

@@ -105,7 +105,7 @@ def replay_all(settings: Settings, texts: Texts) -> Replays:
     whole, has_shards = replace(settings, tensor_parallel=1), settings.tensor_parallel > 1
     replays = {
         "one": partial(replay, whole, texts, 1),
-        "reversed": partial(replay, whole, texts, 1, backwards=True, mirror=has_shards),
+        "reversed": partial(replay, whole, texts, 1, backwards=True, staging=has_shards),
         "ranks": partial(replay, settings, texts, settings.workers),
     }
     jobs: dict[str, Job] = {f"the replay {name!r}": partial(report_replay, name, run) for name, run in replays.items()}

@@ -8,7 +8,7 @@ from enum import Enum
 from gradengine.demo.model import LlamaConfig
 from gradengine.demo.text import split
 from gradengine.errors import CallerError
-from gradengine.tensor_parallel import TensorParallelConfig
+from gradengine.layout.tensor_parallel import TensorParallelConfig
 
 __all__ = ["Settings", "Texts", "Transport", "counted", "divide"]
 

@@ -16,7 +16,7 @@ from gradengine.demo.model import only_shard
 from gradengine.errors import BufferRefused, CallerError, PeerLost
 from gradengine.exchange import Progress, local_group
 from gradengine.layout import GradientLayout
-from gradengine.telling import in_group
+from gradengine.reduction.all_gather import in_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradengine.demo.settings import Settings
     from gradengine.exchange import Exchange
     from gradengine.layout import Span
-    from gradengine.shards import Shard
+    from gradengine.layout.shards import Shard
 
 __all__ = [
     "WHOLE", "ActivationAllReduce", "TensorParallelRank", "cut", "mirrored", "replicated_part", "run_threads",

@@ -253,17 +253,17 @@ def replay(
     ranks: int,
     *,
     backwards: bool = False,
-    mirror: bool = False,
+    staging: bool = False,
     report: Callable[[Report], None] = _say_nothing,
 ) -> Weights:
     """The weights after the run's first `compared_steps` steps, with all its micro-batches on `ranks` threads.
 
     One rank adds all micro-batches in order, the run's `workers` add as they did. Ranks that go `backwards` take their
-    micro-batches of a step in reverse order; a model with a `mirror` adds up its heads and columns so.
+    micro-batches of a step in reverse order; a model with a `staging` adds up its heads and columns so.
     """
     model = settings.model
     initial = initial_weights(model, settings.seed)
-    if mirror:
+    if staging:
         initial = mirrored(initial, model)
     groups = [local_group(ranks) for _ in range(settings.tensor_parallel)]
     works = [
@@ -272,7 +272,7 @@ def replay(
         for exchange, tp in zip(exchanges, tensor_parallel_group(settings.tensor_parallel), strict=True)
     ]
     weights = united(settings, run_threads(works)[: settings.tensor_parallel])
-    return mirrored(weights, model) if mirror else weights
+    return mirrored(weights, model) if staging else weights
 
 
 def _replay_shard(

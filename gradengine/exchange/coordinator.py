@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from gradengine.errors import HandshakeRefused, ProtocolError
 from gradengine.exchange.interface import Membership, Progress
 
-__all__ = ["Coordinator", "Standing"]
+__all__ = ["Coordinator", "Stall"]
 
 
 @dataclass(frozen=True)
-class Standing:
+class Stall:
     """Who holds the group up: nobody where `waiting` is empty."""
 
     late: tuple[int, ...]
@@ -88,10 +88,10 @@ class Coordinator:
                 do="a new process, or one that dropped its window: discard() it on every rank, and accumulate it again",
             )
         has = self.step * self.num_buckets + progress.summed
-        if has + progress.torn > self.summed:
+        if has + progress.partially_written > self.summed:
             raise HandshakeRefused(
                 f"rank {rank} has sums of step {self.step} that the coordinator lost",
-                got=f"{progress.summed + progress.torn} buckets summed or half overwritten",
+                got=f"{progress.summed + progress.partially_written} buckets summed or half overwritten",
                 expected=f"at most {self.summed - self.step * self.num_buckets}",
                 do="the local contributions are gone: discard() the window on every rank and accumulate it again",
             )
@@ -171,7 +171,7 @@ class Coordinator:
         """Step and bucket of a position."""
         return divmod(position, self.num_buckets)
 
-    def standing(self, receiving: Collection[int] = ()) -> Standing:
+    def stall(self, receiving: Collection[int] = ()) -> Stall:
         """Who is late, and who waits for them.
 
         Args:
@@ -179,14 +179,14 @@ class Coordinator:
         """
         ranks = set(range(self.world_size))
         if self.missing:
-            return Standing(self.missing, tuple(sorted(ranks - set(self.missing))), "joining")
+            return Stall(self.missing, tuple(sorted(ranks - set(self.missing))), "joining")
         late = {rank for rank, position in self._contributed.items() if position == self.summed}
         if late and late != ranks:
             step, bucket = self.bucket_of(self.summed)
-            return Standing(tuple(sorted(late)), tuple(sorted(ranks - late)), f"bucket {bucket} of step {step}")
+            return Stall(tuple(sorted(late)), tuple(sorted(ranks - late)), f"bucket {bucket} of step {step}")
         if receiving:
-            return Standing(tuple(sorted(receiving)), tuple(sorted(ranks - set(receiving))), "taking the sums")
+            return Stall(tuple(sorted(receiving)), tuple(sorted(ranks - set(receiving))), "taking the sums")
         if self._gathering:
             gave = set(self._gathering)
-            return Standing(tuple(sorted(ranks - gave)), tuple(sorted(gave)), "a gather (end of step or barrier)")
-        return Standing((), (), "nothing")
+            return Stall(tuple(sorted(ranks - gave)), tuple(sorted(gave)), "a gather (end of step or barrier)")
+        return Stall((), (), "nothing")

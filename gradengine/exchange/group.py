@@ -197,9 +197,9 @@ class Group:
             if left > 0:
                 return left
             receiving = [rank for rank, member in self.members.items() if not member.has_all]
-            standing = self.coordinator.standing(receiving) if self.coordinator else None
-            if standing is not None and standing.waiting:
-                late = f"{_are(standing.late)} late for {standing.what}, {_are(standing.waiting)} waiting"
+            stall = self.coordinator.stall(receiving) if self.coordinator else None
+            if stall is not None and stall.waiting:
+                late = f"{_are(stall.late)} late for {stall.what}, {_are(stall.waiting)} waiting"
             elif somebody_waits:
                 late = "a rank waits and none is late: its sum has been given up, or it began no step"
             else:
@@ -312,7 +312,7 @@ class Group:
         members = [self.members[rank] for rank in range(self.world_size)]
         parts = [member.contribution(bucket) for member in members]
         first = members[0].progress
-        first.torn = True  # it may be summed in place; rank 0 clears this before anybody else can fail
+        first.partially_written = True  # it may be summed in place; rank 0 clears this before anybody else can fail
         first.bad += _sum_in_rank_order(parts, total, bucket.start)
         for member in members:
             member.deliver(step, bucket, total)

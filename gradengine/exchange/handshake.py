@@ -102,16 +102,16 @@ def join_of(progress: Progress, own_proof: bytes) -> Join:
     >>> progress_of(join_of(Progress(step=3, summed=1, contributed=2), bytes(32))).summed
     1
     """
-    standing = (progress.step, progress.summed, progress.contributed, int(progress.torn))
+    reached = (progress.step, progress.summed, progress.contributed, int(progress.partially_written))
     membership = progress.membership
-    return Join(own_proof, *standing, membership.group, membership.rank, membership.world_size)
+    return Join(own_proof, *reached, membership.group, membership.rank, membership.world_size)
 
 
 def progress_of(join: Join) -> Progress:
     """How far a worker has come, as it says."""
     membership = Membership(join.group, join.group_rank, join.group_size)
-    torn, contributed = bool(join.torn), join.contributed
-    return Progress(join.step, join.summed, torn, contributed=contributed, membership=membership)
+    partially_written, contributed = bool(join.torn), join.contributed
+    return Progress(join.step, join.summed, partially_written, contributed=contributed, membership=membership)
 
 
 def answer_hello(token: str | None, hello: Hello) -> Challenge:

@@ -30,9 +30,9 @@ __all__ = [
     "Arena",
     "Bucket",
     "Exchange",
-    "Landed",
     "Membership",
     "NonFiniteValue",
+    "OnReduced",
     "Outbox",
     "Progress",
     "again_if_interrupted",
@@ -82,7 +82,7 @@ class Progress:
     Attributes:
         step: Counted from 0.
         summed: Leading buckets of the backward order that hold the sum of all ranks; the others are still local.
-        torn: The next bucket is half overwritten by its sum, which the coordinator still has.
+        partially_written: The next bucket is half overwritten by its sum, which the coordinator still has.
         contributed: Leading buckets to which this worker has contributed: at least those that are summed.
         bad: What the sums so far had to take that was not finite.
         bucket_bytes: The size of the buckets that `summed` counts; 0 before the first group.
@@ -91,7 +91,7 @@ class Progress:
 
     step: int = 0
     summed: int = 0
-    torn: bool = False
+    partially_written: bool = False
     bad: list[NonFiniteValue] = field(default_factory=list)
     bucket_bytes: int = 0
     contributed: int = 0
@@ -100,7 +100,7 @@ class Progress:
     @property
     def is_half_summed(self) -> bool:
         """Whether contributions of this step have been overwritten by sums: it cannot begin anew."""
-        return self.summed > 0 or self.torn
+        return self.summed > 0 or self.partially_written
 
     def next_step(self) -> None:
         """The step is over on all ranks."""
@@ -109,7 +109,7 @@ class Progress:
 
     def restart(self) -> None:
         """The step begins anew: the arena holds nothing of it."""
-        self.summed, self.contributed, self.torn, self.bad = 0, 0, False, []
+        self.summed, self.contributed, self.partially_written, self.bad = 0, 0, False, []
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Bucket:
     stop: int
 
 
-Landed: TypeAlias = Callable[[Span, int], None]  # up to this arena index the span is summed
+OnReduced: TypeAlias = Callable[[Span, int], None]  # up to this arena index the span is summed
 
 
 class _Closing(Protocol):
@@ -185,14 +185,14 @@ class Exchange(ABC):
     url: str | None
 
     @abstractmethod
-    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, landed: Landed) -> None:
+    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
         """Join the group with a layout and the arena that holds it; returns when all ranks have joined.
 
         Args:
             layout: Must be the same on all ranks.
             arena: Flat fp32 memory of `layout.arena_size`; sums land in it.
             progress: Where the step stands; a fresh one, or the one of an exchange that failed.
-            landed: Called from any thread as sums land, span by span and from each span's start to its end.
+            on_reduced: Called from any thread as sums land, span by span and from each span's start to its end.
 
         Raises:
             HandshakeRefused: Another layout (the differing rows are shown), world size, step or token.

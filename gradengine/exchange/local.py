@@ -14,8 +14,8 @@ from gradengine.exchange.interface import (
     Arena,
     Bucket,
     Exchange,
-    Landed,
     NonFiniteValue,
+    OnReduced,
     Outbox,
     Progress,
     again_if_interrupted,
@@ -76,12 +76,12 @@ class LocalExchange(Exchange):
         self._on_close, self.url = on_close, url
 
     @closing_if_interrupted
-    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, landed: Landed) -> None:
+    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
         """See `Exchange.bind`."""
         refuse_bad_arena(layout, arena)
         if self._member is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
-        member = _LocalMember(self.rank, arena, progress, landed)
+        member = _LocalMember(self.rank, arena, progress, on_reduced)
         group = self._group
         with group.lock:
             group.admit(member, layout, arena if self.rank == 0 else None)
@@ -150,9 +150,9 @@ class LocalExchange(Exchange):
 class _LocalMember(Member):
     """A rank whose arena is in this process: sums are copied in, or taken there in the first place."""
 
-    def __init__(self, rank: int, arena: Arena, progress: Progress, landed: Landed) -> None:
+    def __init__(self, rank: int, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
         super().__init__(rank, progress)
-        self._arena, self._landed = arena, landed
+        self._arena, self._on_reduced = arena, on_reduced
         self.gathers: list[list[bytes]] = []
         self.is_welcome = self.has_ended = False
 
@@ -165,8 +165,8 @@ class _LocalMember(Member):
             np.copyto(mine, total)
         # In this order: interrupted between the two, it is a sum half written, and never taken for a contribution.
         self.progress.summed += 1
-        self.progress.torn = False
-        self._landed(bucket.span, bucket.stop)
+        self.progress.partially_written = False
+        self._on_reduced(bucket.span, bucket.stop)
 
     def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:
         self.progress.bad = list(bad)

@@ -193,8 +193,8 @@ class GradientServer:
 
     def _failed(self) -> bool:
         """Whether the group ended before its workers were done: somebody waits, or never came."""
-        standing = self.group.coordinator.standing() if self.group.coordinator else None
-        return self.group.failure is not None and (standing is None or bool(standing.waiting))
+        stall = self.group.coordinator.stall() if self.group.coordinator else None
+        return self.group.failure is not None and (stall is None or bool(stall.waiting))
 
     def _stop_listening(self) -> None:
         if self._listener.fileno() < 0:

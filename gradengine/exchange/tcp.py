@@ -24,9 +24,9 @@ from gradengine.exchange.interface import (
     Arena,
     Bucket,
     Exchange,
-    Landed,
     Membership,
     NonFiniteValue,
+    OnReduced,
     Outbox,
     Progress,
     again_if_interrupted,
@@ -116,14 +116,14 @@ class WorkerClient(Exchange):
         self._moved = time.monotonic()
 
     @closing_if_interrupted
-    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, landed: Landed) -> None:
+    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
         """See `Exchange.bind`."""
         refuse_bad_arena(layout, arena)
         if self._channel is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new exchange for another engine")
         if self._failure is not None:
             raise self._failure
-        self._arena, self._progress, self._landed = arena, progress, landed
+        self._arena, self._progress, self._on_reduced = arena, progress, on_reduced
         channel, hello, challenge = self._meet()
         try:
             summed = self._join(channel, hello, challenge, layout)
@@ -212,7 +212,7 @@ class WorkerClient(Exchange):
         welcome = _answer(channel, Welcome)
         count_in(welcome.bucket_bytes, progress, self.rank)
         self._buckets = buckets_of(layout, max(4, welcome.bucket_bytes))
-        has = progress.summed + progress.torn
+        has = progress.summed + progress.partially_written
         if (
             welcome.bucket_bytes < 4
             or len(welcome.group) != GROUP_BYTES
@@ -276,11 +276,11 @@ class WorkerClient(Exchange):
         expected = (Sum(progress.step, *place(bucket)), 4 * (bucket.stop - bucket.start))
         if (message, payload_bytes) != expected:
             raise ProtocolError(f"{channel.peer} sent another sum", got=(message, payload_bytes), expected=expected)
-        progress.torn = True
+        progress.partially_written = True
         channel.receive_into(self._arena[bucket.start : bucket.stop].data)
         progress.summed += 1
-        progress.torn = False
-        self._landed(bucket.span, bucket.stop)
+        progress.partially_written = False
+        self._on_reduced(bucket.span, bucket.stop)
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
         patience = left = self._timeout + _GRACE_SECONDS

@@ -6,29 +6,30 @@ import functools
 from typing import TypeAlias
 
 from gradengine.arguments import said
+from gradengine.arrays.frameworks import TorchDevice, device_name
 from gradengine.errors import CallerError
-from gradengine.frameworks import TorchDevice, device_name
-from gradengine.kernels.contribution import (
-    ADDRESS,
-    Batch,
-    Contribution,
-    Fold,
-    Places,
-    Whereabouts,
-    as_of_now,
-    lenders_of,
-)
 from gradengine.kernels.cuda import CudaKernels, cuda_kernels
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, refuse_bad_divisor
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums
+from gradengine.kernels.operands import (
+    ADDRESS,
+    AddressCheck,
+    Batch,
+    Contribution,
+    Fold,
+    SlotSet,
+    as_of_now,
+    producers_of,
+)
+from gradengine.kernels.status import StepStatus
 from gradengine.kernels.tables import chunk_for
-from gradengine.kernels.toolkit import arithmetic, device_ordinal
-from gradengine.kernels.verdict import Verdict
+from gradengine.kernels.toolchain import arithmetic, device_ordinal
 
 __all__ = [
     "ADDRESS",
     "CHUNK",
+    "AddressCheck",
     "Batch",
     "Chunk",
     "ClipPlan",
@@ -40,17 +41,16 @@ __all__ = [
     "Fold",
     "HostKernels",
     "Kernels",
-    "Places",
     "Recorded",
+    "SlotSet",
     "SquaredSums",
-    "Verdict",
-    "Whereabouts",
+    "StepStatus",
     "arithmetic",
     "as_of_now",
     "chunk_for",
     "decide",
     "kernels_for",
-    "lenders_of",
+    "producers_of",
     "refuse_bad_divisor",
 ]
 

@@ -12,18 +12,18 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer, Lender, RawBuffer
-from gradengine.device_buffer import device_buffer, exporting_stream
-from gradengine.kernels.contribution import Batch, Contribution, Fold, Places, lenders_of
+from gradengine.arrays.buffer import Buffer, ProducerStream, RawBuffer
+from gradengine.arrays.device import device_buffer, exporting_stream
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, sum_in_order
 from gradengine.kernels.device import CudaDevice, StreamOrder
 from gradengine.kernels.interface import Chunk, Kernels, Recorded, SquaredSums
 from gradengine.kernels.launches import Launches
-from gradengine.kernels.loans import Loans
-from gradengine.kernels.mirror import PinnedMirror
+from gradengine.kernels.operands import Batch, Contribution, Fold, SlotSet, producers_of
+from gradengine.kernels.staging import PinnedStaging
+from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback, StepStatus
+from gradengine.kernels.streams import ForeignStreams
 from gradengine.kernels.tables import OVERWRITE, DeviceSums, Entry, Table, as_batches, chunk_for, handed_back, tagged
-from gradengine.kernels.toolkit import load_cupy
-from gradengine.kernels.verdict import DecisionMemory, DeviceDecision, Telemetry, Verdict
+from gradengine.kernels.toolchain import load_cupy
 
 __all__ = ["CudaKernels", "cuda_kernels"]
 
@@ -53,7 +53,7 @@ class CudaKernels(Kernels):
         self.xp, self.ordinal, self.device = xp, ordinal, f"cuda:{ordinal}"
         self._place = CudaDevice(xp, ordinal)
         self._launches = Launches(self._place)
-        self._loans = Loans(self._place)
+        self._foreign_streams = ForeignStreams(self._place)
 
     def on(self, stream: object) -> AbstractContextManager[object]:
         """See `Kernels.on`; a CuPy stream, an object with `__cuda_stream__` or `cuda_stream` (torch), or a handle."""
@@ -65,7 +65,7 @@ class CudaKernels(Kernels):
             stream, kind = self._place.stream_for_producers(), self.xp.ndarray
             named = list(zip(sources, components, strict=True))
             views = [device_buffer(source, component, self.device, kind, stream) for source, component in named]
-            behind = set(lenders_of(views))
+            behind = set(producers_of(views))
             for (source, component), view in zip(named, views, strict=True):
                 if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
                     self._place.refuse_foreign(view, component)  # nothing but an address says where it lies
@@ -74,17 +74,17 @@ class CudaKernels(Kernels):
         self.wait_for(behind)
         return views
 
-    def wait_for(self, lenders: Iterable[Lender]) -> None:
+    def wait_for(self, producers: Iterable[ProducerStream]) -> None:
         """See `Kernels.wait_for`; by events."""
-        self._loans.wait_for(lenders)
+        self._foreign_streams.wait_for(producers)
 
-    def hand_over(self, lenders: Iterable[Lender]) -> None:
+    def hand_over(self, producers: Iterable[ProducerStream]) -> None:
         """See `Kernels.hand_over`; by events."""
-        self._loans.give_back(lenders)
+        self._foreign_streams.give_back(producers)
 
     def give_back(self, *views: Buffer) -> None:
         """What was queued so far is our last use of these."""
-        self._loans.give_back(lenders_of(views), views)
+        self._foreign_streams.give_back(producers_of(views), views)
 
     def allocate(self, size: int) -> Buffer:
         """See `Kernels.allocate`; from CuPy's pool."""
@@ -113,10 +113,10 @@ class CudaKernels(Kernels):
         weakref.finalize(sums, order.end).atexit = False
         return sums
 
-    def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
+    def contribution(self, places: SlotSet, views: Sequence[Buffer | None]) -> Contribution:
         """See `Kernels.contribution`."""
         addresses = [tagged(view) if view is not None and view.size else 0 for view in views]
-        return Contribution(places, views, np.array(addresses, np.uint64), lenders_of(views))
+        return Contribution(places, views, np.array(addresses, np.uint64), producers_of(views))
 
     def accumulate_batch(self, targets: Sequence[Buffer], batch: Batch, sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate_batch`; one launch for four micro-batches, whatever their dtypes are."""
@@ -135,8 +135,8 @@ class CudaKernels(Kernels):
             with self.in_order(sums):
                 self._accumulate(table, addresses, weights, sums)
         for contribution in batch.contributions:
-            if contribution.lenders:
-                self._loans.give_back(contribution.lenders, contribution.held)
+            if contribution.producers:
+                self._foreign_streams.give_back(contribution.producers, contribution.held)
 
     def accumulate(self, targets: Sequence[Buffer], folds: Sequence[Fold], sums: SquaredSums | None = None) -> None:
         """See `Kernels.accumulate`; one launch for four micro-batches, whatever their dtypes are."""
@@ -216,9 +216,9 @@ class CudaKernels(Kernels):
         decision: DeviceDecision = known[key]
         return decision
 
-    def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> Telemetry:
+    def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> StatusReadback:
         """See `Kernels.telemetry`."""
-        return Telemetry(self._place, self.decision(sums, plan).memory)
+        return StatusReadback(self._place, self.decision(sums, plan).memory)
 
     def copied(self, number: Scalar, sums: SquaredSums) -> Scalar:
         """See `Kernels.copied`; one copy on the device, to be read on the streams that are current now."""
@@ -227,14 +227,14 @@ class CudaKernels(Kernels):
         self.follow(sums)
         return copy
 
-    def read_verdict(self, decision: Decision) -> Verdict:
+    def read_verdict(self, decision: Decision) -> StepStatus:
         """See `Kernels.read_verdict`; waits for the device."""
         assert isinstance(decision, DeviceDecision)  # noqa: S101  (made by finalise above)
         return decision.memory.read()
 
-    def mirror(self, arena: Buffer) -> PinnedMirror:
-        """See `Kernels.mirror`; in pinned memory."""
-        return PinnedMirror(self.xp, arena, self._place.pinned(arena.size, np.float32))
+    def staging(self, arena: Buffer) -> PinnedStaging:
+        """See `Kernels.staging`; in pinned memory."""
+        return PinnedStaging(self.xp, arena, self._place.pinned(arena.size, np.float32))
 
     def recording(self) -> AbstractContextManager[Recorded]:
         """See `Kernels.recording`; on a stream of its own, ordered behind the current one."""
@@ -302,7 +302,7 @@ class CudaKernels(Kernels):
         _of_device(sums).order.follow()
 
     def prepare(
-        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[Places], plan: ClipPlan | None = None
+        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[SlotSet], plan: ClipPlan | None = None
     ) -> None:
         """See `Kernels.prepare`: the tables of K1; with a plan those of K2 and K3."""
         for chosen in places:
@@ -329,7 +329,7 @@ class CudaKernels(Kernels):
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
         self._launches.over(table, f"accumulate_{len(weights)}", arguments, addresses.reshape(-1), weights)
 
-    def _table_of(self, targets: Sequence[Buffer], places: Places, sums: SquaredSums | None) -> Table:
+    def _table_of(self, targets: Sequence[Buffer], places: SlotSet, sums: SquaredSums | None) -> Table:
         """K1's table for these targets."""
         if not isinstance(sums, DeviceSums):
             return self._make_table(targets, places, None)
@@ -337,7 +337,7 @@ class CudaKernels(Kernels):
             sums.tables[places] = self._make_table(targets, places, sums)
         return sums.tables[places]
 
-    def _make_table(self, targets: Sequence[Buffer], places: Places, sums: DeviceSums | None) -> Table:
+    def _make_table(self, targets: Sequence[Buffer], places: SlotSet, sums: DeviceSums | None) -> Table:
         first = sums.first if sums else [0] * len(targets)
         entries = [Entry(targets[p].pointer, targets[p].size, first[p]) for p in places.positions]
         return self._launches.table(entries, sums.chunk if sums else chunk_for(sum(e.size for e in entries)))
@@ -378,8 +378,8 @@ class CudaKernels(Kernels):
 
     def _hand_back(self, work: _HandBack, factors: tuple[Any, ...]) -> None:
         self._launches.over(work.table, "hand_back", (np.int64(work.table.chunk), *factors), work.where)
-        if work.lenders:
-            self._loans.give_back(work.lenders, work.destinations)
+        if work.producers:
+            self._foreign_streams.give_back(work.producers, work.destinations)
 
 
 class _HandBack:
@@ -393,7 +393,7 @@ class _HandBack:
 
     def __init__(self, table: Table, where: npt.NDArray[np.uint64], destinations: Sequence[Buffer]) -> None:
         self.table, self.where, self.destinations = table, where, destinations
-        self.lenders = lenders_of(destinations)
+        self.producers = producers_of(destinations)
 
 
 @functools.cache

@@ -15,10 +15,10 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer, stream_handle
+from gradengine.arrays.buffer import Buffer, stream_handle
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.interface import Recorded
-from gradengine.kernels.toolkit import refuse_to_exceed
+from gradengine.kernels.toolchain import refuse_to_exceed
 
 __all__ = ["CudaDevice", "Kept", "StreamOrder"]
 

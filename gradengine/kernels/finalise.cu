@@ -8,7 +8,7 @@
 enum { FINALISE_THREADS = 512 };
 #define NONE (~0ull)
 
-struct Verdict {         // as kernels/verdict.py reads it
+struct StepStatus {         // as kernels/verdict.py reads it
   double norm;           // global, of the averaged gradient, before clipping
   u64 steps;             // which step this verdict is of, from 1 on
   u64 bad_step;          // the last of them that was not finite, or 0; what follows stays until there is another
@@ -124,7 +124,7 @@ __device__ __forceinline__ u64 find_non_finite(const Target& component, u32 chun
 }
 
 __device__ __forceinline__ void blame(const Target* targets, u32 components, u64 bad, u64 index, const u64* counts,
-                                      Verdict* verdict) {
+                                      StepStatus* verdict) {
   u64 count = 0;
   for (u32 c = 0; c < components; ++c) count += counts[c];
   verdict->bad_steps += verdict->bad_step != verdict->steps;  // a step that was interrupted is decided again
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS)
     finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
              const double* max_norms, double max_norm, double divisor, u32 zero_if_bad, u64 step, double* totals,
-             u64* counts, double* component_norms, double* norms, double* scales, float* factors, Verdict* verdict) {
+             u64* counts, double* component_norms, double* norms, double* scales, float* factors, StepStatus* verdict) {
   const Segments segments = {segment_start, segment_member, segment_count, groups};
   const u64 bad = sum_components(targets, components, chunk_shift, squares, non_finite, divisor, totals, counts,
                                  component_norms);

@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import said, whole_number
-from gradengine.buffer import Array, Buffer, Lender
+from gradengine.arrays.buffer import Array, Buffer, ProducerStream
+from gradengine.arrays.host import host_buffer
 from gradengine.errors import CallerError, OutOfDeviceMemory
-from gradengine.host_buffer import host_buffer
-from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, decide, sum_in_order
 from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums, chunks_of
-from gradengine.kernels.mirror import ArenaItself
-from gradengine.kernels.verdict import Verdict
+from gradengine.kernels.operands import Batch, Contribution, Fold, SlotSet
+from gradengine.kernels.staging import NoStaging
+from gradengine.kernels.status import StepStatus
 from gradengine.threads import start_thread
 
 __all__ = ["HostKernels", "squared_sum"]
@@ -76,10 +76,10 @@ class HostKernels(Kernels):
         """See `Kernels.views`; host memory only."""
         return [host_buffer(source, component) for source, component in zip(sources, components, strict=True)]
 
-    def wait_for(self, lenders: Iterable[Lender]) -> None:
+    def wait_for(self, producers: Iterable[ProducerStream]) -> None:
         """See `Kernels.wait_for`: the host does one thing after the other."""
 
-    def hand_over(self, lenders: Iterable[Lender]) -> None:
+    def hand_over(self, producers: Iterable[ProducerStream]) -> None:
         """See `Kernels.hand_over`: the host is done."""
 
     def allocate(self, size: int) -> Buffer:
@@ -105,7 +105,7 @@ class HostKernels(Kernels):
         return SquaredSums(sizes)
 
     def prepare(
-        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[Places], plan: ClipPlan | None = None
+        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[SlotSet], plan: ClipPlan | None = None
     ) -> None:
         """See `Kernels.prepare`: the host needs nothing."""
 
@@ -120,7 +120,7 @@ class HostKernels(Kernels):
         """See `Kernels.is_capturing`: never."""
         return False
 
-    def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
+    def contribution(self, places: SlotSet, views: Sequence[Buffer | None]) -> Contribution:
         """See `Kernels.contribution`."""
         pointers = [view.pointer if view is not None and view.size else 0 for view in views]
         return Contribution(places, views, np.array(pointers, np.uint64), views=views)
@@ -212,13 +212,13 @@ class HostKernels(Kernels):
         """See `Kernels.copied`: numbers are nobody's memory."""
         return number
 
-    def read_verdict(self, decision: Decision) -> Verdict:
+    def read_verdict(self, decision: Decision) -> StepStatus:
         """See `Kernels.read_verdict`: the host's decisions are read as they are."""
         raise CallerError("the CPU's decision is known; there is no verdict to read")
 
-    def mirror(self, arena: Buffer) -> ArenaItself:
-        """See `Kernels.mirror`: the arena itself."""
-        return ArenaItself(arena)
+    def staging(self, arena: Buffer) -> NoStaging:
+        """See `Kernels.staging`: the arena itself."""
+        return NoStaging(arena)
 
     def recording(self) -> AbstractContextManager[Recorded]:
         """See `Kernels.recording`."""

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradengine.buffer import Buffer, Lender, refuse_read_only
-from gradengine.kernels.contribution import Batch, Contribution, Fold, Places
+from gradengine.arrays.buffer import Buffer, ProducerStream, refuse_read_only
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
-from gradengine.kernels.mirror import Mirror
-from gradengine.kernels.verdict import Telemetry, Verdict
+from gradengine.kernels.operands import Batch, Contribution, Fold, SlotSet
+from gradengine.kernels.staging import StagingBuffer
+from gradengine.kernels.status import StatusReadback, StepStatus
 
 __all__ = ["CHUNK", "Chunk", "Kernels", "Recorded", "SquaredSums"]
 
@@ -112,19 +112,19 @@ class Kernels(ABC):
 
     @abstractmethod
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
-        """Flat views of arrays on this device; what is queued next comes behind their lenders' work.
+        """Flat views of arrays on this device; what is queued next comes behind their producers' work.
 
         Raises:
             BufferRefused: One cannot be taken as it lies.
         """
 
     @abstractmethod
-    def wait_for(self, lenders: Iterable[Lender]) -> None:
-        """Have what is queued next come behind what these lenders' streams have to do now."""
+    def wait_for(self, producers: Iterable[ProducerStream]) -> None:
+        """Have what is queued next come behind what these producers' streams have to do now."""
 
     @abstractmethod
-    def hand_over(self, lenders: Iterable[Lender]) -> None:
-        """Have these lenders' streams wait for all that was queued: a step's results are theirs to read."""
+    def hand_over(self, producers: Iterable[ProducerStream]) -> None:
+        """Have these producers' streams wait for all that was queued: a step's results are theirs to read."""
 
     def view(self, source: object, component: str) -> Buffer:
         """A flat view of one array, as `views`; raises `BufferRefused`."""
@@ -164,7 +164,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def prepare(
-        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[Places], plan: ClipPlan | None = None
+        self, targets: Sequence[Buffer], sums: SquaredSums, places: Sequence[SlotSet], plan: ClipPlan | None = None
     ) -> None:
         """Make now what later calls need for these targets, so that none of them allocates."""
 
@@ -184,7 +184,7 @@ class Kernels(ABC):
         """Whether the current stream records a graph instead of working."""
 
     @abstractmethod
-    def contribution(self, places: Places, views: Sequence[Buffer | None]) -> Contribution:
+    def contribution(self, places: SlotSet, views: Sequence[Buffer | None]) -> Contribution:
         """Views of a micro-batch's gradients for these targets, as `accumulate_batch` takes them."""
 
     @abstractmethod
@@ -247,7 +247,7 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> Telemetry | None:
+    def telemetry(self, sums: SquaredSums, plan: ClipPlan) -> StatusReadback | None:
         """The late word of what K2 finds with these sums and this plan; None where it is known at once."""
 
     @abstractmethod
@@ -255,11 +255,11 @@ class Kernels(ABC):
         """One of a decision's numbers from these sums, in memory of its own where the next decision would write it."""
 
     @abstractmethod
-    def read_verdict(self, decision: Decision) -> Verdict:
+    def read_verdict(self, decision: Decision) -> StepStatus:
         """What K2 found, on the host; waits for the device."""
 
     @abstractmethod
-    def mirror(self, arena: Buffer) -> Mirror:
+    def staging(self, arena: Buffer) -> StagingBuffer:
         """Host memory through which an arena's spans travel to other workers."""
 
     @abstractmethod

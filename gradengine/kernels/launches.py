@@ -15,7 +15,7 @@ import numpy.typing as npt
 from gradengine.kernels.addresses import CAPACITIES, Addresses
 from gradengine.kernels.device import CudaDevice
 from gradengine.kernels.tables import Entry, Table, Tables
-from gradengine.kernels.toolkit import compiled, takes_large_arguments
+from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
 __all__ = ["Launches"]
 

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.buffer import Buffer
-from gradengine.kernels.contribution import Batch, Contribution, Fold, Places, lenders_of
+from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.interface import SquaredSums
+from gradengine.kernels.operands import Batch, Contribution, Fold, SlotSet, producers_of
 
 __all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "as_batches", "chunk_for", "handed_back", "tagged"]
 
@@ -70,7 +70,7 @@ class DeviceSums(SquaredSums):
         self.non_finite = upload(np.zeros(len(self.values), np.uint32))
         self.decisions: dict[Any, Any] = {}
         self.of_all: Table | None = None
-        self.tables: WeakKeyDictionary[Places, Table] = WeakKeyDictionary()
+        self.tables: WeakKeyDictionary[SlotSet, Table] = WeakKeyDictionary()
         order.keep(self.values, self.non_finite, self.decisions)
 
 
@@ -167,12 +167,12 @@ def as_batches(folds: Sequence[Fold]) -> list[Batch]:
 
 
 def _as_batch(folds: Sequence[Fold]) -> Batch:
-    places = Places([fold.position for fold in folds])
+    places = SlotSet([fold.position for fold in folds])
     longest = max((fold.weights for fold in folds), key=len)
     columns = itertools.zip_longest(*(fold.sources for fold in folds))
     contributions = [
         Contribution(
-            places, column, np.array([0 if s is None else tagged(s) for s in column], np.uint64), lenders_of(column)
+            places, column, np.array([0 if s is None else tagged(s) for s in column], np.uint64), producers_of(column)
         )
         for column in columns
     ]

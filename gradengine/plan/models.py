@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from gradengine.arguments import as_index
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
-from gradengine.tensor_parallel import TensorParallelConfig
+from gradengine.layout.tensor_parallel import TensorParallelConfig
 
 __all__ = ["NAMED", "Embedding", "Model", "load_model"]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.bench.case import Case
-from gradengine.buffer import Buffer, RawBuffer
 from gradengine.kernels import CudaKernels
 from gradengine.kernels.cuda import cuda_kernels
 

@@ -1,0 +1,19 @@
+"""Micro-batches add up in fp32: a caller's gradients are matched with their slots, counted, and folded into an arena.
+
+In: gradients by name or in layout order, and their weight. Out: the arena with the window's weighted sum, and the
+squared sums measured on the way. `window.py` counts and touches no array, `intake.py` remembers arrays that come again,
+`accumulator.py` has the kernels fold. Imports `layout`, `kernels` and `arrays`; knows of no exchange.
+"""
+
+from gradengine.accumulate.accumulator import GradientAccumulator, PerBlockGradientAccumulator
+from gradengine.accumulate.block import BlockGradientSet
+from gradengine.accumulate.gpu import GpuGradientAccumulator
+from gradengine.accumulate.gradients import Gradients
+
+__all__ = [
+    "BlockGradientSet",
+    "GpuGradientAccumulator",
+    "GradientAccumulator",
+    "Gradients",
+    "PerBlockGradientAccumulator",
+]

@@ -1,0 +1,517 @@
+"""Micro-batches add up here: one arena, one window at a time, written once for every device.
+
+The window's first contribution to a component overwrites it, so nothing is ever zeroed for a window. With `hold=n` up
+to n micro-batches are kept by reference and folded in one pass over the arena: the same additions in the same order,
+the same bits, less traffic.
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
+from functools import cached_property
+from types import TracebackType
+from typing import Any, NoReturn, SupportsIndex, final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.accumulate.block import BlockGradientSet
+from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
+from gradengine.accumulate.intake import Intake
+from gradengine.accumulate.window import Window, checked_weight, ordered_sum
+from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
+from gradengine.arrays.buffer import Buffer, ProducerStream
+from gradengine.errors import BufferRefused, LayoutMismatch, WindowError, not_copied
+from gradengine.kernels import ADDRESS, Contribution, Kernels, SlotSet, kernels_for, refuse_bad_divisor
+from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
+
+__all__ = ["GradientAccumulator", "PerBlockGradientAccumulator"]
+
+
+class GradientAccumulator(ABC):
+    """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
+
+    Every call checks all it was given before it changes anything: after an error the state is what it was before. On a
+    GPU `add` and its kin queue their work on the current stream and return.
+
+    Attributes:
+        layout: Where each component lies.
+        kernels: The device's kernels.
+        hold: Micro-batches kept by reference and folded in one pass.
+        arena: The whole gradient set, flat.
+        targets: Each component's part of it, in layout order.
+        sums: Squared sums of the components, as far as they were measured.
+        changes: How often the arena was written to.
+    """
+
+    @abstractmethod
+    def __init__(self, layout: GradientLayout, kernels: Kernels, hold: int, *, reused_buffers: bool) -> None:
+        refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
+        self.layout, self.hold = layout, whole_number("hold", hold, 1)
+        self.kernels = kernels
+        self.arena = self.kernels.allocate(layout.arena_size)
+        self.targets = tuple(self.arena.part(slot.offset, slot.stop) for slot in layout.slots)
+        self.sums = self.kernels.squared_sums([slot.size for slot in layout.slots], self.arena)
+        with self.kernels.in_order(self.sums):
+            self.kernels.fill_zero(list(_padding(self.arena, layout)))
+        self._window = self._new_window()
+        self._is_changing = False
+        self.changes = 0
+        is_reused = truth_value("reused_buffers", reused_buffers)
+        self._arrivals = Intake(kernels, self.arena, holds=self.hold > 1, reused_buffers=is_reused)
+        # What may be written to through views has its norm read anew at each step.
+        self._exposed = np.zeros(len(layout.slots), np.bool_)
+        self._places: dict[tuple[str, int], SlotSet] = {}
+        self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
+        self._all = self._places_of(layout.slots)
+        kernels.prepare(self.targets, self.sums, [self._all, *(self._places_of(s.slots) for s in layout.spans)])
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer blocks of the layout."""
+        return len(self.layout.blocks)
+
+    @property
+    def accumulated_count(self) -> int:
+        """Micro-batches of the window so far, one that is still being added block by block included."""
+        return len(self._window.weights)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether it was said that this window may stay without a micro-batch; `zero_all` forgets it."""
+        return self._window.may_be_empty
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every component has the same number of micro-batches."""
+        counts = self._window.counts
+        return bool((counts == counts[0]).all())
+
+    @property
+    def unused(self) -> npt.NDArray[np.bool_]:
+        """Which components got no gradient in the window, by position; none that was written to through views."""
+        return ~(self._window.used | self._exposed)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each micro-batch of the window, in order."""
+        return tuple(float(weight) for weight in self._window.weights)
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the window's weights, in fp64, in order."""
+        return ordered_sum(self.weights)
+
+    @property
+    def mean_factor(self) -> np.float32:
+        """What makes the window's sum its mean: 1 / its weight, rounded to fp32.
+
+        Raises:
+            WindowError: The weight is above 2**126.
+        """
+        weight = self.total_weight
+        refuse_bad_divisor(weight, "the window's weight")
+        factor: np.float32 = np.float32(1 / weight)
+        return factor
+
+    @property
+    def producers(self) -> AbstractSet[ProducerStream]:
+        """Whose streams the window's gradients are worked on."""
+        return self._window.producers
+
+    def add(self, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
+        """Add a whole micro-batch.
+
+        Args:
+            gradients: Mapping name -> gradient, or a sequence in layout order; fp32, fp16 or bf16. None stands for a
+                component that this micro-batch gave no gradient.
+            weight: What the micro-batch counts: 1, or its tokens. Used as fp32.
+            measure: Take the norm's squared sums in the same pass: for the window's last micro-batch.
+
+        Raises:
+            LayoutMismatch: A component is missing, unknown or misshapen.
+            BufferRefused: A gradient cannot be taken as it lies.
+            WindowError: The weight is not a finite number above 0.
+
+        Example:
+            >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of([(2,)]))
+            >>> accumulator.add([np.array([1, 2], np.float32)], weight=2.0)
+            >>> accumulator.accumulated_count, accumulator.total_weight
+            (1, 2.0)
+        """
+        self._add(self.layout.slots, gradients, weight, measure, "the layout")
+
+    def add_nothing(self) -> None:
+        """Say that a micro-batch counted nothing: the window may stay empty, as a sum of weight 0 over workers."""
+        self.refuse_interrupted()
+        self._window.may_be_empty = True
+
+    def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
+        """Add one block's part of a micro-batch: a sequence in the block's order, or a mapping by component name.
+
+        Raises:
+            LayoutMismatch: No such block, or a component is missing, unknown or misshapen.
+            BufferRefused: A gradient cannot be taken as it lies.
+            WindowError: The weight is bad, or differs from what other blocks of this micro-batch were given.
+        """
+        block = self.layout.block(index)
+        self._add(block.slots, gradients, weight, measure, f"block {block.index}", f"{block.name}.")
+
+    def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, measure: bool = False) -> None:
+        """Add one component that lies in no block, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
+
+        Raises:
+            LayoutMismatch: No such component outside the blocks, or another shape.
+            BufferRefused: The gradient cannot be taken as it lies.
+            WindowError: The weight is bad, or differs from what other parts of this micro-batch were given.
+        """
+        slot = self.non_block_slot(name)
+        self._add((slot,), [gradient], weight, measure, f"component '{slot.name}'")
+
+    def block(self, index: int) -> BlockGradientSet:
+        """Block `index` as it stands: views into the arena, held micro-batches folded, zeros where nothing came yet.
+
+        Raises:
+            LayoutMismatch: No such block.
+        """
+        block = self.layout.block(index)
+        places = self._places_of(block.slots)
+        self._settle(places)
+        self._exposed[places.index] = True
+        self._window.measured[places.index] = False
+        return BlockGradientSet(block, self.kernels, self.arena.part(block.start, block.stop), self.sums)
+
+    def average(self) -> None:
+        """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.
+
+        One micro-batch of weight 1, or none, changes nothing.
+
+        Raises:
+            WindowError: Some component has fewer micro-batches than the others, or their weight is above 2**126; or a
+                call was interrupted while it wrote.
+        """
+        self.refuse_interrupted()
+        if self._window.weights in ([], [1]):
+            return
+        factor = self.mean_factor
+        self.close()
+        with self.changing():
+            self.kernels.scale(self.targets, factor, self.targets)
+            self._window.become_one()
+
+    def zero_all(self) -> None:
+        """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
+        self._window = self._new_window()
+        self._is_changing = False
+
+    def has_non_finite(self) -> bool:
+        """Whether any component holds NaN or Inf."""
+        self._before_fold(self._all)
+        with self.changing():
+            self._fold(self._all, measure=False)
+        # All that came is read anew: views from block() may have been written to since it was measured.
+        filled = np.flatnonzero(self._window.filled).tolist()
+        self.kernels.measure_all(self.targets, self.sums, filled)
+        return not np.isfinite(self.kernels.totals(self.sums)[filled]).all()
+
+    def close(self, *, measure: bool = False) -> None:
+        """Fold what is held; afterwards the arena holds the window's weighted sum.
+
+        The sum of nothing is -0.0 everywhere: added to any other it leaves each bit of that as it is; 0.0 does not.
+
+        Args:
+            measure: Take the squared sums of what is folded now in the same pass.
+
+        Raises:
+            WindowError: There is no micro-batch, and nobody said so by `add_nothing`; or some component has fewer than
+                the others. Nothing is folded then.
+        """
+        self.refuse_interrupted()
+        window = self._window
+        if not window.weights and window.may_be_empty:
+            self._fill_with_nothing()
+            return
+        if not window.weights:
+            raise WindowError(
+                "step without a micro-batch", got="0 micro-batches", expected="at least 1", do="add() gradients first"
+            )
+        lagging = np.flatnonzero(window.counts < len(window.weights)).tolist()
+        if lagging:
+            slot = self.layout.slots[lagging[0]]
+            raise WindowError(
+                f"component '{slot.name}'{and_more(lagging)} lacks part of the window",
+                got=f"{window.counts[lagging[0]]} micro-batches",
+                expected=f"{len(window.weights)} as the others have",
+                do="add what is missing; None stands for a component without a gradient",
+            )
+        self._settle(self._all, measure=measure)
+
+    def changing(self) -> AbstractContextManager[None]:
+        """While the arena is half written: an interrupt in it leaves a window that is good for nothing but zero_all().
+
+        What is queued in it comes behind all that was queued before, on whatever stream.
+
+        Raises:
+            WindowError: It was interrupted before.
+        """
+        self.refuse_interrupted()
+        return _Changing(self)
+
+    def begin_change(self) -> None:
+        """The arena is about to be written to."""
+        self.changes += 1
+        self.give_up()
+
+    def end_change(self) -> None:
+        """It has been."""
+        self._is_changing = False
+
+    def give_up(self) -> None:
+        """From here on the window is good for nothing but zero_all()."""
+        self._is_changing = True
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a call that was writing did not come to its end."""
+        return self._is_changing
+
+    def check(self) -> None:
+        """Wait for a GPU and raise `BufferRefused` for torch's gradients that were not cleared, as `add` does later."""
+        self._arrivals.refuse_late()
+
+    def note_written(self, arrays: Collection[Any]) -> None:
+        """A step handed its gradients back into the caller's arrays, which may be those that come next."""
+        self._arrivals.note_written(arrays)
+
+    def settle_span(self, span: Span) -> None:
+        """Fold what is held for a span, so that its sum may travel."""
+        self._settle(self._places_of(span.slots))
+
+    def count_of(self, span: Span) -> int:
+        """Micro-batches of the window so far in a span; the most that any of its components has."""
+        return int(self._window.counts[self._places_of(span.slots).index].max())
+
+    def measure_rest(self) -> None:
+        """Take the squared sums that no fold has taken: one read of those components."""
+        unknown = np.flatnonzero(~self._window.measured).tolist()
+        self.kernels.measure_all(self.targets, self.sums, unknown)
+        self._window.measured[:] = ~self._exposed
+
+    def forget_measured(self) -> None:
+        """The arena may have been written to: every squared sum is taken anew before the next step."""
+        self._window.measured[:] = False
+
+    def settle(self, slots: Sequence[Slot]) -> None:
+        """Fold what is held for these slots, so that they may be read; zeros where nothing came yet."""
+        self._settle(SlotSet([self._position[slot.name] for slot in slots]))
+
+    def target_of(self, slot: Slot) -> Buffer:
+        """A slot's part of the arena."""
+        return self.targets[self._position[slot.name]]
+
+    def slots_of(self, span: Span) -> list[tuple[int, Slot]]:
+        """Position and slot of each component of a span."""
+        return [(self._position[slot.name], slot) for slot in span.slots]
+
+    def slots_within(self, span: Span, start: int, stop: int) -> Iterator[tuple[int, Slot]]:
+        """The same of those with an element in start..stop - 1 of the arena; the others are not looked at."""
+        first = bisect.bisect_right(span.slots, start, key=lambda slot: slot.offset) - 1
+        for number in range(max(first, 0), len(span.slots)):
+            slot = span.slots[number]
+            if slot.offset >= stop:
+                return
+            if start < slot.stop:
+                yield self._position[slot.name], slot
+
+    def targets_of(self, span: Span) -> list[Buffer]:
+        """The components of a span, in the arena."""
+        return [self.targets[position] for position, _ in self.slots_of(span)]
+
+    def non_block_slot(self, name: str | int) -> Slot:
+        """The slot of a component that lies in no block, by name or id.
+
+        Raises:
+            LayoutMismatch: There is none.
+        """
+        if not isinstance(name, str):
+            number = as_index(name)
+            if number is None or not 0 <= number < len(NON_BLOCK_COMPONENTS):
+                expected = f"a name, or 0, 1 or 2 for {NON_BLOCK_COMPONENTS}"
+                raise LayoutMismatch("unknown non-block id", got=said(name), expected=expected)
+            name = NON_BLOCK_COMPONENTS[number]
+        slot = self.layout.slot(name)
+        if slot.block is not None:
+            raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
+        return slot
+
+    def views(self) -> Mapping[str, Any]:
+        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
+
+        On a GPU they may be read on the streams that are current now.
+        """
+        self.kernels.follow(self.sums)
+        return self._views
+
+    @cached_property
+    def _views(self) -> Mapping[str, Any]:
+        pairs = zip(self.layout.slots, self.targets, strict=True)
+        return NamedArrays({slot.name: self.kernels.array(target, slot.shape) for slot, target in pairs})
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its arena.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied(f"a {type(self).__name__}", "build another of the same layout")
+
+    # ---- inside ----
+
+    def _add(
+        self, slots: Sequence[Slot], gradients: Gradients, weight: float, measure: bool, where: str, prefix: str = ""
+    ) -> None:
+        self.refuse_interrupted()
+        scalar, measure = checked_weight(weight), truth_value("measure", measure)
+        sources = in_slot_order(slots, gradients, where, prefix)
+        places = self._places_of(slots)
+        contribution = self._arrivals.contribution(places, slots, sources)
+        self._window.refuse_other_weight(places, scalar, where)
+        self._refuse_aliases(contribution)
+        if self.hold > 1 and (measure or self._window.waiting[places.index].max() + 1 >= self.hold):
+            self._before_fold(places)
+        with self.changing():
+            self._window.take(contribution, scalar)
+            self._fold(places if measure else self._due(places), measure=measure)
+
+    def _new_window(self) -> Window:
+        return Window(len(self.layout.slots), holds=self.hold > 1)
+
+    def _due(self, places: SlotSet) -> SlotSet:
+        """Those of these slots that hold as much as they may."""
+        is_due = self._window.waiting[places.index] >= self.hold
+        return places if is_due.all() else SlotSet(places.index[is_due].tolist())
+
+    def refuse_interrupted(self) -> None:
+        """Raise `WindowError` where a call that was writing did not come to its end."""
+        if self.is_interrupted:
+            raise WindowError(
+                "the window is half written: a call was interrupted, or another thread is in one",
+                do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
+            )
+
+    def _refuse_aliases(self, contribution: Contribution) -> None:
+        position = self._window.held_already(contribution)
+        if position is not None:
+            address = int(contribution.addresses[contribution.places.column[position]]) & ADDRESS
+            raise BufferRefused(
+                f"component '{self.layout.slots[position].name}' is held already at the same address",
+                got=f"address {address:#x} twice in one fold of hold={self.hold}",
+                expected="a buffer of its own for each held micro-batch",
+                do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
+            )
+
+    def _places_of(self, slots: Sequence[Slot]) -> SlotSet:
+        key = (slots[0].name, len(slots))  # slots are the layout's, one span's, or one
+        if key not in self._places:
+            self._places[key] = SlotSet([self._position[slot.name] for slot in slots])
+        return self._places[key]
+
+    def _settle(self, places: SlotSet, *, measure: bool = False) -> None:
+        """Fold what is held and zero what nothing came for."""
+        self._before_fold(places)
+        with self.changing():
+            self._fold(places, measure=measure)
+            empty = places.index[~self._window.filled[places.index]]
+            if empty.size:
+                self.kernels.fill_zero([self.targets[p] for p in empty])
+                self.kernels.zero_sums(self.sums, empty.tolist())
+                self._window.filled[empty] = True
+                self._window.measured[empty] = ~self._exposed[empty]
+
+    def _fill_with_nothing(self) -> None:
+        if self._window.filled.all():
+            return  # and it may be a sum over workers by now
+        with self.changing():
+            self.kernels.fill_zero(self.targets)
+            self.kernels.scale(self.targets, np.float32(-1), self.targets)
+            self.kernels.zero_sums(self.sums, range(len(self.targets)))
+            self._window.filled[:] = True
+            self._window.measured[:] = ~self._exposed
+
+    def _before_fold(self, places: SlotSet) -> None:
+        """Raise what would otherwise leave the window half written."""
+        self.refuse_interrupted()
+        if self._window.waiting[places.index].any():
+            self._window.refuse_moved(places, self.layout.slots)
+            self.kernels.wait_for(self._window.producers)
+
+    def _fold(self, places: SlotSet, *, measure: bool) -> None:
+        measure = measure or self.kernels.measures_in_passing
+        for batch in self._window.batches(places):
+            self.kernels.accumulate_batch(self.targets, batch, self.sums if measure else None)
+            if measure:
+                folded = batch.places.index[batch.present]
+                self._window.measured[folded] = ~self._exposed[folded]
+        self._window.folded(places)
+
+
+@final
+class _Changing(AbstractContextManager[None]):
+    """No generator: one that an interrupt leaves suspended would end with its traceback, in a later window."""
+
+    def __init__(self, accumulator: GradientAccumulator) -> None:
+        self._accumulator = accumulator
+        self._order = accumulator.kernels.in_order(accumulator.sums)
+
+    def __enter__(self) -> None:
+        self._order.__enter__()
+        self._accumulator.begin_change()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._accumulator.end_change()
+        self._order.__exit__(kind, fault, trace)
+
+
+@final
+class PerBlockGradientAccumulator(GradientAccumulator):
+    """The accumulator on the CPU, or on the device whose kernels it is given.
+
+    Args:
+        layout: Where each component lies.
+        kernels: The device's kernels; NumPy on the CPU by default.
+        hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
+        reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
+            a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
+
+    Raises:
+        CallerError: `hold` is no whole number >= 1.
+
+    Example:
+        >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
+        >>> accumulator.add_block(0, [np.array([1, 2], np.float32)])
+        >>> accumulator.add_block(0, [np.array([3, 4], np.float32)])
+        >>> accumulator.block(0).flatten()[:2]
+        array([4., 6.], dtype=float32)
+    """
+
+    def __init__(
+        self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1, reused_buffers: bool = False
+    ) -> None:
+        super().__init__(
+            layout, kernels_for("cpu" if kernels is None else kernels), hold, reused_buffers=reused_buffers
+        )
+
+
+def _padding(arena: Buffer, layout: GradientLayout) -> Iterator[Buffer]:
+    starts = sorted([slot.offset for slot in layout.slots] + [layout.arena_size])
+    stops = sorted(slot.stop for slot in layout.slots)
+    for stop, start in zip(stops, starts[1:], strict=True):
+        if stop < start:
+            yield arena.part(stop, start)

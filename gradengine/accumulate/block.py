@@ -1,0 +1,160 @@
+"""The gradients of one block: a stretch of memory, its components, and what can be done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, SupportsIndex, final
+
+import numpy as np
+
+from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order, refuse_other_shape
+from gradengine.arguments import as_float, out_of_range, refuse_other_kind
+from gradengine.arrays.buffer import Buffer
+from gradengine.errors import BufferRefused, LayoutMismatch, not_copied
+from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
+from gradengine.kernels.decision import SMALLEST_FACTOR
+from gradengine.layout import Block, Slot
+
+__all__ = ["BlockGradientSet"]
+
+
+@final
+class BlockGradientSet:
+    """The gradients of one block: a stretch of fp32 memory and the components in it.
+
+    A call that is interrupted, as by Ctrl-C, leaves it half written: zero() it, or give it all of its gradients anew.
+
+    Args:
+        block: The block, from `layout.blocks`.
+        kernels: The device's kernels; NumPy on the CPU by default.
+        memory: The block's stretch of an arena; zeroed memory of its own by default.
+        order: Whose place in the order of work over a GPU's streams it shares; its own by default.
+
+    Example:
+        >>> from gradengine import GradientLayout
+        >>> layout = GradientLayout.transformer(1, 4, 2, 8, 16)
+        >>> block = BlockGradientSet(layout.blocks[0])
+        >>> block.component_sizes
+        (16, 8, 8, 16, 32, 32, 32, 4, 4)
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        kernels: Kernels | None = None,
+        memory: Buffer | None = None,
+        order: SquaredSums | None = None,
+    ) -> None:
+        refuse_other_kind("block", block, Block, do="pass one of layout.blocks")
+        self._block, self._kernels = block, kernels_for("cpu" if kernels is None else kernels)
+        self._memory = memory if memory is not None else self._kernels.allocate(block.stop - block.start)
+        self._order = order if order is not None else self._kernels.squared_sums([1], self._memory)
+        self._targets = tuple(
+            self._memory.part(slot.offset - block.start, slot.stop - block.start) for slot in block.slots
+        )
+        if memory is None:
+            self.zero()
+
+    @property
+    def components(self) -> Mapping[str, Any]:
+        """Component name without the block's ("w_q") -> its gradient, a view in its shape.
+
+        On a GPU it may be read on the streams that are current now; so may `flatten`.
+        """
+        self._kernels.follow(self._order)
+        pairs = zip(self._block.slots, self._targets, strict=True)
+        return NamedArrays({self._short(slot): self._kernels.array(target, slot.shape) for slot, target in pairs})
+
+    @property
+    def component_sizes(self) -> tuple[int, ...]:
+        """Elements of each component, in order."""
+        return tuple(slot.size for slot in self._block.slots)
+
+    def flatten(self) -> Any:
+        """The whole block as one flat view: no copy.
+
+        Between components whose sizes are no multiple of 32 it holds padding, which is zero.
+        """
+        self._kernels.follow(self._order)
+        return self._kernels.array(self._memory, (self._memory.size,))
+
+    def from_flat(self, flat: object) -> None:
+        """Replace the block's gradients by those of a flat array as `flatten` gives it; padding is not taken over.
+
+        Raises:
+            LayoutMismatch: Another length.
+            BufferRefused: Not contiguous fp32, fp16 or bf16 on this device.
+        """
+        view = self._kernels.view(flat, self._block.name)
+        if view.size != self._memory.size:
+            raise LayoutMismatch(
+                f"flat gradient of block {self._block.index} has another length",
+                got=f"{view.size} elements",
+                expected=f"{self._memory.size} elements (padding between components included)",
+            )
+        start = self._block.start
+        sources = [view.part(slot.offset - start, slot.stop - start) for slot in self._block.slots]
+        self._write(sources, overwrite=True)
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """Add gradients to the block: a sequence in order, or a mapping by component name; None adds nothing.
+
+        Raises:
+            LayoutMismatch: A component is missing, unknown or misshapen.
+            BufferRefused: A gradient cannot be taken as it lies, or lies elsewhere in this block's own memory.
+        """
+        slots = self._block.slots
+        sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
+        given = {i: source for i, source in enumerate(sources) if source is not None}
+        views = self._kernels.views(list(given.values()), [slots[i].name for i in given])
+        found = dict(zip(given, views, strict=True))
+        for i, view in found.items():
+            refuse_other_shape(view, slots[i])
+        self._write([found.get(i) for i in range(len(slots))], overwrite=False)
+
+    def scale(self, divisor: float) -> None:
+        """Divide by `divisor`: one multiplication by fp32(1 / divisor).
+
+        Raises:
+            CallerError: 1 / divisor is no normal number of fp32: the divisor is 0, not finite, or too near either.
+        """
+        number = as_float(divisor)
+        if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
+            raise out_of_range("a divisor", divisor, "a finite number in +-(2**-126..2**126)")
+        factor = np.float32(1 / number)
+        with self._kernels.in_order(self._order):
+            self._kernels.scale(self._targets, factor, self._targets)
+
+    def zero(self) -> None:
+        """Write zeros, padding included."""
+        with self._kernels.in_order(self._order):
+            self._kernels.fill_zero([self._memory])
+
+    def has_non_finite(self) -> bool:
+        """Whether any component holds NaN or Inf."""
+        with self._kernels.in_order(self._order):
+            return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its memory.
+
+        Raises:
+            CallerError: Always.
+        """
+        raise not_copied("a BlockGradientSet", "make another of the same block, and give it flatten() by from_flat()")
+
+    def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
+        for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
+            if source and source.pointer != target.pointer and source.overlaps(self._memory):
+                raise BufferRefused(
+                    f"component '{slot.name}' lies elsewhere in this block's own memory",
+                    got=f"address {source.pointer:#x}",
+                    expected="memory of the caller's",
+                    do="pass a copy",
+                )
+        one = (np.float32(1),)
+        with self._kernels.in_order(self._order):
+            self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources) if s])
+
+    def _short(self, slot: Slot) -> str:
+        return slot.name.removeprefix(f"{self._block.name}.")

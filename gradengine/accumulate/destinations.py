@@ -1,0 +1,44 @@
+"""Where a step hands its gradients back to: the arena itself, or the caller's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradengine.accumulate.gradients import Gradients, in_slot_order, refuse_other_shape
+from gradengine.arrays.buffer import Buffer, refuse_overlapping_destinations
+from gradengine.errors import LayoutMismatch
+from gradengine.kernels import Kernels
+from gradengine.layout import Slot
+
+__all__ = ["destinations_of", "handed_back"]
+
+
+def destinations_of(
+    slots: Sequence[Slot], kernels: Kernels, arena: Buffer, out: Gradients | None
+) -> dict[int, Buffer] | None:
+    """Where each target is handed back to, by position; None for the arena itself. Checked before anything is written.
+
+    Raises:
+        LayoutMismatch: `out` does not fit the layout.
+        BufferRefused: A destination cannot be written, or two share memory.
+    """
+    if out is None:
+        return None
+    given = {i: array for i, array in enumerate(in_slot_order(slots, out, "out")) if array is not None}
+    if not given:
+        raise LayoutMismatch("out names no destination at all", got=f"{len(slots)} times None", expected="an array")
+    views = kernels.writable_views(list(given.values()), [slots[position].name for position in given])
+    found = dict(zip(given, views, strict=True))
+    for position, view in found.items():
+        refuse_other_shape(view, slots[position])
+    refuse_overlapping_destinations({slots[position].name: found[position] for position in found}, arena, "engine")
+    return found
+
+
+def handed_back(slots: Sequence[Slot], views: Mapping[str, Any], out: Gradients | None) -> Mapping[str, Any]:
+    """Name -> what was written: views of the arena, or the caller's own destinations."""
+    if out is None:
+        return views
+    arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
+    return {slot.name: array for slot, array in arrays if array is not None}

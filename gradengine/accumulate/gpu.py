@@ -1,0 +1,137 @@
+"""Accumulation on a GPU: the accumulator with its memory reported beforehand, and copies back to a workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from gradengine.accumulate.accumulator import GradientAccumulator
+from gradengine.accumulate.gradients import Gradients, in_slot_order, refuse_other_shape
+from gradengine.arguments import refuse_other_kind
+from gradengine.arrays.buffer import refuse_overlapping_destinations
+from gradengine.errors import CallerError
+from gradengine.kernels import Device, HostKernels, chunk_for, kernels_for
+from gradengine.layout import GradientLayout, Slot
+
+__all__ = ["GpuGradientAccumulator"]
+
+_GRANULE = 512  # bytes: CuPy's pool gives out multiples of it
+_BYTES_A_CHUNK = (8, 4)  # its squared sum, and how many of its elements are not finite
+_BYTES_A_COMPONENT = (8, 8, 8, 4)  # K2's sum, count, norm and place in a group
+_BYTES_OF_K2 = (8, 8, 8, 8, 4, 80)  # what it keeps of the whole set
+
+
+@final
+class GpuGradientAccumulator(GradientAccumulator):
+    """Gradients of a whole model, accumulated in fp32 on a GPU; every call queues its work and returns.
+
+    Args:
+        layout: Where each component lies.
+        device: "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
+        hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
+        reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
+            a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
+
+    Raises:
+        CallerError: `hold` is no whole number >= 1.
+        DeviceUnavailable: CuPy, the driver, the device or NVRTC is missing; the error says which.
+        OutOfDeviceMemory: The accumulator does not fit; the error says what is needed and what is free, and nothing
+            was taken.
+
+    Example:
+        >>> layout = GradientLayout.transformer(24, 1024, 256, 4096, 32768, embedding=False)
+        >>> GpuGradientAccumulator.memory_needed(layout)
+        1594624000
+    """
+
+    def __init__(
+        self, layout: GradientLayout, device: Device = "cuda", *, hold: int = 1, reused_buffers: bool = False
+    ) -> None:
+        kernels = kernels_for(device)
+        if isinstance(kernels, HostKernels):
+            raise CallerError("this accumulator is a GPU's", got="device 'cpu'", do="use PerBlockGradientAccumulator")
+        kernels.refuse_to_exceed(self.memory_needed(layout), f"the accumulator of {layout!r}")
+        super().__init__(layout, kernels, hold, reused_buffers=reused_buffers)
+
+    @staticmethod
+    def memory_needed(layout: GradientLayout) -> int:
+        """Bytes of device memory that an accumulator of this layout takes: its arena, and less than 1 % for tables.
+
+        An engine with an exchange takes `layout.nbytes` of pinned host memory besides, and no more.
+        """
+        refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
+        chunk = chunk_for(layout.num_elements)
+        chunks, components = _chunks_of(layout.slots, chunk), len(layout.slots)
+        spans = [span.slots for span in layout.spans] if len(layout.spans) > 1 else []
+        # Of all slots there are tables of K1, K2 and K3; of each span one of K1, for a window that comes in parts.
+        tables = sum(_bytes_of_table(slots, chunk) for slots in (*spans, *[layout.slots] * 3))
+        partials = [chunks * size for size in _BYTES_A_CHUNK]
+        norms = [components * size for size in _BYTES_A_COMPONENT]
+        return tables + sum(map(_taken, (layout.nbytes, *partials, *norms, *_BYTES_OF_K2)))
+
+    def accumulate_block(self, index: int, gradients: Gradients, weight: float = 1.0) -> None:
+        """Queue one block's part of a micro-batch: `add_block` under the name that says what it does on a GPU.
+
+        Raises:
+            LayoutMismatch, BufferRefused, WindowError: As `add_block`.
+        """
+        self.add_block(index, gradients, weight)
+
+    def accumulate_non_block(self, name: str | int, gradient: object, weight: float = 1.0) -> None:
+        """Queue one component that lies in no block, by name or by id: `add_non_block`.
+
+        Raises:
+            LayoutMismatch, BufferRefused, WindowError: As `add_non_block`.
+        """
+        self.add_non_block(name, gradient, weight)
+
+    def copy_block_to(self, index: int, workspace: Gradients) -> None:
+        """Queue a copy of a block as it stands into buffers on the device, in their dtype; zeros where nothing came.
+
+        Args:
+            index: The block.
+            workspace: A sequence in the block's order, or a mapping by component name; None for one not wanted.
+
+        Raises:
+            LayoutMismatch: No such block, or a component is missing, unknown or misshapen.
+            BufferRefused: A buffer cannot be written as it lies, or two share memory.
+        """
+        block = self.layout.block(index)
+        self._copy(block.slots, workspace, f"the workspace of block {block.index}", f"{block.name}.")
+
+    def copy_non_block_to(self, name: str | int, destination: object) -> None:
+        """Queue a copy of one component outside the blocks as it stands into a buffer on the device, in its dtype.
+
+        Raises:
+            LayoutMismatch: No such component outside the blocks, or another shape.
+            BufferRefused: The buffer cannot be written as it lies.
+        """
+        slot = self.non_block_slot(name)
+        self._copy((slot,), [destination], f"component '{slot.name}'")
+
+    def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:
+        pairs = zip(slots, in_slot_order(slots, workspace, where, prefix), strict=True)
+        wanted = [(slot, array) for slot, array in pairs if array is not None]
+        destinations = self.kernels.writable_views([array for _, array in wanted], [slot.name for slot, _ in wanted])
+        for (slot, _), destination in zip(wanted, destinations, strict=True):
+            refuse_other_shape(destination, slot)
+        named = {slot.name: destination for (slot, _), destination in zip(wanted, destinations, strict=True)}
+        refuse_overlapping_destinations(named, self.arena, "accumulator")
+        self.settle([slot for slot, _ in wanted])  # and be behind all that was queued, whatever the stream
+        with self.kernels.in_order(self.sums):
+            self.kernels.scale([self.target_of(slot) for slot, _ in wanted], np.float32(1), destinations)
+
+
+def _chunks_of(slots: Sequence[Slot], chunk: int) -> int:
+    return sum(-(-slot.size // chunk) for slot in slots)
+
+
+def _bytes_of_table(slots: Sequence[Slot], chunk: int) -> int:
+    """Of the rows and the entries, as `kernels.tables` uploads them."""
+    return _taken(8 * _chunks_of(slots, chunk)) + _taken(24 * len(slots))
+
+
+def _taken(nbytes: int) -> int:
+    return -(-nbytes // _GRANULE) * _GRANULE

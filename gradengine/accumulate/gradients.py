@@ -1,0 +1,156 @@
+"""A caller's gradients, matched with the slots they are for: each component once, in order, in its shape."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from typing import Any, TypeAlias, final
+
+from gradengine.arguments import said
+from gradengine.arrays.buffer import Buffer
+from gradengine.errors import LayoutMismatch
+from gradengine.layout import Slot
+from gradengine.layout.components import is_nested, named_components
+
+__all__ = ["Gradients", "NamedArrays", "in_slot_order", "refuse_other_shape"]
+
+Gradients: TypeAlias = Mapping[str, object] | Sequence[object]
+
+
+@final
+class NamedArrays(Mapping[str, Any]):
+    """Arrays by component name, of which none can be put in another's place: they are views of one memory.
+
+    A pickle or a deep copy is a plain dict, whose arrays are copies; `copy.copy` is a dict of the same views.
+
+    >>> arrays = NamedArrays({"w": np.zeros(2)})
+    >>> import copy
+    >>> copy.deepcopy(arrays)
+    {'w': array([0., 0.])}
+    """
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._arrays = dict(arrays)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        return f"NamedArrays({self._arrays})"
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self._arrays,)
+
+    # Mapping's own would ask for each array by name, in Python.
+    def items(self) -> ItemsView[str, Any]:
+        """The names and their arrays."""
+        return self._arrays.items()
+
+    def values(self) -> ValuesView[Any]:
+        """The arrays."""
+        return self._arrays.values()
+
+
+def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefix: str = "") -> Sequence[object]:
+    """The gradients in the order of `slots`, each exactly once.
+
+    Args:
+        slots: What is expected.
+        gradients: Mapping by full name, or by name without `prefix`, or of containers whose names lead there; or a
+            sequence in order, or of containers.
+        where: What the gradients are for, as errors say it.
+        prefix: What names may leave out: "blocks.0.".
+
+    Raises:
+        LayoutMismatch: Too few, too many, unknown or missing components.
+
+    Example:
+        >>> from gradengine.layout import GradientLayout
+        >>> slots = GradientLayout.of({"layers.0.a": (1,), "layers.0.b": (1,)}).slots
+        >>> in_slot_order(slots, {"b": 2, "a": 1}, "block 0", "layers.0.")
+        [1, 2]
+    """
+    if isinstance(gradients, Mapping):
+        return _from_mapping(slots, gradients, where, prefix)
+    if isinstance(gradients, (str, bytes)) or not isinstance(gradients, Sequence):
+        raise LayoutMismatch(
+            f"gradients of {where} are neither a mapping nor a sequence",
+            got=type(gradients).__name__,
+            do="pass a dict by component name, or a list in layout order",
+        )
+    if len(gradients) != len(slots) or is_nested(gradients[0]):
+        gradients = [gradient for _, gradient in named_components(gradients)]
+    if len(gradients) != len(slots):
+        raise LayoutMismatch(
+            f"another number of gradients than {where} has",
+            got=len(gradients),
+            expected=f"{len(slots)}: {_named(slots)}",
+        )
+    return gradients
+
+
+def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where: str, prefix: str) -> list[object]:
+    full = {slot.name for slot in slots}
+    short = {name: name.removeprefix(prefix) for name in full}
+    # A short name that is another's full name says nothing: nested numbers, "0.w" beside "0.0.w" in block "0".
+    names = [s.name if s.name in gradients or short[s.name] in full else short[s.name] for s in slots]
+    missing = [name for name in names if name not in gradients]
+    if missing and any(map(is_nested, gradients.values())):
+        return _from_mapping(slots, _flat(gradients, where), where, prefix)
+    if missing:
+        raise LayoutMismatch(
+            f"gradients of {where} lack component '{missing[0]}'{and_more(missing)}",
+            got=f"{len(gradients)} components{_first_of(gradients)}",
+            expected=f"{len(slots)}: {_named(slots)}",
+            do="None stands for a component without a gradient",
+        )
+    known = set(names)
+    unknown = [name for name in gradients if name not in known]
+    if unknown:
+        raise LayoutMismatch(
+            f"{where} has no component {said(unknown[0])}{and_more(unknown)}", expected=f"{len(slots)}: {_named(slots)}"
+        )
+    return [gradients[name] for name in names]
+
+
+def _flat(gradients: Mapping[str, object], where: str) -> dict[str, object]:
+    pairs = named_components(gradients)
+    flat = dict(pairs)
+    if len(flat) < len(pairs):
+        raise LayoutMismatch(f"two gradients of {where} have one name", do="the parts of a name are joined by dots")
+    return flat
+
+
+def refuse_other_shape(view: Buffer, slot: Slot) -> None:
+    """Raise `LayoutMismatch` unless the view has the slot's shape, or is flat and has its size."""
+    if view.shape != slot.shape and view.shape != (slot.size,):
+        raise LayoutMismatch(
+            f"component '{slot.name}' has another shape",
+            got=f"{tuple(view.shape)}, {view.size} elements",
+            expected=f"{slot.shape}, {slot.size} elements (or the same flat)",
+        )
+
+
+def _first_of(gradients: Mapping[str, object], limit: int = 3) -> str:
+    first = itertools.islice(gradients, limit)
+    shown = ", ".join(name[:80] if isinstance(name, str) else str(said(name)) for name in first)
+    return f": {shown}{', ...' if len(gradients) > limit else ''}" if shown else ""
+
+
+def _named(slots: Sequence[Slot], limit: int = 9) -> str:
+    return ", ".join(slot.name for slot in slots[:limit]) + (", ..." if len(slots) > limit else "")
+
+
+def and_more(items: Sequence[object]) -> str:
+    """What follows the first of several in an error message.
+
+    >>> and_more([1, 2, 3]), and_more([1])
+    (' (and 2 more)', '')
+    """
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

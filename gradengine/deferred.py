@@ -1,0 +1,122 @@
+"""What a GPU's steps came to, told late: verdicts are looked at when they have come, and each is raised once."""
+
+from __future__ import annotations
+
+from typing import NoReturn, final
+
+from gradengine.errors import NonFiniteGradient, WindowError
+from gradengine.kernels import ClipPlan, Decision, Kernels, SquaredSums, StepStatus
+from gradengine.layout import GradientLayout
+
+__all__ = ["DeferredErrors"]
+
+
+@final
+class DeferredErrors:
+    """The verdicts of one engine's steps, where the host learns them only behind the device's work.
+
+    On the CPU there are none: each step's decision is known at once.
+
+    Args:
+        kernels: The device's kernels.
+        layout: Whose components verdicts name.
+        sums: The squared sums that the steps decide from.
+        plan: Which components share a norm.
+    """
+
+    def __init__(self, kernels: Kernels, layout: GradientLayout, sums: SquaredSums, plan: ClipPlan) -> None:
+        self._kernels, self._layout = kernels, layout
+        self._telemetry = kernels.telemetry(sums, plan)
+        self._latest: StepStatus | None = None
+        self._told_bad_steps = 0
+        self._counted: int | None = 0  # steps, as the device counts them; None where an interrupt left that open
+
+    @property
+    def exist(self) -> bool:
+        """Whether there will be any: on a GPU."""
+        return self._telemetry is not None
+
+    def send(self) -> None:
+        """A step was queued: have its verdict sent behind it."""
+        if self._telemetry is not None:
+            self._telemetry.send()
+
+    def count_from(self, step: int) -> None:
+        """A graph's step is to be queued: on the device it gets this number, however others were counted there."""
+        if self._telemetry is not None and self._counted != step:
+            self._telemetry.count_from(step)
+        self._counted = None  # until it is known to be queued
+
+    def note_counted(self, step: int) -> None:
+        """A graph's step of that number was queued."""
+        self._counted = step + 1
+
+    def forget_count(self) -> None:
+        """A step without a graph is to be queued, which brings its own number."""
+        self._counted = None
+
+    def has_run(self, step: int) -> bool:
+        """Whether a graph's step of that number was queued before an interrupt; waits for the device."""
+        return self._telemetry is not None and self._telemetry.read().step == step + 1
+
+    def latest(self) -> StepStatus | None:
+        """The newest verdict that has come; never a wait."""
+        found = self._telemetry.newest() if self._telemetry is not None else None
+        if found is not None and (self._latest is None or found.step > self._latest.step):
+            self._latest = found
+        return self._latest
+
+    def wait(self) -> None:
+        """Wait for all that the device has to do: the newest verdict has come then."""
+        if self._telemetry is not None:
+            self._latest = self._telemetry.read()
+
+    def raise_untold(self) -> None:
+        """Raise the error of the last bad step, where its verdict has come and nobody was told of it yet."""
+        verdict = self.latest()
+        # A verdict may also be older than what check() has read since.
+        if verdict is not None and verdict.bad_steps > self._told_bad_steps:
+            self._raise(verdict)
+
+    def of_step(self, step: int, decision: Decision) -> NonFiniteGradient | None:
+        """What one step found, waiting for the device.
+
+        Raises:
+            WindowError: The device has forgotten it, for what a later step found.
+        """
+        verdict = self._of_step(step, decision)
+        if verdict is None:
+            return None
+        error = self._blamed(verdict)
+        self._told_bad_steps = verdict.bad_steps
+        return error
+
+    def raise_of_step(self, step: int, decision: Decision) -> None:
+        """Raise what one step found, as `of_step` finds it."""
+        verdict = self._of_step(step, decision)
+        if verdict is not None:
+            self._raise(verdict)
+
+    def _of_step(self, step: int, decision: Decision) -> StepStatus | None:
+        """The verdict of a bad step; None of a good one. Where another step was bad, that one is still to be told."""
+        verdict = self._kernels.read_verdict(decision)
+        # The device keeps what the last bad step found, and their number: before an only one, none was bad.
+        if verdict.bad_step > step + 1 and verdict.bad_steps > 1:
+            raise WindowError(
+                f"what step {step} found is no longer known",
+                got=f"{verdict.bad_steps} steps that were not finite, the last of them step {verdict.bad_step - 1}",
+                do="ask each result before the next step",
+            )
+        return verdict if verdict.bad_step == step + 1 else None
+
+    def _raise(self, verdict: StepStatus) -> NoReturn:
+        error = self._blamed(verdict)
+        # Told once the error is on its way: Python looks for signals behind calls, and between these two is none.
+        self._told_bad_steps = verdict.bad_steps
+        raise error
+
+    def _blamed(self, verdict: StepStatus) -> NonFiniteGradient:
+        slot = self._layout.slots[verdict.bad_component]
+        return NonFiniteGradient(
+            slot.name, verdict.bad_index, verdict.bad_value, step=verdict.bad_step - 1, is_late=True
+        )

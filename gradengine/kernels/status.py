@@ -1,0 +1,212 @@
+"""What K2 left on the device: norms and factors as arrays there, and the verdict, which the host may read late.
+
+Reading an array is a wait for the device; `StatusReadback` never waits: the status is copied into pinned memory behind
+the step's own work, and looked at when it has come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradengine.kernels.decision import ClipPlan, Decision, Scalar
+
+__all__ = ["DeviceDecision", "StatusReadback", "StepStatus"]
+
+_FIELDS = [
+    ("norm", "<f8"),
+    ("steps", "<u8"),
+    ("bad_step", "<u8"),
+    ("bad_steps", "<u8"),
+    ("bad_component", "<i8"),
+    ("bad_index", "<i8"),
+    ("non_finite", "<u8"),
+    ("bad_value", "<f4"),
+    ("scale", "<f4"),
+    ("factor", "<f4"),
+    ("inverse", "<f4"),
+    ("skipped", "<f4"),
+    ("reserved", "<f4"),
+]
+RECORD = np.dtype(_FIELDS)  # struct StepStatus of finalise.cu
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """What one step came to, on the host.
+
+    Attributes:
+        step: Which step of this engine, counted by the device from 1 on.
+        norm: Global norm of the averaged gradient, before clipping.
+        scale: Clip scale; of several groups the smallest.
+        factor: What the sum was multiplied by.
+        skipped: Whether zeros were handed back.
+        bad_steps: Steps so far whose gradient was not finite.
+        bad_step: The last of them, or 0. What follows is of that step.
+        bad_component: Position of the first component that was not finite.
+        bad_index: Its first such element; -1 where it was not looked for.
+        bad_value: What was there.
+        non_finite: Elements of the whole set that were not finite.
+    """
+
+    step: int
+    norm: float
+    scale: float
+    factor: float
+    skipped: bool
+    bad_steps: int
+    bad_step: int
+    bad_component: int
+    bad_index: int
+    bad_value: float
+    non_finite: int
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether this very step's gradient was not finite."""
+        return self.bad_step == self.step
+
+
+@dataclass(frozen=True)
+class DeviceDecision(Decision):
+    """A decision in device memory; its arrays are written anew by each step.
+
+    Attributes:
+        memory: What K2 writes to, by name.
+    """
+
+    memory: DecisionMemory
+
+    @property
+    def scale(self) -> Scalar:
+        """The smallest clip scale, a 0-d array."""
+        return self.memory.field("scale")
+
+    @property
+    def factor(self) -> Scalar:
+        """The first group's factor, a 0-d array."""
+        return self.memory.field("factor")
+
+
+class DecisionMemory:
+    """All that K2 reads and writes besides the partials, allocated once for a plan.
+
+    Args:
+        upload: Copies a NumPy array to the device.
+        plan: Which targets share a norm.
+        components: How many targets there are.
+        order: The order of work on them over streams.
+    """
+
+    def __init__(self, upload: Any, plan: ClipPlan, components: int, order: Any) -> None:
+        self.order = order
+        segments = [list(range(components)), *plan.members, *plan.block_members]
+        self.groups, self.segments = len(plan.max_norms), len(segments)
+        starts = np.cumsum([0, *(len(members) for members in segments)])
+        self.segment_start = upload(starts.astype(np.uint32))
+        self.segment_member = upload(np.array([m for members in segments for m in members] or [0], np.uint32))
+        self.max_norms = upload(np.array(plan.max_norms, np.float64))
+        self.totals = upload(np.zeros(components, np.float64))
+        self.counts = upload(np.zeros(components, np.uint64))
+        self.component_norms = upload(np.zeros(components, np.float64))
+        self.norms = upload(np.zeros(self.segments, np.float64))
+        self.scales = upload(np.ones(self.groups, np.float64))
+        self.factors = upload(np.ones(self.groups, np.float32))
+        self.record = upload(np.zeros(RECORD.itemsize, np.uint8))
+        self.of_all: Any = None  # the targets that K2 was last called with, and its table for them
+        self.in_place: Any = None  # the buffers that were scaled in place, and K3's launches for them
+
+    def field(self, name: str) -> Any:
+        """One field of the verdict as a 0-d array on the device."""
+        dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]
+        return self.record[offset : offset + dtype.itemsize].view(dtype).reshape(())
+
+    def decision(self) -> DeviceDecision:
+        """The decision that lies here."""
+        groups = range(self.groups)
+        return DeviceDecision(
+            norm=self.field("norm"),
+            group_norms=tuple(_scalar(self.norms, 1 + g) for g in groups),
+            block_norms=self.norms[1 + self.groups :],
+            component_norms=self.component_norms,
+            scales=tuple(_scalar(self.scales, g) for g in groups),
+            factors=tuple(_scalar(self.factors, g) for g in groups),
+            inverse=self.field("inverse"),
+            skipped=self.field("skipped"),
+            bad=None,
+            memory=self,
+        )
+
+    def read(self) -> StepStatus:
+        """The verdict as it stands behind what was queued, whatever stream is current: waits for the device."""
+        return _verdict(self.order.read(self.record).view(RECORD)[0])
+
+
+class StatusReadback:
+    """The verdicts of recent steps in pinned memory: sent behind the work of a step, read when they have arrived.
+
+    Args:
+        device: Where the verdict is, as `kernels.device` knows it.
+        memory: What holds it there.
+    """
+
+    SLOTS = 4  # steps that the host may run ahead before one step's verdict is not sent (its blame is never lost)
+
+    def __init__(self, device: Any, memory: DecisionMemory) -> None:
+        self._device, self._memory = device, memory
+        self._host = device.pinned(self.SLOTS, RECORD)
+        self._events = [device.event() for _ in range(self.SLOTS)]
+        self._under_way: list[int] = []
+        self._newest: StepStatus | None = None
+        # The memory goes back to CuPy's pool, and to others, once the copies that are under way have written to it.
+        weakref.finalize(self, device.kept.dropped, self._events, (memory, self._host)).atexit = False
+
+    def send(self) -> None:
+        """Queue the verdict's copy behind what the current stream has to do."""
+        free = [slot for slot in range(self.SLOTS) if slot not in self._under_way]
+        if not free:
+            return
+        with self._memory.order.use():
+            self._device.copy_from(self._memory.record, self._host[free[0] : free[0] + 1])
+            self._device.current_stream().record(self._events[free[0]])
+        self._under_way.append(free[0])
+
+    def count_from(self, steps: int) -> None:
+        """Have the next step of a graph, which counts by itself, be the one behind so many."""
+        memory = self._memory
+        with memory.order.use():
+            self._device.copied_into(memory.field("steps"), np.array(steps, np.uint64))
+
+    def read(self) -> StepStatus:
+        """The verdict as it stands on the device: waits for it."""
+        return self._memory.read()
+
+    def newest(self) -> StepStatus | None:
+        """The newest verdict that has arrived; None where none has. Never waits."""
+        while self._under_way and self._events[self._under_way[0]].done:
+            self._newest = _verdict(self._host[self._under_way[0]])  # kept before its slot is free
+            del self._under_way[0]
+        return self._newest
+
+
+def _scalar(array: Any, index: int) -> Any:
+    return array[index : index + 1].reshape(())
+
+
+def _verdict(record: Any) -> StepStatus:
+    return StepStatus(
+        step=int(record["steps"]),
+        norm=float(record["norm"]),
+        scale=float(record["scale"]),
+        factor=float(record["factor"]),
+        skipped=bool(record["skipped"]),
+        bad_steps=int(record["bad_steps"]),
+        bad_step=int(record["bad_step"]),
+        bad_component=int(record["bad_component"]),
+        bad_index=int(record["bad_index"]),
+        bad_value=float(record["bad_value"]),
+        non_finite=int(record["non_finite"]),
+    )

@@ -1,0 +1,29 @@
+"""Where each component of a model's gradients lies in one flat arena, and how tensor parallelism cuts it.
+
+In: names and shapes (or a torch module, a nested mapping, a transformer's sizes). Out: `GradientLayout`, its slots,
+blocks and spans, and the shards of a `TensorParallelConfig`. No gradient is read or written here. Imports `arrays`.
+"""
+
+from gradengine.layout.layout import (
+    BLOCK_COMPONENTS,
+    LORA_COMPONENTS,
+    MAX_DIMENSIONS,
+    NON_BLOCK_COMPONENTS,
+    PARTITIONS,
+    GradientLayout,
+    layout_from_table,
+)
+from gradengine.layout.slots import Block, Slot, Span
+
+__all__ = [
+    "BLOCK_COMPONENTS",
+    "LORA_COMPONENTS",
+    "MAX_DIMENSIONS",
+    "NON_BLOCK_COMPONENTS",
+    "PARTITIONS",
+    "Block",
+    "GradientLayout",
+    "Slot",
+    "Span",
+    "layout_from_table",
+]

@@ -1,0 +1,188 @@
+"""What is given, taken apart into named components: nested containers, a torch module, a list of its parameters.
+
+A component's name is its path, the parts joined by dots. torch is recognised where it is loaded and never imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradengine.arguments import has, said
+from gradengine.arrays.buffer import STORAGE, dtype_named, wrong_dtype
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+
+__all__ = [
+    "ParameterHolder",
+    "is_nested",
+    "memory_order",
+    "named_components",
+    "refuse_untakable",
+    "shapes_in_memory",
+    "trainable",
+]
+
+DEEPEST = 64  # levels of containers
+MOST_ITEMS = 1 << 20  # components and containers
+_DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own
+
+
+class ParameterHolder(Protocol):
+    """A torch.nn.Module, as far as a layout asks it."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Name and parameter, tied ones once."""
+        ...
+
+
+def named_components(given: Any) -> list[tuple[str, Any]]:
+    """Each component's name, and its array or shape.
+
+    Args:
+        given: A mapping or a sequence, which may hold others; an iterator; or a torch module, whose trainable
+            parameters are meant, in the shapes in which they lie in memory.
+
+    Raises:
+        LayoutMismatch: It is none of these, or nested too deep.
+        BufferRefused: A parameter whose gradient cannot be taken.
+
+    Example:
+        >>> named_components({"encoder": [{"w": (2, 3)}, {"w": (3,)}], "head": (5,)})
+        [('encoder.0.w', (2, 3)), ('encoder.1.w', (3,)), ('head', (5,))]
+    """
+    if has(given, "named_parameters"):
+        return list(shapes_in_memory(given).items())
+    if isinstance(given, (str, bytes)) or has(given, "shape") or not isinstance(given, Iterable):
+        raise LayoutMismatch(
+            "a layout is made of several arrays or shapes",
+            got=type(given).__name__,
+            expected="a mapping by name, a sequence, or a torch.nn.Module",
+            do="pass one array as [array]",
+        )
+    return list(_leaves(given, "", itertools.count(1)))
+
+
+def is_nested(value: object) -> bool:
+    """Whether it holds components rather than being one: a mapping, or a list of more than dimensions.
+
+    >>> is_nested({}), is_nested([np.zeros(2)]), is_nested((2, 3))
+    (True, True, False)
+    """
+    if isinstance(value, (list, tuple)):
+        return any(not isinstance(item, _DIMENSION) and _is_component(item) for item in value)
+    return isinstance(value, Mapping)
+
+
+def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
+    """Each trainable parameter's shape, its dimensions in the order in which memory runs through them.
+
+    Raises:
+        CallerError: It is neither a module nor a list of parameters.
+        LayoutMismatch: A lazy parameter has no shape yet.
+        BufferRefused: A parameter's gradients cannot be taken: another dtype, sparse, a DTensor.
+    """
+    parameters = trainable(module)
+    for name, parameter in parameters.items():
+        refuse_untakable(name, parameter)
+    return {name: _shape_as_it_lies(parameter) for name, parameter in parameters.items()}
+
+
+def refuse_untakable(name: str, array: Any) -> None:
+    """Raise `BufferRefused` where an array's gradients cannot be taken; of a parameter whose dtype is its own affair.
+
+    Raises:
+        BufferRefused: Another dtype, sparse, or a DTensor.
+    """
+    if has(array, "to_local"):
+        raise BufferRefused(
+            f"component '{name}' is one rank's part of a distributed tensor",
+            got=type(array).__name__,
+            do="lay out the local shapes, and add .grad.to_local()",
+        )
+    torch: Any = sys.modules.get("torch")
+    is_tensor = isinstance(array, getattr(torch, "Tensor", ()))
+    if is_tensor and array.layout is not torch.strided:
+        raise BufferRefused(f"component '{name}' is sparse", got=str(array.layout), do="make it dense")
+    dtype = getattr(array, "grad_dtype", array.dtype) if has(array, "dtype") else None  # None: any, as it comes
+    if dtype is not None and (named := dtype_named(dtype)) not in STORAGE:
+        raise wrong_dtype(name, named)
+
+
+def trainable(module: Any) -> dict[str, Any]:
+    """The trainable parameters of a torch module by name, tied ones once; of a list of parameters by position.
+
+    Raises:
+        CallerError: It is neither.
+        LayoutMismatch: A lazy parameter has no shape yet.
+    """
+    parameters = {name: p for name, p in _named_parameters(module) if p.requires_grad}
+    for name, parameter in parameters.items():
+        if sys.modules["torch"].nn.parameter.is_lazy(parameter):
+            what, got = f"parameter '{name}' has no shape yet", type(parameter).__name__
+            raise LayoutMismatch(what, got=got, do="call the module once, which makes its lazy parameters")
+    return parameters
+
+
+def memory_order(tensor: Any) -> tuple[int, ...] | None:
+    """A torch tensor's dimensions in the order in which memory runs; None where that is theirs, or there are gaps."""
+    if tensor.layout is not sys.modules["torch"].strided or tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
+    if has(module, "named_parameters"):
+        yield from module.named_parameters()
+        return
+    is_list = isinstance(module, Iterable) and not isinstance(module, (str, bytes, Mapping)) and not _is_array(module)
+    for position, parameter in enumerate(module if is_list else [None]):
+        if not _is_parameter(parameter):
+            raise CallerError(
+                "this is no module",
+                got=type(module).__name__,
+                expected="torch.nn.Module, or a list of its parameters",
+            )
+        yield str(position), parameter
+
+
+def _is_array(value: object) -> bool:
+    """An array can be iterated over, but for one without dimensions; its rows are no parameters."""
+    return has(value, "shape")
+
+
+def _is_component(value: object) -> bool:
+    return value is None or isinstance(value, (list, tuple, Mapping)) or has(value, "shape")
+
+
+def _is_parameter(value: object) -> bool:
+    kind = getattr(getattr(sys.modules.get("torch"), "nn", None), "Parameter", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _shape_as_it_lies(parameter: Any) -> tuple[int, ...]:
+    order = memory_order(parameter)
+    return tuple(parameter.shape) if order is None else tuple(parameter.shape[dimension] for dimension in order)
+
+
+def _leaves(value: Any, path: str, count: Iterator[int], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > DEEPEST:
+        raise LayoutMismatch("components are nested too deep", got=path, expected=f"at most {DEEPEST} levels")
+    pairs: Iterable[tuple[Any, Any]] = (
+        value.items() if isinstance(value, Mapping) else ((str(i), item) for i, item in enumerate(value))
+    )
+    for key, item in pairs:
+        if not isinstance(key, str):
+            raise LayoutMismatch("a component's name is no text", got=said(key), expected="a string")
+        if next(count) > MOST_ITEMS:  # also of few lists that hold each other often, or of an endless iterator
+            expected = f"at most {MOST_ITEMS} components"
+            raise LayoutMismatch("there are too many components", got=f"more than {MOST_ITEMS}", expected=expected)
+        name = f"{path}{key}"
+        if is_nested(item):
+            yield from _leaves(item, f"{name}.", count, depth + 1)
+        else:
+            yield name, item

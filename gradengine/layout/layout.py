@@ -1,0 +1,376 @@
+"""Where each component of a gradient set lies in the arena: integers and names only, no array is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias, get_args
+
+import msgpack
+
+from gradengine.arguments import as_index, has, listed, refuse_other_kind, said, truth_value, whole_number
+from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
+from gradengine.layout.components import ParameterHolder, named_components, refuse_untakable
+from gradengine.layout.shards import Partition, Shape, checked_tp_rank
+from gradengine.layout.slots import Block, Row, Slot, Span, place, refuse_bad_rows
+from gradengine.layout.tensor_parallel import TensorParallelConfig
+from gradengine.unpacking import unpack
+
+__all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout", "Slot", "Span"]
+
+BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
+NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
+PARTITIONS = get_args(Partition)
+_MOST_BLOCKS = 1 << 14
+_MOST_BYTES = 1 << 62
+MAX_DIMENSIONS = 64  # NumPy's own limit
+LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
+
+
+Components: TypeAlias = Mapping[str, Any] | Iterable[Any] | ParameterHolder
+
+
+class GradientLayout:
+    """Ordered slots of one gradient set and the arena they fill.
+
+    Build one with `transformer`, `lora` or `of`. Two workers may exchange gradients when their fingerprints are equal.
+
+    Attributes:
+        slots: Each component's place, in the order in which sequences of gradients are passed.
+        blocks: The transformer blocks.
+        spans: What travels as one, in the order in which backward finishes it.
+        arena_size: Elements of the arena, padding counted.
+        tp_rank: Whose part of the model this is.
+        tp_size: Ranks that the model is cut for; 1 where it is whole.
+
+    Example:
+        >>> layout = GradientLayout.of({"layers.0.w": (2, 3), "layers.1.w": (2, 3), "head": (5,)})
+        >>> layout.num_elements, len(layout.blocks), layout.slots[0].name
+        (17, 2, 'layers.0.w')
+        >>> [span.key for span in layout.spans]
+        ['head', 1, 0]
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        backward_order: Sequence[int | str] | None = None,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        rows = listed("rows", rows, LayoutMismatch)
+        refuse_bad_rows(rows)
+        self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
+        self._rows = tuple(rows)
+        self.blocks, non_block = place(rows)
+        by_key: dict[int | str, Span] = {span.key: span for span in (*self.blocks, *non_block)}
+        by_name = {slot.name: slot for span in by_key.values() for slot in span.slots}
+        self.slots = tuple(by_name[row.name] for row in rows)
+        # Models list their parameters from the input on, so backward finishes them in reverse.
+        appearance = dict.fromkeys(slot.name if slot.block is None else slot.block for slot in self.slots)
+        order = [*reversed(appearance)] if backward_order is None else listed("backward_order", backward_order)
+        _refuse_bad_order(order, by_key)
+        self.spans = tuple(by_key[key] for key in order)
+        self.arena_size = max(span.stop for span in self.spans)
+        if self.nbytes > _MOST_BYTES:
+            raise LayoutMismatch("a layout is larger than any memory", got=f"above {_MOST_BYTES} bytes")
+
+    @staticmethod
+    def of(
+        gradients: Components,
+        *,
+        tp_rank: int = 0,
+        tp_size: int | None = None,
+        partitions: Mapping[str, Partition] | None = None,
+    ) -> GradientLayout:
+        """The layout of arrays (or shapes) as they are given.
+
+        Args:
+            gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; a sequence
+                names its components "0", "1", .... Containers within are taken apart, their names joined by dots. Or a
+                torch.nn.Module: its trainable parameters by name, each in the shape in which it lies in memory. Or its
+                parameters, each by its position, frozen ones too. Only shapes and dtypes are read, of torch's
+                parameters the gradients' dtype: give shapes where gradients come in another one. Up to and including
+                its first whole-number part a dotted name says which block it belongs to: "layers.0.wq" lies in block
+                "layers.0"; where there is none, up to the first part that ends in a number, as flax names them:
+                "Block_0.kernel" lies in "Block_0". Blocks are numbered by stem, then by that number. Workers exchange
+                in the reverse of this order, so give the components from the model's input to its output where blocks
+                shall travel while backward runs.
+            tp_rank: This rank in its tensor-parallel group; the shapes are those of its parts.
+            tp_size: Ranks of that group; 1, if it is not given, for a whole model.
+            partitions: Name -> "column", "row" or "replicated", for each component of a part of a model. To the norm
+                "column" and "row" are one: the component's elements are this rank's alone.
+
+        Raises:
+            LayoutMismatch: Two components of one name, a negative or fractional dimension, a partition of no component
+                or of no kind, a component of a part without one, a lazy parameter, or nothing at all.
+            BufferRefused: An array or a parameter whose gradients cannot be taken: float64, complex, sparse, a DTensor.
+            CallerError: The rank is out of range, or there are partitions and no `tp_size`.
+
+        Example:
+            >>> [slot.shape for slot in GradientLayout.of([(2, 3), (4,)]).slots]
+            [(2, 3), (4,)]
+            >>> [slot.name for slot in GradientLayout.of({"encoder": [{"w": (2,)}], "head": (1,)}).slots]
+            ['encoder.0.w', 'head']
+            >>> cut = {"w": "column", "norm": "replicated"}
+            >>> shard = GradientLayout.of({"w": (2, 3), "norm": (4,)}, tp_rank=1, tp_size=2, partitions=cut)
+            >>> [slot.partition for slot in shard.slots]
+            ['column', 'replicated']
+        """
+        named = named_components(gradients)
+        cut = {} if partitions is None else partitions
+        refuse_other_kind("partitions", cut, Mapping)
+        rank, size = checked_tp_rank(tp_rank, 1 if tp_size is None else tp_size)
+        _refuse_bad_partitions(cut, dict(named), None if tp_size is None else size)
+        for name, array in named:
+            refuse_untakable(name, array)
+        rows = [Row(name, _shape_of(name, g), _block_name(name), cut.get(name, "replicated")) for name, g in named]
+        return GradientLayout(rows, tp_rank=rank, tp_size=size)
+
+    @staticmethod
+    def transformer(
+        num_blocks: int,
+        hidden_size: int,
+        kv_hidden_size: int,
+        intermediate_size: int,
+        vocab_size: int,
+        *,
+        embedding: bool = True,
+        tensor_parallel: TensorParallelConfig | None = None,
+    ) -> GradientLayout:
+        """The nine components of each transformer block, then `lm_head`, `final_norm` and `embedding`.
+
+        Args:
+            num_blocks: Transformer layers.
+            hidden_size: H; `w_q` and `w_o` are (H, H), `input_norm` and `post_attn_norm` (H,).
+            kv_hidden_size: KV heads x head size; `w_k` and `w_v` are (H, KV).
+            intermediate_size: I; `gate` and `up` are (H, I), `down` is (I, H).
+            vocab_size: V; `lm_head` and `embedding` are (V, H).
+            embedding: False where the embedding is tied to the LM head or frozen.
+            tensor_parallel: Whose part of the model it is; all sizes above are the whole model's. None for the whole.
+
+        Raises:
+            LayoutMismatch: A size that is not a whole number >= 0, or is not the configuration's.
+            CallerError: The vocabulary cannot be divided.
+
+        Example:
+            >>> layout = GradientLayout.transformer(24, 1024, 256, 4096, 32768, embedding=False)
+            >>> layout.nbytes
+            1594036224
+        """
+        h, kv, i, v = hidden_size, kv_hidden_size, intermediate_size, vocab_size
+        block_shapes = ((h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h,), (h,))
+        rows = _block_rows(num_blocks, BLOCK_COMPONENTS, block_shapes)
+        tail = dict(zip(NON_BLOCK_COMPONENTS, ((v, h), (h,), (v, h)), strict=True))
+        if not truth_value("embedding", embedding):
+            del tail["embedding"]
+        rows += [Row(name, _shape_of(name, shape), None) for name, shape in tail.items()]
+        order: list[int | str] = [
+            "lm_head",
+            "final_norm",
+            *reversed(range(len(rows) // len(BLOCK_COMPONENTS))),
+            *(["embedding"] if embedding else []),
+        ]
+        if tensor_parallel is None:
+            return GradientLayout(rows, order)
+        refuse_other_kind("tensor_parallel", tensor_parallel, TensorParallelConfig)
+        local = [_part_of(row, tensor_parallel) for row in rows]
+        return GradientLayout(local, order, tp_rank=tensor_parallel.tp_rank, tp_size=tensor_parallel.tp_size)
+
+    @staticmethod
+    def lora(num_blocks: int, hidden_size: int, kv_hidden_size: int, rank: int) -> GradientLayout:
+        """The six trained buffers of each block under LoRA on the query and value projections.
+
+        Args:
+            num_blocks: Transformer layers.
+            hidden_size: H; `lora_a_q` and `lora_a_v` are (H, rank), `lora_b_q` is (rank, H), the norms are (H,).
+            kv_hidden_size: KV; `lora_b_v` is (rank, KV).
+            rank: Rank of the two updates.
+
+        Raises:
+            LayoutMismatch: A size that is not a whole number >= 0.
+
+        Example:
+            >>> GradientLayout.lora(28, 1536, 256, 16).blocks[0].slots[3].shape
+            (16, 256)
+        """
+        h, kv = hidden_size, kv_hidden_size
+        shapes = ((h, rank), (rank, h), (h, rank), (rank, kv), (h,), (h,))
+        return GradientLayout(_block_rows(num_blocks, LORA_COMPONENTS, shapes))
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements of the gradient set, padding not counted."""
+        return sum(slot.size for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fp32 arena, padding counted: the memory that an accumulator of this layout takes."""
+        return 4 * self.arena_size
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over names, shapes, blocks and order, in hexadecimal: equal on workers that may exchange."""
+        return hashlib.sha256(self.table()).hexdigest()
+
+    def table(self) -> bytes:
+        """The layout as msgpack: rows [name, shape, block name or nil], then the spans' keys in backward order.
+
+        Of a part of a model there follows [tp_rank, tp_size, each row's partition]: workers whose parts differ have
+        equal shapes, and must not sum them. This is what the fingerprint is taken of and what the handshake sends and
+        compares.
+        """
+        rows = [[row.name, list(row.shape), row.block_name] for row in self._rows]
+        part = [[self.tp_rank, self.tp_size, [row.partition for row in self._rows]]] if self.tp_size > 1 else []
+        packed = msgpack.packb([rows, [span.key for span in self.spans], *part])
+        assert isinstance(packed, bytes)  # noqa: S101  (packb's stub says Any)
+        return packed
+
+    def slot(self, name: str) -> Slot:
+        """The slot of that name.
+
+        Raises:
+            LayoutMismatch: No such component; the first names are shown.
+        """
+        if not isinstance(name, str) or name not in self._by_name:
+            raise LayoutMismatch(
+                "unknown component", got=said(name), expected=_few(self._by_name), do="see layout.slots for all names"
+            )
+        return self._by_name[name]
+
+    def block(self, index: int) -> Block:
+        """Block `index`, counted from 0.
+
+        Raises:
+            LayoutMismatch: No such block.
+        """
+        number = as_index(index)
+        if number is None or not 0 <= number < len(self.blocks):
+            expected = f"a block in 0..{len(self.blocks) - 1}" if self.blocks else "none: the layout has no blocks"
+            raise LayoutMismatch("unknown block", got=said(index), expected=expected)
+        return self.blocks[number]
+
+    @cached_property
+    def spans_by_key(self) -> Mapping[int | str, Span]:
+        """The spans by key: a block's index, or the name of a component outside the blocks."""
+        return {span.key: span for span in self.spans}
+
+    @cached_property
+    def _by_name(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in self.slots}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GradientLayout) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        part = f"part {self.tp_rank} of {self.tp_size}, " if self.tp_size > 1 else ""
+        return (
+            f"GradientLayout({part}{len(self.slots)} components in {len(self.blocks)} blocks, "
+            f"{self.num_elements} elements, {self.fingerprint[:12]})"
+        )
+
+
+def layout_from_table(table: bytes) -> GradientLayout:
+    """The layout that a table of rows describes; for a coordinator that has none of its own.
+
+    Raises:
+        LayoutMismatch: The rows are not rows of a layout.
+
+    Example:
+        >>> layout = GradientLayout.of({"layers.0.w": (2, 3)})
+        >>> layout_from_table(layout.table()) == layout
+        True
+    """
+    refuse_other_kind("a layout table", table, bytes)
+    try:
+        table_rows, order, *part = unpack(table, "a layout table")
+        tp_rank, tp_size, partitions = part[0] if part else (0, 1, ["replicated"] * len(table_rows))
+        rows = [
+            Row(str(name), _shape_of(str(name), tuple(shape)), None if block is None else str(block), partition)
+            for (name, shape, block), partition in zip(table_rows, partitions, strict=True)
+        ]
+        return GradientLayout(rows, order, tp_rank=tp_rank, tp_size=tp_size)
+    except LayoutMismatch:
+        raise
+    except (ValueError, TypeError, CallerError, ProtocolError) as fault:
+        raise LayoutMismatch(f"a layout table cannot be read ({fault})") from None
+
+
+def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Row]:
+    count = whole_number("num_blocks", num_blocks, 0, _MOST_BLOCKS, LayoutMismatch)
+    return [
+        Row(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
+        for b in range(count)
+        for name, shape in zip(names, shapes, strict=True)
+    ]
+
+
+def _shape_of(name: str, array: Any) -> Shape:
+    dimensions = array.shape if has(array, "shape") else array
+    try:
+        given = [as_index(dimension) for dimension in itertools.islice(dimensions, MAX_DIMENSIONS + 1)]
+    except TypeError:  # nothing that can be gone through
+        given = [None]
+    shape = tuple(dimension for dimension in given if dimension is not None)
+    if len(shape) < len(given):
+        raise LayoutMismatch(f"component '{name}' has no shape", got=said(array), expected="an array or a shape")
+    if len(shape) > MAX_DIMENSIONS:
+        raise LayoutMismatch(
+            f"component '{name}' has too many dimensions",
+            got=f"more than {MAX_DIMENSIONS}",
+            expected=f"at most {MAX_DIMENSIONS}",
+        )
+    if any(d < 0 for d in shape):
+        raise LayoutMismatch(f"component '{name}' has a negative dimension", got=shape, expected="dimensions >= 0")
+    return shape
+
+
+def _block_name(name: str) -> str | None:
+    parts = name.split(".")[:-1]
+    for is_number in (str.isdecimal, _ends_in_number):
+        for i, part in enumerate(parts):
+            if is_number(part):
+                return ".".join(parts[: i + 1])
+    return None
+
+
+def _ends_in_number(part: str) -> bool:
+    """As flax numbers its modules.
+
+    >>> _ends_in_number("Block_0"), _ends_in_number("layer0")
+    (True, False)
+    """
+    return part.rpartition("_")[2].isdecimal() and "_" in part
+
+
+def _part_of(row: Row, config: TensorParallelConfig) -> Row:
+    shard = config.shard_of(row.name, row.shape)
+    return Row(row.name, shard.local_shape, row.block_name, shard.partition)
+
+
+def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str, object], tp_size: int | None) -> None:
+    for name in partitions:
+        if name not in named:
+            raise LayoutMismatch("a partition of no component", got=said(name), expected=_few(named))
+    if partitions and tp_size is None:
+        raise CallerError("partitions of a whole model", got="no tp_size", expected="tp_rank= and tp_size= too")
+    for name in named if tp_size is not None and tp_size > 1 else ():
+        if name not in partitions:  # taken for replicated, a forgotten shard would be counted once, or summed
+            raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(PARTITIONS))
+
+
+def _refuse_bad_order(order: Sequence[int | str], spans: Mapping[int | str, Span]) -> None:
+    are_keys = all(isinstance(key, (int, str)) for key in order)
+    if not are_keys or len(order) != len(spans) or set(order) != set(spans):
+        raise LayoutMismatch("the backward order does not name each span once", got=order, expected=list(spans))
+
+
+def _few(names: Iterable[str], limit: int = 4) -> str:
+    listed = list(names)
+    return "one of " + ", ".join(map(repr, listed[:limit])) + (", ..." if len(listed) > limit else "")

@@ -1,0 +1,281 @@
+"""One rank's part of a component under tensor parallelism: cut out and put together again, in any framework's arrays.
+
+A column-parallel layer keeps some columns of its matrix and a row-parallel one some rows (Shoeybi et al. 2019,
+arXiv:1909.08053, section 3). Matrices are stored (in, out), as everywhere here. torch.nn.Linear stores (out, in): there
+the weight of a column-parallel layer is a `RowParallelShard`, and the other way round.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, TypeAlias, final
+
+from gradengine.arguments import listed, said, truth_value, whole_number
+from gradengine.arrays.foreign import (
+    Array,
+    as_sliceable,
+    as_writable,
+    assign,
+    copied,
+    empty_like,
+    joined_by_jax,
+    refuse_other_kind,
+)
+from gradengine.arrays.frameworks import is_jax
+from gradengine.errors import CallerError, LayoutMismatch
+
+__all__ = [
+    "ColumnParallelShard",
+    "Partition",
+    "Replica",
+    "RowParallelShard",
+    "Shape",
+    "Shard",
+    "checked_tp_rank",
+    "divided",
+]
+
+Partition: TypeAlias = Literal["column", "row", "replicated"]
+Shape: TypeAlias = tuple[int, ...]
+
+_MOST_RANKS = 1 << 16
+
+
+class Shard(ABC):
+    """One rank's part of a component, and the way there and back.
+
+    Attributes:
+        partition: How the component is cut: "column", "row" or "replicated".
+        full_shape: The whole component's.
+        tp_rank: Whose part it is.
+        tp_size: Ranks of the tensor-parallel group.
+    """
+
+    partition: ClassVar[Partition]
+    full_shape: Shape
+    tp_rank: int
+    tp_size: int
+
+    @property
+    def local_shape(self) -> Shape:
+        """The part's shape."""
+        return self.full_shape
+
+    def extract_shard(self, array: Array, *, copy: bool = False) -> Array:
+        """This rank's part of the whole component.
+
+        Args:
+            array: The whole component, of any framework and dtype, on any device.
+            copy: Whether the part gets contiguous memory of its own.
+
+        Returns:
+            The part, of the array's own kind: a view without `copy` (of JAX, whose slices are copies, a copy); NumPy's
+            or CuPy's of what offers DLPack alone. Of a torch parameter it is detached.
+
+        Raises:
+            LayoutMismatch: The array has another shape.
+            BufferRefused: It is no array.
+
+        Example:
+            >>> ColumnParallelShard(2, 4, tp_rank=1, tp_size=2).extract_shard(np.arange(8).reshape(2, 4))
+            array([[2, 3],
+                   [6, 7]])
+        """
+        whole = as_sliceable(array, "the whole component")
+        _refuse_other_shape(whole, self.full_shape, f"a {self.partition} shard is cut from")
+        part = whole[self._index_of(self.tp_rank)]
+        return copied(part) if truth_value("copy", copy) else part
+
+    def merge_shards(self, arrays: Sequence[Array], out: Array | None = None) -> Array:
+        """The whole component from all ranks' parts: the inverse of `extract_shard`.
+
+        Args:
+            arrays: Each rank's part in rank order, all of one framework, dtype and device.
+            out: Where to write the whole, in memory that the parts do not share; memory of its own if not given.
+
+        Returns:
+            The whole component, of the parts' own kind; or `out`.
+
+        Raises:
+            LayoutMismatch: There are not `tp_size` parts, or one has another shape or dtype.
+            BufferRefused: One is no array, or `out` cannot be written.
+
+        Example:
+            >>> shard = RowParallelShard(4, 1, tp_rank=0, tp_size=2)
+            >>> shard.merge_shards([np.array([[1], [2]]), np.array([[3], [4]])])[:, 0]
+            array([1, 2, 3, 4])
+        """
+        parts = [as_sliceable(array, f"rank {rank}'s part") for rank, array in enumerate(listed("arrays", arrays))]
+        if len(parts) != self.tp_size:
+            raise LayoutMismatch(
+                "the parts of a component are not one for each rank", got=f"{len(parts)} parts", expected=self.tp_size
+            )
+        for rank, part in enumerate(parts):
+            _refuse_other_shape(part, self.local_shape, f"rank {rank}'s part is")
+            refuse_other_kind(part, parts[0], f"rank {rank}'s part")
+        if out is None and is_jax(parts[0]):
+            return self._joined_by_jax(parts)
+        whole = empty_like(parts[0], self.full_shape) if out is None else as_writable(out, "the destination")
+        _refuse_other_shape(whole, self.full_shape, "the parts are merged into")
+        refuse_other_kind(whole, parts[0], "the destination")
+        self._write(whole, parts)
+        return whole if out is None else out
+
+    @abstractmethod
+    def _index_of(self, rank: int) -> tuple[Any, ...]:
+        """Where a rank's part lies in the whole."""
+
+    @abstractmethod
+    def _write(self, whole: Array, parts: Sequence[Array]) -> None:
+        """Make the whole of parts."""
+
+    @abstractmethod
+    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
+        """The whole of immutable parts."""
+
+
+class _MatrixShard(Shard):
+    """A matrix that is cut along one of its dimensions."""
+
+    _dimension: ClassVar[int]
+
+    def __init__(self, rows: int, columns: int, tp_rank: int, tp_size: int) -> None:
+        self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
+        self.full_shape = (whole_number("rows", rows, 0), whole_number("columns", columns, 0))
+        self._part = divided(("rows", "columns")[self._dimension], self.full_shape[self._dimension], self.tp_size)
+
+    @property
+    def local_shape(self) -> Shape:
+        """The part's shape."""
+        rows, columns = self.full_shape
+        return (self._part, columns) if self._dimension == 0 else (rows, self._part)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.full_shape[0]}, {self.full_shape[1]}, {self.tp_rank}, {self.tp_size})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def _index_of(self, rank: int) -> tuple[Any, ...]:
+        index = [slice(None), slice(None)]
+        index[self._dimension] = slice(rank * self._part, (rank + 1) * self._part)
+        return tuple(index)
+
+    def _write(self, whole: Array, parts: Sequence[Array]) -> None:
+        for rank, part in enumerate(parts):
+            assign(whole, self._index_of(rank), part, "the destination")
+
+    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
+        return joined_by_jax(parts, self._dimension)
+
+
+@final
+class ColumnParallelShard(_MatrixShard):
+    """Some columns of a matrix (rows, columns): the outputs that one rank computes. A strided view until it is copied.
+
+    Args:
+        rows: Of the whole matrix.
+        columns: Of the whole matrix; a multiple of `tp_size`.
+        tp_rank: Whose columns: tp_rank * columns / tp_size and those that follow.
+        tp_size: Ranks that share the matrix.
+
+    Raises:
+        CallerError: The columns cannot be divided, or the rank is out of range.
+
+    Example:
+        >>> ColumnParallelShard(1024, 4096, tp_rank=1, tp_size=2).local_shape
+        (1024, 2048)
+    """
+
+    partition = "column"
+    _dimension = 1
+
+
+@final
+class RowParallelShard(_MatrixShard):
+    """Some rows of a matrix (rows, columns): the inputs that one rank multiplies. A contiguous view.
+
+    The ranks' products are partial sums of the layer's output, to be all-reduced.
+
+    Args:
+        rows: Of the whole matrix; a multiple of `tp_size`.
+        columns: Of the whole matrix.
+        tp_rank: Whose rows: tp_rank * rows / tp_size and those that follow.
+        tp_size: Ranks that share the matrix.
+
+    Raises:
+        CallerError: The rows cannot be divided, or the rank is out of range.
+
+    Example:
+        >>> RowParallelShard(4096, 1024, tp_rank=1, tp_size=2).local_shape
+        (2048, 1024)
+    """
+
+    partition = "row"
+    _dimension = 0
+
+
+@final
+class Replica(Shard):
+    """A component that every rank holds whole.
+
+    Args:
+        shape: The component's.
+        tp_rank: Whose copy.
+        tp_size: Ranks that hold one.
+
+    Example:
+        >>> Replica((1024,), tp_rank=1, tp_size=2).local_shape
+        (1024,)
+    """
+
+    partition = "replicated"
+
+    def __init__(self, shape: Shape, tp_rank: int, tp_size: int) -> None:
+        self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
+        self.full_shape = tuple(whole_number("a dimension", dimension, 0) for dimension in shape)
+
+    def __repr__(self) -> str:
+        return f"Replica({self.full_shape}, {self.tp_rank}, {self.tp_size})"
+
+    def merge_shards(self, arrays: Sequence[Array], out: Array | None = None) -> Array:
+        """Rank 0's copy of the component; the others must have its shape, their values are not compared."""
+        return super().merge_shards(arrays, out)
+
+    def _index_of(self, rank: int) -> tuple[Any, ...]:
+        return (...,)  # an array too where there are no dimensions
+
+    def _write(self, whole: Array, parts: Sequence[Array]) -> None:
+        assign(whole, (...,), parts[0], "the destination")
+
+    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
+        return parts[0]
+
+
+def checked_tp_rank(tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Both as plain integers; raises `CallerError` unless 0 <= tp_rank < tp_size.
+
+    >>> checked_tp_rank(2, 2)
+    Traceback (most recent call last):
+    gradengine.errors.CallerError: tp_rank of tp_size=2 is out of range: got 2, expected a whole number in 0..1
+    """
+    size = whole_number("tp_size", tp_size, 1, _MOST_RANKS)
+    return whole_number(f"tp_rank of tp_size={size}", tp_rank, 0, size - 1), size
+
+
+def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:
+    """The quotient; raises `CallerError`, naming both numbers, where something is left."""
+    if value % parts:
+        remainder = f"{said(value)} / {said(parts)}, which leaves {said(value % parts)}"
+        expected = f"a multiple of {said(parts)}"
+        raise CallerError(f"{name} cannot be divided by {by}", got=remainder, expected=expected, do=do)
+    return value // parts
+
+
+def _refuse_other_shape(array: Array, shape: Shape, what: str) -> None:
+    if tuple(array.shape) != shape:
+        raise LayoutMismatch(f"{what} another shape", got=tuple(array.shape), expected=shape)

@@ -1,0 +1,159 @@
+"""Components side by side in the arena: where each one begins, and which of them make a block.
+
+Blocks come first and are contiguous, so that one block is one stretch of memory to exchange; every slot starts on a
+128-byte boundary, so that vector loads stay aligned whatever the sizes are. The padding between slots is always zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from gradengine.arguments import refuse_other_kind, said
+from gradengine.errors import LayoutMismatch
+from gradengine.layout.shards import Partition, Shape
+
+__all__ = ["Block", "Row", "Slot", "Span", "place", "refuse_bad_rows"]
+
+_MOST_DIGITS = 18  # of a block's number
+ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A component's place in the arena; `offset` and `size` count fp32 elements.
+
+    Attributes:
+        name: The component's name.
+        shape: Its shape; under tensor parallelism that of this rank's part.
+        offset: Where it begins.
+        block: Its block's index, if it lies in one.
+        partition: How it is cut over a tensor-parallel group: "column", "row", or "replicated" where it is whole.
+    """
+
+    name: str
+    shape: Shape
+    offset: int
+    block: int | None
+    partition: Partition = "replicated"
+
+    @property
+    def size(self) -> int:
+        """Elements of the component.
+
+        >>> Slot("w", (2, 3), 0, None).size
+        6
+        """
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past the component's last element in the arena."""
+        return self.offset + self.size
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the arena that is exchanged as one: a block (key: index) or a non-block component (key: name)."""
+
+    key: int | str
+    slots: tuple[Slot, ...]
+    start: int
+    stop: int
+
+    @property
+    def called(self) -> str:
+        """What errors call it: "block 0", "component 'head'"."""
+        return f"block {self.key}" if isinstance(self.key, int) else f"component '{self.key}'"
+
+
+@dataclass(frozen=True)
+class Block(Span):
+    """The components of one transformer layer, contiguous in the arena (padding included)."""
+
+    name: str
+
+    @property
+    def index(self) -> int:
+        """The block's number, counted from 0."""
+        assert isinstance(self.key, int)  # noqa: S101  (a block's key is its index by construction)
+        return self.key
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the layout table: what identifies a slot on every worker."""
+
+    name: str
+    shape: Shape
+    block_name: str | None
+    partition: Partition = "replicated"
+
+
+def refuse_bad_rows(rows: Sequence[Row]) -> None:
+    """Raise `LayoutMismatch` where there is none, two have one name, or one has no name to be sent or no known cut."""
+    if not rows:
+        raise LayoutMismatch("a layout needs at least one component", got=0)
+    seen: set[str] = set()
+    for row in rows:
+        refuse_other_kind("a row", row, Row)
+        if not isinstance(row.partition, str) or row.partition not in get_args(Partition):
+            raise LayoutMismatch(
+                f"component '{row.name}' has an unknown partition",
+                got=said(row.partition),
+                expected=f"one of {get_args(Partition)}",
+            )
+        if not _is_utf8(row.name):
+            raise LayoutMismatch("a component's name cannot be sent", got=said(row.name), expected="text in UTF-8")
+        if row.name in seen:
+            raise LayoutMismatch("two components have one name", got=repr(row.name), expected="names that differ")
+        seen.add(row.name)
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def place(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
+    """Blocks first, in the order of their numbers, then the rest in the order given; each slot aligned."""
+    members: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.block_name is not None:
+            members.setdefault(row.block_name, []).append(row)
+    blocks, cursor = [], 0
+    for index, name in enumerate(_numbered(members)):
+        slots, stop = _slots(members[name], cursor, index)
+        blocks.append(Block(index, slots, cursor, stop, name))
+        cursor = stop
+    non_block = []
+    for row in rows:
+        if row.block_name is None:
+            slots, stop = _slots([row], cursor, None)
+            non_block.append(Span(row.name, slots, cursor, stop))
+            cursor = stop
+    return tuple(blocks), tuple(non_block)
+
+
+def _slots(rows: Sequence[Row], start: int, block: int | None) -> tuple[tuple[Slot, ...], int]:
+    slots = []
+    for row in rows:
+        slots.append(Slot(row.name, row.shape, start, block, row.partition))
+        start = -(-slots[-1].stop // ALIGNMENT) * ALIGNMENT
+    return tuple(slots), start
+
+
+def _numbered(block_names: Iterable[str]) -> list[str]:
+    stems: dict[str, int] = {}
+    keys = {}
+    for name in block_names:
+        number = name.rpartition(".")[2].rpartition("_")[2]
+        if not number.isdecimal() or len(number) > _MOST_DIGITS:
+            raise LayoutMismatch("a block's name ends in no number", got=repr(name[-80:]), expected="'layers.0'")
+        keys[name] = (stems.setdefault(name.removesuffix(number), len(stems)), int(number))
+    return sorted(keys, key=keys.__getitem__)

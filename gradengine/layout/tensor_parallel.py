@@ -1,0 +1,195 @@
+"""What a tensor-parallel rank holds of a transformer: heads, columns, rows, and which component is cut how.
+
+The form is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the inner matrices of attention and
+feed-forward are cut so that each needs one all-reduce in the forward and one in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from gradengine.arguments import listed, refuse_other_kind, truth_value, whole_number
+from gradengine.errors import LayoutMismatch
+from gradengine.layout.shards import (
+    ColumnParallelShard,
+    Replica,
+    RowParallelShard,
+    Shape,
+    Shard,
+    checked_tp_rank,
+    divided,
+)
+
+__all__ = ["ColumnParallelShard", "RowParallelShard", "TensorParallelConfig"]
+
+_COLUMN_PARALLEL = ("w_q", "w_k", "w_v", "gate", "up")
+_ROW_PARALLEL = ("w_o", "down")
+_VOCABULARY = ("lm_head", "embedding")
+_REPLICATED = ("input_norm", "post_attn_norm", "final_norm")
+
+
+@final
+@dataclass(frozen=True)
+class TensorParallelConfig:
+    """One rank's part of a transformer that is spread over a tensor-parallel group.
+
+    Attention heads and the intermediate size are divided evenly; norms are replicated, and so are `lm_head` and
+    `embedding` unless `vocab_parallel` cuts them by rows (V, H).
+
+    Args:
+        tp_rank: This rank in the group, 0..tp_size - 1.
+        tp_size: Ranks of the group.
+        hidden_size: H of the whole model, a multiple of `num_heads`.
+        intermediate_size: I of the whole model.
+        num_heads: Query heads of the whole model.
+        num_kv_heads: Key-value heads of the whole model; a divisor of `num_heads`.
+        vocab_parallel: Whether the vocabulary is divided too.
+
+    Raises:
+        CallerError: A size is no whole number above 0, cannot be divided, or the rank is out of range; both numbers are
+            named.
+
+    Example:
+        >>> config = TensorParallelConfig(0, 2, hidden_size=1024, intermediate_size=4096, num_heads=16, num_kv_heads=4)
+        >>> config.local_num_heads, config.local_num_kv_heads, config.local_q_size, config.local_kv_size
+        (8, 2, 512, 128)
+        >>> config.shard_of("blocks.3.w_q", (1024, 1024))
+        ColumnParallelShard(1024, 1024, 0, 2)
+    """
+
+    tp_rank: int
+    tp_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_parallel: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        plain = dict(zip(("tp_rank", "tp_size"), checked_tp_rank(self.tp_rank, self.tp_size), strict=True))
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
+            plain[name] = whole_number(name, getattr(self, name), 1)
+        plain["vocab_parallel"] = truth_value("vocab_parallel", self.vocab_parallel)
+        for name, value in plain.items():  # NumPy's integers would overflow in the products below
+            object.__setattr__(self, name, value)
+        divided("hidden_size", self.hidden_size, self.num_heads, "num_heads")
+        divided("num_heads", self.num_heads, self.num_kv_heads, "num_kv_heads")
+        divided("num_heads", self.num_heads, self.tp_size)
+        divided("num_kv_heads", self.num_kv_heads, self.tp_size, do="ranks cannot share a key-value head here")
+        divided("intermediate_size", self.intermediate_size, self.tp_size)
+
+    @property
+    def head_size(self) -> int:
+        """Columns of one head: hidden_size / num_heads."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_hidden_size(self) -> int:
+        """Columns of the whole `w_k` and `w_v`."""
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def local_num_heads(self) -> int:
+        """Query heads of this rank."""
+        return self.num_heads // self.tp_size
+
+    @property
+    def local_num_kv_heads(self) -> int:
+        """Key-value heads of this rank."""
+        return self.num_kv_heads // self.tp_size
+
+    @property
+    def local_q_size(self) -> int:
+        """Columns of this rank's `w_q`, rows of its `w_o`."""
+        return self.local_num_heads * self.head_size
+
+    @property
+    def local_kv_size(self) -> int:
+        """Columns of this rank's `w_k` and `w_v`."""
+        return self.local_num_kv_heads * self.head_size
+
+    @property
+    def local_intermediate_size(self) -> int:
+        """Columns of this rank's `gate` and `up`, rows of its `down`."""
+        return self.intermediate_size // self.tp_size
+
+    def local_vocab_size(self, vocab_size: int) -> int:
+        """Rows of this rank's `lm_head` and `embedding`.
+
+        Raises:
+            CallerError: The vocabulary is to be divided and cannot be.
+        """
+        rows = whole_number("vocab_size", vocab_size, 0)
+        return divided("vocab_size", rows, self.tp_size) if self.vocab_parallel else rows
+
+    def weight_memory_fraction(self, num_blocks: int = 1, vocab_size: int = 0, *, embedding: bool = True) -> float:
+        """What this rank keeps of the model's weights: 1 / tp_size of what is divided, and all of what is replicated.
+
+        Args:
+            num_blocks: Transformer blocks of the model.
+            vocab_size: V; 0 leaves the LM head, the final norm and the embedding out.
+            embedding: Whether there is an embedding beside the LM head.
+
+        Returns:
+            Elements of this rank / elements of the model: above 1 / tp_size wherever something is replicated.
+
+        Raises:
+            CallerError: A number is out of range, or the vocabulary cannot be divided.
+
+        Example:
+            >>> config = TensorParallelConfig(0, 4, 1024, 4096, 16, 4)
+            >>> f"{config.weight_memory_fraction():.4f} {config.weight_memory_fraction(24, 32768):.4f}"
+            '0.2501 0.3666'
+        """
+        local_vocab, vocab_size = self.local_vocab_size(vocab_size), whole_number("vocab_size", vocab_size, 0)
+        blocks = whole_number("num_blocks", num_blocks, 0 if vocab_size else 1)
+        h, kv, i = self.hidden_size, self.kv_hidden_size, self.intermediate_size
+        matrices, norms = blocks * (2 * h * h + 2 * h * kv + 3 * h * i), blocks * 2 * h
+        tail = 1 + truth_value("embedding", embedding) if vocab_size else 0
+        final_norm = h if vocab_size else 0
+        local = matrices // self.tp_size + norms + final_norm + tail * local_vocab * h
+        return local / (matrices + norms + final_norm + tail * vocab_size * h)
+
+    def shard_of(self, name: str, shape: Sequence[int]) -> Shard:
+        """How a component of the transformer is cut, and which part is this rank's.
+
+        Args:
+            name: Of a component, as in `GradientLayout.transformer`: "w_q" or "blocks.3.w_q", "lm_head", ...
+            shape: The whole component's.
+
+        Raises:
+            LayoutMismatch: No such component, or another shape than this model's.
+            CallerError: The vocabulary is to be divided and cannot be.
+
+        Example:
+            >>> TensorParallelConfig(1, 2, 8, 16, 2, 2).shard_of("down", (16, 8)).local_shape
+            (8, 8)
+        """
+        refuse_other_kind("a component's name", name, str)
+        component = name.rpartition(".")[2]
+        shape = [whole_number("a dimension", size, 0, kind=LayoutMismatch) for size in listed("a shape", shape)]
+        expected = self._full_shape(component, shape)
+        if tuple(shape) != expected:
+            raise LayoutMismatch(f"component '{name}' is not of this model", got=tuple(shape), expected=expected)
+        if len(expected) == 1:
+            return Replica(expected, self.tp_rank, self.tp_size)
+        rows, columns = expected
+        if component in _COLUMN_PARALLEL:
+            return ColumnParallelShard(rows, columns, self.tp_rank, self.tp_size)
+        if component in _ROW_PARALLEL:
+            return RowParallelShard(rows, columns, self.tp_rank, self.tp_size)
+        if component in _VOCABULARY and self.vocab_parallel:
+            self.local_vocab_size(expected[0])
+            return RowParallelShard(rows, columns, self.tp_rank, self.tp_size)
+        return Replica(expected, self.tp_rank, self.tp_size)
+
+    def _full_shape(self, component: str, shape: Sequence[int]) -> Shape:
+        h, kv, i = self.hidden_size, self.kv_hidden_size, self.intermediate_size
+        shapes: dict[str, Shape] = {"w_q": (h, h), "w_k": (h, kv), "w_v": (h, kv), "w_o": (h, h)}
+        shapes |= {"gate": (h, i), "up": (h, i), "down": (i, h)} | dict.fromkeys(_REPLICATED, (h,))
+        shapes |= dict.fromkeys(_VOCABULARY, (shape[0] if shape else 0, h))  # V is the model's choice
+        if component not in shapes:
+            raise LayoutMismatch("unknown component", got=repr(component), expected=f"one of {', '.join(shapes)}")
+        return shapes[component]

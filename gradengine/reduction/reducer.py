@@ -1,0 +1,279 @@
+"""A worker's side of the exchange: which spans have left, whose sums have landed, and what all workers agreed on.
+
+The exchange works in host memory. On the CPU that is the arena itself; a GPU's arena has a staging in pinned memory,
+from which a span leaves when it is complete, and whose sums go back as a whole when they have landed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.errors import CallerError, NonFiniteGradient
+from gradengine.exchange.interface import Exchange
+from gradengine.kernels import Decision
+from gradengine.kernels.staging import StagingBuffer
+from gradengine.layout import GradientLayout
+from gradengine.layout.slots import Span
+from gradengine.reduction.all_reduce import AllReduce
+from gradengine.reduction.stats import StepStats, agree
+from gradengine.reduction.tensor_parallel import TensorParallelGroup
+
+__all__ = ["Closing", "Reducer"]
+
+
+@dataclass(frozen=True)
+class Closing:
+    """A step that is summed and decided, and whose gradients are handed back: what is left of it can be done again.
+
+    Attributes:
+        tally: What all workers counted.
+        decision: What became of their sum.
+        non_finite: What was not finite, where the host knows it.
+        way: Where to the gradients went: "in place", "out" or "deferred".
+        step: The step's number.
+        window: Its window's.
+    """
+
+    tally: StepStats
+    decision: Decision
+    non_finite: NonFiniteGradient | None
+    way: str
+    step: int
+    window: int
+
+
+@final
+class Reducer:
+    """The sum over workers of one accumulator's windows.
+
+    Args:
+        accumulator: Whose spans travel.
+        per_worker: Whether each worker's sum is divided by its own weight before it leaves.
+        settings: What all workers must have set alike.
+        parts: The tensor-parallel group, whose ranks hold the other parts of this worker's model.
+
+    Attributes:
+        workers: The sum over the workers that hold the same part.
+        window: The number of the open window, counted from 0; one that was dropped counts, if others know of it.
+        failed: Whether the window is kept as it is and takes no more.
+        agreed: What all ranks know, once they do.
+        closing: The step whose gradients have been handed back, until the next window is open.
+    """
+
+    def __init__(
+        self,
+        accumulator: PerBlockGradientAccumulator,
+        *,
+        per_worker: bool,
+        settings: Mapping[str, str],
+        parts: TensorParallelGroup,
+    ) -> None:
+        self._accumulator, self._per_worker, self._settings = accumulator, per_worker, settings
+        self.parts, self.workers = parts, AllReduce()
+        self._layout: GradientLayout = accumulator.layout
+        self._kernels = accumulator.kernels
+        self.window = 0
+        self.failed = False
+        self.agreed: StepStats | None = None
+        self.closing: Closing | None = None
+        self._landed: dict[int | str, int] = {}
+        self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with: no other worker, and no other part of the model."""
+        return self.workers.is_alone and self.parts.is_alone
+
+    @property
+    def step(self) -> int:
+        """The number of the open step, counted from 0."""
+        return self.workers.progress.step
+
+    @cached_property
+    def _staging(self) -> StagingBuffer:
+        """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have landed."""
+        return self._kernels.staging(self._accumulator.arena)
+
+    def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
+        """Join groups, and let leave again what had left through other exchanges."""
+        self.agreed = None  # it may have reached this rank alone
+        if tp_exchange is not None:
+            self.parts.join(tp_exchange)
+        if exchange is not None:
+            self.workers.join(exchange, self._layout, self._staging.data, self._take_landed)
+
+    def start(self, spans: Iterable[Span]) -> None:
+        """The spans hold all that this worker contributes: they may leave."""
+        if self.workers.is_alone:
+            return
+        for span in spans:
+            if span.key not in self.workers.started:
+                self._accumulator.settle_span(span)
+                self._to_mean(span)
+                self._staging.fetch(span.start, span.stop)
+                self.workers.start(span)
+
+    def agree(self) -> StepStats:
+        """Local sums become sums over all workers, and all workers know the same facts about them.
+
+        Raises:
+            WindowError: The window is not complete, or empty on a worker that is alone.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
+        """
+        if self.agreed is not None and not self.is_alone:
+            return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
+        self._kernels.wait_for(self._accumulator.producers)  # refuses one that records a graph, before anything is done
+        self._accumulator.close(measure=self.workers.is_alone)
+        if self.is_alone:
+            self._accumulator.measure_rest()
+            self.agreed = self._tally(np.empty(0))
+        else:
+            self.agreed = self._agree()
+        return self.agreed
+
+    def divisor(self, tally: StepStats) -> float:
+        """What makes the sum the average: with one worker its own mean is the mean over all."""
+        return tally.workers if self._per_worker and not self.workers.is_alone else tally.weight
+
+    def find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
+        """What is not finite, where the host knows it now; of a worker's contribution rather than of the sum.
+
+        Raises:
+            PeerLost, ProtocolError, DeadlineExceeded: The tensor-parallel group failed; the window is kept.
+        """
+        if not decision.bad:
+            return None
+        with _KeptIfItFails(self):
+            mine = self._first_found(self.parts.own_of(decision.bad))
+            found = self.parts.tell_non_finite(mine, self._place, self.step)
+        found = found or self._first_found(decision.bad)  # nobody's own: a sum overflowed, the same on all ranks
+        return found or NonFiniteGradient(self._layout.slots[decision.bad[0]].name, 0, math.nan, step=self.step)
+
+    def next_step(self) -> None:
+        """The step is over on this rank."""
+        self.begin(self.step + 1, self.window + 1)
+
+    def discard(self) -> None:
+        """Forget the window. What is under way already the exchanges cannot take back: they are closed."""
+        if self.agreed is not None:  # the groups are through with the step, and stand before the next
+            # Others may go on with its gradients: a window number that only those have who dropped it tells them apart.
+            self.begin(self.step + 1, self.window + (2 if self.agreed.micro_batches else 1))
+            return
+        self.failed = self.failed or bool(self.workers.started)  # so that it counts, however often this is begun
+        self.workers.drop()
+        self.parts.group.drop()
+        self.begin(self.step, self.window + self.failed)
+
+    def begin(self, step: int, window: int) -> None:
+        """The next window is open. Interrupted, it is to be called again with the same numbers."""
+        self.workers.restart()
+        self.parts.restart(step)
+        self._landed, self._means = {}, set()
+        progress = self.workers.progress
+        # One statement, the last: before it nothing has begun, and behind it all has.
+        progress.step, self.window, self.failed, self.agreed, self.closing = step, window, False, None, None
+
+    # ---- inside ----
+
+    @property
+    def _place(self) -> str:
+        """A step that others finished and this rank dropped has another number, a window that was dropped as well."""
+        return f"step {self.step}, window {self.window}"
+
+    def _agree(self) -> StepStats:
+        with _KeptIfItFails(self):
+            self._sum_over_workers()
+            tally = self.parts.agree(self._tally(self._kernels.totals(self._accumulator.sums)))
+            if not self.workers.is_alone:
+                tally = agree(self.workers, tally)
+        self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
+        return tally
+
+    def _sum_over_workers(self) -> None:
+        if self.workers.is_alone:
+            self._accumulator.measure_rest()
+            return
+        self.start(self._layout.spans)
+        self.workers.wait()
+        self._measure_landed()
+
+    def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
+        for bad in self.workers.progress.bad:
+            for slot in self._layout.slots:
+                if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
+                    index = bad.index - slot.offset
+                    return NonFiniteGradient(slot.name, index, bad.value, step=self.step, rank=bad.rank)
+        for position in suspects:
+            with self._kernels.in_order(self._accumulator.sums):
+                found = self._kernels.first_non_finite(self._accumulator.targets[position])
+            if found is not None:
+                return NonFiniteGradient(self._layout.slots[position].name, *found, step=self.step)
+        return None
+
+    def _tally(self, totals: np.ndarray[tuple[int], np.dtype[np.float64]]) -> StepStats:
+        accumulator = self._accumulator
+        settings = {**self._settings, "tensor-parallel group": self.parts.described}
+        count, unused = accumulator.accumulated_count, accumulator.unused
+        workers = min(count, 1)
+        return StepStats(accumulator.total_weight, count, totals, unused, settings, self._place, workers=workers)
+
+    def _to_mean(self, span: Span) -> None:
+        """Where workers' means are averaged, the span's sum becomes this worker's mean: once, however often asked."""
+        accumulator = self._accumulator
+        if not self._per_worker or span.key in self._means or not accumulator.accumulated_count:
+            return
+        factor, targets = accumulator.mean_factor, accumulator.targets_of(span)
+        with accumulator.changing():
+            if factor != 1:
+                self._kernels.scale(targets, factor, targets)
+            self._means.add(span.key)
+
+    def _take_landed(self, span: Span, upto: int) -> None:
+        """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""
+        if self._staging.is_arena:
+            first = self._landed.get(span.key, span.start)
+            self._measure(span, first, upto)
+            self._landed[span.key] = upto  # not before: what was interrupted is measured again
+
+    def _measure_landed(self) -> None:
+        if self._staging.is_arena:
+            for span in self._layout.spans:
+                self._take_landed(span, span.stop)
+        else:
+            self._staging.put_back()
+            self._accumulator.forget_measured()
+            self._accumulator.measure_rest()
+
+    def _measure(self, span: Span, first: int, upto: int) -> None:
+        sums = self._accumulator.sums
+        chunks = [
+            chunk
+            for position, slot in self._accumulator.slots_within(span, first, upto)
+            for chunk in sums.completed(position, first - slot.offset, upto - slot.offset)
+        ]
+        self._kernels.measure(self._accumulator.targets, sums, chunks)
+
+
+@final
+class _KeptIfItFails:
+    """Where the exchange fails in it, the window is kept as it is and takes no more.
+
+    No generator: one that an interrupt leaves suspended would be closed when the traceback goes, in a later step.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None and not issubclass(kind, CallerError):  # of the caller's mistake nothing has left
+            self._reducer.failed = True

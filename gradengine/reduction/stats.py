@@ -1,0 +1,131 @@
+"""What the workers tell each other at the end of a step: weights, counts and the squared sums that all of them use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.accumulate.window import ordered_sum
+from gradengine.errors import ExchangeError, ProtocolError
+from gradengine.kernels import Float64
+from gradengine.reduction.all_reduce import AllReduce
+
+__all__ = ["StepStats", "agree", "refuse_diverged", "same_sums", "tallies_of", "unused_by_all"]
+
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+_SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One worker's part of a window, or all workers' together.
+
+    Attributes:
+        weight: Sum of the micro-batches' weights.
+        micro_batches: How many there were.
+        totals: Squared sum of each component.
+        settings: What all workers must have set alike.
+        unused: Which components got no gradient from any micro-batch.
+        place: Which step and window it is of, in words.
+        workers: How many workers have part in it: those that had a micro-batch.
+    """
+
+    weight: float
+    micro_batches: int
+    totals: Float64
+    unused: Flags
+    settings: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
+    workers: int = 1
+
+
+def agree(group: AllReduce, mine: StepStats) -> StepStats:
+    """The same tally on all ranks: weights and counts summed in rank order, rank 0's squared sums.
+
+    All ranks hold the same sums, but a CPU with other vector units may round their squares differently in the last
+    bit; one rank's figures make the norm, and with it every byte handed back, the same everywhere.
+
+    Raises:
+        ExchangeError: A rank has other settings than rank 0; or other sums: memory or the network corrupted a gradient.
+        PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
+    """
+    tallies = tallies_of(group, mine)
+    for rank, tally in enumerate(tallies):
+        refuse_diverged(rank, tally.totals, tallies[0].totals)
+    return StepStats(
+        weight=ordered_sum(tally.weight for tally in tallies),
+        micro_batches=sum(tally.micro_batches for tally in tallies),
+        totals=tallies[0].totals,
+        unused=unused_by_all(tallies),
+        workers=sum(tally.workers for tally in tallies),
+    )
+
+
+def unused_by_all(tallies: Sequence[StepStats]) -> Flags:
+    """Which components got no gradient on any rank: what another rank used is not unused."""
+    flags: Flags = np.logical_and.reduce([tally.unused for tally in tallies])
+    return flags
+
+
+def tallies_of(group: AllReduce, mine: StepStats) -> list[StepStats]:
+    """Each rank's tally, in rank order, once it is known that all are of one window and have the same settings.
+
+    Raises:
+        ExchangeError: A rank is at another window than rank 0, or has other settings.
+        PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
+    """
+    totals, unused = mine.totals.astype("<f8").tobytes(), mine.unused.tobytes()
+    told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, unused, dict(mine.settings)])
+    tallies = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]
+    for rank, tally in enumerate(tallies):
+        _refuse_other_settings(rank, tally.settings, tallies[0].settings)
+    return tallies
+
+
+def same_sums(totals: Float64, first: Float64) -> npt.NDArray[np.bool_]:
+    """Which squared sums differ by no more than their rounding."""
+    return np.isclose(totals, first, rtol=_SAME_SUMS, atol=0.0, equal_nan=True)
+
+
+def _checked(rank: int, facts: Any, mine: StepStats) -> StepStats:
+    try:
+        weight, micro_batches, totals, unused, settings = facts
+        count, squares, flags = int(micro_batches), np.frombuffer(totals, "<f8"), np.frombuffer(unused, np.uint8) != 0
+        tally = StepStats(float(weight), count, squares, flags, dict(settings), mine.place, workers=min(count, 1))
+    except (ValueError, TypeError, OverflowError) as fault:
+        raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
+    is_weighed = 0 < tally.weight < np.inf if count > 0 else (tally.weight, count) == (0, 0)
+    if squares.size != mine.totals.size or flags.size != mine.unused.size or not is_weighed:
+        raise ProtocolError(
+            f"rank {rank}'s tally cannot be",
+            got=f"weight {tally.weight}, {count} micro-batches, {squares.size} components, {flags.size} flags",
+            expected=f"weight above 0 and micro-batches, or 0 and none, {mine.totals.size} components",
+        )
+    return tally
+
+
+def _refuse_other_settings(rank: int, settings: Mapping[str, str], first: Mapping[str, str]) -> None:
+    for name in first:
+        if settings.get(name) != first[name]:
+            raise ExchangeError(
+                f"rank {rank} has another {name} than rank 0",
+                got=settings.get(name, "nothing"),
+                expected=first[name],
+                do="build the engines of all workers with the same settings",
+            )
+
+
+def refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:
+    """Raise `ExchangeError` where a rank's squared sums differ from rank 0's by more than their rounding."""
+    if not same_sums(totals, first).all():
+        raise ExchangeError(
+            f"rank {rank} holds other sums than rank 0",
+            got=f"squared norm {totals.sum():.9g}",
+            expected=f"{first.sum():.9g}",
+            do="memory or the network corrupted a gradient: restart from a checkpoint",
+        )

@@ -1,0 +1,311 @@
+"""A worker's side of its tensor-parallel group: replicated gradients become one, and the norm is the whole model's.
+
+Each rank holds a part of the model. Squared sums of sharded components add up over the group and those of replicated
+ones count once, so that all ranks find the norm, the clip scale and the verdict of the model that they are parts of.
+Replicated gradients travel, where they must, through memory of their own: the arena keeps the sum over the
+data-parallel workers until these have all got it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias, final, get_args
+
+import numpy as np
+
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.arguments import refuse_unknown
+from gradengine.arrays.buffer import Buffer
+from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
+from gradengine.exchange.interface import Exchange
+from gradengine.kernels import Float64
+from gradengine.kernels.staging import StagingBuffer
+from gradengine.layout import GradientLayout
+from gradengine.layout.slots import Slot, Span
+from gradengine.reduction.all_gather import in_group
+from gradengine.reduction.all_reduce import AllReduce
+from gradengine.reduction.stats import StepStats, refuse_diverged, same_sums, tallies_of, unused_by_all
+
+__all__ = ["Replicated", "TensorParallelGroup"]
+
+Replicated: TypeAlias = Literal["same", "sum", "average"]
+
+_WEIGHTS_SHOWN = 8
+
+
+@final
+class TensorParallelGroup:
+    """What the ranks that share one model tell each other at the end of a step.
+
+    Args:
+        accumulator: This rank's part of the gradient set.
+        replicated: What the ranks hold of replicated gradients: the "same", whole on each rank; parts that "sum" up, as
+            under sequence parallelism; or copies that differ by their rounding, to "average".
+
+    Attributes:
+        group: The sum over the group.
+        agreed: The tally of the whole model, once the group has one.
+
+    Raises:
+        CallerError: `replicated` is none of these.
+    """
+
+    def __init__(self, accumulator: PerBlockGradientAccumulator, replicated: Replicated) -> None:
+        refuse_unknown("replicated", replicated, get_args(Replicated))
+        self._accumulator, self._replicated = accumulator, replicated
+        self._slots = accumulator.layout.slots
+        self._is_replicated = np.array([slot.partition == "replicated" for slot in self._slots])
+        self._travels = replicated != "same" and accumulator.layout.tp_size > 1
+        self.group = AllReduce()
+        self.agreed: StepStats | None = None
+        self._told: list[NonFiniteGradient] | None = None  # kept, as one rank may run the step again and the others not
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank holds the whole model."""
+        return self.group.is_alone
+
+    @property
+    def described(self) -> str:
+        """What the workers of a grid must have alike."""
+        exchange = self.group.exchange
+        return "none" if exchange is None else f"{exchange.world_size} ranks with replicated={self._replicated!r}"
+
+    def join(self, exchange: Exchange) -> None:
+        """Join the group, and let leave again what had left through another exchange.
+
+        Raises:
+            CallerError: The exchange is not of the layout's rank and size.
+            HandshakeRefused, PeerLost: The ranks do not come together, or hold parts of different models.
+        """
+        _refuse_other_group(exchange, self._accumulator.layout)
+        self.agreed = self._told = None  # the old exchange may have brought them to this rank alone
+        with _named():
+            self.group.join(exchange, self._layout, self._replicas.data, _do_nothing)
+
+    def agree(self, mine: StepStats) -> StepStats:
+        """The whole model's tally from this rank's: the same on all ranks of the group.
+
+        Raises:
+            ExchangeError: A rank has another window or other settings, or another replicated gradient where it must be
+                the same.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
+        """
+        if self.is_alone:
+            return mine
+        if self.agreed is None:
+            with _named():
+                self.agreed = self._of_all_parts(mine)
+        return self.agreed
+
+    def put_back(self) -> None:
+        """Have the arena's replicated components be what the group made of them; may be done twice."""
+        if self._travels and not self.is_alone:
+            with self._accumulator.changing():
+                self._replicas.put_back(self._targets)
+
+    def own_of(self, positions: Sequence[int]) -> list[int]:
+        """Those of these components whose gradient in the arena is this rank's own, and not a sum over the group."""
+        return [p for p in positions if not self._is_traveller(self._slots[p])]
+
+    def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
+        """Tell all ranks what this one found; of what all found, the first in layout order is returned to each.
+
+        Args:
+            mine: What this rank found in what is its own.
+            place: The engine's step and window, as in its tally.
+            step: The engine's step, for the error.
+
+        Raises:
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
+        """
+        if self.is_alone:
+            return mine
+        if self._told is None:
+            order = {slot.name: i for i, slot in enumerate(self._slots)}
+            with _named():
+                told = self.group.tell(f"finding in {place}", _facts_of(mine or self._found_in_sums(step)))
+                found = [_found_by(rank, facts, step, order) for rank, facts in enumerate(told)]
+            self._told = sorted((f for f in found if f is not None), key=lambda f: order[f.component])
+        return self._told[0] if self._told else None
+
+    def restart(self, step: int) -> None:
+        """Nothing of the step with this number has been contributed, or told."""
+        self.group.restart()
+        self.group.progress.step = step
+        self.agreed = self._told = None
+
+    # ---- inside ----
+
+    @cached_property
+    def _targets(self) -> list[Buffer]:
+        return [target for target, is_one in zip(self._accumulator.targets, self._is_replicated, strict=True) if is_one]
+
+    @cached_property
+    def _layout(self) -> GradientLayout:
+        """What the handshake compares: every component, but only what travels has elements."""
+        shapes: dict[str, tuple[int, ...]] = {f"replicated={self._replicated}": (0,)}
+        for slot in self._slots:
+            name = f"{slot.name} ({slot.partition})"
+            shapes[name] = slot.shape if self._is_traveller(slot) else (0, *slot.shape)
+        return GradientLayout.of(shapes)
+
+    @cached_property
+    def _travellers(self) -> list[tuple[Slot, Slot]]:
+        """Of each component that travels its slot in the arena and in what travels."""
+        pairs = zip(self._slots, self._layout.slots[1:], strict=True)
+        return [(slot, travelling) for slot, travelling in pairs if self._is_traveller(slot)]
+
+    @cached_property
+    def _replicas(self) -> _Replicas:
+        slots = [travelling for _, travelling in self._travellers]
+        return _Replicas(self._accumulator, self._layout, slots, average=self._replicated == "average")
+
+    def _is_traveller(self, slot: Slot) -> bool:
+        return self._travels and slot.partition == "replicated"
+
+    def _of_all_parts(self, mine: StepStats) -> StepStats:
+        totals, settings = mine.totals.copy(), {**mine.settings, "window": _described(self._accumulator.weights)}
+        if self._travels:
+            self._sum_replicas()
+            totals[self._is_replicated] = self._replicas.totals()
+        tallies = tallies_of(self.group, replace(mine, totals=totals, settings=settings))
+        totals = self._totals_of_the_model([tally.totals for tally in tallies])
+        return replace(mine, totals=totals, unused=unused_by_all(tallies))
+
+    def _sum_replicas(self) -> None:
+        if not self.group.started:
+            self._replicas.take(self._targets)
+        for span in self._layout.spans:
+            if span.key not in self.group.started:
+                self.group.start(span)
+        self.group.wait()
+        self._replicas.land()
+
+    def _totals_of_the_model(self, parts: Sequence[Float64]) -> Float64:
+        totals: Float64 = np.add.accumulate(parts)[-1]
+        replicas = np.array(parts)[:, self._is_replicated]
+        is_finite = np.isfinite(replicas).all(axis=0)
+        for rank, replica in enumerate(replicas):
+            self._refuse_other_replicas(rank, np.where(is_finite, replica, 0), np.where(is_finite, replicas[0], 0))
+        # Where one rank's is not finite the sum over the ranks is not either: all of them refuse the step.
+        totals[self._is_replicated] = np.where(is_finite, replicas[0], totals[self._is_replicated])
+        return totals
+
+    def _refuse_other_replicas(self, rank: int, replica: Float64, first: Float64) -> None:
+        if self._travels:
+            refuse_diverged(rank, replica, first)
+            return
+        differs = np.flatnonzero(~same_sums(replica, first))
+        if differs.size:
+            slot = [s for s in self._slots if s.partition == "replicated"][differs[0]]
+            raise ExchangeError(
+                f"replicated gradient '{slot.name}' is not the same on ranks 0 and {rank}",
+                got=f"norm {replica[differs[0]] ** 0.5:.9g} on rank {rank}",
+                expected=f"{first[differs[0]] ** 0.5:.9g}",
+                do="use replicated='sum' where each rank holds a partial sum (sequence parallelism), "
+                "'average' where the copies differ by their rounding",
+            )
+
+    def _found_in_sums(self, step: int) -> NonFiniteGradient | None:
+        """What this rank gave to a sum of replicas that was not finite."""
+        for bad in self.group.progress.bad:
+            for slot, place in self._travellers:
+                if place.offset <= bad.index < place.stop and bad.rank == self._accumulator.layout.tp_rank:
+                    return NonFiniteGradient(slot.name, bad.index - place.offset, bad.value, step=step)
+        return None
+
+
+@final
+class _Replicas:
+    """Memory for the replicated gradients that travel: side by side, and on a GPU a staging on the host."""
+
+    def __init__(
+        self, accumulator: PerBlockGradientAccumulator, layout: GradientLayout, slots: Sequence[Slot], *, average: bool
+    ) -> None:
+        self._kernels = accumulator.kernels
+        self._divisor = accumulator.layout.tp_size if average else 1
+        self._arena = self._kernels.allocate(layout.arena_size)
+        self._parts = [self._arena.part(slot.offset, slot.stop) for slot in slots]
+        self._sums = self._kernels.squared_sums([slot.size for slot in slots], self._arena)
+        with self._kernels.in_order(self._sums):
+            self._kernels.fill_zero([self._arena])
+
+    @property
+    def data(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        """Where the exchange sums."""
+        return self._staging.data if self._arena.size else np.empty(0, np.float32)
+
+    @cached_property
+    def _staging(self) -> StagingBuffer:
+        return self._kernels.staging(self._arena)
+
+    def take(self, targets: Sequence[Buffer]) -> None:
+        """Copy this rank's gradients to where the exchange finds them."""
+        with self._kernels.in_order(self._sums):
+            self._kernels.scale(targets, np.float32(1), self._parts)
+            if self._arena.size:
+                self._staging.fetch(0, self._arena.size)
+
+    def land(self) -> None:
+        """The sums are there."""
+        if self._arena.size:
+            with self._kernels.in_order(self._sums):
+                self._staging.put_back()
+
+    def totals(self) -> Float64:
+        """Squared sums of what will be put back: the memory holds sums until then, as it may be put back twice."""
+        self._kernels.measure_all(self._parts, self._sums)
+        return self._kernels.totals(self._sums) / self._divisor**2
+
+    def put_back(self, targets: Sequence[Buffer]) -> None:
+        """Copy sums, or averages, to the arena."""
+        with self._kernels.in_order(self._sums):
+            self._kernels.scale(self._parts, np.float32(1 / self._divisor), targets)
+
+
+def _do_nothing(span: Span, upto: int) -> None:
+    """Sums are measured when all have landed: there are few."""
+
+
+def _refuse_other_group(exchange: Exchange, layout: GradientLayout) -> None:
+    if (exchange.rank, exchange.world_size) != (layout.tp_rank, layout.tp_size):
+        raise CallerError(
+            "tp_exchange is not the layout's",
+            got=f"rank {exchange.rank} of {exchange.world_size}",
+            expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
+            do="connect each rank as its tp_rank of its TensorParallelConfig",
+        )
+
+
+def _described(weights: Sequence[float]) -> str:
+    """A window's micro-batches, in words that are the same only where all weights are."""
+    shown = ", ".join(f"{weight:.9g}" for weight in weights)
+    if len(weights) > _WEIGHTS_SHOWN:
+        shown = f"{shown.split(', ')[0]}, ... (sha256 {hashlib.sha256(shown.encode()).hexdigest()[:12]})"
+    return f"{len(weights)} micro-batches of weight {shown}" if weights else "no micro-batch"
+
+
+def _named() -> AbstractContextManager[None]:
+    return in_group("in the tensor-parallel group")
+
+
+def _facts_of(found: NonFiniteGradient | None) -> list[object] | None:
+    return None if found is None else [found.component, found.index, float(found.value), found.rank]
+
+
+def _found_by(tp_rank: int, facts: Any, step: int, known: Container[str]) -> NonFiniteGradient | None:
+    if facts is None:
+        return None
+    try:
+        component, index, value, rank = facts
+        found = NonFiniteGradient(component, int(index), float(value), step=step, rank=rank, tp_rank=tp_rank)
+    except (ValueError, TypeError, OverflowError) as fault:
+        raise ProtocolError(f"what rank {tp_rank} found cannot be read ({fault})") from None
+    if not isinstance(component, str) or component not in known or not isinstance(rank, (int, type(None))):
+        raise ProtocolError(f"rank {tp_rank} found something that cannot be", got=f"{component!r} of rank {rank!r}")
+    return found

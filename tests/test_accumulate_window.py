@@ -1,0 +1,211 @@
+"""The window: micro-batches counted and weighed per slot, and what each slot still holds."""
+
+import math
+
+import numpy as np
+import pytest
+import strategies as draw
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.accumulate.window import Window, checked_weight, ordered_sum
+from gradengine.arrays.host import host_buffer
+from gradengine.errors import WindowError
+from gradengine.kernels import SlotSet, kernels_for
+
+ONE, TWO = np.float32(1), np.float32(2)
+
+
+def given_to(places, *views):
+    return kernels_for("cpu").contribution(places, views)
+
+
+def view(size=1):
+    return host_buffer(np.zeros(size, np.float32), "w")
+
+
+def views(count):
+    return [view() for _ in range(count)]
+
+
+def took(window, places, weight=ONE, holes=()):
+    contribution = given_to(places, *[None if p in holes else view() for p in places.positions])
+    window.take(contribution, weight)
+    return contribution
+
+
+def folds(window, places):
+    return {fold.position: fold for batch in window.batches(places) for fold in batch.folds()}
+
+
+class TestCounting:
+    def test_counts_and_weights(self):
+        window, first, rest = Window(3), SlotSet([0]), SlotSet([1, 2])
+        took(window, first, TWO)
+        took(window, rest, TWO, holes=[2])  # the rest of the same micro-batch
+        assert (window.counts.tolist(), window.weights) == ([1, 1, 1], [2])
+        took(window, SlotSet([2, 0]), ONE)
+        assert (window.counts.tolist(), window.weights) == ([2, 1, 2], [2, 1])
+        assert window.waiting.tolist() == [2, 1, 1]
+
+    def test_measured_until_the_next_contribution(self):
+        window, both = Window(2), SlotSet([0, 1])
+        took(window, both)
+        window.folded(both)
+        window.measured[:] = True
+        took(window, both, holes=[0])  # nothing came for it, so its sum is what it was
+        assert window.measured.tolist() == [True, False]
+
+    def test_another_weight_within_a_micro_batch_is_refused(self):
+        window, zero, one = Window(2), SlotSet([0]), SlotSet([1])
+        took(window, zero, TWO)
+        window.refuse_other_weight(one, TWO, "block 1")
+        window.refuse_other_weight(zero, ONE, "block 0")  # begins the next one
+        with pytest.raises(WindowError, match=r"block 1 of micro-batch 0 has another weight .* got 1.0, expected 2.0"):
+            window.refuse_other_weight(SlotSet([0, 1]), ONE, "block 1")
+
+    def test_the_mean_counts_as_one_micro_batch(self):
+        window, both = Window(2), SlotSet([0, 1])
+        for _ in range(3):
+            took(window, both, TWO)
+        window.folded(both)
+        window.measured[:] = True
+        window.become_one()
+        assert (window.counts.tolist(), window.weights) == ([1, 1], [1])
+        assert not window.measured.any()
+        assert window.filled.all()
+
+
+class TestFolding:
+    def test_a_fold_has_all_that_is_held_in_order_and_overwrites_once(self):
+        window, places = Window(1), SlotSet([0])
+        first, second = took(window, places, TWO), took(window, places, ONE)
+        (batch,) = window.batches(places)
+        assert (batch.overwrite.tolist(), list(batch.weights)) == ([True], [TWO, ONE])
+        assert list(batch.contributions) == [first, second]
+        window.folded(places)
+        assert window.batches(places) == []
+        took(window, places)
+        assert folds(window, places)[0].overwrite is False
+
+    def test_what_came_together_is_one_batch(self):
+        window, whole = Window(4), SlotSet(range(4))
+        for _ in range(3):
+            took(window, whole, holes=[2])
+        (batch,) = window.batches(whole)
+        assert batch.places is whole
+        assert [fold.position for fold in batch.folds()] == [0, 1, 3]
+        window.folded(whole)
+        assert window.filled.tolist() == [True, True, False, True]
+
+    def test_parts_that_came_apart_are_folded_as_they_came(self):
+        window, whole, left, right = Window(3), SlotSet(range(3)), SlotSet([0, 1]), SlotSet([2])
+        a, b, c = took(window, whole, TWO), took(window, left, ONE), took(window, right, ONE)
+        found = folds(window, whole)
+        assert found[0].sources == (a.views[0], b.views[0])
+        assert found[2].sources == (a.views[2], c.views[0])
+        assert all(fold.weights == (TWO, ONE) for fold in found.values())
+        assert len(window.batches(whole)) == 2
+
+    def test_a_part_may_be_folded_before_the_rest(self):
+        window, whole, left = Window(3), SlotSet(range(3)), SlotSet([0, 1])
+        a, b = took(window, whole), took(window, whole)
+        assert sorted(folds(window, left)) == [0, 1]
+        window.folded(left)
+        assert window.waiting.tolist() == [0, 0, 2]
+        found = folds(window, whole)
+        assert list(found) == [2]
+        assert found[2].sources == (a.views[2], b.views[2])
+        window.folded(whole)
+        assert window.batches(whole) == []
+
+    @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7), st.booleans()), max_size=12))
+    def test_any_order_of_parts_and_folds_gives_each_slot_its_own_in_order(self, calls):
+        """Against a list for each slot: what a fold hands over is what came, once, in the order it came."""
+        parts = [SlotSet([0]), SlotSet([1, 2]), SlotSet([3]), SlotSet(range(4))]
+        window, waiting = Window(4), [[] for _ in range(4)]
+        for number, holes, is_fold in calls:
+            places = parts[number]
+            if is_fold:
+                handed = {p: list(fold.sources) for p, fold in folds(window, places).items()}
+                assert handed == {p: waiting[p] for p in places.positions if waiting[p]}
+                window.folded(places)
+                for p in places.positions:
+                    waiting[p] = []
+            else:
+                contribution = took(window, places, holes=[p for p in range(4) if holes >> p & 1 == 0])
+                for p, given_view in zip(places.positions, contribution.views, strict=True):
+                    waiting[p] += [] if given_view is None else [given_view]
+            assert window.waiting.tolist() == [len(held) for held in waiting]
+
+
+class TestAddresses:
+    def test_one_is_held_until_its_last_fold(self):
+        window, both, shared = Window(3), SlotSet([0, 1]), view()
+        window.take(given_to(both, shared, shared), ONE)
+        again = given_to(SlotSet([2]), shared)
+        window.folded(SlotSet([0]))
+        assert window.held_already(again) == 2  # slot 1 still waits for it
+        window.folded(SlotSet([1]))
+        assert window.held_already(again) is None
+
+    def test_nothing_is_held_of_an_empty_view(self):
+        window, places = Window(1), SlotSet([0])
+        empty = given_to(places, view(0))
+        window.take(empty, ONE)
+        assert window.held_already(empty) is None
+
+
+class TestWeight:
+    @given(st.floats(1e-37, 1e38))
+    def test_is_rounded_to_fp32(self, weight):
+        scalar = checked_weight(weight)
+        assert type(scalar) is np.float32
+        assert scalar == np.float32(weight)
+
+    @pytest.mark.parametrize("weight", [1, np.int64(3), np.float64(0.5), np.array(2.5)])
+    def test_whatever_is_a_number(self, weight):
+        assert checked_weight(weight) == np.float32(float(weight))
+
+    @pytest.mark.parametrize(
+        "weight",
+        [
+            0,
+            0.0,
+            -0.0,
+            -1,
+            math.nan,
+            math.inf,
+            -math.inf,
+            1e-60,
+            1e-40,
+            3.5e38,
+            1e60,
+            10**400,
+            "x",
+            "3",
+            None,
+            True,
+            [1],
+            1j,
+        ],
+    )
+    def test_refused(self, weight):
+        with pytest.raises(WindowError, match=r"a micro-batch's weight is (out|no) .*: got .*, expected a finite") as e:
+            checked_weight(weight)
+        assert e.value.got is weight or e.value.got in {repr(weight), "list", "an integer of 1329 bits"}
+
+    @given(draw.weights)
+    def test_its_reciprocal_is_an_fp32_number(self, weight):
+        assert 0 < np.float32(1 / float(checked_weight(weight))) < np.inf
+
+    def test_the_smallest_has_a_finite_reciprocal(self):
+        tiny = checked_weight(2.0**-126)
+        assert np.float32(1) / tiny < np.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], 0.0), ([0.1] * 10, 0.9999999999999999), ([1e16, 1, 1, -1e16], 0.0)]
+)
+def test_a_sum_in_order_is_rounded_at_each_step(values, expected):
+    assert ordered_sum(values) == expected  # a compensated sum gives 1.0 and 2.0

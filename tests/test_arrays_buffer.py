@@ -1,0 +1,190 @@
+"""What arrays and pointers become: parts, overlaps, whose stream they are on, and owners that are gone."""
+
+import functools
+import mmap
+import weakref
+from multiprocessing import shared_memory
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hostile_values import HOSTILE, Unshowable, refusal_of
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gradengine.arrays.buffer import (
+    Buffer,
+    NamedStream,
+    RawBuffer,
+    UnknownStream,
+    freed,
+    overlapping,
+    refuse_read_only,
+    stream_handle,
+)
+from gradengine.arrays.host import host_buffer
+from gradengine.errors import BufferRefused, CallerError
+
+
+class TestParts:
+    def test_of_host_memory(self):
+        array = np.arange(5, dtype=np.float16)
+        part = host_buffer(array, "w").part(1, 4)
+        assert (part.pointer, part.size, part.nbytes, part.shape) == (array.ctypes.data + 2, 3, 6, (3,))
+        assert part.data.view(np.float16).tolist() == [1, 2, 3]
+
+    def test_of_a_gpus_memory(self):
+        whole = Buffer(4096, 8, "float32", (2, 4), False, "owner", "cuda:1", producer=NamedStream(7))
+        part = whole.part(2, 5)
+        assert (part.pointer, part.size, part.nbytes, part.data) == (4096 + 8, 3, 12, None)
+        assert (part.owner, part.device, part.producer, part.writable) == ("owner", "cuda:1", NamedStream(7), False)
+
+
+class TestOverlap:
+    @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=7))
+    @example([(0, 3), (0, 0)])
+    def test_found_exactly_where_elements_are_shared(self, stretches):
+        memory = np.zeros(30, np.float32)
+        buffers = [host_buffer(memory[start : start + size], "w") for start, size in stretches]
+        elements = [set(range(start, start + size)) for start, size in stretches]
+        shared = {(i, j) for j in range(len(elements)) for i in range(j) if elements[i] & elements[j]}
+        assert (overlapping(buffers) in shared) if shared else (overlapping(buffers) is None)
+
+    def test_of_different_dtypes(self):
+        memory = np.zeros(4, np.float32)
+        halves = memory.view(np.float16)
+        assert overlapping([host_buffer(memory[2:], "a"), host_buffer(halves[:5], "b")]) == (0, 1)
+        assert overlapping([host_buffer(memory[2:], "a"), host_buffer(halves[:4], "b")]) is None
+
+
+class TestLenders:
+    def test_whatever_is_given_for_a_stream_is_one_or_is_refused_by_an_error_of_ours(self):
+        class Gone:
+            def __cuda_stream__(self):
+                raise Unshowable
+
+        hostile = [*HOSTILE, Gone(), *(SimpleNamespace(__cuda_stream__=(0, value)) for value in HOSTILE)]
+        refusals = [refusal_of(functools.partial(stream_handle, value)) for value in hostile]
+        assert {refusal[:22] for refusal in refusals} == {"", "this is no CUDA stream"}
+
+    def test_two_names_of_the_default_stream(self):
+        assert NamedStream(0) == NamedStream(1)
+        assert len({NamedStream(0), NamedStream(1), NamedStream(2), UnknownStream(), UnknownStream()}) == 3
+
+    def test_where_nobody_can_say(self):
+        assert UnknownStream().stream() is None
+        assert NamedStream(1).stream() == 0
+
+
+class Deleted:
+    """What a JAX array says when its buffer was donated."""
+
+    def is_deleted(self):
+        return True
+
+
+def released():
+    view = memoryview(bytearray(8))
+    view.release()
+    return view
+
+
+def closed():
+    memory = mmap.mmap(-1, 4096)
+    memory.close()
+    return memory
+
+
+def dead():
+    return weakref.ref(np.zeros(2))
+
+
+def dead_proxy():
+    return weakref.proxy(Deleted())
+
+
+def closed_shared_memory():
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    memory.close()
+    memory.unlink()
+    return memory
+
+
+FREED = {
+    "a weak reference to nothing": dead,
+    "a weak reference to nothing(?# by proxy)": dead_proxy,
+    "a SharedMemory that is closed": closed_shared_memory,
+    "a mmap that is closed": closed,
+    "a memoryview that is released": released,
+    "a Deleted that is deleted": Deleted,
+}
+
+
+class TestFreedOwners:
+    @pytest.mark.parametrize("how", list(FREED))
+    def test_are_refused_by_name(self, how):
+        raw = RawBuffer(np.zeros(2, np.float32).ctypes.data, 2, "float32", owner=FREED[how]())
+        with pytest.raises(BufferRefused, match=f"component 'w' lies in memory that its owner has freed: got {how}"):
+            host_buffer(raw, "w")
+
+    def test_a_weak_reference_is_asked_through(self):
+        owner = Deleted()
+        assert freed(weakref.ref(owner)) == "a Deleted that is deleted"
+
+    def test_shared_memory_that_is_open(self):
+        memory = shared_memory.SharedMemory(create=True, size=64)
+        try:
+            assert freed(memory) is None
+        finally:
+            memory.close()
+            memory.unlink()
+
+    def test_one_that_cannot_say(self):
+        class Odd:
+            @property
+            def closed(self):
+                raise ValueError("odd")
+
+        assert freed(Odd()) == "a Odd that cannot say whether it is (ValueError: odd)"
+
+    @pytest.mark.parametrize(
+        "owner", [None, np.zeros(2), SimpleNamespace(buf=None), mmap.mmap(-1, 4096), memoryview(b"ab"), "closed", 3]
+    )
+    def test_others_are_alive(self, owner):
+        assert freed(owner) is None
+
+    def test_one_that_goes_is_noticed_the_next_time(self):
+        array = np.ones(2, np.float32)
+        raw = RawBuffer(array.ctypes.data, 2, "float32", owner=weakref.ref(array))
+        assert host_buffer(raw, "w").data.tolist() == [1, 1]
+        del array
+        with pytest.raises(BufferRefused, match="a weak reference to nothing"):
+            host_buffer(raw, "w")
+
+
+class TestStreamHandles:
+    class Protocol:
+        def __cuda_stream__(self):
+            return 0, 7
+
+    @pytest.mark.parametrize(
+        ("stream", "handle"), [(5, 5), (np.int64(5), 5), (Protocol(), 7), (SimpleNamespace(cuda_stream=6), 6)]
+    )
+    def test_of_whatever_has_one(self, stream, handle):
+        assert stream_handle(stream) == handle
+        assert NamedStream(stream).stream() == handle
+        assert type(NamedStream(stream).stream()) is int  # CuPy takes nothing else
+
+    @pytest.mark.parametrize("stream", [-1, 1.5, "1", None, object(), SimpleNamespace(__cuda_stream__=lambda: ())])
+    def test_what_has_none(self, stream):
+        with pytest.raises(CallerError, match="this is no CUDA stream: got"):
+            stream_handle(stream)
+
+
+def test_a_destination_that_requires_grad():
+    class Watched:
+        requires_grad = True
+
+    buffer = Buffer(4096, 2, "float32", (2,), True, None)
+    with pytest.raises(BufferRefused, match=r"'w' requires grad: got Watched, .*pass the parameter's \.grad"):
+        refuse_read_only(buffer, Watched(), "w")

@@ -1,0 +1,119 @@
+"""Verdicts that come late: each bad step is told once, in whatever order word of it comes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gradengine.deferred import DeferredErrors
+from gradengine.errors import NonFiniteGradient
+from gradengine.kernels import ClipPlan, StepStatus
+from gradengine.kernels.host import HostKernels
+from gradengine.layout import GradientLayout
+
+LAYOUT = GradientLayout.of({"w": (4,), "head": (2,)})
+
+
+def verdict(step, bad_steps=0, bad_step=0, component=0, index=0):
+    return StepStatus(step, 1.0, 1.0, 1.0, False, bad_steps, bad_step, component, index, float("inf"), 1)
+
+
+class Device:
+    """Kernels that say what they are told to say: what has arrived, and what a wait would find."""
+
+    def __init__(self):
+        self.arrived, self.now, self.sent = [], verdict(0), 0
+
+    def telemetry(self, sums, plan):
+        return SimpleNamespace(newest=lambda: self.arrived.pop(0) if self.arrived else None, send=self.send)
+
+    def send(self):
+        self.sent += 1
+
+    def read_verdict(self, decision):
+        return self.now
+
+
+def told(late):
+    """The error that whoever calls next is told, or None."""
+    try:
+        late.raise_untold()
+    except NonFiniteGradient as error:
+        return error
+    return None
+
+
+@pytest.fixture
+def device():
+    return Device()
+
+
+@pytest.fixture
+def late(device):
+    return DeferredErrors(device, LAYOUT, None, ClipPlan((0, 0), (1.0,)))
+
+
+def test_each_bad_step_is_told_once(device, late):
+    assert told(late) is None
+    device.arrived = [verdict(1), verdict(2, 1, 2, 1, 1), verdict(3, 1, 2, 1, 1)]
+    assert told(late) is None
+    error = told(late)
+    assert (error.component, error.index, error.step, error.is_late) == ("head", 1, 1, True)
+    assert told(late) is None
+    assert late.latest() == verdict(3, 1, 2, 1, 1)
+    assert told(late) is None
+
+
+def test_of_several_the_last_is_told(device, late):
+    device.arrived = [verdict(5, 3, 4, 0, 2)]
+    assert (told(late).step, late.latest().bad_steps) == (3, 3)
+
+
+def test_word_that_is_older_than_what_was_read_tells_nothing_again(device, late):
+    """check() has read two bad steps; the first one's verdict arrives alone, then the second one's."""
+    device.now = verdict(2, 2, 2)
+    assert late.of_step(1, None).step == 1
+    device.arrived = [verdict(1, 1, 1), verdict(2, 2, 2)]
+    assert told(late) is None
+    assert told(late) is None
+    device.arrived = [verdict(3, 3, 3)]
+    assert told(late).step == 2
+
+
+def test_another_steps_verdict_is_still_to_be_told(device, late):
+    device.now = verdict(2, 1, 1)
+    assert late.of_step(1, None) is None
+    device.arrived = [verdict(2, 1, 1)]
+    assert told(late).step == 0
+
+
+def test_asking_twice_is_answered_twice(device, late):
+    device.now = verdict(1, 1, 1)
+    assert [late.of_step(0, None).step for _ in range(2)] == [0, 0]
+
+
+def test_a_wait_finds_what_has_not_arrived(device, late):
+    late._telemetry.read = lambda: verdict(4, 1, 3, 1, 1)
+    late.wait()
+    assert (told(late).step, told(late)) == (2, None)
+
+
+def test_what_a_check_has_raised_is_told(device, late):
+    device.now = verdict(2, 1, 2)
+    late.raise_of_step(0, None)
+    with pytest.raises(NonFiniteGradient):
+        late.raise_of_step(1, None)
+    device.arrived = [verdict(2, 1, 2)]
+    assert told(late) is None
+
+
+def test_sending(device, late):
+    assert late.exist
+    late.send()
+    assert device.sent == 1
+
+
+def test_on_the_cpu_there_are_none():
+    kernels = HostKernels(1)
+    late = DeferredErrors(kernels, LAYOUT, kernels.squared_sums([4, 2]), ClipPlan((0, 0), (1.0,)))
+    late.send()
+    assert (late.exist, late.latest(), told(late)) == (False, None, None)

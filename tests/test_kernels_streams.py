@@ -1,0 +1,634 @@
+"""Borrowed memory: work on it is behind what its lender has queued and before what it queues next, or it is kept."""
+
+import gc
+import sys
+import threading
+import time
+import types
+import weakref
+
+import cuda_emulator
+import numpy as np
+import pytest
+from devices import all_on_host, named_cuda, nothing_is_launched, on_host, put_all, raw, synchronize
+from emulated_torch import Tensor, copy_on, emulated_torch, tensors_of
+from producers import Producer
+
+from gradengine import GradientEngine, GradientLayout, clip_by_global_norm, elementwise
+from gradengine.accumulate.gpu import GpuGradientAccumulator
+from gradengine.arrays.buffer import NamedStream, UnknownStream
+from gradengine.errors import BufferRefused, CallerError
+from gradengine.kernels.device import Kept
+from gradengine.kernels.streams import ForeignStreams
+
+LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
+
+
+def new_engine(device, **options):
+    return GradientEngine(LAYOUT, device.kernels, **{"max_norm": None, **options})
+
+
+def filled(device, value, dtype=np.float32):
+    return put_all(device, [np.full(slot.shape, value, np.float32).astype(dtype) for slot in LAYOUT.slots])
+
+
+class ProducerStream:
+    """Somebody with gradients on the device and a stream of their own, as a way of passing them."""
+
+    def __init__(self, device, way, monkeypatch):
+        xp = self.xp = device.xp
+        self.device, self.way = device, way
+        self.stream = xp.cuda.Stream(non_blocking=True)
+        self.arrays = filled(device, 0)
+        if way.startswith("torch"):
+            monkeypatch.setitem(sys.modules, "torch", emulated_torch(self.stream, is_old="before" in way))
+        self.kept, self.values = tensors_of(self.arrays), []
+        synchronize(device)
+
+    def lent(self, arrays=None):
+        """The arrays as they are passed."""
+        arrays = self.arrays if arrays is None else arrays
+        if self.way == "torch, the same tensors":
+            return self.kept if arrays is self.arrays else tensors_of(arrays)
+        if self.way.startswith("torch"):
+            return tensors_of(arrays)
+        return [raw(self.device.kernels.view(array, "w"), stream=self.stream.ptr) for array in arrays]
+
+    def writes(self, value):
+        """Queue new values on the lender's stream; all that is needed for it is there before."""
+        values = filled(self.device, value)
+        self.values.append(values)  # on a stream of its own, they must outlive the copies
+        synchronize(self.device)
+        return lambda: [copy_on(self.xp, self.stream, *pair) for pair in zip(self.arrays, values, strict=True)]
+
+    def reads(self, arrays):
+        """Queue copies of arrays on the lender's stream; the copies, to be looked at later."""
+        with self.stream:  # what the pool gives out may still be in use on the stream that it was given out on
+            copies = [self.xp.empty(array.shape, array.dtype) for array in arrays]
+        for copy, array in zip(copies, arrays, strict=True):
+            copy_on(self.xp, self.stream, copy, array)
+        return copies
+
+
+WAYS = ["torch", "torch, the same tensors", "torch before 2.10", "a pointer with a stream"]
+
+
+@pytest.fixture(params=WAYS)
+def lender(request, device, monkeypatch):
+    return ProducerStream(device, request.param, monkeypatch)
+
+
+def all_are(arrays, value):
+    return all((on_host(array) == value).all() for array in arrays)
+
+
+class TestOrder:
+    """Each on streams of their own that nothing orders but events; on the emulator work is done as late as can be."""
+
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_gradients_are_read_after_they_were_written_and_before_they_are_overwritten(self, device, lender, hold):
+        engine = new_engine(device, hold=hold)
+        for value in (1, 2, 3):
+            write, spoil = lender.writes(value), lender.writes(np.nan)
+            write()
+            engine.add(lender.lent())
+            if hold == 1:
+                spoil()
+                lender.stream.synchronize()
+            assert all_are(engine.step().gradients.values(), value)
+
+    def test_a_fold_on_another_stream_than_the_add(self, device, lender):
+        engine, write = new_engine(device, hold=2), lender.writes(5)
+        with lender.xp.cuda.Stream(non_blocking=True):
+            write()
+            engine.add(lender.lent())
+        spoil = lender.writes(np.nan)
+        with lender.xp.cuda.Stream(non_blocking=True) as stream:
+            result = engine.step()
+            spoil()
+            stream.synchronize()
+        assert all_are(result.gradients.values(), 5)
+
+    def test_the_arena_is_read_after_the_step_and_before_the_next_window(self, device, lender):
+        engine = new_engine(device)
+        copies = []
+        for value in (1, 2, 3):
+            write = lender.writes(value)
+            write()
+            engine.add(lender.lent())
+            copies.append(lender.reads(list(engine.step().gradients.values())))
+        synchronize(device)
+        assert [all_are(copy, value) for copy, value in zip(copies, (1, 2, 3), strict=True)] == [True] * 3
+
+    def test_a_deferred_steps_factor(self, device, lender):
+        engine, write = new_engine(device), lender.writes(4)
+        write()
+        engine.add(lender.lent(), weight=8)
+        copy = lender.reads([engine.step(deferred=True).inverse_factor])
+        synchronize(device)
+        assert on_host(copy[0]) == 8
+
+    @pytest.mark.parametrize("max_norm", [None, 1.0])
+    def test_destinations_of_a_step(self, device, lender, max_norm):
+        engine, out = new_engine(device, max_norm=max_norm), filled(device, 0)
+        given, early, late = filled(device, 3), filled(device, np.nan), None
+        synchronize(device)
+        for target, source in zip(out, early, strict=True):
+            copy_on(lender.xp, lender.stream, target, source)
+        engine.add(given)
+        engine.step(out=lender.lent(out))
+        late = lender.reads(out)
+        synchronize(device)
+        assert all_are(late, 3) if max_norm is None else not np.isnan(on_host(late[0])).any()
+
+    def test_clipping_in_place(self, device, lender):
+        write = lender.writes(3)
+        write()
+        with named_cuda(device):
+            clip_by_global_norm(dict(zip("ab", lender.lent(), strict=True)), 1.0)
+        copies = lender.reads(lender.arrays)
+        synchronize(device)
+        assert on_host(copies[1]) == pytest.approx(1 / np.sqrt(5007), rel=1e-6)
+
+    def test_the_operations_on_one_buffer(self, device, lender):
+        write = lender.writes(3)
+        write()
+        elementwise.scale(lender.lent()[0], 2.0, device=device.kernels)
+        copies = lender.reads(lender.arrays[:1])
+        synchronize(device)
+        assert all_are(copies, 6)
+
+    def test_copies_to_a_workspace(self, device, lender):
+        accumulator, write = GpuGradientAccumulator(LAYOUT, device.kernels), lender.writes(3)
+        workspace = filled(device, 0)
+        synchronize(device)
+        write()
+        accumulator.add(lender.lent())
+        accumulator.copy_block_to(0, lender.lent(workspace)[:1])
+        copies = lender.reads(workspace[:1])
+        synchronize(device)
+        assert all_are(copies, 3)
+
+    def test_a_graph_that_is_replayed(self, device, lender):
+        engine, out = new_engine(device), filled(device, 0)
+        lent = lender.lent()
+        synchronize(device)
+        with engine.capture() as graph:
+            engine.add(lent)
+            engine.step(out=lender.lent(out))
+        for value in (1, 2, 3):
+            write, spoil = lender.writes(value), lender.writes(np.nan)
+            write()
+            graph.replay()
+            copies = lender.reads(out)
+            spoil()
+            synchronize(device)
+            assert all_are(copies, value)
+
+    def test_a_graph_for_other_arrays(self, device, lender):
+        """Recorded with the device's own arrays, then for a lender's."""
+        engine, out, own = new_engine(device), filled(device, 0), filled(device, 1)
+        with engine.capture() as graph:
+            engine.add(own)
+            engine.step()
+        graph.repoint([lender.lent()], out=lender.lent(out))
+        write = lender.writes(9)
+        write()
+        graph.replay()
+        copies = lender.reads(out)
+        synchronize(device)
+        assert all_are(copies, 9)
+
+    @pytest.mark.parametrize("lender", WAYS[:3], indirect=True)
+    def test_a_fold_while_torch_is_on_another_stream_than_at_the_add(self, device, lender):
+        """Torch's allocator gives memory out again on the stream that it came from, not on the one of the fold."""
+        torch, engine = sys.modules["torch"], new_engine(device, hold=2)
+        side, other = lender.stream, lender.xp.cuda.Stream(non_blocking=True)
+        for value in (1, 2):
+            write, spoil = lender.writes(value), lender.writes(np.nan)
+            torch.current = side
+            write()
+            engine.add(lender.lent())
+            torch.current = other
+            result = engine.step()
+            spoil()
+            side.synchronize()
+            assert all_are(result.gradients.values(), value)
+
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_an_interface_that_names_a_stream_is_read_after_it_whenever_it_comes_again(self, device, monkeypatch, hold):
+        """With `.data.ptr` as CuPy's arrays have, but without the export that would order CuPy's."""
+        lender, engine = ProducerStream(device, "an interface", monkeypatch), new_engine(device, hold=hold)
+        given = [WithInterface(array, lender.stream) for array in lender.arrays]
+        for value in (1, 2, 3):
+            lender.writes(value)()
+            engine.add(given)
+            assert all_are(engine.step().gradients.values(), value)
+
+
+class WithInterface:
+    """An array that says by `__cuda_array_interface__` alone where it lies and which stream still writes to it."""
+
+    def __init__(self, array, stream):
+        self.data = types.SimpleNamespace(ptr=array.data.ptr)
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "version": 3, "stream": stream.ptr}
+
+
+CALLS = {
+    "add": lambda engine, lent: engine.add(lent),
+    "add_block": lambda engine, lent: engine.add_block(0, lent[:1]),
+    "step": lambda engine, _: engine.step(),
+    "step, out=": lambda engine, lent: engine.step(out=lent),
+    "clip": lambda _, lent: clip_by_global_norm(lent, 1.0),
+}
+
+
+class TestALenderThatRecords:
+    """Its stream records a graph: to wait for that is an error of the driver's, which ends the recording."""
+
+    @pytest.mark.parametrize("hold", [1, 2])
+    @pytest.mark.parametrize("call", CALLS)
+    def test_is_refused_before_anything_is_done_and_both_go_on_afterwards(self, device, lender, call, hold):
+        engine, other = new_engine(device, hold=hold), filled(device, 5)
+        write, is_step = lender.writes(3), call.startswith("step")
+        write()
+        if is_step:
+            engine.add(lender.lent(), weight=4)
+        lent = lender.lent(other)
+        lender.stream.begin_capture()
+        refused = pytest.raises(CallerError, match=f"records a graph on its stream: got stream {lender.stream.ptr:#x}")
+        with named_cuda(device), nothing_is_launched(device), refused:
+            CALLS[call](engine, lent)
+        lender.stream.end_capture()  # which is still valid
+        assert (engine.accumulator.accumulated_count, engine.current_step) == (is_step, 0)
+        if not is_step:
+            engine.add(lender.lent(), weight=4)
+        assert all_are(engine.step().gradients.values(), 3)
+        assert all_are(other, 5)
+
+    def test_a_copy_to_its_memory(self, device, lender):
+        accumulator, workspace = GpuGradientAccumulator(LAYOUT, device.kernels), filled(device, 5)
+        accumulator.add(filled(device, 1))
+        lent = lender.lent(workspace)[:1]
+        lender.stream.begin_capture()
+        with nothing_is_launched(device), pytest.raises(CallerError, match="records a graph on its stream"):
+            accumulator.copy_block_to(0, lent)
+        lender.stream.end_capture()
+        assert all_are(workspace, 5)
+
+    @pytest.mark.parametrize("call", ["block", "add"])
+    def test_a_fold_does_not_end_its_recording(self, device, lender, call):
+        """What is held was lent before: the window is lost, the framework's graph is not."""
+        engine, gradients = new_engine(device, hold=2), filled(device, 1)
+        engine.add(lender.lent())
+        lender.stream.begin_capture()
+        with pytest.raises(CallerError, match="records a graph on its stream"):
+            engine.add(gradients) if call == "add" else engine.accumulator.block(0)
+        lender.stream.end_capture()
+        engine.discard()
+        engine.add(gradients)
+        assert all_are(engine.step().gradients.values(), 1)
+
+    def test_a_replay_is_refused_before_it_is_launched(self, device, lender):
+        engine, lent = new_engine(device), lender.lent()
+        lender.writes(3)()
+        with engine.capture() as graph:
+            engine.add(lent)
+            engine.step()
+        lender.stream.begin_capture()
+        with nothing_is_launched(device), pytest.raises(CallerError, match="records a graph on its stream"):
+            graph.replay()
+        lender.stream.end_capture()
+        assert engine.current_step == 0
+        assert all_are(graph.replay().gradients.values(), 3)
+
+
+def capsules(arrays, **options):
+    """Exports made by hand, whose destructors note when they are let go."""
+    stand_in = [Producer(np.empty(array.shape, array.dtype), data=array.data.ptr, device=(2, 0)) for array in arrays]
+    return stand_in, [producer.freed for producer in stand_in]
+
+
+def keep_busy(device):
+    """Have the current stream have so much to do that no polling comes to the end of it."""
+    scratch, xp = device.put(np.zeros(8, np.float32)), device.xp
+    for _ in range(100):
+        xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
+
+
+class TestKept:
+    """Producers whose stream nobody knows, as JAX's: their memory is theirs again when our work is done, not before."""
+
+    @pytest.mark.usefixtures("lazy")
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_until_the_work_is_done(self, emulated, hold):
+        engine, arrays = new_engine(emulated, hold=hold), filled(emulated, 3)
+        other = filled(emulated, 1)
+        synchronize(emulated)
+        keep_busy(emulated)
+        producers, freed = capsules(arrays)
+        engine.add(producers)
+        del producers
+        result = engine.step()
+        gc.collect()
+        assert freed == [[], []]
+        assert all_are(result.gradients.values(), 3)
+        engine.add(capsules(other)[0])
+        engine.step()
+        gc.collect()
+        assert [len(calls) for calls in freed] == [1, 1]
+
+    @pytest.mark.usefixtures("lazy")
+    def test_destinations(self, emulated):
+        engine, out = new_engine(emulated), filled(emulated, 0)
+        keep_busy(emulated)
+        engine.add(filled(emulated, 3))
+        producers, freed = capsules(out)
+        engine.step(out=producers)
+        del producers
+        gc.collect()
+        assert freed == [[], []]
+        assert all_are(out, 3)
+
+    @pytest.mark.usefixtures("lazy")
+    def test_a_pointers_owner(self, emulated):
+        class Owner:
+            pass
+
+        owner, freed = Owner(), []
+        array = emulated.put(np.ones(7, np.float32))
+        layout = GradientLayout.of([(7,)])
+        engine = GradientEngine(layout, emulated.kernels)
+        synchronize(emulated)
+        keep_busy(emulated)
+        engine.add([raw(emulated.kernels.view(array, "w"), owner=owner)])
+        engine.step()
+        reference = weakref.ref(owner, freed.append)
+        del owner
+        gc.collect()
+        assert reference() is not None
+        synchronize(emulated)
+        engine.add([raw(emulated.kernels.view(array, "w"), owner=None)])
+        gc.collect()
+        # What is known again holds weak references only.
+        assert reference() is None
+
+    def test_torchs_is_not(self, device, monkeypatch):
+        """Its allocator gives memory to later work on the stream that we are before: it need not wait for us."""
+        lender, engine = ProducerStream(device, "torch", monkeypatch), new_engine(device)
+        tensors = lender.lent()
+        references = [weakref.ref(tensor) for tensor in tensors]
+        engine.add(tensors)
+        del tensors
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
+
+    def test_nothing_is_kept_for_ever(self, emulated):
+        engine, arrays = new_engine(emulated), filled(emulated, 3)
+        for _ in range(20):
+            engine.add(capsules(arrays)[0])
+            engine.step()
+            synchronize(emulated)
+        assert len(emulated.kernels._place.kept) <= 2
+
+
+class JaxArray(Producer):
+    """A JAX array on a GPU, as far as the package asks it: its capsule does not say that it is immutable."""
+
+    class sharding:
+        device_set = frozenset()
+
+    aval = "float32[7]"
+
+    def __init__(self, array):
+        super().__init__(np.empty(array.shape, array.dtype), data=array.data.ptr, device=(2, 0))
+
+    def is_deleted(self):
+        return False
+
+
+class TestJax:
+    @pytest.fixture
+    def given(self, emulated, monkeypatch):
+        """JAX arrays, and what they hold."""
+        jax = types.ModuleType("jax")
+        jax.Array, jax.core = JaxArray, types.SimpleNamespace(Tracer=type("Tracer", (), {}))
+        monkeypatch.setitem(sys.modules, "jax", jax)
+        gpu = type("Device", (), {"platform": "gpu", "local_hardware_id": 0})()
+        monkeypatch.setattr(JaxArray.sharding, "device_set", frozenset({gpu}))
+        arrays = filled(emulated, 3)
+        synchronize(emulated)
+        return [JaxArray(array) for array in arrays], arrays
+
+    def test_is_read_and_exported_anew_for_each_window(self, emulated, given):
+        engine = new_engine(emulated)
+        for window in (1, 2):
+            engine.add(given[0])
+            assert all_are(engine.step().gradients.values(), 3)
+            assert [len(array.asked) for array in given[0]] == [window] * 2
+
+    @pytest.mark.usefixtures("lazy")
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_is_kept_until_the_work_is_done(self, emulated, given, hold):
+        engine, freed = new_engine(emulated, hold=hold), [array.freed for array in given[0]]
+        keep_busy(emulated)
+        engine.add(given[0])
+        given[0].clear()
+        engine.step()
+        gc.collect()
+        assert freed == [[], []]
+        synchronize(emulated)
+        engine.add(filled(emulated, 1))
+        gc.collect()
+        assert [len(calls) for calls in freed] == [1, 1]
+
+    def test_is_no_destination(self, emulated, given):
+        engine = new_engine(emulated)
+        engine.add(filled(emulated, 1))
+        with (
+            nothing_is_launched(emulated),
+            pytest.raises(BufferRefused, match=r"'layers.0.w' is read-only: got JaxArr"),
+        ):
+            engine.step(out=given[0])
+        assert all_are(given[1], 3)
+
+    def test_is_refused_in_a_capture_which_goes_on_without_it(self, emulated, given):
+        engine, others = new_engine(emulated), filled(emulated, 4)
+        message = "component 'layers.0.w' is a JAX array, which no graph can use"
+        with engine.capture() as graph:
+            with pytest.raises(BufferRefused, match=message):
+                engine.add(given[0])
+            engine.add(others)
+            engine.step()
+        assert [array.asked for array in given[0]] == [[], []]
+        with pytest.raises(BufferRefused, match=message):
+            graph.repoint([given[0]])
+        assert all_are(graph.replay().gradients.values(), 4)
+
+
+class StubEvent:
+    """An event that lets other threads run while it is asked, as the driver's does."""
+
+    is_done = False
+
+    @property
+    def done(self):
+        time.sleep(0)
+        return self.is_done
+
+
+class StubDevice:
+    """A device whose events are done when the test says so."""
+
+    def __init__(self):
+        self.events, self.kept = [], Kept()
+
+    def is_capturing(self):
+        return False
+
+    def let_go(self):
+        self.kept.let_go()
+
+    def current_stream(self):
+        return types.SimpleNamespace(ptr=0)
+
+    def records(self, handle):
+        return False
+
+    def record(self):
+        self.events.append(StubEvent())
+        return self.events[-1]
+
+    def wait_for(self, handle):
+        pass
+
+    def let_wait(self, handle, event):
+        pass
+
+
+class Lent:
+    """Memory, as far as it can be kept."""
+
+
+class TestSharedByThreads:
+    def test_nothing_is_lost_when_threads_give_back_and_let_go_at_once(self):
+        device, names = StubDevice(), list(range(120))
+        foreign_streams = ForeignStreams(device)
+        threads = [
+            threading.Thread(
+                target=lambda mine=names[i::4]: [foreign_streams.give_back([UnknownStream()], n) for n in mine]
+            )
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(lent for _, lent in device.kept._waiting) == names
+
+    def test_what_comes_while_another_thread_asks_an_event_is_kept(self, monkeypatch):
+        device = StubDevice()
+        foreign_streams = ForeignStreams(device)
+        foreign_streams.give_back([UnknownStream()], "first")
+
+        def asked(_):
+            monkeypatch.undo()
+            other = threading.Thread(target=foreign_streams.give_back, args=([UnknownStream()], "meanwhile"))
+            other.start()
+            other.join(60)
+            return False
+
+        monkeypatch.setattr(StubEvent, "done", property(asked))
+        foreign_streams.give_back([UnknownStream()], "last")
+        assert {lent for _, lent in device.kept._waiting} == {"first", "meanwhile", "last"}
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda foreign_streams: foreign_streams.wait_for([]),
+            lambda foreign_streams: foreign_streams.wait_for([NamedStream(7)]),
+            lambda foreign_streams: foreign_streams.give_back([NamedStream(7)]),
+            lambda foreign_streams: foreign_streams.give_back([UnknownStream()], "another"),
+        ],
+        ids=["wait_for nobody", "wait_for", "give_back", "give_back what is kept"],
+    )
+    def test_whoever_calls_next_lets_go(self, call):
+        device, lent = StubDevice(), Lent()
+        foreign_streams, reference = ForeignStreams(device), weakref.ref(lent)
+        foreign_streams.give_back([UnknownStream()], lent)
+        del lent
+        call(foreign_streams)
+        assert reference() is not None
+        device.events[0].is_done = True
+        call(foreign_streams)
+        assert reference() is None
+
+    def test_no_more_than_the_last_is_kept(self):
+        device = StubDevice()
+        foreign_streams, references = ForeignStreams(device), []
+        for _ in range(5):
+            lent = Lent()
+            references.append(weakref.ref(lent))
+            foreign_streams.give_back([UnknownStream()], lent)
+            device.events[-1].is_done = True
+            del lent
+            assert [reference() for reference in references[:-1]] == [None] * (len(references) - 1)
+
+
+class TestLoans:
+    """Told how often streams wait for each other."""
+
+    def test_nothing_is_recorded_on_one_stream(self, emulated):
+        foreign_streams = ForeignStreams(emulated.kernels._place)
+        current = emulated.xp.cuda.get_current_stream()
+        emulated.kernels._place.kept.wait()
+        with cuda_emulator.recorded() as record:
+            foreign_streams.wait_for([NamedStream(current.ptr)])
+            foreign_streams.give_back([NamedStream(current.ptr)], [1])
+        assert record.operations == []
+        assert not emulated.kernels._place.kept
+
+    def test_a_lender_without_memory_keeps_nothing(self, emulated):
+        foreign_streams = ForeignStreams(emulated.kernels._place)
+        emulated.kernels._place.kept.wait()
+        foreign_streams.give_back([UnknownStream()])
+        assert not emulated.kernels._place.kept
+
+
+def test_a_window_forgets_its_lenders(device, monkeypatch):
+    """A stream that came with an earlier window may be gone."""
+    lender, engine = ProducerStream(device, "a pointer with a stream", monkeypatch), new_engine(device)
+    engine.add(lender.lent())
+    assert engine.accumulator.producers == {NamedStream(lender.stream.ptr)}
+    engine.step()
+    assert engine.accumulator.producers == set()
+    engine.add(lender.lent())
+    engine.discard()
+    assert engine.accumulator.producers == set()
+
+
+def test_mixed_lenders_in_one_micro_batch(device, monkeypatch):
+    lender, engine = ProducerStream(device, "torch", monkeypatch), new_engine(device)
+    own = device.put(np.full(7, 2, np.float32))
+    synchronize(device)
+    write = lender.writes(2)
+    write()
+    engine.add([lender.lent()[0], own])
+    assert all((array == 2).all() for array in all_on_host(engine.step().gradients).values())
+    assert isinstance(lender.kept[0], Tensor)
+
+
+def test_each_of_several_lenders_is_waited_for_and_told(device, monkeypatch):
+    """In one micro-batch, of streams of their own; whichever the device does first."""
+    producers = [ProducerStream(device, "a pointer with a stream", monkeypatch) for _ in range(2)]
+    engine = new_engine(device)
+    for value, order in ((2, 1), (3, -1)):
+        writes, spoils = ([lender.writes(v) for lender in producers] for v in (value, np.nan))
+        for write in writes:
+            write()
+        engine.add([lender.lent()[i] for i, lender in enumerate(producers)])
+        for spoil in spoils:
+            spoil()
+        for lender in producers[::order]:
+            lender.stream.synchronize()
+        assert all_are(engine.step().gradients.values(), value)
