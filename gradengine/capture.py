@@ -10,7 +10,8 @@ from typing import Any, final
 
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.arguments import listed, truth_value
-from gradengine.arrays.buffer import ProducerStream, RawBuffer, refuse_freed
+from gradengine.arrays.buffer import RawBuffer, refuse_freed
+from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.kernels import Kernels, Recorded
 from gradengine.layout import Slot

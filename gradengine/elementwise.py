@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from gradengine.arguments import as_number, said
-from gradengine.arrays.buffer import STORAGE, Buffer
+from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.device import device_of
+from gradengine.arrays.dtypes import DTYPES
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.kernels import CudaKernels, Device, Fold, Kernels, arithmetic, kernels_for
 
@@ -208,4 +209,4 @@ def _made(xp: Any, name: str, source: str, target: str, scalars: str, operation:
 
 
 def _storage_name(buffer: Buffer) -> str:
-    return str(STORAGE[buffer.dtype].name) if buffer.dtype != "float16" else "uint16"  # as its bits, like bf16's
+    return str(DTYPES[buffer.dtype].storage.name) if buffer.dtype != "float16" else "uint16"  # as its bits, like bf16's

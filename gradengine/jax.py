@@ -24,8 +24,8 @@ import numpy as np
 
 from gradengine.accumulate.gradients import and_more, in_slot_order
 from gradengine.arguments import as_text, has, said, truth_value
-from gradengine.arrays.buffer import STORAGE, wrong_dtype
 from gradengine.arrays.device import device_of
+from gradengine.arrays.dtypes import DTYPES, unsupported_dtype
 from gradengine.clip import checked_max_norm
 from gradengine.errors import BufferRefused, LayoutMismatch
 from gradengine.kernels import ClipPlan, Decision, decide, kernels_for
@@ -236,8 +236,8 @@ def _part(key: Any) -> str:
 
 def _refuse_other_dtype(name: str, leaf: Any) -> None:
     dtype = getattr(leaf, "dtype", None)
-    if str(dtype) not in STORAGE:
-        raise wrong_dtype(name, getattr(dtype, "name", type(leaf).__name__))
+    if str(dtype) not in DTYPES:
+        raise unsupported_dtype(name, getattr(dtype, "name", type(leaf).__name__))
 
 
 def _viewed(name: str, array: Any) -> Any:

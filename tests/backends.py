@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from elsewhere import Elsewhere
 
-from gradengine.arrays.buffer import STORAGE, Buffer
+from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels import CHUNK, CudaKernels, Kernels
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.tables import chunk_for
@@ -88,7 +89,7 @@ def device_backend(kernels: CudaKernels) -> Backend:
             return xp.asarray(array)
 
     def get(buffer: Buffer) -> np.ndarray:
-        elements = np.empty(buffer.size, STORAGE[buffer.dtype])
+        elements = np.empty(buffer.size, DTYPES[buffer.dtype].storage)
         if buffer.size:
             runtime = xp.cuda.runtime
             with xp.cuda.Device(kernels.ordinal):

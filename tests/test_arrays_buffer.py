@@ -1,6 +1,5 @@
-"""What arrays and pointers become: parts, overlaps, whose stream they are on, and owners that are gone."""
+"""What arrays and pointers become: parts, overlaps, and owners that are gone."""
 
-import functools
 import mmap
 import weakref
 from multiprocessing import shared_memory
@@ -8,22 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hostile_values import HOSTILE, Unshowable, refusal_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradengine.arrays.buffer import (
-    Buffer,
-    NamedStream,
-    RawBuffer,
-    UnknownStream,
-    freed,
-    overlapping,
-    refuse_read_only,
-    stream_handle,
-)
+from gradengine.arrays.buffer import Buffer, RawBuffer, freed, overlapping, refuse_read_only
 from gradengine.arrays.host import host_buffer
-from gradengine.errors import BufferRefused, CallerError
+from gradengine.arrays.streams import NamedStream
+from gradengine.errors import BufferRefused
 
 
 class TestParts:
@@ -55,25 +45,6 @@ class TestOverlap:
         halves = memory.view(np.float16)
         assert overlapping([host_buffer(memory[2:], "a"), host_buffer(halves[:5], "b")]) == (0, 1)
         assert overlapping([host_buffer(memory[2:], "a"), host_buffer(halves[:4], "b")]) is None
-
-
-class TestLenders:
-    def test_whatever_is_given_for_a_stream_is_one_or_is_refused_by_an_error_of_ours(self):
-        class Gone:
-            def __cuda_stream__(self):
-                raise Unshowable
-
-        hostile = [*HOSTILE, Gone(), *(SimpleNamespace(__cuda_stream__=(0, value)) for value in HOSTILE)]
-        refusals = [refusal_of(functools.partial(stream_handle, value)) for value in hostile]
-        assert {refusal[:22] for refusal in refusals} == {"", "this is no CUDA stream"}
-
-    def test_two_names_of_the_default_stream(self):
-        assert NamedStream(0) == NamedStream(1)
-        assert len({NamedStream(0), NamedStream(1), NamedStream(2), UnknownStream(), UnknownStream()}) == 3
-
-    def test_where_nobody_can_say(self):
-        assert UnknownStream().stream() is None
-        assert NamedStream(1).stream() == 0
 
 
 class Deleted:
@@ -160,25 +131,6 @@ class TestFreedOwners:
         del array
         with pytest.raises(BufferRefused, match="a weak reference to nothing"):
             host_buffer(raw, "w")
-
-
-class TestStreamHandles:
-    class Protocol:
-        def __cuda_stream__(self):
-            return 0, 7
-
-    @pytest.mark.parametrize(
-        ("stream", "handle"), [(5, 5), (np.int64(5), 5), (Protocol(), 7), (SimpleNamespace(cuda_stream=6), 6)]
-    )
-    def test_of_whatever_has_one(self, stream, handle):
-        assert stream_handle(stream) == handle
-        assert NamedStream(stream).stream() == handle
-        assert type(NamedStream(stream).stream()) is int  # CuPy takes nothing else
-
-    @pytest.mark.parametrize("stream", [-1, 1.5, "1", None, object(), SimpleNamespace(__cuda_stream__=lambda: ())])
-    def test_what_has_none(self, stream):
-        with pytest.raises(CallerError, match="this is no CUDA stream: got"):
-            stream_handle(stream)
 
 
 def test_a_destination_that_requires_grad():

@@ -13,6 +13,8 @@ ORDER = [
     "arguments",
     "threads",
     "unpacking",
+    "arrays.dtypes",
+    "arrays.streams",
     "arrays.dlpack",
     "arrays.buffer",
     "arrays.frameworks",

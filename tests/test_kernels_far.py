@@ -16,7 +16,8 @@ import strategies as draw
 from backends import available
 from cuda_emulator.native import LOCK, register, unregister
 
-from gradengine.arrays.buffer import ITEMSIZE, STORAGE, Buffer
+from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels import ClipPlan
 from gradengine.kernels.tables import _ROW, OVERWRITE, Entry, Tables, tagged
 
@@ -39,15 +40,15 @@ def far_memory():
     with contextlib.ExitStack() as stack:
 
         def make(dtype, offset=0):
-            length = (SIZE + offset) * ITEMSIZE[dtype]
+            length = (SIZE + offset) * DTYPES[dtype].itemsize
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
             memory = mmap.mmap(-1, length, flags)
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             with LOCK:
                 register(address, length)
             stack.callback(unregister, address)
-            elements = np.frombuffer(memory, STORAGE[dtype])[offset:]
-            pointer = address + offset * ITEMSIZE[dtype]
+            elements = np.frombuffer(memory, DTYPES[dtype].storage)[offset:]
+            pointer = address + offset * DTYPES[dtype].itemsize
             return elements, Buffer(pointer, SIZE, dtype, (SIZE,), True, memory, "cuda:0")
 
         yield make
@@ -80,7 +81,7 @@ def values_at(chunk, size, dtype):
 
 def fill(elements, dtype, head=0):
     for chunk, _, _, first, last in stretches(head):
-        elements[first:last] = draw.storage_bits(values_at(chunk, last - first, dtype)).view(STORAGE[dtype])
+        elements[first:last] = draw.storage_bits(values_at(chunk, last - first, dtype)).view(DTYPES[dtype].storage)
 
 
 def chunk_of(elements, dtype, start, stop):
@@ -121,7 +122,7 @@ def test_chunks_of_8_billion_elements_are_accumulated_where_they_lie(kernels, fa
 def test_chunks_of_8_billion_elements_are_measured_where_they_lie(kernels, far_memory, dtype):
     elements, buffer = far_memory(dtype, 5)
     fill(elements, dtype)
-    elements[2**33 + 7] = draw.storage_bits(np.array(np.nan, draw.DTYPES[dtype])).view(STORAGE[dtype])[0]
+    elements[2**33 + 7] = draw.storage_bits(np.array(np.nan, draw.DTYPES[dtype])).view(DTYPES[dtype].storage)[0]
     sums = sums_of_nothing(kernels)
     table = only(kernels, kernels._launches.table([Entry(0, SIZE)], CHUNK), CHUNKS)
     arguments = (np.int64(CHUNK), sums.values, sums.non_finite)
@@ -138,7 +139,7 @@ def test_chunks_of_8_billion_elements_are_measured_where_they_lie(kernels, far_m
 def test_chunks_of_8_billion_elements_are_handed_back_where_they_lie(kernels, far_memory, source, destination, offset):
     given, from_there = far_memory(source, 1)
     elements, to_there = far_memory(destination, offset)
-    head = -offset % (16 // ITEMSIZE[destination])
+    head = -offset % (16 // DTYPES[destination].itemsize)
     fill(given, source, head)
     table = kernels._launches.table([Entry(tagged(from_there), SIZE)], CHUNK)
     null = np.uint64(0)
@@ -167,7 +168,7 @@ def test_factor_1_copies_to_memory_whose_address_differs_by_4_gib_alone(kernels,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bad_element_is_found_and_shown_wherever_it_lies(kernels, far_memory, index, dtype):
     elements, buffer = far_memory(dtype)
-    elements[index] = draw.storage_bits(np.array(-np.inf, draw.DTYPES[dtype])).view(STORAGE[dtype])[0]
+    elements[index] = draw.storage_bits(np.array(-np.inf, draw.DTYPES[dtype])).view(DTYPES[dtype].storage)[0]
     sums = kernels.squared_sums([SIZE])
     squares, counts = np.zeros(LAST + 1), np.zeros(LAST + 1, np.uint32)
     squares[index // CHUNK], counts[index // CHUNK] = np.inf, 1

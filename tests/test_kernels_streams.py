@@ -16,7 +16,7 @@ from producers import Producer
 
 from gradengine import GradientEngine, GradientLayout, clip_by_global_norm, elementwise
 from gradengine.accumulate.gpu import GpuGradientAccumulator
-from gradengine.arrays.buffer import NamedStream, UnknownStream
+from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
 from gradengine.kernels.device import Kept
 from gradengine.kernels.streams import ForeignStreams

@@ -24,7 +24,8 @@ from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
-from gradengine.arrays.buffer import Buffer, ProducerStream
+from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, LayoutMismatch, WindowError, not_copied
 from gradengine.kernels import ADDRESS, Contribution, Kernels, SlotSet, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span

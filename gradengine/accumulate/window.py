@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import as_float, out_of_range
-from gradengine.arrays.buffer import ProducerStream
+from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, WindowError
 from gradengine.kernels import Batch, Contribution, SlotSet
 from gradengine.layout import Slot

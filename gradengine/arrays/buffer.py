@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import as_index, as_text, has, said, truth_value
+from gradengine.arguments import as_index, as_text, said, truth_value
 from gradengine.arrays.dlpack import Exported, contiguous_strides
-from gradengine.errors import BufferRefused, CallerError
+from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
+from gradengine.arrays.streams import ProducerStream
+from gradengine.errors import BufferRefused
 
-__all__ = ["STORAGE", "Array", "Buffer", "NamedStream", "ProducerStream", "RawBuffer", "UnknownStream"]
+__all__ = ["Array", "Buffer", "RawBuffer"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-# bf16 has no NumPy dtype of its own: its bits travel as uint16 and the kernels widen them.
-STORAGE: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype("<f4"),
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<u2"),
-}
-_MODULES_OF_DTYPES = ("torch.", "mlx.core.")
 _LARGEST_ADDRESS = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there
-ITEMSIZE = {name: dtype.itemsize for name, dtype in STORAGE.items()}
 
 
 @dataclass(frozen=True)
@@ -68,104 +60,9 @@ class RawBuffer:
 
     def __post_init__(self) -> None:
         device = as_text(self.device)
-        object.__setattr__(self, "dtype", dtype_named(self.dtype))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "device", {"cpu:0": "cpu", "cuda": "cuda:0"}.get(device, device))
         object.__setattr__(self, "writable", truth_value("writable", self.writable))
-
-
-def dtype_named(dtype: Any) -> str:
-    """A name, NumPy's scalar type, or any framework's dtype, by name.
-
-    >>> dtype_named("torch.float32"), dtype_named(np.float16), dtype_named(np.dtype(">f4"))
-    ('float32', 'float16', 'float32 in foreign byte order')
-    """
-    if isinstance(dtype, np.dtype):
-        return in_full(dtype)
-    name = as_text(next((getattr(dtype, word) for word in ("name", "__name__") if has(dtype, word)), dtype))
-    return name.rpartition(".")[2] if name.startswith(_MODULES_OF_DTYPES) else name
-
-
-def in_full(dtype: Any) -> str:
-    """A NumPy dtype's name, with what makes it another than the one of that name.
-
-    >>> in_full(np.dtype(">f4"))
-    'float32 in foreign byte order'
-    """
-    return f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}"
-
-
-class ProducerStream(ABC):
-    """Whose stream a GPU's borrowed memory is worked on; equal ones are one."""
-
-    @abstractmethod
-    def stream(self) -> int | None:
-        """That stream's handle now; None where nobody can say: the memory's owner is kept until our work is done."""
-
-
-@final
-@dataclass(frozen=True)
-class NamedStream(ProducerStream):
-    """A stream that came with the memory.
-
-    >>> NamedStream(1) == NamedStream(0)  # two names of the default stream
-    True
-    """
-
-    handle: int
-
-    def __post_init__(self) -> None:
-        handle = stream_handle(self.handle)
-        object.__setattr__(self, "handle", 0 if handle == 1 else handle)
-
-    def stream(self) -> int:
-        """See `ProducerStream.stream`."""
-        return self.handle
-
-
-@final
-@dataclass(frozen=True)
-class UnknownStream(ProducerStream):
-    """A producer that had its work ordered before ours when it exported, and cannot be told when ours is done."""
-
-    def stream(self) -> None:
-        """See `ProducerStream.stream`."""
-
-
-def stream_handle(stream: Any) -> int:
-    """A stream's handle: of CuPy's or torch's, of an object with `__cuda_stream__`, or the handle itself.
-
-    Raises:
-        CallerError: It is none of these.
-
-    Example:
-        >>> stream_handle(np.int64(3))
-        3
-    """
-    for handle in map(as_index, (*_handles(stream), stream)):
-        if handle is not None:
-            return _in_range(handle)
-    raise CallerError(
-        "this is no CUDA stream",
-        got=said(stream),
-        expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle",
-    )
-
-
-def _handles(stream: Any) -> tuple[object, ...]:
-    """What a stream says that its handle is, by either protocol."""
-    try:
-        protocol = getattr(stream, "__cuda_stream__", None)
-        answer = protocol() if callable(protocol) else protocol
-        named = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
-        return named, getattr(stream, "cuda_stream", None)
-    except Exception:  # noqa: BLE001  (a framework's own object, and its own errors)
-        return ()
-
-
-def _in_range(handle: int) -> int:
-    if not 0 <= handle < _LARGEST_ADDRESS:
-        raise CallerError("this is no CUDA stream", got=said(handle), expected="a handle >= 0, and an address at most")
-    return handle
 
 
 @dataclass(eq=False)  # not frozen: 0.3 us instead of 1.2, and the way in makes one for each gradient
@@ -197,11 +94,11 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Bytes."""
-        return self.size * ITEMSIZE[self.dtype]
+        return self.size * DTYPES[self.dtype].itemsize
 
     def part(self, start: int, stop: int) -> Buffer:
         """The elements start..stop - 1 of the same memory, flat."""
-        pointer = self.pointer + start * ITEMSIZE[self.dtype]
+        pointer = self.pointer + start * DTYPES[self.dtype].itemsize
         data = None if self.data is None else self.data[start:stop]
         shape = (stop - start,)
         return Buffer(
@@ -259,16 +156,6 @@ def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
     return None
 
 
-def wrong_dtype(component: str, got: str) -> BufferRefused:
-    """The error for a dtype that is none of ours."""
-    return BufferRefused(
-        f"component '{component}' has a dtype that is not taken",
-        got=got,
-        expected="float32, float16 or bfloat16",
-        do="cast it first, for example to float32 (quantised: dequantise it; complex: take its real view)",
-    )
-
-
 def strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> BufferRefused:
     """The error for memory with gaps, or in another order; strides in elements."""
     return BufferRefused(
@@ -282,8 +169,8 @@ def strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> Buf
 def raw_extent(raw: RawBuffer, component: str) -> tuple[int, int]:
     """A raw buffer's pointer and size as integers, its dtype checked; raises `BufferRefused`."""
     refuse_freed(raw.owner, component)
-    if raw.dtype not in STORAGE:
-        raise wrong_dtype(component, str(raw.dtype))
+    if raw.dtype not in DTYPES:
+        raise unsupported_dtype(component, str(raw.dtype))
     pointer, size = as_index(raw.pointer), as_index(raw.size)
     if pointer is None or size is None:
         raise no_memory(component, said(raw.pointer), raw.size)
@@ -382,5 +269,5 @@ def refuse_as_it_lies(tensor: Exported, component: str) -> None:
     """Raise `BufferRefused` where an exported tensor is strided or of another dtype than ours."""
     if not tensor.is_contiguous:
         raise strided(component, tensor.shape, tensor.strides)
-    if tensor.dtype not in STORAGE:
-        raise wrong_dtype(component, tensor.dtype)
+    if tensor.dtype not in DTYPES:
+        raise unsupported_dtype(component, tensor.dtype)

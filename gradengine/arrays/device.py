@@ -13,23 +13,18 @@ import numpy as np
 
 from gradengine.arguments import has, said
 from gradengine.arrays.buffer import (
-    ITEMSIZE,
-    STORAGE,
     Buffer,
-    NamedStream,
-    ProducerStream,
     RawBuffer,
-    UnknownStream,
-    in_full,
     raw_extent,
     refuse_as_it_lies,
     refuse_impossible,
     refuse_other_device,
     strided,
-    wrong_dtype,
 )
 from gradengine.arrays.dlpack import Exported, contiguous_strides, exported, exporting_device
+from gradengine.arrays.dtypes import DTYPES, numpy_dtype_name, unsupported_dtype
 from gradengine.arrays.frameworks import is_jax, is_torch, jax_device, refuse_indirect, torch_buffer, torch_device
+from gradengine.arrays.streams import NamedStream, ProducerStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
 
 __all__ = ["device_buffer", "device_of", "exporting_stream"]
@@ -141,7 +136,7 @@ def _from_own_array(array: Any, component: str, device: str) -> Buffer:
 def _from_raw(raw: RawBuffer, component: str, device: str) -> Buffer:
     refuse_other_device(raw.device, component, (device,))
     pointer, size = raw_extent(raw, component)
-    refuse_impossible(pointer, size, ITEMSIZE[raw.dtype], component)
+    refuse_impossible(pointer, size, DTYPES[raw.dtype].itemsize, component)
     producer = UnknownStream() if raw.stream is None else NamedStream(raw.stream)
     return Buffer(pointer, size, raw.dtype, (size,), raw.writable, raw.owner, device, producer=producer)
 
@@ -151,7 +146,7 @@ def _from_exported(
 ) -> Buffer:
     refuse_as_it_lies(tensor, component)
     pointer, size, writable = tensor.pointer, math.prod(tensor.shape), writable and tensor.writable
-    refuse_impossible(pointer, size, ITEMSIZE[tensor.dtype], component)
+    refuse_impossible(pointer, size, DTYPES[tensor.dtype].itemsize, component)
     return Buffer(pointer, size, tensor.dtype, tensor.shape, writable, tensor.owner, device, producer=producer)
 
 
@@ -203,6 +198,6 @@ def _element_strides(strides: Sequence[int] | None, itemsize: int, shape: Sequen
 
 def _named(dtype: Any, component: str) -> str:
     name = str(dtype.name)
-    if name not in STORAGE or not dtype.isnative:
-        raise wrong_dtype(component, in_full(dtype))
+    if name not in DTYPES or not dtype.isnative:
+        raise unsupported_dtype(component, numpy_dtype_name(dtype))
     return name

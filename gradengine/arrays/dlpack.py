@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradengine.arguments import said
+from gradengine.arrays.dtypes import by_dlpack_code
 from gradengine.errors import BufferRefused
 
 __all__ = ["Exported", "contiguous_strides", "exported", "exporting_device"]
 
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by the CPU
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
-_DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}
 _KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
 _READ_ONLY_FLAG, _COPY_FLAG = 1, 2  # what is written to a copy its producer never sees
 _MOST_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that says more would have us read beyond its shape
@@ -185,6 +185,6 @@ def _device_name(device_type: int, ordinal: int) -> str:
 
 
 def _dtype_of(tensor: _DLTensor) -> str:
-    name = _DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    name = by_dlpack_code(tensor.code, tensor.bits) if tensor.lanes == 1 else None
     lanes = "" if tensor.lanes == 1 else f" in vectors of {tensor.lanes}"
     return name or f"{_KINDS.get(tensor.code, f'code {tensor.code} ')}{tensor.bits}{lanes}"

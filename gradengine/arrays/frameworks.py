@@ -15,7 +15,9 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from gradengine.arguments import has, said
-from gradengine.arrays.buffer import STORAGE, Array, Buffer, ProducerStream, strided, wrong_device, wrong_dtype
+from gradengine.arrays.buffer import Array, Buffer, strided, wrong_device
+from gradengine.arrays.dtypes import DTYPES, unsupported_dtype
+from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused
 
 __all__ = [
@@ -132,7 +134,7 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
         raise _sparse(tensor, component)
     dtype = _torch_dtype(tensor.dtype)
     if dtype is None:
-        raise wrong_dtype(component, str(tensor.dtype).removeprefix("torch."))
+        raise unsupported_dtype(component, str(tensor.dtype).removeprefix("torch."))
     try:
         shape, pointer = tensor.shape, tensor.data_ptr()
     except RuntimeError as fault:
@@ -234,7 +236,7 @@ def jax_on_host(array: Any, component: str) -> Array:
     if device != "cpu":
         raise wrong_device(component, device, "cpu")
     if not isinstance(array.dtype, np.dtype):  # a key of JAX's random numbers, of which older JAX makes objects
-        raise wrong_dtype(component, str(array.dtype))
+        raise unsupported_dtype(component, str(array.dtype))
     host: Array = np.asarray(array)
     return host
 
@@ -282,7 +284,7 @@ def _named(device: Any) -> str:
 @functools.lru_cache(maxsize=32)
 def _torch_dtype(dtype: object) -> str | None:
     name = str(dtype).removeprefix("torch.")
-    return name if name in STORAGE else None
+    return name if name in DTYPES else None
 
 
 @functools.lru_cache(maxsize=16)

@@ -11,20 +11,17 @@ import numpy as np
 
 from gradengine.arguments import has
 from gradengine.arrays.buffer import (
-    ITEMSIZE,
-    STORAGE,
     Array,
     Buffer,
     RawBuffer,
-    in_full,
     raw_extent,
     refuse_as_it_lies,
     refuse_impossible,
     refuse_other_device,
     strided,
-    wrong_dtype,
 )
 from gradengine.arrays.dlpack import exported, exporting_device
+from gradengine.arrays.dtypes import DTYPES, numpy_dtype_name, unsupported_dtype
 from gradengine.arrays.frameworks import is_jax, is_torch, jax_on_host, refuse_indirect, torch_buffer
 from gradengine.errors import BufferRefused
 
@@ -80,13 +77,14 @@ def _from_numpy(array: Array, component: str, immutable: object = None, pointer:
         )
     dtype = _dtype_name(array.dtype)
     if dtype is None:
-        raise wrong_dtype(component, in_full(array.dtype))
+        raise unsupported_dtype(component, numpy_dtype_name(array.dtype))
     flags = array.flags
     if not flags.c_contiguous:
         raise strided(component, array.shape, tuple(s // array.itemsize for s in array.strides))
     flat = (array if type(array) is np.ndarray else array.view(np.ndarray)).reshape(-1)  # a np.matrix stays 2-D
-    if dtype != "float32":
-        flat = flat.view(STORAGE[dtype])
+    storage = DTYPES[dtype].storage
+    if flat.dtype != storage:  # ml_dtypes' own
+        flat = flat.view(storage)
     owner, writable = (array, flags.writeable) if immutable is None else (immutable, False)
     pointer = _address(flat) if pointer is None else pointer
     return Buffer(pointer, flat.size, dtype, array.shape, writable, owner, data=flat)
@@ -100,7 +98,7 @@ def _address(flat: Array) -> int:
 
 @functools.lru_cache(maxsize=32)  # numpy's own .name takes 0.5 us
 def _dtype_name(dtype: np.dtype[Any]) -> str | None:
-    return str(dtype.name) if dtype.name in STORAGE and dtype.isnative else None
+    return str(dtype.name) if dtype.name in DTYPES and dtype.isnative else None
 
 
 def _from_torch(tensor: Any, component: str) -> Buffer:
@@ -134,7 +132,7 @@ def without_owner(buffer: Buffer) -> Buffer:
 
 
 def _memory(pointer: int, size: int, dtype: str, component: str) -> Array:
-    refuse_impossible(pointer, size, ITEMSIZE[dtype], component)
+    refuse_impossible(pointer, size, DTYPES[dtype].itemsize, component)
     return _elements_at(pointer, size, dtype)
 
 
@@ -142,7 +140,7 @@ def _memory(pointer: int, size: int, dtype: str, component: str) -> Array:
 def _elements_at(pointer: int, size: int, dtype: str) -> Array:
     """Memory at an address as an array; that it is there and alive is for the buffer's owner to see to."""
     if size == 0:
-        return np.empty(0, STORAGE[dtype])
-    memory = (ctypes.c_char * (size * ITEMSIZE[dtype])).from_address(pointer)
-    elements: Array = np.frombuffer(memory, STORAGE[dtype])  # type: ignore[call-overload]
+        return np.empty(0, DTYPES[dtype].storage)
+    memory = (ctypes.c_char * (size * DTYPES[dtype].itemsize)).from_address(pointer)
+    elements: Array = np.frombuffer(memory, DTYPES[dtype].storage)  # type: ignore[call-overload]
     return elements

@@ -9,7 +9,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-enum : u32 { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+enum : u32 { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };  // as in arrays/dtypes.py
 
 #ifdef __CUDA_EMU__
 

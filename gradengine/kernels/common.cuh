@@ -5,8 +5,8 @@
 // ---- where things lie ----
 
 // An address as the launcher packs it: the upper byte, which no device address reaches, says how to read what is there.
-enum : u64 { ADDRESS = 0x00ffffffffffffffull, OVERWRITE = 1ull << 58 };
-enum { DTYPE_SHIFT = 56 };
+enum : u64 { ADDRESS = 0x00ffffffffffffffull, OVERWRITE = 1ull << 60 };
+enum : u32 { DTYPE_SHIFT = 56, DTYPE_MASK = 15 };
 
 struct Target {  // one component; address 0: the launch says where it lies
   u64 address;
@@ -24,7 +24,7 @@ struct Stretch {  // memory with elements of one dtype
   i64 size;
   u32 dtype;
   __device__ __forceinline__ Stretch(u64 tagged, i64 elements)
-      : begin(tagged & ADDRESS), size(elements), dtype((u32)(tagged >> DTYPE_SHIFT) & 3u) {}
+      : begin(tagged & ADDRESS), size(elements), dtype((u32)(tagged >> DTYPE_SHIFT) & DTYPE_MASK) {}
   __device__ __forceinline__ u32 itemsize() const { return dtype == FLOAT32 ? 4 : 2; }
   __device__ __forceinline__ u64 at(i64 element) const { return begin + element * itemsize(); }
 };

@@ -12,8 +12,9 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arrays.buffer import Buffer, ProducerStream, RawBuffer
+from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.device import device_buffer, exporting_stream
+from gradengine.arrays.streams import ProducerStream
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, sum_in_order
 from gradengine.kernels.device import CudaDevice, StreamOrder
 from gradengine.kernels.interface import Chunk, Kernels, Recorded, SquaredSums

@@ -15,7 +15,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arrays.buffer import Buffer, stream_handle
+from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.streams import stream_handle
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.interface import Recorded
 from gradengine.kernels.toolchain import refuse_to_exceed

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import said, whole_number
-from gradengine.arrays.buffer import Array, Buffer, ProducerStream
+from gradengine.arrays.buffer import Array, Buffer
 from gradengine.arrays.host import host_buffer
+from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, OutOfDeviceMemory
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, decide, sum_in_order
 from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums, chunks_of

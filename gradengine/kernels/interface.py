@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradengine.arrays.buffer import Buffer, ProducerStream, refuse_read_only
+from gradengine.arrays.buffer import Buffer, refuse_read_only
+from gradengine.arrays.streams import ProducerStream
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.operands import Batch, Contribution, Fold, SlotSet
 from gradengine.kernels.staging import StagingBuffer

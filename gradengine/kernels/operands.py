@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arrays.buffer import Buffer, NamedStream, ProducerStream
+from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.streams import NamedStream, ProducerStream
 
 __all__ = ["ADDRESS", "AddressCheck", "Batch", "Contribution", "Fold", "SlotSet", "as_of_now", "producers_of"]
 

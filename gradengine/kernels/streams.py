@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from gradengine.arrays.buffer import ProducerStream
+from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError
 from gradengine.kernels.device import CudaDevice
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels.interface import SquaredSums
 from gradengine.kernels.operands import Batch, Contribution, Fold, SlotSet, producers_of
 
@@ -26,8 +27,8 @@ __all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "as_batches", 
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
 _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
-_DTYPE_TAGS = {"float32": 0, "float16": 1 << 56, "bfloat16": 2 << 56}
-OVERWRITE = 1 << 58
+_DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
+OVERWRITE = 1 << 60
 
 _TABLES = 256  # remembered: an accumulator needs one for each block; destinations that move make new ones
 _LARGEST_CHUNK = 32768  # elements: 256 threads x 16 units of 8, and the tail of the last wave of blocks stays short
@@ -49,7 +50,7 @@ def chunk_for(size: int) -> int:
 
 def tagged(buffer: Buffer) -> int:
     """The buffer's address with its dtype in the upper byte, as common.cuh reads it."""
-    return buffer.pointer | _DTYPE_TAGS[buffer.dtype]
+    return buffer.pointer | DTYPES[buffer.dtype].tag << _DTYPE_SHIFT
 
 
 class DeviceSums(SquaredSums):

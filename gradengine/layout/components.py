@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradengine.arguments import has, said
-from gradengine.arrays.buffer import STORAGE, dtype_named, wrong_dtype
+from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
 __all__ = [
@@ -108,8 +108,8 @@ def refuse_untakable(name: str, array: Any) -> None:
     if is_tensor and array.layout is not torch.strided:
         raise BufferRefused(f"component '{name}' is sparse", got=str(array.layout), do="make it dense")
     dtype = getattr(array, "grad_dtype", array.dtype) if has(array, "dtype") else None  # None: any, as it comes
-    if dtype is not None and (named := dtype_named(dtype)) not in STORAGE:
-        raise wrong_dtype(name, named)
+    if dtype is not None and (named := dtype_name(dtype)) not in DTYPES:
+        raise unsupported_dtype(name, named)
 
 
 def trainable(module: Any) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""Table of the gradient dtypes: everything that another file must know of one stands in its row.
+
+A new dtype is a new row here, and its conversions in `kernels/host.py` and `kernels/arithmetic.cuh`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradengine.arguments import as_text, has
+from gradengine.errors import BufferRefused
+
+__all__ = ["DTYPES", "DType", "by_dlpack_code", "dtype_name", "numpy_dtype_name", "unsupported_dtype"]
+
+_MODULES_OF_DTYPES = ("torch.", "mlx.core.")
+
+
+class DType(NamedTuple):
+    """One gradient dtype.
+
+    Attributes:
+        name: As NumPy, ml_dtypes, torch and JAX call it.
+        itemsize: Bytes of an element.
+        storage: NumPy's dtype of the same bits. Where NumPy has none of its own, an unsigned integer, which the host's
+            kernels widen.
+        dlpack: DLPack's (type code, bits).
+        tag: Number of the dtype in `kernels/arithmetic.cuh`; at most 15, since an address has 4 bits for it.
+    """
+
+    name: str
+    itemsize: int
+    storage: np.dtype[Any]
+    dlpack: tuple[int, int]
+    tag: int
+
+
+DTYPES: dict[str, DType] = {
+    row.name: row
+    for row in (
+        DType("float32", 4, np.dtype("<f4"), (2, 32), tag=0),
+        DType("float16", 2, np.dtype("<f2"), (2, 16), tag=1),
+        DType("bfloat16", 2, np.dtype("<u2"), (4, 16), tag=2),
+    )
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype that is given as text, as NumPy's scalar type or as any framework's dtype.
+
+    >>> dtype_name("torch.float32"), dtype_name(np.float16), dtype_name(np.dtype(">f4"))
+    ('float32', 'float16', 'float32 in foreign byte order')
+    """
+    if isinstance(dtype, np.dtype):
+        return numpy_dtype_name(dtype)
+    name = as_text(next((getattr(dtype, word) for word in ("name", "__name__") if has(dtype, word)), dtype))
+    return name.rpartition(".")[2] if name.startswith(_MODULES_OF_DTYPES) else name
+
+
+def numpy_dtype_name(dtype: Any) -> str:
+    """A NumPy dtype's name, with its byte order where that is not the machine's.
+
+    >>> numpy_dtype_name(np.dtype(">f4"))
+    'float32 in foreign byte order'
+    """
+    return f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}"
+
+
+def by_dlpack_code(code: int, bits: int) -> str | None:
+    """The name of a supported dtype by DLPack's type code and width; None for any other.
+
+    >>> by_dlpack_code(4, 16)
+    'bfloat16'
+    """
+    return next((dtype.name for dtype in DTYPES.values() if dtype.dlpack == (code, bits)), None)
+
+
+def unsupported_dtype(component: str, got: str) -> BufferRefused:
+    """The error for a component whose dtype is not in the table."""
+    *names, last = DTYPES
+    return BufferRefused(
+        f"component '{component}' has a dtype that is not taken",
+        got=got,
+        expected=f"{', '.join(names)} or {last}",
+        do="cast it first, for example to float32 (quantised: dequantise it; complex: take its real view)",
+    )

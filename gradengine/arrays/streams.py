@@ -1,0 +1,89 @@
+"""CUDA streams that a GPU's arrays are produced on: known by handle, or unknown.
+
+Our stream waits for a known one before it reads, and that one for ours before it goes on (`kernels/streams.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, final
+
+from gradengine.arguments import MOST, as_index, said
+from gradengine.errors import CallerError
+
+__all__ = ["NamedStream", "ProducerStream", "UnknownStream", "stream_handle"]
+
+
+class ProducerStream(ABC):
+    """The stream on which the producer of an array works; instances that compare equal stand for one stream."""
+
+    @abstractmethod
+    def stream(self) -> int | None:
+        """That stream's handle now; None if it is unknown, and the array is kept alive until our work is done."""
+
+
+@final
+@dataclass(frozen=True)
+class NamedStream(ProducerStream):
+    """A stream given by its handle.
+
+    >>> NamedStream(1) == NamedStream(0)  # both handles mean the default stream
+    True
+    """
+
+    handle: int
+
+    def __post_init__(self) -> None:
+        handle = stream_handle(self.handle)
+        object.__setattr__(self, "handle", 0 if handle == 1 else handle)
+
+    def stream(self) -> int:
+        """See `ProducerStream.stream`."""
+        return self.handle
+
+
+@final
+@dataclass(frozen=True)
+class UnknownStream(ProducerStream):
+    """The stream of a DLPack producer: it ordered its work before ours when it exported, and its handle is unknown."""
+
+    def stream(self) -> None:
+        """See `ProducerStream.stream`."""
+
+
+def stream_handle(stream: Any) -> int:
+    """The handle of a CuPy or torch stream, of an object with `__cuda_stream__`, or the handle itself.
+
+    Raises:
+        CallerError: It is none of these.
+
+    Example:
+        >>> stream_handle(3)
+        3
+    """
+    for handle in map(as_index, (*_handles(stream), stream)):
+        if handle is not None:
+            return _in_range(handle)
+    raise CallerError(
+        "this is no CUDA stream",
+        got=said(stream),
+        expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle",
+    )
+
+
+def _handles(stream: Any) -> tuple[object, ...]:
+    """The handle by `__cuda_stream__`, then by torch's `cuda_stream`."""
+    try:
+        protocol = getattr(stream, "__cuda_stream__", None)
+        answer = protocol() if callable(protocol) else protocol
+        named = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
+        return named, getattr(stream, "cuda_stream", None)
+    except Exception:  # noqa: BLE001  (a framework's own object, and its own errors)
+        return ()
+
+
+def _in_range(handle: int) -> int:
+    if not 0 <= handle <= MOST:
+        raise CallerError("this is no CUDA stream", got=said(handle), expected="a handle >= 0, and an address at most")
+    return handle

@@ -1,0 +1,93 @@
+"""One table of dtypes: rows agree with those whose numbers they hold; one more dtype needs one row more here."""
+
+import functools
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gradengine.arrays import dtypes, frameworks, host
+from gradengine.arrays.buffer import Buffer, RawBuffer
+from gradengine.arrays.dtypes import DTYPES, DType, by_dlpack_code
+from gradengine.errors import BufferRefused
+from gradengine.kernels import arithmetic
+from gradengine.kernels.operands import ADDRESS
+from gradengine.kernels.tables import OVERWRITE, tagged
+from gradengine.layout import GradientLayout
+
+FLOAT8 = DType("float8_e4m3fn", 1, np.dtype("u1"), (10, 8), tag=3)
+ARRAY = np.array([1.5, -2, 448], ml_dtypes.float8_e4m3fn)
+OF_NAMES = (host._dtype_name, frameworks._torch_dtype)
+
+
+@pytest.fixture
+def with_float8(monkeypatch):
+    """A table with one row more, and nothing remembered of the one before or after."""
+    monkeypatch.setitem(DTYPES, FLOAT8.name, FLOAT8)
+    for names in OF_NAMES:
+        names.cache_clear()
+    yield
+    for names in OF_NAMES:
+        names.cache_clear()
+
+
+class TestRows:
+    @pytest.mark.parametrize("row", [*DTYPES.values(), FLOAT8], ids=lambda row: row.name)
+    def test_agree_with_numpy_and_dlpack(self, row):
+        assert (row.itemsize, 8 * row.itemsize) == (row.storage.itemsize, row.dlpack[1])
+        assert np.dtype(row.name).itemsize == row.itemsize  # of NumPy's or of ml_dtypes'
+
+    def test_have_the_numbers_that_the_kernels_give_them(self):
+        (numbers,) = re.findall(r"enum : u32 \{ (FLOAT32.*?) \}", arithmetic())
+        assert dict(pair.split(" = ") for pair in numbers.split(", ")) == {
+            row.name.upper(): str(row.tag) for row in DTYPES.values()
+        }
+
+    def test_dlpack_names_each(self):
+        assert [by_dlpack_code(*row.dlpack) for row in DTYPES.values()] == [*DTYPES]
+        assert by_dlpack_code(2, 64) is None
+
+
+@pytest.mark.parametrize("tag", range(16))
+def test_an_address_holds_sixteen_dtypes_apart_from_the_pointer_and_the_overwrite_flag(monkeypatch, tag):
+    monkeypatch.setitem(DTYPES, "another", DType("another", 1, np.dtype("u1"), (0, 0), tag))
+    for pointer in (0, ADDRESS):
+        address = tagged(Buffer(pointer, 3, "another", (3,), True, None))
+        assert (address & ADDRESS, address >> 56 & 15, address & OVERWRITE) == (pointer, tag, 0)
+        assert (address | OVERWRITE) < 1 << 64
+
+
+@pytest.mark.usefixtures("with_float8")
+class TestOneRowMore:
+    def test_is_taken_from_numpy_as_its_bits(self):
+        view = host.host_buffer(ARRAY, "w")
+        assert (view.dtype, view.nbytes, view.data.dtype) == ("float8_e4m3fn", 3, np.uint8)
+        assert view.part(1, 3).data.tolist() == ARRAY.view(np.uint8)[1:].tolist()
+
+    def test_is_taken_by_address(self):
+        raw = RawBuffer(ARRAY.ctypes.data, 3, ml_dtypes.float8_e4m3fn, owner=ARRAY)
+        assert host.host_buffer(raw, "w").data.tolist() == ARRAY.view(np.uint8).tolist()
+
+    def test_is_taken_from_torch(self):
+        torch = pytest.importorskip("torch")
+        tensor = torch.tensor([1.5, -2, 448]).to(torch.float8_e4m3fn)
+        assert host.host_buffer(tensor, "w").data.tolist() == ARRAY.view(np.uint8).tolist()
+
+    def test_is_taken_from_dlpack(self):
+        assert by_dlpack_code(10, 8) == "float8_e4m3fn"
+
+    def test_may_be_a_parameters(self):
+        assert GradientLayout.of([ARRAY]).slots[0].size == 3
+
+    def test_is_among_those_that_errors_name(self):
+        with pytest.raises(BufferRefused, match="expected float32, float16, bfloat16 or float8_e4m3fn;"):
+            host.host_buffer(np.zeros(2), "w")
+
+
+def test_without_the_row_it_is_refused():
+    """So it is the row that makes it one of ours."""
+    refused = functools.partial(host.host_buffer, ARRAY, "w")
+    with pytest.raises(BufferRefused, match="got float8_e4m3fn, expected float32, float16 or bfloat16;"):
+        refused()
+    assert "float8_e4m3fn" not in dtypes.DTYPES
