@@ -181,7 +181,7 @@ def _decide(leaves: Leaves, bound: float) -> Decision:
 def _refuse_foreign(name: str, leaf: Any) -> None:
     """What the kernels could read and JAX could not scale."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        raise BufferRefused(f"component '{name}' is no array of JAX's or NumPy's", got=type(leaf).__name__)
+        raise BufferRefused(f"component '{name}' is neither a JAX nor a NumPy array", got=type(leaf).__name__)
 
 
 def _device_of(leaves: Iterable[Any]) -> str:
@@ -257,7 +257,7 @@ def _copied(name: str, array: Any) -> Any:
     if array is None:
         return None
     if not any(has(array, door) for door in ("__dlpack__", "__array__", "__jax_array__")):
-        raise BufferRefused(f"component '{name}' is no array", got=said(array))
+        raise BufferRefused(f"component '{name}' is not an array", got=said(array))
     try:
         return jnp.array(array, copy=True).block_until_ready()
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)

@@ -279,7 +279,10 @@ def _refuse_other_norm(norm_type: object) -> None:
     as_text = isinstance(norm_type, str) and norm_type in ("2", "2.0")
     if not as_text and as_float(norm_type) != 2:
         raise CallerError(
-            "norm_type is not taken", got=said(norm_type), expected="2", do="use torch.nn.utils.clip_grad_norm_ for it"
+            "norm_type is not supported",
+            got=said(norm_type),
+            expected="2",
+            do="use torch.nn.utils.clip_grad_norm_ for it",
         )
 
 
@@ -377,7 +380,7 @@ def _refuse_as_gradient(view: torch.Tensor, parameter: torch.nn.Parameter, name:
             f"parameter '{name}' takes gradients of another dtype", got=view.dtype, expected=taken, do=do
         )
     if view.device != parameter.device:
-        what = f"parameter '{name}' lies on another device than the engine"
+        what = f"parameter '{name}' is on another device than the engine"
         raise BufferRefused(what, got=parameter.device, expected=view.device)
 
 

@@ -484,8 +484,8 @@ def bad_gradients(slots, backend=HOST):
     yield good[:-1], f"got {len(good) - 1}, expected {len(good)}"
     yield [*good, good[0]], f"got {len(good) + 1}, expected {len(good)}"
     yield ending_in(np.ones(size + 1, np.float32)), f"'{last}' has another shape: got .*{size + 1} elements, expected"
-    yield ending_in(np.ones(slots[-1].shape)), f"'{last}' has a dtype that is not taken: got float64, expected"
-    yield [*good[:-1], on_host(good[-1]).tolist()], f"'{last}' is no array.*: got (list|float), expected"
+    yield ending_in(np.ones(slots[-1].shape)), f"'{last}' has an unsupported dtype: got float64, expected"
+    yield [*good[:-1], on_host(good[-1]).tolist()], f"'{last}' is not an array.*: got (list|float), expected"
     yield dict.fromkeys((slot.name for slot in slots[1:]), good[0]), f"lack component '.*{slots[0].name[-1]}'"
     yield "abc", "neither a mapping nor a sequence"
     if size > 1:
@@ -493,7 +493,7 @@ def bad_gradients(slots, backend=HOST):
         yield [*good[:-1], strided], f"'{last}' is not contiguous: got .*, expected strides"
     if size:
         elsewhere = "cuda:0" if backend.is_host else "cpu"
-        message = f"'{last}' lies on another device: got {elsewhere}"
+        message = f"'{last}' is on another device: got {elsewhere}"
         yield [*good[:-1], RawBuffer(64, size, "float32", elsewhere)], message
 
 

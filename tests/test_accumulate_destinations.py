@@ -75,7 +75,7 @@ def test_refused_as_a_whole(found, backend):
         ({**dict(zip(NAMES, good, strict=True)), "tail": None}, "out has no component 'tail'"),
         ("abc", "gradients of out are neither a mapping nor a sequence: got str"),
         ([*good[:3], memory[:2]], r"component 'head' has another shape: got \(2,\), 2 elements"),
-        ([*good[:3], backend.put(np.ones(1))], "component 'head' has a dtype that is not taken: got float64"),
+        ([*good[:3], backend.put(np.ones(1))], "component 'head' has an unsupported dtype: got float64"),
         ([*good[:3], raw(last, writable=False)], "destination 'head' is read-only"),
         ([memory[:15], memory[14:21], None, None], "destinations 'layers.0.w' and 'layers.1.w' overlap in memory"),
         ([memory[:15], None, None, memory[:1]], "destinations 'layers.0.w' and 'head' overlap in memory"),

@@ -145,7 +145,7 @@ def test_pointers_are_known_again_while_their_owner_lives(device, kernels, arriv
         arrivals.contribution(PLACES, LAYOUT.slots, pointing)
     assert kernels.looked == 2
     owner.close()
-    with pytest.raises(BufferRefused, match="'0' lies in memory that its owner has freed: got a mmap that is closed"):
+    with pytest.raises(BufferRefused, match="'0' is in memory that its owner has freed: got a mmap that is closed"):
         arrivals.contribution(PLACES, LAYOUT.slots, pointing)
 
 

@@ -95,7 +95,7 @@ class TestFreedOwners:
     @pytest.mark.parametrize("how", list(FREED))
     def test_are_refused_by_name(self, how):
         raw = RawBuffer(np.zeros(2, np.float32).ctypes.data, 2, "float32", owner=FREED[how]())
-        with pytest.raises(BufferRefused, match=f"component 'w' lies in memory that its owner has freed: got {how}"):
+        with pytest.raises(BufferRefused, match=f"component 'w' is in memory that its owner has freed: got {how}"):
             host_buffer(raw, "w")
 
     def test_a_weak_reference_is_asked_through(self):

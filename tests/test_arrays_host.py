@@ -10,7 +10,7 @@ import pytest
 import strategies as draw
 from producers import NumPyProducer, Producer
 
-from gradengine.arrays.buffer import RawBuffer, refuse_impossible
+from gradengine.arrays.buffer import RawBuffer, refuse_invalid_address
 from gradengine.arrays.host import host_buffer
 from gradengine.errors import BufferRefused
 from gradengine.kernels import HostKernels
@@ -135,13 +135,13 @@ class TestRefusedArrays:
         ],
     )
     def test_dtypes(self, dtype, got):
-        message = f"component 'w' has a dtype that is not taken: got {got}, expected float32, float16 or bfloat16; cast"
+        message = f"component 'w' has an unsupported dtype: got {got}, expected float32, float16 or bfloat16; cast"
         with pytest.raises(BufferRefused, match=message):
             host_buffer(np.zeros(3, dtype), "w")
 
     @pytest.mark.parametrize("source", [[1.0, 2.0], (1.0,), None, 3.0, "abc", b"abc", {"w": 1}, object()])
     def test_no_arrays(self, source):
-        message = f"component 'w' is no array: got {type(source).__name__}, expected a NumPy array, .*; pass"
+        message = f"component 'w' is not an array: got {type(source).__name__}, expected a NumPy array, .*; pass"
         with pytest.raises(BufferRefused, match=message):
             host_buffer(source, "w")
 
@@ -162,17 +162,17 @@ class TestRefusedRawBuffers:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"device": "cuda:0"}, "component 'w' lies on another device: got cuda:0, expected cpu"),
-            ({"dtype": "float64"}, "a dtype that is not taken: got float64"),
-            ({"dtype": np.float64}, "a dtype that is not taken: got float64"),
-            ({"pointer": 1 << 64}, "no memory: got pointer 0x10000000000000000"),
-            ({"size": 1 << 61}, "component 'w' is no memory: got pointer 0x"),
-            ({"dtype": ["float32"]}, r"a dtype that is not taken: got \['float32'\]"),
-            ({"size": -1}, "component 'w' is no memory: got pointer .*, size -1, expected .* a size >= 0"),
-            ({"size": 3.0}, "component 'w' is no memory: got pointer .*, size 3.0"),
-            ({"pointer": 0}, "component 'w' is no memory: got pointer 0x0, size 4"),
-            ({"pointer": -8}, "component 'w' is no memory: got pointer -0x8"),
-            ({"pointer": None}, "component 'w' is no memory: got pointer None"),
+            ({"device": "cuda:0"}, "component 'w' is on another device: got cuda:0, expected cpu"),
+            ({"dtype": "float64"}, "an unsupported dtype: got float64"),
+            ({"dtype": np.float64}, "an unsupported dtype: got float64"),
+            ({"pointer": 1 << 64}, "valid address: got pointer 0x10000000000000000"),
+            ({"size": 1 << 61}, "component 'w' is not at a valid address: got pointer 0x"),
+            ({"dtype": ["float32"]}, r"an unsupported dtype: got \['float32'\]"),
+            ({"size": -1}, "component 'w' is not at a valid address: got pointer .*, size -1, expected .* a size >= 0"),
+            ({"size": 3.0}, "component 'w' is not at a valid address: got pointer .*, size 3.0"),
+            ({"pointer": 0}, "component 'w' is not at a valid address: got pointer 0x0, size 4"),
+            ({"pointer": -8}, "component 'w' is not at a valid address: got pointer -0x8"),
+            ({"pointer": None}, "component 'w' is not at a valid address: got pointer None"),
             ({"pointer": 4099}, "component 'w' is not aligned to its elements: got pointer 0x1003, expected .* of 4"),
             ({"pointer": 4099, "dtype": "bfloat16"}, "expected a multiple of 2"),
         ],
@@ -188,7 +188,7 @@ class TestRefusedRawBuffers:
 
     def test_foreign_byte_order_is_no_dtype_of_ours(self):
         array = np.arange(4, dtype=">f4")
-        with pytest.raises(BufferRefused, match="not taken: got float32 in foreign byte order"):
+        with pytest.raises(BufferRefused, match="unsupported dtype: got float32 in foreign byte order"):
             host_buffer(RawBuffer(array.ctypes.data, 4, array.dtype, owner=array), "w")
 
     def test_a_copy_is_no_destination(self):
@@ -219,7 +219,7 @@ class TestRefusedDLPack:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"device": (2, 1)}, "component 'w' lies on another device: got cuda:1, expected cpu"),
+            ({"device": (2, 1)}, "component 'w' is on another device: got cuda:1, expected cpu"),
             ({"device": (13, 0)}, "got cuda_managed:0"),
             ({"device": (10, 2)}, "got rocm:2"),
             ({"device": (99, 0)}, "got 99:0"),
@@ -230,10 +230,10 @@ class TestRefusedDLPack:
             ({"code": 1, "bits": 16}, "got uint16"),
             ({"code": 6, "bits": 8}, "got bool8"),
             ({"code": 99}, "got code 99 32"),
-            ({"data": None}, "component 'w' is no memory: got pointer 0x0, size 4"),
-            ({"data": None, "byte_offset": 64}, "component 'w' is no memory: got pointer 0x0, size 4"),
+            ({"data": None}, "component 'w' is not at a valid address: got pointer 0x0, size 4"),
+            ({"data": None, "byte_offset": 64}, "component 'w' is not at a valid address: got pointer 0x0, size 4"),
             ({"byte_offset": 2}, "component 'w' is not aligned to its elements"),
-            ({"name": b"used_dltensor"}, "component 'w' exports no DLPack tensor: got b'used_dltensor'"),
+            ({"name": b"used_dltensor"}, "component 'w' does not export a DLPack capsule: got b'used_dltensor'"),
         ],
     )
     def test_refused(self, versioned, fields, message):
@@ -241,7 +241,9 @@ class TestRefusedDLPack:
             host_buffer(Producer(self.ARRAY, versioned=versioned, **fields), "w")
 
     def test_another_major_version(self):
-        with pytest.raises(BufferRefused, match="component 'w' speaks another DLPack: got version 2, expected"):
+        with pytest.raises(
+            BufferRefused, match="component 'w' exports an unsupported DLPack version: got version 2, expected"
+        ):
             host_buffer(Producer(self.ARRAY, major=2), "w")
 
     def test_memory_of_another_device_is_not_even_exported(self):
@@ -249,17 +251,17 @@ class TestRefusedDLPack:
             def __dlpack__(self, **options):
                 raise AssertionError("an export may wait for a stream, or take memory")
 
-        with pytest.raises(BufferRefused, match="component 'w' lies on another device: got cuda:1"):
+        with pytest.raises(BufferRefused, match="component 'w' is on another device: got cuda:1"):
             host_buffer(Unexported(self.ARRAY, claims=(2, 1)), "w")
 
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"ndim": -1}, "exports a shape that cannot be: got -1 dimensions, expected 0 to 64"),
+            ({"ndim": -1}, "exports an invalid DLPack shape: got -1 dimensions, expected 0 to 64"),
             ({"ndim": 65}, "got 65 dimensions"),
             ({"ndim": 2**31 - 1}, "got 2147483647 dimensions"),
-            ({"shape": None}, "got 1 dimensions that lie nowhere"),
-            ({"byte_offset": 2**64 - 4}, "component 'w' is no memory: got pointer 0x1"),
+            ({"shape": None}, "got 1 dimensions and a null pointer"),
+            ({"byte_offset": 2**64 - 4}, "component 'w' is not at a valid address: got pointer 0x1"),
         ],
     )
     def test_capsules_that_would_have_us_read_elsewhere(self, fields, message):
@@ -269,8 +271,8 @@ class TestRefusedDLPack:
     @pytest.mark.parametrize("shape", [(2**61,), (2**40, 2**40)])
     def test_more_elements_than_there_are_addresses(self, shape):
         producer = Producer(np.empty(1, np.float32), lengths=shape[:1])
-        with pytest.raises(BufferRefused, match="component 'w' is no memory"):
-            host_buffer(producer, "w") if len(shape) == 1 else refuse_impossible(4096, 2**80, 4, "w")
+        with pytest.raises(BufferRefused, match="component 'w' is not at a valid address"):
+            host_buffer(producer, "w") if len(shape) == 1 else refuse_invalid_address(4096, 2**80, 4, "w")
 
     @pytest.mark.parametrize("capsule", [None, 3, "dltensor", object()])
     def test_what_is_no_capsule(self, capsule):
@@ -278,7 +280,9 @@ class TestRefusedDLPack:
             def __dlpack__(self, **options):
                 return capsule
 
-        with pytest.raises(BufferRefused, match=r"'w' exports no DLPack tensor: got \w+, expected a fresh capsule"):
+        with pytest.raises(
+            BufferRefused, match=r"'w' does not export a DLPack capsule: got \w+, expected an unused capsule"
+        ):
             host_buffer(Wrong(self.ARRAY), "w")
 
     @pytest.mark.parametrize("device", [("cpu", 0), (1, None), (1,), 1, None])

@@ -425,7 +425,7 @@ class TestMoved:
             (lambda good: [], CallerError, "cannot be recorded anew from these: got 0 micro-batches, expected 1"),
             (lambda good: [good, good], CallerError, "got 2 micro-batches, expected 1"),
             (lambda good: [good[:2]], LayoutMismatch, "got 2, expected 3"),
-            (lambda good: [[*good[:2], np.ones(1, np.float32)]], BufferRefused, "'head' lies on another device"),
+            (lambda good: [[*good[:2], np.ones(1, np.float32)]], BufferRefused, "'head' is on another device"),
         ],
     )
     def test_a_repoint_that_fails_leaves_the_graph(self, device, batches, error, message):

@@ -286,7 +286,7 @@ class TestOut:
         ("bad", "error", "says"),
         [
             (lambda out, other: out[:2], LayoutMismatch, "got 2, expected 3"),
-            (lambda out, other: [3.0, *out[1:]], BufferRefused, "'layers.0.w' is no array"),
+            (lambda out, other: [3.0, *out[1:]], BufferRefused, "'layers.0.w' is not an array"),
             (lambda out, other: [out[0], out[1][:6], out[2]], LayoutMismatch, r"'layers.1.w'.*got \(6,\), 6 elements"),
             (lambda out, other: [out[0], other, out[2]], BufferRefused, "'layers.1.w'.*got float64"),
             (lambda out, other: [*out[:2], out[0].reshape(-1)[:1]], BufferRefused, "'layers.0.w' and 'head' overlap"),

@@ -20,7 +20,6 @@ ORDER = [
     "arrays.frameworks",
     "arrays.host",
     "arrays.device",
-    "arrays.foreign",
     "arrays",
     "layout.shards",
     "layout.tensor_parallel",

@@ -1239,7 +1239,7 @@ class TestStreams:
             assert xp.cuda.get_current_stream().ptr == before
 
     def test_what_is_no_stream(self, device):
-        with pytest.raises(CallerError, match="no CUDA stream"):
+        with pytest.raises(CallerError, match="not a CUDA stream"):
             device.kernels.on("stream")
         with pytest.raises(CallerError, match="the CPU has no streams"):
             HostKernels(1).on(object())

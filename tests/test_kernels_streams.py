@@ -454,7 +454,7 @@ class TestJax:
 
     def test_is_refused_in_a_capture_which_goes_on_without_it(self, emulated, given):
         engine, others = new_engine(emulated), filled(emulated, 4)
-        message = "component 'layers.0.w' is a JAX array, which no graph can use"
+        message = "component 'layers.0.w' is a JAX array, which a CUDA graph cannot capture"
         with engine.capture() as graph:
             with pytest.raises(BufferRefused, match=message):
                 engine.add(given[0])

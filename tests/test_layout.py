@@ -291,7 +291,7 @@ class TestOf:
 
     @pytest.mark.parametrize("dtype", [np.float64, np.complex64, np.int32, np.bool_, np.dtype(">f4")])
     def test_arrays_whose_gradients_cannot_be_taken_are_refused_by_name_and_dtype(self, dtype):
-        named = re.escape(f"component 'a.w' has a dtype that is not taken: got {np.dtype(dtype).name}")
+        named = re.escape(f"component 'a.w' has an unsupported dtype: got {np.dtype(dtype).name}")
         for components in ({"a": {"w": np.zeros(2, dtype)}}, {"a.w": np.zeros(2, dtype)}):
             with pytest.raises(BufferRefused, match=named):
                 GradientLayout.of(components)
@@ -300,10 +300,10 @@ class TestOf:
         torch = pytest.importorskip("torch")
         sharded = type("DTensor", (torch.Tensor,), {"to_local": lambda self: self})
         for tensor, fault in (
-            (torch.zeros(2, dtype=torch.float64), "dtype that is not taken: got float64"),
-            (torch.zeros(2, dtype=torch.complex64), "dtype that is not taken: got complex64"),
+            (torch.zeros(2, dtype=torch.float64), "unsupported dtype: got float64"),
+            (torch.zeros(2, dtype=torch.complex64), "unsupported dtype: got complex64"),
             (torch.zeros(2).to_sparse(), "sparse: got torch.sparse_coo"),
-            (torch.zeros(2).as_subclass(sharded), "part of a distributed tensor: got DTensor"),
+            (torch.zeros(2).as_subclass(sharded), "is a distributed tensor: got DTensor"),
         ):
             with pytest.raises(BufferRefused, match=rf"component 'w' .*{fault}"):
                 GradientLayout.of({"w": tensor})

@@ -189,21 +189,21 @@ class TestFrameworks:
 
     def test_without_cupy_it_is_refused(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", None)
-        with pytest.raises(BufferRefused, match=r"the whole component cannot be taken by DLPack .*cupy"):
+        with pytest.raises(BufferRefused, match=r"the whole component cannot be read by DLPack .*cupy"):
             RowParallelShard(4, 6, 0, 2).extract_shard(Producer(matrix(), device=(2, 0)))
 
     def test_a_dtype_that_numpy_does_not_know_is_refused(self):
         torch = pytest.importorskip("torch")
         whole = torch.zeros(4, 6, dtype=torch.bfloat16)
         only_dlpack = types.SimpleNamespace(__dlpack__=whole.__dlpack__, __dlpack_device__=whole.__dlpack_device__)
-        with pytest.raises(BufferRefused, match="the whole component cannot be taken by DLPack"):
+        with pytest.raises(BufferRefused, match="the whole component cannot be read by DLPack"):
             RowParallelShard(4, 6, 0, 2).extract_shard(only_dlpack)
 
     @pytest.mark.parametrize("thing", [[[1.0, 2.0]], "text", 3, None, memoryview(b"abcd")])
     def test_what_is_no_array_is_refused(self, thing):
-        with pytest.raises(BufferRefused, match="the whole component is no array: got "):
+        with pytest.raises(BufferRefused, match="the whole component is not an array: got "):
             RowParallelShard(2, 2, 0, 2).extract_shard(thing)
-        with pytest.raises(BufferRefused, match="rank 1's part is no array: got "):
+        with pytest.raises(BufferRefused, match="rank 1's part is not an array: got "):
             RowParallelShard(4, 6, 0, 2).merge_shards([matrix()[:2], thing])
 
 
@@ -273,7 +273,7 @@ class TestRefused:
     def test_parts_of_two_kinds(self):
         with pytest.raises(
             LayoutMismatch,
-            match=r"rank 1's part is of another kind than rank 0's: got numpy of float64, expected numpy of float32",
+            match=r"rank 1's part is of another framework or dtype than rank 0's: got numpy of float64, expected numpy",
         ):
             ColumnParallelShard(4, 6, 0, 2).merge_shards([np.zeros((4, 3), np.float32), np.zeros((4, 3))])
 
@@ -295,7 +295,8 @@ class TestRefused:
     def test_a_destination_of_another_dtype(self):
         parts = [np.full((2, 6), 1.5, np.float32)] * 2
         with pytest.raises(
-            LayoutMismatch, match=r"the destination is of another kind .*got numpy of int64, expected numpy of float32"
+            LayoutMismatch,
+            match=r"the destination is of another framework .*got numpy of int64, expected numpy of float32",
         ):
             RowParallelShard(4, 6, 0, 2).merge_shards(parts, out=np.zeros((4, 6), np.int64))
 

@@ -609,14 +609,14 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            (lambda m: m[2].double(), "'2.weight' has a dtype that is not taken: got float64, .* cast it first"),
+            (lambda m: m[2].double(), "'2.weight' has an unsupported dtype: got float64, .* cast it first"),
             (
                 lambda m: setattr(m[2], "weight", torch.nn.Parameter(torch.ones(3, 7) * 1j)),
                 "'2.weight' .* got complex64, .* complex: take its real view",
             ),
             (
                 lambda m: setattr(m[0].weight, "to_local", None),
-                "'0.weight' is one rank's part .* local shapes, and add",
+                "'0.weight' is a distributed tensor.* local shapes, and add",
             ),
             (
                 lambda m: setattr(m[2], "bias", torch.nn.Parameter(torch.ones(3).to_sparse())),
@@ -632,7 +632,7 @@ class TestLayout:
             call(module)
 
     def test_so_it_is_in_a_list(self):
-        with pytest.raises(BufferRefused, match="'1' has a dtype that is not taken: got float64"):
+        with pytest.raises(BufferRefused, match="'1' has an unsupported dtype: got float64"):
             GradientLayout.of([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).double())])
 
     @has_grad_dtype
@@ -914,7 +914,7 @@ class TestGiveGradients:
 
     def test_another_device_is_refused_by_name(self):
         result = accumulated(net(), [0], [1.0]).step()
-        with pytest.raises(BufferRefused, match=r"'0\.weight' lies on another device.*meta.*cpu"):
+        with pytest.raises(BufferRefused, match=r"'0\.weight' is on another device.*meta.*cpu"):
             give_gradients(net().to("meta"), result)
 
     def test_another_modules_result_is_refused_and_nothing_is_set(self):

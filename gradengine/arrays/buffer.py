@@ -1,12 +1,12 @@
-"""What any array or pointer becomes at the door: a flat `Buffer`, checked once, copied never.
+"""Flat, checked, zero-copy views of memory: `RawBuffer` as users pass one, `Buffer` as everything after this takes it.
 
-What is resolved is (pointer, size, dtype, device, owner, and whose stream it is worked on); nothing after the doors
-asks what an object is. The doors are `host_buffer.py` and `device_buffer.py`; what they refuse alike is here.
+`host.py` and `device.py` make a `Buffer` of any array; the checks that both need are here.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,23 +24,23 @@ __all__ = ["Array", "Buffer", "RawBuffer"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_LARGEST_ADDRESS = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there
+_ADDRESS_LIMIT = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there
 
 
 @dataclass(frozen=True)
 class RawBuffer:
-    """Memory that no framework object stands for.
+    """A raw pointer to contiguous memory of one dtype, on the CPU or a GPU.
 
     Args:
         pointer: Address of the first element.
         size: Elements.
-        dtype: "float32", "float16" or "bfloat16"; a dtype of NumPy's or torch's of that name will do.
+        dtype: "float32", "float16" or "bfloat16"; a NumPy or torch dtype of that name will do.
         device: "cpu", or a GPU's: "cuda:0".
         owner: Whatever must stay alive while the memory is in use. One that can say that its memory is gone (a weak
             reference, a map or shared memory that is closed) is asked at each call that reads or writes.
-        writable: False where the memory may be read only.
-        stream: Handle of the GPU's stream that the memory is worked on: our work on it is ordered behind what that
-            stream has to do, and before what it is given next. 0 and 1 are the default stream; None orders nothing. It
+        writable: False for read-only memory.
+        stream: Handle of the CUDA stream on which the memory is produced: our work waits for what that stream has
+            queued, and what it is given next waits for ours. 0 and 1 are the default stream; None orders nothing. It
             must live until the step is over.
 
     Example:
@@ -65,20 +65,20 @@ class RawBuffer:
         object.__setattr__(self, "writable", truth_value("writable", self.writable))
 
 
-@dataclass(eq=False)  # not frozen: 0.3 us instead of 1.2, and the way in makes one for each gradient
+@dataclass(eq=False)  # not frozen: 0.3 us instead of 1.2, and one is made for each gradient
 class Buffer:
-    """A flat, contiguous view of somebody's memory; never changed once it is made.
+    """A flat, contiguous view of an array's memory; never changed once it is made.
 
     Attributes:
         pointer: Address of the first element.
         size: Elements.
         dtype: "float32", "float16" or "bfloat16".
-        shape: The shape it came with.
+        shape: The array's shape.
         writable: Whether it may be a destination.
         owner: Kept alive for as long as this view is.
         device: "cpu", "cuda:0", ...
         data: The elements as a NumPy array, in the storage dtype (bf16 as uint16); None on a GPU.
-        producer: Whose stream it is worked on; None where it is our own, or CuPy's, which works on the current stream.
+        producer: The stream that the array is produced on; None for our own, or CuPy's current stream.
     """
 
     pointer: int
@@ -112,13 +112,97 @@ class Buffer:
         return self.pointer < other.pointer + other.nbytes and other.pointer < self.pointer + self.nbytes
 
 
+# ---- views of pointers and of exported arrays ----
+
+
+def raw_view(raw: RawBuffer, component: str, device: str, producer: ProducerStream | None = None) -> Buffer:
+    """A checked view of a raw pointer's memory, which must be on `device`; raises `BufferRefused`."""
+    refuse_other_device(raw.device, component, (device,))
+    refuse_freed(raw.owner, component)
+    if raw.dtype not in DTYPES:
+        raise unsupported_dtype(component, str(raw.dtype))
+    pointer, size = as_index(raw.pointer), as_index(raw.size)
+    if pointer is None or size is None:
+        raise _invalid_address(component, said(raw.pointer), raw.size)
+    refuse_invalid_address(pointer, size, DTYPES[raw.dtype].itemsize, component)
+    return Buffer(pointer, size, raw.dtype, (size,), raw.writable, raw.owner, device, producer=producer)
+
+
+def exported_view(tensor: Exported, component: str, device: str, producer: ProducerStream | None = None) -> Buffer:
+    """A checked view of an exported array, whose device is known to be right; raises `BufferRefused`."""
+    refuse_strided(component, tensor.shape, tensor.strides)
+    if tensor.dtype not in DTYPES:
+        raise unsupported_dtype(component, tensor.dtype)
+    pointer, size = tensor.pointer, math.prod(tensor.shape)
+    refuse_invalid_address(pointer, size, DTYPES[tensor.dtype].itemsize, component)
+    return Buffer(pointer, size, tensor.dtype, tensor.shape, tensor.writable, tensor.owner, device, producer=producer)
+
+
+def refuse_strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+    """Raise `BufferRefused` unless elements with these strides lie one after the other in C order."""
+    step = 1
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != step and 0 not in shape:  # the stride of a dimension of 1 means nothing
+            raise not_contiguous(component, shape, strides)
+        step *= length
+
+
+def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int]) -> BufferRefused:
+    """The error for an array that is not C-contiguous; strides in elements."""
+    return BufferRefused(
+        f"component '{component}' is not contiguous",
+        got=f"shape {tuple(shape)} with strides {tuple(strides)} (in elements)",
+        expected=f"strides {contiguous_strides(shape)}",
+        do="pass the array that owns the memory, or a contiguous copy",
+    )
+
+
+def refuse_invalid_address(pointer: int, size: int, itemsize: int, component: str) -> None:
+    """Raise `BufferRefused` unless `size` elements can be at this address."""
+    if size < 0 or pointer < 0 or (pointer == 0 and size) or pointer + size * itemsize > _ADDRESS_LIMIT:
+        raise _invalid_address(component, hex(pointer), size)
+    if pointer % itemsize:
+        raise BufferRefused(
+            f"component '{component}' is not aligned to its elements",
+            got=f"pointer {pointer:#x}",
+            expected=f"a multiple of {itemsize}",
+        )
+
+
+def _invalid_address(component: str, pointer: object, size: object) -> BufferRefused:
+    return BufferRefused(
+        f"component '{component}' is not at a valid address",
+        got=f"pointer {pointer}, size {said(size)}",
+        expected="the address of allocated memory and a size >= 0",
+    )
+
+
+def refuse_other_device(device: str, component: str, expected: Sequence[str] = ("cpu",)) -> None:
+    """Raise `BufferRefused` unless the memory is on one of the devices expected."""
+    if device not in expected:
+        raise wrong_device(component, device, expected[0])
+
+
+def wrong_device(component: str, got: str, expected: str) -> BufferRefused:
+    """The error for memory on another device than the engine's."""
+    return BufferRefused(
+        f"component '{component}' is on another device",
+        got=got,
+        expected=expected,
+        do="bring all of a call's arrays to one device, and give the engine that one",
+    )
+
+
+# ---- destinations ----
+
+
 def refuse_read_only(buffer: Buffer, destination: object, component: str) -> None:
-    """Raise `BufferRefused` where a destination's memory may only be read."""
+    """Raise `BufferRefused` for a destination that is read-only, or that autograd tracks."""
     if getattr(destination, "requires_grad", False):
         raise BufferRefused(
             f"destination '{component}' requires grad",
             got=type(destination).__name__,
-            expected="memory that autograd does not watch",
+            expected="a tensor that autograd does not track",
             do="pass the parameter's .grad, or .detach() it",
         )
     if not buffer.writable:
@@ -131,7 +215,7 @@ def refuse_read_only(buffer: Buffer, destination: object, component: str) -> Non
 
 
 def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: Buffer, whose: str) -> None:
-    """Raise `BufferRefused` where two destinations, or one and the arena that they are written from, share memory."""
+    """Raise `BufferRefused` where two destinations, or one and the arena that they are written from, overlap."""
     pair = overlapping([*destinations.values(), arena])
     if pair is not None:
         names = [*destinations, f"the {whose}'s arena"]
@@ -142,7 +226,7 @@ def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: B
 
 
 def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
-    """The positions of two buffers that share memory, or None.
+    """The positions of two buffers that overlap in memory, or None.
 
     Example:
         >>> whole = Buffer(4096, 4, "float32", (4,), True, None)
@@ -156,40 +240,22 @@ def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
     return None
 
 
-def strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> BufferRefused:
-    """The error for memory with gaps, or in another order; strides in elements."""
-    return BufferRefused(
-        f"component '{component}' is not contiguous",
-        got=f"shape {tuple(shape)} with strides {tuple(strides)} (in elements)",
-        expected=f"strides {contiguous_strides(shape)}",
-        do="pass the array that owns the memory, or a contiguous copy",
-    )
-
-
-def raw_extent(raw: RawBuffer, component: str) -> tuple[int, int]:
-    """A raw buffer's pointer and size as integers, its dtype checked; raises `BufferRefused`."""
-    refuse_freed(raw.owner, component)
-    if raw.dtype not in DTYPES:
-        raise unsupported_dtype(component, str(raw.dtype))
-    pointer, size = as_index(raw.pointer), as_index(raw.size)
-    if pointer is None or size is None:
-        raise no_memory(component, said(raw.pointer), raw.size)
-    return pointer, size
+# ---- owners of raw pointers ----
 
 
 def refuse_freed(owner: object, component: str) -> None:
-    """Raise `BufferRefused` where the owner of a pointer's memory says that it is gone.
+    """Raise `BufferRefused` where the owner of a pointer's memory says that it was freed.
 
     >>> import mmap
     >>> freed = mmap.mmap(-1, 4096); freed.close()
     >>> refuse_freed(freed, "w")
     Traceback (most recent call last):
-    gradengine.errors.BufferRefused: component 'w' lies in memory that its owner has freed: got a mmap that is closed...
+    gradengine.errors.BufferRefused: component 'w' is in memory that its owner has freed: got a mmap that is closed...
     """
     how = freed(owner)
     if how:
         raise BufferRefused(
-            f"component '{component}' lies in memory that its owner has freed",
+            f"component '{component}' is in memory that its owner has freed",
             got=how,
             expected="an owner that is alive",
             do="keep the owner, and what it owns, until the step is over",
@@ -197,16 +263,16 @@ def refuse_freed(owner: object, component: str) -> None:
 
 
 def freed(owner: object) -> str | None:
-    """How an owner says that its memory is gone; None where it does not."""
+    """How an owner says that its memory was freed; None where it does not."""
     try:
-        return _said_by(owner)
+        return _freed(owner)
     except ReferenceError:
         return "a weak reference to nothing"
     except Exception as fault:  # noqa: BLE001  (an owner's own code, and its own errors)
         return f"a {type(owner).__name__} that cannot say whether it is ({said(fault)})"
 
 
-def _said_by(owner: object) -> str | None:
+def _freed(owner: object) -> str | None:
     if isinstance(owner, weakref.ref):
         return "a weak reference to nothing" if owner() is None else freed(owner())
     if isinstance(owner, memoryview):
@@ -226,48 +292,3 @@ def _freed_view(view: memoryview) -> str | None:
     except ValueError:
         return "a memoryview that is released"
     return None
-
-
-def refuse_impossible(pointer: int, size: int, itemsize: int, component: str) -> None:
-    """Raise `BufferRefused` where no elements of that size can lie."""
-    if size < 0 or pointer < 0 or (pointer == 0 and size) or pointer + size * itemsize > _LARGEST_ADDRESS:
-        raise no_memory(component, hex(pointer), size)
-    if pointer % itemsize:
-        raise BufferRefused(
-            f"component '{component}' is not aligned to its elements",
-            got=f"pointer {pointer:#x}",
-            expected=f"a multiple of {itemsize}",
-        )
-
-
-def no_memory(component: str, pointer: object, size: object) -> BufferRefused:
-    """The error for an address that stands for nothing."""
-    return BufferRefused(
-        f"component '{component}' is no memory",
-        got=f"pointer {pointer}, size {said(size)}",
-        expected="the address of allocated memory and a size >= 0",
-    )
-
-
-def wrong_device(component: str, got: str, expected: str) -> BufferRefused:
-    """The error for memory on another device than the engine's."""
-    return BufferRefused(
-        f"component '{component}' lies on another device",
-        got=got,
-        expected=expected,
-        do="bring all of a call's arrays to one device, and give the engine that one",
-    )
-
-
-def refuse_other_device(device: str, component: str, expected: Sequence[str] = ("cpu",)) -> None:
-    """Raise `BufferRefused` unless the memory lies on one of the devices expected."""
-    if device not in expected:
-        raise wrong_device(component, device, expected[0])
-
-
-def refuse_as_it_lies(tensor: Exported, component: str) -> None:
-    """Raise `BufferRefused` where an exported tensor is strided or of another dtype than ours."""
-    if not tensor.is_contiguous:
-        raise strided(component, tensor.shape, tensor.strides)
-    if tensor.dtype not in DTYPES:
-        raise unsupported_dtype(component, tensor.dtype)

@@ -1,7 +1,7 @@
-"""DLPack capsules, read in place: what lies where, in which dtype and on which device, with no framework's help.
+"""Reader of DLPack capsules by ctypes: pointer, dtype, shape, strides and device, also of bf16 and of a GPU's memory.
 
-The capsule is kept as the owner of its memory and never renamed to "used_dltensor": its own destructor frees the
-producer's reference with us. So bf16 works, which numpy.from_dlpack refuses, and so does a GPU's memory.
+`numpy.from_dlpack` takes neither of these two. The capsule is kept as the owner of the memory and never renamed to
+"used_dltensor", so that its own destructor frees the producer's reference.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from gradengine.arguments import said
 from gradengine.arrays.dtypes import by_dlpack_code
 from gradengine.errors import BufferRefused
 
-__all__ = ["Exported", "contiguous_strides", "exported", "exporting_device"]
+__all__ = ["MAX_DIMENSIONS", "Exported", "contiguous_strides", "dlpack_device", "exported", "exporting_device"]
 
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by the CPU
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
 _KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
 _READ_ONLY_FLAG, _COPY_FLAG = 1, 2  # what is written to a copy its producer never sees
-_MOST_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that says more would have us read beyond its shape
+MAX_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that says more would have us read beyond its shape
 
 
 class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
-    """What a producer exports.
+    """An array as a protocol exports it, unchecked.
 
     Attributes:
         pointer: Address of the first element; 0 where there is none.
-        dtype: The dtype's name; one that is none of ours is described.
+        dtype: The dtype's name, or a description of an unsupported one.
         shape: Its shape.
         strides: Its strides, in elements.
         device: "cpu", "cuda:0", ...
-        writable: False where the producer says that the memory may only be read.
+        writable: False where the producer says that the memory is read-only.
         owner: What must stay alive while the memory is in use.
     """
 
@@ -45,40 +45,35 @@ class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
     writable: bool
     owner: object
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie one after the other in C order."""
-        wanted = 1
-        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if length != 1 and stride != wanted:
-                return 0 in self.shape
-            wanted *= length
-        return True
-
 
 def exporting_device(source: Any, component: str) -> str:
-    """Where a producer's memory lies: "cpu", "cuda:0", ....
+    """The device of a DLPack producer: "cpu", "cuda:0", ...
 
     Raises:
-        BufferRefused: It cannot say.
+        BufferRefused: Its `__dlpack_device__` raised, or returned something else.
     """
     try:
-        device_type, ordinal = source.__dlpack_device__()
-        return _device_name(int(device_type), int(ordinal))
+        return dlpack_device(source)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
         raise _cannot_export(source, component, refusal) from None
 
 
+def dlpack_device(source: Any) -> str:
+    """As `exporting_device`, with the producer's own errors."""
+    device_type, ordinal = source.__dlpack_device__()
+    return _device_name(int(device_type), int(ordinal))
+
+
 def exported(source: Any, component: str, stream: int | None = None) -> Exported:
-    """What `source.__dlpack__()` exports.
+    """The array that `source.__dlpack__()` exports.
 
     Args:
         source: An object with `__dlpack__` and `__dlpack_device__`.
-        component: Whose gradient it is; errors name it.
-        stream: The consumer's stream on a GPU, as DLPack counts them; None on the CPU.
+        component: Its component's name, for errors.
+        stream: The consumer's stream on a GPU, as DLPack numbers them; None on the CPU.
 
     Raises:
-        BufferRefused: The producer refuses, or what it hands out is no DLPack of a version we know.
+        BufferRefused: The producer raised, or its capsule is not DLPack of version 0 or 1.
 
     Example:
         >>> exported(np.zeros((2, 3), np.float16), "w").shape
@@ -87,11 +82,11 @@ def exported(source: Any, component: str, stream: int | None = None) -> Exported
     capsule = _capsule_of(source, component, {} if stream is None else {"stream": stream})
     tensor, writable = _tensor_in(capsule, component)
     dimensions = tensor.ndim
-    if not 0 <= dimensions <= _MOST_DIMENSIONS or (dimensions and not tensor.shape):
+    if not 0 <= dimensions <= MAX_DIMENSIONS or (dimensions and not tensor.shape):
         raise BufferRefused(
-            f"component '{component}' exports a shape that cannot be",
-            got=f"{dimensions} dimensions{'' if tensor.shape else ' that lie nowhere'}",
-            expected=f"0 to {_MOST_DIMENSIONS}",
+            f"component '{component}' exports an invalid DLPack shape",
+            got=f"{dimensions} dimensions{'' if tensor.shape else ' and a null pointer for them'}",
+            expected=f"0 to {MAX_DIMENSIONS}",
         )
     shape = tuple(tensor.shape[:dimensions])
     strides = tuple(tensor.strides[:dimensions]) if tensor.strides else contiguous_strides(shape)
@@ -173,11 +168,13 @@ def _tensor_in(capsule: object, component: str) -> tuple[_DLTensor, bool]:
         if versioned.major == 1:
             return versioned.tensor, not versioned.flags & (_READ_ONLY_FLAG | _COPY_FLAG)
         raise BufferRefused(
-            f"component '{component}' speaks another DLPack",
+            f"component '{component}' exports an unsupported DLPack version",
             got=f"version {versioned.major}",
             expected="version 0 or 1",
         )
-    raise BufferRefused(f"component '{component}' exports no DLPack tensor", got=name, expected="a fresh capsule")
+    raise BufferRefused(
+        f"component '{component}' does not export a DLPack capsule", got=name, expected="an unused capsule"
+    )
 
 
 def _device_name(device_type: int, ordinal: int) -> str:

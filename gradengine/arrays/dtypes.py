@@ -80,7 +80,7 @@ def unsupported_dtype(component: str, got: str) -> BufferRefused:
     """The error for a component whose dtype is not in the table."""
     *names, last = DTYPES
     return BufferRefused(
-        f"component '{component}' has a dtype that is not taken",
+        f"component '{component}' has an unsupported dtype",
         got=got,
         expected=f"{', '.join(names)} or {last}",
         do="cast it first, for example to float32 (quantised: dequantise it; complex: take its real view)",

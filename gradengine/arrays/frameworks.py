@@ -1,45 +1,57 @@
-"""Frameworks that say more than DLPack does: torch and JAX, recognised where they are loaded and never imported.
+"""torch and JAX arrays as their frameworks describe them, and slices of any framework's; no framework is imported.
 
-Asked itself, torch says where a tensor lies in 1 us (6 by DLPack), which stream it works on, and what it cannot give;
-JAX says that its arrays are immutable, which its capsules do not.
+torch itself is asked for a tensor's address in 1 us, where DLPack takes 6, for its current stream, and whether autograd
+tracks it; JAX's DLPack capsules do not say that its arrays are immutable.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 
 from gradengine.arguments import has, said
-from gradengine.arrays.buffer import Array, Buffer, strided, wrong_device
+from gradengine.arrays.buffer import Array, Buffer, not_contiguous, wrong_device
+from gradengine.arrays.dlpack import dlpack_device
 from gradengine.arrays.dtypes import DTYPES, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import BufferRefused
+from gradengine.errors import BufferRefused, LayoutMismatch
 
 __all__ = [
+    "AnyArray",
     "NonZero",
     "TorchDevice",
     "TorchStream",
+    "as_sliceable",
+    "as_writable",
+    "assign",
+    "copied",
     "device_name",
+    "empty_like",
     "fills_flat_buffer",
     "is_jax",
     "is_torch",
     "jax_device",
     "jax_on_host",
+    "joined_by_jax",
     "note_written",
     "refuse_indirect",
+    "refuse_other_kind",
     "torch_buffer",
     "torch_device",
     "torch_versions",
 ]
 
+AnyArray: TypeAlias = Any  # of any framework
+
 
 def is_torch(source: object) -> bool:
-    """Whether this is a torch tensor that can be asked where it lies: no subclass but a parameter.
+    """Whether this is a torch tensor or parameter, and no other subclass, whose address may not hold its values.
 
     >>> is_torch(np.zeros(2))
     False
@@ -63,7 +75,7 @@ class TorchDevice(Protocol):
 
 
 def device_name(device: object) -> object:
-    """A torch.device by name: "cpu", "cuda:1"; anything else as it is.
+    """The name of a torch.device: "cpu", "cuda:1"; anything else unchanged.
 
     >>> device_name("cuda")
     'cuda'
@@ -76,7 +88,7 @@ def device_name(device: object) -> object:
 
 
 def is_jax(source: object) -> bool:
-    """Whether this is a JAX array, or what stands for one inside a transformation.
+    """Whether this is a JAX array, or a tracer inside a transformation.
 
     >>> is_jax(np.zeros(2))
     False
@@ -87,7 +99,7 @@ def is_jax(source: object) -> bool:
 
 @final
 class TorchStream(ProducerStream):
-    """Torch's current stream on one device.
+    """torch's current stream on one device.
 
     Args:
         torch: The module.
@@ -112,19 +124,19 @@ class TorchStream(ProducerStream):
 
 
 def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
-    """Where a torch tensor lies; the elements are not looked at.
+    """A view of a torch tensor, of which no element is read.
 
     Args:
         tensor: For which `is_torch` holds.
-        component: Whose gradient it is; errors name it.
-        devices: Those that are taken: "cpu", "cuda:0".
+        component: Its component's name, for errors.
+        devices: Those that are allowed: "cpu", "cuda:0".
 
     Returns:
-        A view, read-only where autograd watches the tensor.
+        A view, read-only where autograd tracks the tensor.
 
     Raises:
-        BufferRefused: It is a parameter rather than a gradient, sparse, quantised, strided, negated lazily, of another
-            dtype or on another device, or it has no memory of its own.
+        BufferRefused: It is a parameter rather than a gradient, sparse, quantised, not contiguous, lazily negated, of
+            another dtype or on another device, or it has no storage.
     """
     torch = sys.modules["torch"]
     device = torch_device(tensor)
@@ -138,9 +150,9 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     try:
         shape, pointer = tensor.shape, tensor.data_ptr()
     except RuntimeError as fault:
-        raise _stands_for_several(tensor, component, fault) from None
+        raise _no_storage(tensor, component, fault) from None
     if not tensor.is_contiguous():
-        raise strided(component, shape, tensor.stride())
+        raise not_contiguous(component, shape, tensor.stride())
     if tensor.is_neg():
         raise _negated(component)
     if tensor.requires_grad and tensor.is_leaf:
@@ -150,27 +162,27 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
 
 
 def refuse_indirect(source: object, component: str) -> None:
-    """Raise `BufferRefused` for tensors whose export is not their values: torch's DTensor, a subclass's lazy sign."""
+    """Raise `BufferRefused` for tensors whose memory does not hold their values: DTensor, a lazily negated subclass."""
     is_neg = getattr(source, "is_neg", None)
     if callable(is_neg) and is_neg():
         raise _negated(component)
     if has(source, "to_local"):
         raise BufferRefused(
-            f"component '{component}' is one rank's part of a distributed tensor",
+            f"component '{component}' is a distributed tensor",
             got=type(source).__name__,
             do="pass .to_local(), in a layout of the local shapes",
         )
 
 
 def torch_device(tensor: Any) -> str:
-    """Where a torch tensor lies: "cpu", "cuda:0", ..."""
+    """The device of a torch tensor: "cpu", "cuda:0", ..."""
     if tensor.is_cpu:
         return "cpu"
     return f"{tensor.device.type}:{tensor.device.index or 0}"
 
 
 def torch_versions(sources: Sequence[Any]) -> list[int | None]:
-    """How often each torch tensor was changed in place, as autograd counts it; None for what is none, or not counted.
+    """Autograd's version counter of each torch tensor; None for anything else, and for tensors without one.
 
     >>> torch_versions([np.zeros(2), None])
     [None, None]
@@ -181,7 +193,7 @@ def torch_versions(sources: Sequence[Any]) -> list[int | None]:
     kinds = getattr(torch, "Tensor", None), getattr(getattr(torch, "nn", None), "Parameter", None)
     try:
         return [s._version if type(s) in kinds else None for s in sources]
-    except RuntimeError:  # torch counts nothing for tensors that were made in inference mode
+    except RuntimeError:  # tensors made in inference mode have no version counter
         return [s._version if type(s) in kinds and not s.is_inference() else None for s in sources]
 
 
@@ -193,10 +205,10 @@ def fills_flat_buffer(tensor: Any) -> bool:
 
 @final
 class NonZero:
-    """Which torch tensors of one device hold anything but zeros: asked without a wait, answered behind a GPU's work.
+    """Asynchronous test of torch tensors on one device for non-zero elements.
 
     Args:
-        tensors: At least one. A GPU's are read on torch's current stream.
+        tensors: At least one. On a GPU they are read on torch's current stream, and the host does not wait.
     """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -204,7 +216,7 @@ class NonZero:
         self._found = torch.stack([tensor.any() for tensor in tensors])
         self._event: Any = None
         if not self._found.is_cpu:
-            # A copy to memory that is not pinned would be waited for.
+            # The host would wait for a copy to memory that is not pinned.
             pinned = torch.empty(len(tensors), dtype=torch.bool, device="cpu", pin_memory=True)
             stream = torch.cuda.current_stream(self._found.device)
             self._found = pinned.copy_(self._found, non_blocking=True)
@@ -212,7 +224,7 @@ class NonZero:
 
     @property
     def is_known(self) -> bool:
-        """Whether the answers have come; never a wait."""
+        """Whether the answers are on the host; never waits."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
@@ -227,10 +239,10 @@ class NonZero:
 
 
 def jax_on_host(array: Any, component: str) -> Array:
-    """A JAX array as a read-only NumPy array of the same memory, when it is computed.
+    """A JAX array on the CPU as a read-only NumPy array of the same memory; waits until it is computed.
 
     Raises:
-        BufferRefused: It lies elsewhere, or as `jax_device`.
+        BufferRefused: It is on another device, or as `jax_device`.
     """
     device = jax_device(array, component)
     if device != "cpu":
@@ -242,10 +254,10 @@ def jax_on_host(array: Any, component: str) -> Array:
 
 
 def jax_device(array: Any, component: str) -> str:
-    """Where a JAX array lies: "cpu", "cuda:0", ...
+    """The device of a JAX array: "cpu", "cuda:0", ...
 
     Raises:
-        BufferRefused: It is traced, was deleted, or is spread over devices.
+        BufferRefused: It is traced, was deleted, or is sharded over several devices.
     """
     if isinstance(array, sys.modules["jax"].core.Tracer):
         raise BufferRefused(
@@ -262,10 +274,10 @@ def jax_device(array: Any, component: str) -> str:
     devices = _jax_devices(array.sharding)
     if len(devices) > 1:
         raise BufferRefused(
-            f"component '{component}' is spread over devices",
-            got=f"{len(devices)} of them",
+            f"component '{component}' is sharded over several devices",
+            got=f"{len(devices)} devices",
             expected="one device",
-            do="pass each device's own part, for example array.addressable_shards[i].data",
+            do="pass each device's shard, for example array.addressable_shards[i].data",
         )
     return devices[0]
 
@@ -292,9 +304,107 @@ def _torch_stream(torch: ModuleType, device: str) -> TorchStream:
     return TorchStream(torch, int(device.partition(":")[2]))
 
 
-def _stands_for_several(tensor: Any, component: str, fault: Exception) -> BufferRefused:
+def note_written(arrays: Iterable[object]) -> None:
+    """Raise the version counters of torch tensors that were written to, so that a backward that saved them fails."""
+    for array in arrays:
+        if is_torch(array):
+            tensor: Any = array
+            if not tensor.is_inference():
+                sys.modules["torch"].autograd.graph.increment_version(tensor)
+
+
+# ---- slices of any framework's arrays ----
+
+
+def as_sliceable(array: AnyArray, what: str) -> AnyArray:
+    """An array whose `array[...]` are views: the array itself, detached from autograd, or a DLPack producer's view.
+
+    Raises:
+        BufferRefused: It is not an array, or its elements cannot be viewed: sparse, masked, a dtype unknown to NumPy.
+
+    Example:
+        >>> as_sliceable([1, 2], "the whole")
+        Traceback (most recent call last):
+        gradengine.errors.BufferRefused: the whole is not an array: got list, expected an array, or DLPack
+    """
+    if is_torch(array):
+        if array.layout is not sys.modules["torch"].strided:
+            raise BufferRefused(f"{what} is sparse", got=str(array.layout), do="pass .to_dense()")
+        return array.detach()
+    if isinstance(array, np.ma.MaskedArray):
+        raise BufferRefused(f"{what} is masked", got="MaskedArray", do="pass .filled(value)")
+    if is_jax(array) or (has(array, "__getitem__") and has(_module_of(array), "empty")):
+        return array
+    if not has(array, "__dlpack__"):
+        raise BufferRefused(f"{what} is not an array", got=type(array).__name__, expected="an array, or DLPack")
+    try:
+        xp = np if dlpack_device(array) == "cpu" else importlib.import_module("cupy")
+        return xp.from_dlpack(array)
+    except Exception as fault:  # noqa: BLE001  (a framework's own code, and its own errors)
+        raise BufferRefused(f"{what} cannot be read by DLPack ({said(fault)})", got=type(array).__name__) from None
+
+
+def copied(array: AnyArray) -> AnyArray:
+    """A contiguous copy."""
+    if is_torch(array):
+        return array.clone(memory_format=sys.modules["torch"].contiguous_format)
+    return array.copy()
+
+
+def empty_like(array: AnyArray, shape: tuple[int, ...]) -> AnyArray:
+    """An uninitialised array of another shape, of the array's framework, dtype and device."""
+    if is_torch(array):
+        return array.new_empty(shape)
+    return _module_of(array).empty(shape, array.dtype)
+
+
+def joined_by_jax(arrays: Sequence[AnyArray], dimension: int) -> AnyArray:
+    """JAX arrays concatenated along a dimension."""
+    return sys.modules["jax"].numpy.concatenate(arrays, axis=dimension)
+
+
+def as_writable(out: AnyArray, what: str) -> AnyArray:
+    """An array that slices can be assigned to; raises `BufferRefused` where it is immutable or read-only."""
+    whole = as_sliceable(out, what)
+    if is_jax(out) or not getattr(getattr(whole, "flags", None), "writeable", True):
+        raise BufferRefused(f"{what} cannot be written to", got=f"a read-only {type(out).__name__}")
+    return whole
+
+
+def assign(whole: AnyArray, index: tuple[Any, ...], part: AnyArray, what: str) -> None:
+    """`whole[index] = part`, with the framework's own errors as a `BufferRefused`."""
+    try:
+        whole[index] = part
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as fault:
+        raise BufferRefused(f"{what} cannot be written to ({said(fault)})", got=type(whole).__name__) from None
+
+
+def refuse_other_kind(array: AnyArray, first: AnyArray, what: str) -> None:
+    """Raise `LayoutMismatch` unless both are of one framework and dtype.
+
+    >>> refuse_other_kind(np.zeros(1), np.zeros(1, np.float32), "rank 1's part")
+    Traceback (most recent call last):
+    gradengine.errors.LayoutMismatch: rank 1's part is of another framework or dtype than rank 0's: got numpy...
+    """
+    if (kind := _kind_of(array)) != (expected := _kind_of(first)):
+        raise LayoutMismatch(f"{what} is of another framework or dtype than rank 0's", got=kind, expected=expected)
+
+
+def _kind_of(array: AnyArray) -> str:
+    framework = "jax" if is_jax(array) else type(array).__module__.partition(".")[0]
+    return f"{framework} of {array.dtype}"
+
+
+def _module_of(array: AnyArray) -> Any:
+    return sys.modules.get(type(array).__module__.partition(".")[0])
+
+
+# ---- why a torch tensor is refused ----
+
+
+def _no_storage(tensor: Any, component: str, fault: Exception) -> BufferRefused:
     return BufferRefused(
-        f"component '{component}' has no memory of its own ({said(fault)})",
+        f"component '{component}' has no storage ({said(fault)})",
         got=type(tensor).__name__,
         do="pass plain tensors, outside of torch.func transformations",
     )
@@ -310,16 +420,7 @@ def _on_meta(component: str) -> BufferRefused:
 
 
 def _negated(component: str) -> BufferRefused:
-    return BufferRefused(f"component '{component}' is negated lazily", do="pass .resolve_neg()")
-
-
-def note_written(arrays: Iterable[object]) -> None:
-    """Tell autograd that torch's tensors were written to, so that a backward that saved them refuses what they hold."""
-    for array in arrays:
-        if is_torch(array):
-            tensor: Any = array
-            if not tensor.is_inference():
-                sys.modules["torch"].autograd.graph.increment_version(tensor)
+    return BufferRefused(f"component '{component}' is lazily negated", do="pass .resolve_neg()")
 
 
 def _parameter(tensor: Any, component: str) -> BufferRefused:
@@ -332,7 +433,7 @@ def _parameter(tensor: Any, component: str) -> BufferRefused:
 
 def _sparse(tensor: Any, component: str) -> BufferRefused:
     return BufferRefused(
-        f"component '{component}' is sparse, or laid out in a way of its own",
+        f"component '{component}' is sparse, or of another torch.layout than strided",
         got=str(tensor.layout),
         expected="torch.strided",
         do="pass .to_dense(), or build the embedding with sparse=False",

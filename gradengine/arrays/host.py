@@ -1,10 +1,9 @@
-"""The host's door: NumPy arrays, torch tensors, JAX arrays, DLPack producers on the CPU, and raw host pointers."""
+"""Views of arrays in host memory: NumPy arrays, torch tensors, JAX arrays, DLPack producers and raw pointers."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,11 @@ from gradengine.arrays.buffer import (
     Array,
     Buffer,
     RawBuffer,
-    raw_extent,
-    refuse_as_it_lies,
-    refuse_impossible,
+    exported_view,
+    not_contiguous,
+    raw_view,
+    refuse_invalid_address,
     refuse_other_device,
-    strided,
 )
 from gradengine.arrays.dlpack import exported, exporting_device
 from gradengine.arrays.dtypes import DTYPES, numpy_dtype_name, unsupported_dtype
@@ -29,18 +28,18 @@ __all__ = ["host_buffer", "without_owner"]
 
 
 def host_buffer(source: object, component: str) -> Buffer:
-    """A view of `source`, which must lie in host memory, contiguous, in fp32, fp16 or bf16.
+    """A view of `source`, which must be contiguous, in host memory, in fp32, fp16 or bf16.
 
     Args:
         source: A NumPy array (ml_dtypes' bfloat16 too), a torch tensor, a JAX array, a `RawBuffer`, or any object with
             `__dlpack__`, on the CPU.
-        component: Whose gradient it is; errors name it.
+        component: Its component's name, for errors.
 
     Returns:
         A view of the same memory: nothing is copied.
 
     Raises:
-        BufferRefused: Another dtype, device or layout in memory; the error says which came and which are taken.
+        BufferRefused: Another dtype or device, or gaps in memory; the error says what came and what is supported.
 
     Example:
         >>> array = np.ones((2, 3), np.float16)
@@ -55,22 +54,22 @@ def host_buffer(source: object, component: str) -> Buffer:
     if isinstance(source, np.generic):  # what NumPy makes of a 0-d array in an expression; it has no memory to write to
         return _from_numpy(np.asarray(source), component, source)
     if isinstance(source, RawBuffer):
-        return _from_raw(source, component)
+        return _with_elements(raw_view(source, component, "cpu"))
     if is_jax(source):
         array: Any = source
         return _from_numpy(jax_on_host(array, component), component, array, array.unsafe_buffer_pointer())
     if has(source, "__dlpack__"):
         return _from_dlpack(source, component)
     raise BufferRefused(
-        f"component '{component}' is no array",
+        f"component '{component}' is not an array",
         got=type(source).__name__,
         expected="a NumPy array, a torch tensor, a JAX array, a DLPack producer on the CPU or a RawBuffer",
-        do="pass the gradient as it lies in memory, for example numpy.asarray(values, dtype=numpy.float32)",
+        do="pass the gradient itself, for example numpy.asarray(values, dtype=numpy.float32)",
     )
 
 
 def _from_numpy(array: Array, component: str, immutable: object = None, pointer: int | None = None) -> Buffer:
-    """A NumPy array, or what an immutable object shows as one; `pointer` where it is known."""
+    """A NumPy array, or the NumPy view of an immutable object; `pointer` where it is known."""
     if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
         raise BufferRefused(
             f"component '{component}' is a masked array", do="pass .filled(0), or the array without mask"
@@ -80,7 +79,7 @@ def _from_numpy(array: Array, component: str, immutable: object = None, pointer:
         raise unsupported_dtype(component, numpy_dtype_name(array.dtype))
     flags = array.flags
     if not flags.c_contiguous:
-        raise strided(component, array.shape, tuple(s // array.itemsize for s in array.strides))
+        raise not_contiguous(component, array.shape, tuple(s // array.itemsize for s in array.strides))
     flat = (array if type(array) is np.ndarray else array.view(np.ndarray)).reshape(-1)  # a np.matrix stays 2-D
     storage = DTYPES[dtype].storage
     if flat.dtype != storage:  # ml_dtypes' own
@@ -103,15 +102,8 @@ def _dtype_name(dtype: np.dtype[Any]) -> str | None:
 
 def _from_torch(tensor: Any, component: str) -> Buffer:
     buffer = torch_buffer(tensor, component, ("cpu",))
-    buffer.data = _memory(buffer.pointer, buffer.size, buffer.dtype, component)
-    return buffer
-
-
-def _from_raw(raw: RawBuffer, component: str) -> Buffer:
-    refuse_other_device(raw.device, component)
-    pointer, size = raw_extent(raw, component)
-    data = _memory(pointer, size, raw.dtype, component)
-    return Buffer(pointer, size, raw.dtype, (size,), raw.writable, raw.owner, data=data)
+    refuse_invalid_address(buffer.pointer, buffer.size, DTYPES[buffer.dtype].itemsize, component)
+    return _with_elements(buffer)
 
 
 def _from_dlpack(source: Any, component: str) -> Buffer:
@@ -119,26 +111,23 @@ def _from_dlpack(source: Any, component: str) -> Buffer:
     refuse_other_device(exporting_device(source, component), component)
     tensor = exported(source, component)
     refuse_other_device(tensor.device, component)
-    refuse_as_it_lies(tensor, component)
-    pointer, size, owner = tensor.pointer, math.prod(tensor.shape), tensor.owner
-    data = _memory(pointer, size, tensor.dtype, component)
-    return Buffer(pointer, size, tensor.dtype, tensor.shape, tensor.writable, owner, data=data)
+    return _with_elements(exported_view(tensor, component, "cpu"))
 
 
 def without_owner(buffer: Buffer) -> Buffer:
-    """The same memory, to be remembered while somebody else sees to it that it lives."""
+    """The same memory without its owner, for a cache whose user keeps the memory alive."""
     data = _elements_at(buffer.pointer, buffer.size, buffer.dtype)
     return Buffer(buffer.pointer, buffer.size, buffer.dtype, buffer.shape, buffer.writable, None, data=data)
 
 
-def _memory(pointer: int, size: int, dtype: str, component: str) -> Array:
-    refuse_impossible(pointer, size, DTYPES[dtype].itemsize, component)
-    return _elements_at(pointer, size, dtype)
+def _with_elements(buffer: Buffer) -> Buffer:
+    buffer.data = _elements_at(buffer.pointer, buffer.size, buffer.dtype)
+    return buffer
 
 
-@functools.lru_cache(maxsize=4096)  # 0.1 us instead of 0.6 where gradients come to lie where others lay
+@functools.lru_cache(maxsize=4096)  # 0.1 us instead of 0.6, since allocators give the same addresses out again
 def _elements_at(pointer: int, size: int, dtype: str) -> Array:
-    """Memory at an address as an array; that it is there and alive is for the buffer's owner to see to."""
+    """Memory at an address as a NumPy array, which does not keep it alive: the buffer's owner does."""
     if size == 0:
         return np.empty(0, DTYPES[dtype].storage)
     memory = (ctypes.c_char * (size * DTYPES[dtype].itemsize)).from_address(pointer)

@@ -66,7 +66,7 @@ def stream_handle(stream: Any) -> int:
         if handle is not None:
             return _in_range(handle)
     raise CallerError(
-        "this is no CUDA stream",
+        "not a CUDA stream",
         got=said(stream),
         expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle",
     )
@@ -85,5 +85,5 @@ def _handles(stream: Any) -> tuple[object, ...]:
 
 def _in_range(handle: int) -> int:
     if not 0 <= handle <= MOST:
-        raise CallerError("this is no CUDA stream", got=said(handle), expected="a handle >= 0, and an address at most")
+        raise CallerError("not a CUDA stream", got=said(handle), expected="a handle >= 0, and an address at most")
     return handle

@@ -99,7 +99,7 @@ def refuse_untakable(name: str, array: Any) -> None:
     """
     if has(array, "to_local"):
         raise BufferRefused(
-            f"component '{name}' is one rank's part of a distributed tensor",
+            f"component '{name}' is a distributed tensor",
             got=type(array).__name__,
             do="lay out the local shapes, and add .grad.to_local()",
         )

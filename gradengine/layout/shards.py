@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
 from gradengine.arguments import listed, said, truth_value, whole_number
-from gradengine.arrays.foreign import (
-    Array,
+from gradengine.arrays.frameworks import (
+    AnyArray,
     as_sliceable,
     as_writable,
     assign,
     copied,
     empty_like,
+    is_jax,
     joined_by_jax,
     refuse_other_kind,
 )
-from gradengine.arrays.frameworks import is_jax
 from gradengine.errors import CallerError, LayoutMismatch
 
 __all__ = [
@@ -62,7 +62,7 @@ class Shard(ABC):
         """The part's shape."""
         return self.full_shape
 
-    def extract_shard(self, array: Array, *, copy: bool = False) -> Array:
+    def extract_shard(self, array: AnyArray, *, copy: bool = False) -> AnyArray:
         """This rank's part of the whole component.
 
         Args:
@@ -87,7 +87,7 @@ class Shard(ABC):
         part = whole[self._index_of(self.tp_rank)]
         return copied(part) if truth_value("copy", copy) else part
 
-    def merge_shards(self, arrays: Sequence[Array], out: Array | None = None) -> Array:
+    def merge_shards(self, arrays: Sequence[AnyArray], out: AnyArray | None = None) -> AnyArray:
         """The whole component from all ranks' parts: the inverse of `extract_shard`.
 
         Args:
@@ -127,11 +127,11 @@ class Shard(ABC):
         """Where a rank's part lies in the whole."""
 
     @abstractmethod
-    def _write(self, whole: Array, parts: Sequence[Array]) -> None:
+    def _write(self, whole: AnyArray, parts: Sequence[AnyArray]) -> None:
         """Make the whole of parts."""
 
     @abstractmethod
-    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
+    def _joined_by_jax(self, parts: Sequence[AnyArray]) -> AnyArray:
         """The whole of immutable parts."""
 
 
@@ -165,11 +165,11 @@ class _MatrixShard(Shard):
         index[self._dimension] = slice(rank * self._part, (rank + 1) * self._part)
         return tuple(index)
 
-    def _write(self, whole: Array, parts: Sequence[Array]) -> None:
+    def _write(self, whole: AnyArray, parts: Sequence[AnyArray]) -> None:
         for rank, part in enumerate(parts):
             assign(whole, self._index_of(rank), part, "the destination")
 
-    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
+    def _joined_by_jax(self, parts: Sequence[AnyArray]) -> AnyArray:
         return joined_by_jax(parts, self._dimension)
 
 
@@ -242,17 +242,17 @@ class Replica(Shard):
     def __repr__(self) -> str:
         return f"Replica({self.full_shape}, {self.tp_rank}, {self.tp_size})"
 
-    def merge_shards(self, arrays: Sequence[Array], out: Array | None = None) -> Array:
+    def merge_shards(self, arrays: Sequence[AnyArray], out: AnyArray | None = None) -> AnyArray:
         """Rank 0's copy of the component; the others must have its shape, their values are not compared."""
         return super().merge_shards(arrays, out)
 
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         return (...,)  # an array too where there are no dimensions
 
-    def _write(self, whole: Array, parts: Sequence[Array]) -> None:
+    def _write(self, whole: AnyArray, parts: Sequence[AnyArray]) -> None:
         assign(whole, (...,), parts[0], "the destination")
 
-    def _joined_by_jax(self, parts: Sequence[Array]) -> Array:
+    def _joined_by_jax(self, parts: Sequence[AnyArray]) -> AnyArray:
         return parts[0]
 
 
@@ -276,6 +276,6 @@ def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | No
     return value // parts
 
 
-def _refuse_other_shape(array: Array, shape: Shape, what: str) -> None:
+def _refuse_other_shape(array: AnyArray, shape: Shape, what: str) -> None:
     if tuple(array.shape) != shape:
         raise LayoutMismatch(f"{what} another shape", got=tuple(array.shape), expected=shape)
