@@ -20,8 +20,10 @@ def line(report: dict, row: dict) -> str:
         for base, ratio in row["ratios"].items()
         if not row["variant"].startswith("ours")
     )
-    dtype = report["parameters"].get("dtype", "float32")
-    benchmark = report["benchmark"] + ("" if dtype == "float32" else f", {dtype}")
+    parameters = report["parameters"]
+    size = [f"{parameters['tensors']} x {parameters['elements']:,}"] if "tensors" in parameters else []
+    dtype = [name for name in [parameters.get("dtype", "float32")] if name != "float32"]
+    benchmark = ", ".join([report["benchmark"], *size, *dtype])
     return f"| {benchmark} | {row['variant']} | {1e3 * row['median_s']:.1f} | {row['gb_per_s']:.1f} | {ratios} |"
 
 

@@ -87,7 +87,7 @@ def stages(found: Preflight, *, small: bool = False) -> list[Stage]:
 
     def benchmark(name: str, about: str, limit: float, *words: str, **facts: object) -> Stage:
         sized = (*words, *(("--small",) if small else ()), "--json", f"{{folder}}/{name}.json")
-        return Stage(name, about, python("-m", "gradengine.bench.gpu", *sized), limit, keeps="reports", **facts)
+        return Stage(name, about, python("-m", "gradengine.bench", *sized), limit, keeps="reports", **facts)
 
     def sanitized(tool: str, about: str) -> Stage:
         # Only the kernels' faults count: the driver's calls raise in Python.
@@ -97,7 +97,7 @@ def stages(found: Preflight, *, small: bool = False) -> list[Stage]:
 
     parts, odd = ("accumulate", "norm", "hand-back", "hand-back-bf16"), ("--odd", "--blocks", "6")
     bf16 = ("--dtype", "bfloat16")
-    machine = python("-m", "gradengine.bench.gpu.machine", "{folder}/machine.json")
+    machine = python("-m", "gradengine.bench.machine", "{folder}/machine.json")
     return [
         Stage("machine", "GPU, driver and versions", machine, 20, keeps="machine", lines=60),
         Stage("kernels", "every kernel once, at odd sizes, against NumPy", python("bench/gpu_once.py", "--pool"), 60),

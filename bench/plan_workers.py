@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gradengine import GradientEngine, connect
-from gradengine.bench.memory import peak_growth
+from gradengine.bench.device import peak_growth
 from gradengine.bench.reduction import contribution, span_layout
 from gradengine.plan.rank import ready_shares
 

@@ -1,121 +1,164 @@
-"""Every case at a tiny size: what it computes, and the bytes counted by hand."""
+"""Every case on the host at a tiny size: what it computes, and the bytes counted by hand."""
 
+import dataclasses
 import importlib.util
 import math
 
 import numpy as np
 import pytest
 
-from gradengine.bench import by_hand, torch_peers
-from gradengine.bench.accumulate import accumulate_cases
-from gradengine.bench.case import Absent, Case, ResultsDiffer, check_results, relative_error
-from gradengine.bench.clip import clip_cases
+from gradengine.bench import parts
+from gradengine.bench.case import Absent, Benchmark, Case, Missing, Variant, check, relative_error
 from gradengine.bench.crew import ProcessCrew
-from gradengine.bench.exchange import exchange_cases
-from gradengine.bench.memory import peak_growth
+from gradengine.bench.device import open_host, peak_growth
+from gradengine.bench.exchange import exchange_variants
+from gradengine.bench.peers import ByHand
 from gradengine.bench.reduction import Reduction, span_layout
-from gradengine.bench.step import step_cases
-from gradengine.bench.workload import Workload, block_layout, widened
-from gradengine.bench.yardstick import yardsticks
+from gradengine.bench.step import step
+from gradengine.bench.workload import Workload, block_layout, equal_layout, model_layout, widened
+from gradengine.bench.yardstick import Yardsticks
 from gradengine.errors import CallerError, ExchangeError
 
 SET = 4 * (16 + 4 + 4 + 16 + 3 * 64 + 4 + 4)  # bytes of one block of hidden size 4 in fp32
 TORCH = importlib.util.find_spec("torch") is not None
+HOST = open_host(1)
+WITHOUT_TORCH = dataclasses.replace(HOST, torch_module=None)
 
 
-def tiny(micro_batches=3, dtype="float32"):
-    return Workload.random(block_layout(1, 4), micro_batches, dtype)
+def tiny(micro_batches=3, dtype="float32", host=HOST):
+    return Workload.drawn(host, block_layout(1, 4), micro_batches, dtype)
 
 
-def counted(cases):
-    return {case.variant: case.bytes for case in cases if isinstance(case, Case)}
+def counted(variants):
+    return {variant.name: variant.bytes for variant in variants}
 
 
-def present(cases):
-    return [case for case in cases if isinstance(case, Case)]
+def checked(variants, tolerance):
+    """What can be timed; nothing has failed, and only torch is absent."""
+    found, absent, failed = check(Benchmark("fake", variants, tolerance, {}))
+    assert failed == []
+    assert {each.variant.partition(" ")[0] for each in absent} <= (set() if TORCH else {"torch"})
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_accumulate(dtype):
-    cases = accumulate_cases(tiny(dtype=dtype), hold=2)
-    assert all(found.error <= 1e-6 for found in check_results(present(cases), 1e-6))
+    variants = parts.accumulate(tiny(dtype=dtype), (1, 2))
+    checked(variants, 1e-6)
     gradient = SET if dtype == "float32" else SET // 2
-    expected = {
+    by_passes = SET + 3 * (gradient + 2 * SET)
+    assert counted(variants) == {
         "ours hold=1": 3 * gradient + (1 + 2 + 2) * SET,
         "ours hold=2": 3 * gradient + (1 + 2) * SET,
-        "numpy by hand": SET + 3 * (gradient + 2 * SET),
+        "numpy by hand": by_passes,
+        "torch foreach" if dtype == "float32" else "torch add_": by_passes,
     }
-    if TORCH:
-        expected["torch foreach" if dtype == "float32" else "torch add_"] = SET + 3 * (gradient + 2 * SET)
-    assert counted(cases) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_step(dtype):
-    cases = step_cases(tiny(dtype=dtype), hold=3)
-    check_results(present(cases), 1e-5)
+    variants = step(tiny(dtype=dtype), (1, 3))
+    checked(variants, 1e-5)
     gradient = SET if dtype == "float32" else SET // 2
     kind = "foreach" if dtype == "float32" else "add_"
     by_passes = SET + 3 * (gradient + 2 * SET)
-    expected = {
+    assert counted(variants) == {
         "ours hold=1": 3 * gradient + (1 + 2 + 2) * SET + 2 * SET,
         "ours hold=3": 3 * gradient + SET + 2 * SET,
         "numpy by hand": by_passes + SET + 2 * SET,
+        f"torch {kind}, sum": by_passes + SET + 2 * SET,
+        f"torch {kind}, mean": by_passes + 2 * SET + SET + 2 * SET,
     }
-    if TORCH:
-        expected[f"torch {kind}, sum"] = by_passes + SET + 2 * SET
-        expected[f"torch {kind}, mean"] = by_passes + 2 * SET + SET + 2 * SET
-    assert counted(cases) == expected
 
 
-def test_clip():
-    cases = clip_cases(tiny(micro_batches=1))
-    check_results(present(cases), 1e-5)
-    assert set(counted(cases).values()) == {3 * SET}
+@pytest.mark.parametrize(
+    ("variants_of", "nbytes"),
+    [
+        (parts.clip, 3 * SET),
+        (parts.norm, SET),
+        (lambda workload: parts.hand_back(workload, to_bf16=False), 2 * SET),
+    ],
+    ids=["clip", "norm", "hand back"],
+)
+def test_parts(variants_of, nbytes):
+    variants = variants_of(tiny(1))
+    checked(variants, 1e-5)
+    assert counted(variants) == dict.fromkeys(["ours", "numpy by hand", "torch foreach"], nbytes)
 
 
 def test_holding_one_is_listed_once():
-    assert [case.variant for case in present(step_cases(tiny(), hold=1)) if case.ours] == ["ours hold=1"]
+    assert [variant.name for variant in step(tiny(), (1, 1)) if variant.base] == ["ours hold=1"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exchange(world_size):
-    with exchange_cases(world_size, elements=96) as cases:
-        check_results(present(cases), 1e-6)
-        check_results(present(cases), 1e-6)  # a second run begins from the contributions again
-        assert set(counted(cases).values()) == {2 * (world_size - 1) * 4 * 96}
-        assert [case.variant for case in present(cases) if case.ours] == ["ours tcp://", "ours unix://", "ours threads"]
+    with exchange_variants(HOST, world_size, elements=96) as variants:
+        for each in checked(variants, 1e-6):  # a second run begins from the contributions again
+            each.case.prepare()
+            each.case.run()
+            assert each.case.error() <= 1e-6
+        assert set(counted(variants).values()) == {2 * (world_size - 1) * 4 * 96}
+        assert [each.name for each in variants if each.base] == ["ours tcp://", "ours unix://", "ours threads"]
 
 
 def test_yardsticks():
-    copy, triad = yardsticks("step", 1000)
-    check_results([copy, triad], 0.0)
-    assert (copy.bytes, triad.bytes) == (2 * 4000, 3 * 4000)
+    variants = Yardsticks(dataclasses.replace(HOST, copied=1024)).variants
+    checked(variants, 0.0)
+    assert counted(variants) == {"copy": 2 * 4096, "triad": 3 * 4096}
 
 
-def test_missing_torch_is_named(monkeypatch):
-    monkeypatch.setattr(torch_peers.importlib.util, "find_spec", lambda name: None)
-    step, accumulate, clip = step_cases(tiny(), 3), accumulate_cases(tiny(), 3), clip_cases(tiny(1))
-    assert step[-2:] == [
-        Absent("torch foreach, sum", "torch not installed"),
-        Absent("torch foreach, mean", "torch not installed"),
+def test_missing_torch_is_named():
+    workload = tiny(host=WITHOUT_TORCH)
+    with exchange_variants(WITHOUT_TORCH, 2, 32) as exchanges:
+        kinds = [step(workload, (3,)), parts.accumulate(workload), parts.clip(workload.first(1)), exchanges[-1:]]
+        found = [check(Benchmark("fake", variants, 1e-5, {}))[1:] for variants in kinds]
+    names = [["foreach, sum", "foreach, mean"], ["foreach"], ["foreach"], ["gloo"]]
+    assert found == [([Absent(f"torch {name}", "torch not installed") for name in each], []) for each in names]
+
+
+# ---- the check ----
+
+
+def fake(name, error=0.0, **facts):
+    return Variant(name, 8, lambda: Case(lambda: None, error=lambda: error), **facts)
+
+
+def broken():
+    raise OSError("no such device\nand a long tale of it")
+
+
+def missing():
+    raise Missing("not here")
+
+
+def test_one_variant_that_fails_leaves_the_others(capsys):
+    variants = [
+        fake("good"),
+        fake("its own", error=1e-2, tolerance=1e-1),
+        fake("wrong", error=2e-3),
+        fake("infinite", error=math.inf),
+        fake("nan", error=math.nan, base=True),
+        Variant("broken", 8, broken),
+        Variant("ours broken", 8, broken, base=True),
+        Variant("needed", 8, broken, required=True),
+        Variant("missing", 8, missing, base=True),
     ]
-    assert accumulate[-1] == clip[-1] == Absent("torch foreach", "torch not installed")
-    assert torch_peers.torch_version() is None
-    with exchange_cases(2, 32) as cases:
-        assert cases[-1] == Absent("torch gloo", "torch not installed")
+    found, absent, failed = check(Benchmark("fake", variants, 1e-3, {}))
+    assert [(each.variant.name, each.error) for each in found] == [("good", 0.0), ("its own", 1e-2)]
+    assert [each.variant for each in absent] == [variant.name for variant in variants[2:]]
+    assert absent[0].why == (
+        "ResultsDiffer: fake: 'wrong' computes something else: got a relative error of 0.002, "
+        "expected at most 0.001 from the result in fp64"
+    )
+    assert {each.why for each in absent[3:6]} == {"OSError: no such device"}
+    assert absent[6] == Absent("missing", "not here")
+    assert failed == ["wrong", "infinite", "nan", "ours broken", "needed"]  # a peer that cannot run is no failure
+    assert capsys.readouterr().err.count("Traceback") == 3  # of what is no error of ours
 
 
-def test_a_peer_that_computes_something_else_is_an_error(monkeypatch):
-    monkeypatch.setattr(by_hand, "add", lambda totals, gradients: None)
-    with pytest.raises(ResultsDiffer, match="accumulate: 'numpy by hand' computes something else: got a relative"):
-        check_results(present(accumulate_cases(tiny(), hold=3)), 1e-5)
-
-
-@pytest.mark.parametrize("error", [math.nan, math.inf, 2e-6])
-def test_what_is_not_close_is_refused(error):
-    with pytest.raises(ResultsDiffer):
-        check_results([Case("x", "y", 0, run=lambda: None, error=lambda: error)], 1e-6)
+def test_a_peer_that_computes_something_else_is_a_failure(monkeypatch):
+    monkeypatch.setattr(ByHand, "add", lambda self, gradients: None)
+    assert check(Benchmark("fake", parts.accumulate(tiny()), 1e-5, {}))[2] == ["numpy by hand"]
 
 
 def test_relative_errors():
@@ -128,18 +171,38 @@ def test_relative_errors():
     long = np.ones(3 << 16, np.float32)  # compared in pieces
     long[-1] = 3
     assert relative_error([long], lambda _: np.ones(3 << 16)) == 2
-    with pytest.raises(ResultsDiffer, match="another size: got 1, expected 2"):
+    with pytest.raises(Exception, match="another size: got 1, expected 2"):
         relative_error([np.ones(1, np.float32)], expected.__getitem__)
+
+
+def test_by_hand_refuses_what_is_not_finite():
+    with pytest.raises(FloatingPointError):
+        ByHand([np.array([np.inf], np.float32)]).clip(1.0)
+
+
+# ---- workloads ----
 
 
 def test_workloads():
     workload = tiny(dtype="bfloat16")
-    assert workload.gradient_bytes * 2 == workload.total_bytes == SET
-    assert workload.total(0) == pytest.approx(sum(widened(batch[0]).reshape(-1) for batch in workload.micro_batches))
-    mean = [workload.total(i) / 3 for i in range(9)]
-    assert workload.norm == pytest.approx(np.linalg.norm(np.concatenate(mean)))
+    assert workload.gradient_bytes * 2 == workload.sum_bytes == SET
+    assert workload.sums[0] == pytest.approx(sum(widened(batch[0]).reshape(-1) for batch in workload.batches))
+    mean = np.concatenate(workload.sums) / 3
+    assert workload.norm == pytest.approx(np.linalg.norm(mean))
     assert block_layout(6, 1024).num_elements == 6 * 15206400
-    assert np.array_equal(tiny().micro_batches[1][2], tiny().micro_batches[1][2])
+    assert not np.array_equal(workload.batches[0][0], workload.batches[1][0])
+    assert workload.first(2).batches == workload.batches[:2]
+
+
+def test_the_350m_model():
+    aligned, odd = model_layout(24, 1024), model_layout(24, 1024, odd=True)
+    assert (len(aligned.slots), len(odd.slots), aligned.nbytes) == (218, 218, 1594036224)
+    assert all(slot.size % 8 for slot in odd.slots)
+    assert [slot.name for slot in aligned.slots] == [slot.name for slot in odd.slots]
+
+
+def test_a_small_model_is_equal_tensors():
+    assert [slot.shape for slot in equal_layout(3, 100).slots] == [(100,)] * 3
 
 
 @pytest.mark.parametrize(
@@ -151,9 +214,7 @@ def test_workloads_that_cannot_be(make):
         make()
 
 
-def test_by_hand_refuses_what_is_not_finite():
-    with pytest.raises(FloatingPointError):
-        by_hand.clip([np.array([np.inf], np.float32)], 1.0)
+# ---- memory ----
 
 
 def test_memory_is_measured_at_its_peak():
@@ -166,9 +227,15 @@ def test_memory_is_measured_at_its_peak():
 def test_a_step_takes_one_arena():
     used_before = [np.ones(1 << 20, np.float32) for _ in range(20)]
     del used_before
-    workload = Workload.random(block_layout(1, 512), 2)
-    ours = next(case for case in present(step_cases(workload, hold=2)) if case.ours)
+    ours = step(Workload.drawn(HOST, block_layout(1, 512), 2), (2,))[0].build()
     assert ours.arenas is None or 0.9 < ours.arenas < 1.3  # 15 MB: the interpreter's own growth shows
+
+
+def test_of_a_small_set_no_memory_is_shown():
+    assert step(tiny(), (1,))[0].build().arenas is None
+
+
+# ---- crews ----
 
 
 class Faulty(Reduction):

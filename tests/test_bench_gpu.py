@@ -1,7 +1,6 @@
 """The GPU's benchmarks, every case at a tiny size: the emulator stands for CuPy, and torch works on the CPU."""
 
 import ctypes
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -26,18 +25,16 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gradengine.bench.case import Absent, Case
+from gradengine.bench import command
+from gradengine.bench.__main__ import benchmarks_of, parser
+from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
+from gradengine.bench.calls import Lent, calls
+from gradengine.bench.case import Case
 from gradengine.bench.command import bench
-from gradengine.bench.gpu import command
-from gradengine.bench.gpu.__main__ import benchmarks_of, parser
-from gradengine.bench.gpu.benchmarks import Benchmarks, run
-from gradengine.bench.gpu.command import show_on
-from gradengine.bench.gpu.device import Gpu, Lent, Missing, Stopwatch, gpu_of
-from gradengine.bench.gpu.launches import Counts, counts_of, profiled
-from gradengine.bench.gpu.report import Entry, built
-from gradengine.bench.gpu.small import host_entries
-from gradengine.bench.gpu.torch_peers import limited
-from gradengine.bench.gpu.workload import DeviceWorkload, model_layout
+from gradengine.bench.device import Gpu, gpu_of
+from gradengine.bench.launches import Counts, counts_of, profiled
+from gradengine.bench.step import limited
+from gradengine.bench.workload import Workload, model_layout
 from gradengine.errors import CallerError, DeviceUnavailable
 from gradengine.kernels import CudaKernels
 
@@ -54,6 +51,7 @@ COPY_BYTES = 2 * 4 * 4096
 def on_host(array):
     """The emulator's memory, which is the host's, as NumPy has it."""
     memory = (ctypes.c_char * array.nbytes).from_address(array.data.ptr)
+    memory.owner = array  # kept as long as what looks into it
     return np.frombuffer(memory, array.dtype).reshape(array.shape)
 
 
@@ -73,9 +71,8 @@ def kernels():
 
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch):
+def _fast():
     """Work is done at once, because torch and NumPy look into the same memory; nothing is checked but the results."""
-    monkeypatch.setattr("gradengine.bench.gpu.report._WARM_UP", 0)  # no figure here depends on a clock that rises
     with cuda_emulator.options(check=False, asynchronous=False):
         yield
 
@@ -84,7 +81,7 @@ def device(**changes):
     facts = {
         "xp": cuda_emulator,
         "kernels": kernels(),
-        "torch": torch,
+        "torch_module": torch,
         "torch_device": "cpu",
         "tensor": as_tensor,
         "torch_tensor": Lent,  # torch has no GPU here, and ours takes no tensor that lies elsewhere
@@ -94,6 +91,8 @@ def device(**changes):
         "compiled": functools.partial(torch.compile, backend="eager", fullgraph=True, dynamic=False) if TORCH else None,
         "scratch": 4096,
         "copied": 4096,
+        "clock": ticking(),
+        "warm_up": 0,
     }
     return Gpu(**{**facts, **changes})
 
@@ -111,16 +110,16 @@ def count_by_emulator(work):
 
 
 def benchmarks(**changes):
-    facts = {"blocks": 1, "hidden": 8, "k": 2, "rounds": 2, "lora_hidden": 12, "clock": ticking()}
-    given = changes.pop("device", None) or device()
-    return Benchmarks(given, **{**facts, "count": count_by_emulator, **changes})
+    given, count = changes.pop("device", None) or device(), changes.pop("count", count_by_emulator)
+    small = {"blocks": 1, "hidden": 8, "k": 2, "rounds": 2, "lora_hidden": 12}
+    return Benchmarks(given, Options(**{**small, **changes}), count)
 
 
 def ran(names, tmp_path=None, **changes):
     """The reports as they are kept, and what failed."""
     path = tmp_path / "run.json"
     console = Console(width=200, file=StringIO(), record=True)
-    failed = run(benchmarks(**changes), names, path, show_on(console))
+    failed = run(benchmarks(**changes), names, path, lambda report: command._print(report, console))
     return (
         {report["benchmark"]: report for report in json.loads(path.read_text())["reports"]},
         failed,
@@ -132,7 +131,7 @@ def rows_of(report):
     return {row["variant"]: row for row in report["rows"]}
 
 
-EVERYTHING = ["accumulate", "norm", "hand-back", "hand-back-bf16", "step", "compiled", "lora", "host", "launches"]
+EVERYTHING = list(NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +166,7 @@ def test_bytes_of_parts(fp32):
     reports = fp32[0]
     assert set(counted(reports["accumulate"]).values()) == {3 * SET}
     assert set(counted(reports["norm"]).values()) == {SET}
+    assert set(counted(reports["clip"]).values()) == {3 * SET}
     assert set(counted(reports["hand-back"]).values()) == {2 * SET}
     assert counted(reports["hand-back-bf16"])["ours"] == 1.5 * SET
     copy, triad = (rows_of(reports["norm"])[name] for name in ("copy", "triad"))
@@ -228,9 +228,8 @@ def test_what_is_timed_as_dlpack_is_taken_by_dlpack(variant, asks_dlpack, monkey
     """Torch's tensors are recognised, and asked by torch's own ways."""
     asked, export = [], Lent.__dlpack__
     monkeypatch.setattr(Lent, "__dlpack__", lambda self, **options: asked.append(self) or export(self, **options))
-    workload = DeviceWorkload.drawn(device(), model_layout(1, 8), 2, "float32", odd=False)
-    entry = next(entry for entry in host_entries(workload) if entry.variant == f"ours add, {variant}")
-    case = entry.build()
+    workload = Workload.drawn(device(), model_layout(1, 8), 2)
+    case = next(each for each in calls(workload) if each.name == f"ours add, {variant}").build()
     case.prepare()
     case.run()
     assert len(asked) == (len(workload.layout.slots) if asks_dlpack else 0)
@@ -254,7 +253,7 @@ def waiting_in_turn():
 
 def test_without_torch_its_variants_are_absent(tmp_path):
     names = ["accumulate", "norm", "hand-back", "hand-back-bf16", "step", "lora", "host", "compiled"]
-    reports, failed, _ = ran(names, tmp_path, device=device(torch=None))
+    reports, failed, _ = ran(names, tmp_path, device=device(torch_module=None))
     assert not failed
     for report in reports.values():
         assert {absent["why"] for absent in report["absent"]} == {"torch not installed, or without CUDA"}
@@ -299,42 +298,11 @@ def test_the_alarm_is_put_back():
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-def fake(variant, error=0.0, **facts):
-    return Entry(variant, lambda: Case("fake", variant, 8, lambda: None, error=lambda: error), **facts)
-
-
-def broken():
-    raise OSError("no such device")
-
-
-def test_one_variant_that_fails_leaves_the_others():
-    def missing():
-        raise Missing("not here")
-
-    entries = [
-        fake("good"),
-        fake("wrong", error=1.0),
-        fake("nan", error=float("nan"), ours=True),
-        Entry("broken", broken),
-        Entry("ours broken", broken, ours=True),
-        Entry("missing", missing),
-    ]
-    cases, errors, absent, failed = built(entries, 1e-3)
-    assert ([case.variant for case in cases], errors) == (["good"], [0.0])
-    assert [entry.variant for entry in absent] == ["wrong", "nan", "broken", "ours broken", "missing"]
-    assert absent[2:] == [
-        Absent("broken", "OSError: no such device"),
-        Absent("ours broken", "OSError: no such device"),
-        Absent("missing", "not here"),
-    ]
-    assert failed == ["wrong", "nan", "ours broken"]  # a peer that is missing is no failure; one that is wrong is
-
-
 def test_a_benchmark_that_fails_leaves_the_others(tmp_path):
     reports, failed, _ = ran(["hand-back", "norm"], tmp_path, dtype="bfloat16")
     assert list(reports) == ["norm"]
     assert failed == [
-        "hand-back: CallerError: hand-back starts from the sum in fp32: got bfloat16, expected --dtype float32"
+        "hand-back: CallerError: a hand back starts from the sum in fp32: got bfloat16, expected --dtype float32"
     ]
 
 
@@ -344,7 +312,7 @@ def test_an_unknown_benchmark_is_refused(tmp_path):
 
 
 def test_the_command_takes_the_names_that_there_are():
-    assert list(command.NAMES) == list(benchmarks().names) == EVERYTHING
+    assert list(benchmarks().names) == EVERYTHING
 
 
 def test_the_commands_json_to_stdout_is_all_that_is_printed(monkeypatch, tmp_path):
@@ -370,7 +338,7 @@ WITHOUT_THE_COMMAND_LINE = """
 import runpy, sys
 sys.modules.update(dict.fromkeys(["typer", "rich", "matplotlib"]))
 sys.argv = ["bench", *sys.argv[1:]]
-runpy.run_module("gradengine.bench.gpu", run_name="__main__")
+runpy.run_module("gradengine.bench", run_name="__main__")
 """
 
 
@@ -383,12 +351,10 @@ def test_it_needs_neither_typer_nor_rich_nor_matplotlib():
 
 def test_small_sizes_run_everything_quickly(tmp_path):
     given = parser().parse_args(["host", "--small", "--dtype", "float32"])
-    case = benchmarks_of(given, device(scratch=1 << 30))
-    assert (case.blocks, case.device.scratch, case.device.copied % 32) == (1, 1 << 14, 0)
-    assert benchmarks_of(parser().parse_args(["host", "--odd"]), device()).odd
-    assert (
-        run(dataclasses.replace(case, clock=ticking()), given.names, tmp_path / "host.json", lambda report: None) == []
-    )
+    small = benchmarks_of(given, device(scratch=1 << 30))
+    assert (small.options.blocks, small.gpu.scratch, small.gpu.copied % 32) == (1, 1 << 14, 0)
+    assert benchmarks_of(parser().parse_args(["host", "--odd"]), device()).options.odd
+    assert run(small, given.names, tmp_path / "host.json", lambda report: None) == []
 
 
 def test_wrong_results_of_ours_are_not_timed(tmp_path):
@@ -435,29 +401,14 @@ def test_odd_buffers_lie_at_odd_elements():
     assert [array.data.ptr // 2 % 64 for array in device().placed([np.ones(70, np.uint16)] * 2)] == [0, 0]
 
 
-def test_the_350m_model():
-    aligned, odd = model_layout(24, 1024), model_layout(24, 1024, odd=True)
-    assert (len(aligned.slots), len(odd.slots), aligned.nbytes) == (218, 218, 1594036224)
-    assert all(slot.size % 8 for slot in odd.slots)
-    assert [slot.name for slot in aligned.slots] == [slot.name for slot in odd.slots]
-
-
-def test_micro_batches_differ_and_are_summed_in_fp64():
-    workload = DeviceWorkload.drawn(device(), model_layout(1, 8), 3, "bfloat16", odd=False)
-    first, second, _ = ([array.get() for array in batch] for batch in workload.batches)
-    assert not np.array_equal(first[0], second[0])
-    flat = np.concatenate([total / 3 for total in workload.totals])
-    assert workload.norm == pytest.approx(np.linalg.norm(flat))
-    assert len(workload.first(2).batches) == workload.first(2).host.count == 2
-    assert workload.first(2).batches[0] is workload.batches[0]
-
-
-def test_the_stopwatch_prepares_reads_scratch_and_waits():
+def test_a_sample_prepares_reads_scratch_and_waits():
     done = []
-    case = Case("fake", "a", 0, lambda: done.append("run"), lambda: 0.0, prepare=lambda: done.append("prepare"))
-    stopwatch = Stopwatch(device(elapsed_ms=lambda start, stop: 7.0), ticking(1))
+    case = Case(lambda: done.append("run"), lambda: 0.0, prepare=lambda: done.append("prepare"))
+    gpu = device(elapsed_ms=lambda start, stop: 7.0, clock=ticking(1))
+    gpu.sample(case)
+    done.clear()
     with cuda_emulator.recorded() as record:
-        sample = stopwatch(case)
+        sample = gpu.sample(case)
     assert done == ["prepare", "run"] * 2
     assert sample == (0.007, 1, 1)
     assert record.launches == ["measure_small"] * 2

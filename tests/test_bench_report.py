@@ -1,5 +1,7 @@
 """What is shown and what is kept of a run."""
 
+import dataclasses
+import itertools
 import json
 import re
 from io import StringIO
@@ -12,53 +14,65 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gradengine.bench import by_hand
-from gradengine.bench.case import Absent, Case, ResultsDiffer
-from gradengine.bench.command import bench, table_of
+from gradengine.bench.case import Benchmark, Case, Missing, Variant
+from gradengine.bench.command import bench
+from gradengine.bench.device import open_host
 from gradengine.bench.machine import machine, versions
+from gradengine.bench.peers import ByHand
 from gradengine.bench.report import measure
+from gradengine.bench.table import table_of
 from gradengine.errors import CallerError
 
 SMALL = ["--hidden", "8", "--blocks", "1", "--rounds", "2"]
 
 
-def case(variant, **facts):
-    return Case("fake", variant, bytes=1000, run=lambda: None, error=lambda: 1e-7, **facts)
+def variant(name, error=1e-7, arenas=None, **facts):
+    return Variant(name, 1000, lambda: Case(lambda: None, error=lambda: error, arenas=arenas), **facts)
 
 
-def report(entries):
-    return measure("fake", entries, 3, tolerance=1e-6, parameters={"k": 2})
+def absent():
+    raise Missing("torch not installed")
 
 
-def test_rows_compare_everything_with_each_of_ours():
-    rows = report([case("ours a", ours=True), case("ours b", ours=True), case("peer"), case("triad")]).rows
-    assert [list(row.ratios) for row in rows] == [["ours a", "ours b"]] * 4
-    assert rows[0].ratios["ours a"] == 1
-    assert rows[3].of_triad == 1
-    assert rows[2].gb_per_s == pytest.approx(1000 / rows[2].median_s / 1e9)
-    assert rows[2].p10_s <= rows[2].median_s <= rows[2].p90_s
-    assert all(len(row.samples_s) == 3 for row in rows)
+def report(*variants, rounds=3, durations=(1.0,)):
+    """Cases that take so many seconds each, in turn."""
+    ticks = itertools.accumulate(seconds for each in itertools.cycle(durations) for seconds in (0.0, each))
+    host = dataclasses.replace(open_host(1), rest=0.0, warm_up=0, clock=lambda: next(ticks))
+    return measure(host, Benchmark("fake", variants, 1e-6, {"k": 2}), rounds)
 
 
-def test_without_a_triad_there_is_no_share_of_it():
-    assert report([case("ours", ours=True)]).rows[0].of_triad is None
+def test_rows_compare_everything_with_each_base():
+    names = ["ours a", "ours b", "peer", "copy", "triad"]
+    variants = [variant(name, base=name.startswith("ours")) for name in names]
+    rows = report(*variants, durations=[1.0, 2.0, 4.0, 0.25, 0.5]).rows
+    assert [list(row.ratios.values()) for row in rows[:3]] == [[1, 0.5], [2, 1], [4, 2]]
+    assert list(rows[4].ratios) == ["ours a", "ours b"]
+    assert (rows[2].of_copy, rows[2].of_triad, rows[4].of_triad) == (1 / 16, 1 / 8, 1)
+    assert rows[2].gb_per_s == 1000 / 4.0 / 1e9
 
 
-def test_nothing_is_timed_where_results_differ():
-    calls = []
-    wrong = Case("fake", "peer", 0, run=lambda: calls.append(1), error=lambda: 1.0)
-    with pytest.raises(ResultsDiffer):
-        report([case("ours", ours=True), wrong])
-    assert len(calls) == 1
+def test_a_row_has_the_median_and_the_quantiles_of_its_samples():
+    (row,) = report(variant("ours"), rounds=5, durations=[5.0, 3.0, 1.0, 2.0, 4.0]).rows
+    assert list(row.samples_s) == [5, 3, 1, 2, 4]
+    assert (row.p10_s, row.median_s, row.p90_s) == pytest.approx((1.4, 3, 4.6))
+    assert (row.device_s, row.wall_s, row.host_s) == (3, 3, 3)
+    assert (row.of_copy, row.of_triad) == (None, None)
+
+
+def test_what_differs_is_not_timed():
+    made = report(variant("ours", base=True), variant("peer", error=1.0))
+    assert [row.variant for row in made.rows] == ["ours"]
+    assert made.failed == ["peer"]
 
 
 def test_json_says_everything():
-    made = report([case("ours", ours=True, arenas=1.0), case("triad"), Absent("torch", "torch not installed")])
+    made = report(variant("ours", base=True, arenas=1.0), variant("triad"), Variant("torch", 8, absent))
     kept = json.loads(made.as_json())
     assert kept["parameters"] == {"k": 2, "rounds": 3}
     assert kept["machine"] == machine()
     assert kept["versions"] == versions()
     assert kept["absent"] == [{"variant": "torch", "why": "torch not installed"}]
+    assert kept["failed"] == []
     assert kept["rows"][0]["samples_s"] == made.rows[0].samples_s
     assert kept["rows"][1]["ratios"] == dict(made.rows[1].ratios)
     assert kept["tolerance"] == 1e-6
@@ -73,14 +87,14 @@ def shown(made, width=200):
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_what_is_absent_and_why_is_never_cut(width):
-    text = shown(report([case("ours", ours=True), Absent("torch foreach", "torch not installed")]), width)
+    text = shown(report(variant("ours", base=True), Variant("torch foreach", 8, absent)), width)
     assert "absent: torch foreach: torch not installed" in re.sub(r"\s+", " ", text)
     assert "above 1 ours is faster" in re.sub(r"\s+", " ", text)
     assert "arenas" not in text
 
 
 def test_the_table_has_memory_where_it_was_measured():
-    assert re.search(r"\b1\.02\b", shown(report([case("ours", ours=True, arenas=1.02)])))
+    assert re.search(r"\b1\.02\b", shown(report(variant("ours", base=True, arenas=1.02))))
 
 
 def test_machine_and_versions():
@@ -98,7 +112,8 @@ def test_machine_and_versions():
         ["clip", "--dtype", "bfloat16", *SMALL],
         ["step", "--k", "2", *SMALL],
         ["step", "--k", "3", "--dtype", "bfloat16", "--hold", "2", *SMALL],
-        ["exchange", "--workers", "2", "--megabytes", "0.01", "--rounds", "2"],
+        ["step", "--tensors", "3", "--elements", "100", "--rounds", "2"],
+        ["exchange", "--workers", "2", "--megabytes", "0.0128", "--rounds", "2"],
     ],
     ids=" ".join,
 )
@@ -109,7 +124,8 @@ def test_each_command_prints_a_table_and_writes_json(arguments, tmp_path, monkey
     assert result.exit_code == 0, result.output
     kept = json.loads(path.read_text())
     assert kept["benchmark"] == arguments[0]
-    assert kept["parameters"]["rounds"] == 2
+    options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    assert {name: str(kept["parameters"][name.lstrip("-")]) for name in options} == options
     for row in kept["rows"]:
         assert row["variant"] in result.output
         assert row["error"] <= kept["tolerance"]
@@ -146,7 +162,9 @@ def test_a_word_that_is_no_choice_is_a_mistake_of_usage(arguments):
     assert "is not one of" in done.output
 
 
-def test_a_wrong_peer_ends_the_command(monkeypatch):
-    monkeypatch.setattr(by_hand, "clip", lambda *_, **__: 0.0)
-    with pytest.raises(ResultsDiffer, match="'numpy by hand'"):
-        CliRunner().invoke(bench, ["step", *SMALL], catch_exceptions=False)
+def test_a_peer_that_is_wrong_is_named_and_the_exit_code(monkeypatch):
+    monkeypatch.setattr(ByHand, "clip", lambda *_, **__: None)
+    done = CliRunner().invoke(bench, ["step", *SMALL], catch_exceptions=False)
+    assert done.exit_code == 1
+    assert "failed: step: numpy by hand" in done.output
+    assert "absent: numpy by hand: ResultsDiffer" in done.output

@@ -1,11 +1,13 @@
-"""The interleaver against a clock of its own."""
+"""The interleaver and the host's samples against a clock of its own."""
 
+import dataclasses
 import gc
 
 import pytest
 
 from gradengine.bench.case import Case
-from gradengine.bench.timing import interleave, median_ratio, quantile
+from gradengine.bench.device import open_host
+from gradengine.bench.timing import Sample, interleave, median_ratio
 from gradengine.errors import CallerError
 
 
@@ -30,27 +32,41 @@ class FakeClock:
         def put_back():
             self.now += prepare
 
-        return Case("fake", variant, 0, run, error=lambda: 0.0, prepare=put_back)
+        return Case(run, error=lambda: 0.0, prepare=put_back)
+
+
+def timed(clock, cases, rounds, warm_up=1):
+    host = dataclasses.replace(open_host(1), clock=clock, rest=0.0)
+    samples = interleave(cases, rounds, host.sample, warm_up=warm_up)
+    assert all(len(set(sample)) == 1 for series in samples for sample in series)  # on the host all three are one
+    return [[sample.wall for sample in series] for series in samples]
 
 
 def test_cases_run_in_turn_and_the_warm_up_is_dropped():
     clock = FakeClock()
     cases = [clock.case("a", [9, 1, 2]), clock.case("b", [9, 3, 4])]
-    assert interleave(cases, rounds=2, warm_up=1, clock=clock) == [[1, 2], [3, 4]]
+    assert timed(clock, cases, rounds=2) == [[1, 2], [3, 4]]
     assert clock.order == ["a", "b"] * 3
     assert gc.isenabled()
 
 
 def test_preparation_is_not_timed():
     clock = FakeClock()
-    assert interleave([clock.case("a", [1, 1], prepare=100)], rounds=1, clock=clock) == [[1]]
+    assert timed(clock, [clock.case("a", [1, 1], prepare=100)], rounds=1) == [[1]]
+
+
+def test_a_short_case_is_run_until_it_has_taken_two_milliseconds():
+    clock = FakeClock()
+    ours = clock.case("a", [0.0004, 0.0006, 0.0004, 0.0008, 5.0], prepare=100)
+    assert timed(clock, [ours], rounds=1, warm_up=0) == [[pytest.approx(0.00055)]]
+    assert clock.order == ["a"] * 4
 
 
 def test_a_machine_that_slows_down_changes_no_ratio():
     clock = FakeClock()
     speed = [1, 1, 5, 25, 125]
     ours, peer = clock.case("ours", speed), clock.case("peer", [2 * s for s in speed])
-    base, times = interleave([ours, peer], rounds=4, clock=clock)
+    base, times = timed(clock, [ours, peer], rounds=4)
     assert median_ratio(times, base) == 2
 
 
@@ -60,23 +76,14 @@ def test_the_median_of_ratios_is_taken_pair_by_pair():
 
 
 def test_the_collector_comes_back_after_a_failure():
-    def fail():
+    def fail(case):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        interleave([Case("fake", "a", 0, fail, error=lambda: 0.0)], rounds=1)
+        interleave([Case(lambda: None, error=lambda: 0.0)], 1, fail, warm_up=1)
     assert gc.isenabled()
 
 
 def test_no_round_is_refused():
     with pytest.raises(CallerError, match="got 0, expected at least 1"):
-        interleave([], rounds=0)
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0, 1), (0.1, 1.4), (0.5, 3), (1, 5)])
-def test_quantiles_lie_between_the_samples(share, expected):
-    assert quantile([5, 3, 1, 2, 4], share) == pytest.approx(expected)
-
-
-def test_the_quantile_of_one_sample_is_the_sample():
-    assert quantile([7], 0.9) == 7
+        interleave([], 0, lambda case: Sample(1, 1, 1), warm_up=1)

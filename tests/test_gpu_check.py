@@ -16,7 +16,8 @@ from gpu_check import Stage
 from gpu_preflight import GPU, JAX, SECOND, TORCH, Preflight
 from gpu_results import file_name
 
-from gradengine.bench.gpu.__main__ import parser
+from gradengine.bench.__main__ import parser
+from gradengine.bench.benchmarks import NAMES
 from gradengine.bench.machine import commit_of
 
 ROOT = Path(__file__).parent.parent
@@ -332,8 +333,8 @@ class TestStages:
         assert self.ALL[0].keeps == "machine"
         for each in gpu_check.stages(EVERYTHING, small=small):
             if each.keeps == "reports":
-                given = parser().parse_args(each.command[each.command.index("gradengine.bench.gpu") + 1 :])
-                assert set(given.names) <= BENCHMARKS
+                given = parser().parse_args(each.command[each.command.index("gradengine.bench") + 1 :])
+                assert set(given.names) <= set(NAMES)
                 assert given.small is small
             assert all((ROOT / word).exists() for word in each.command if word.startswith(("bench/", "tests")))
 
@@ -348,8 +349,6 @@ class TestStages:
         command = gpu_check.stage_of_tests(Preflight(missing, "NVIDIA Fake 1", gigabytes << 30)).command
         assert command[command.index("-n") + 1] == str(processes) if processes else "-n" not in command
 
-
-BENCHMARKS = {"accumulate", "norm", "hand-back", "hand-back-bf16", "step", "compiled", "lora", "host", "launches"}
 
 WITHOUT_PYTEST_TIMEOUT = """
 import importlib.util, sys

@@ -1,10 +1,13 @@
-"""One thing that is timed, and the one check that it must pass before."""
+"""One line of a benchmark, and the check that it must pass before anything is timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +15,31 @@ import numpy.typing as npt
 from gradengine.errors import GradientError
 from gradengine.kernels.host import available_cpus
 
-__all__ = ["Absent", "Case", "Difference", "ResultsDiffer", "check_results", "relative_error"]
+__all__ = [
+    "Absent",
+    "Benchmark",
+    "Case",
+    "Checked",
+    "Missing",
+    "ResultsDiffer",
+    "Variant",
+    "check",
+    "on_all_cpus",
+    "reason",
+    "relative_error",
+]
+
+Result = TypeVar("Result")
 
 _PIECE = 1 << 16  # elements that are compared at a time
 
 
 class ResultsDiffer(GradientError):
-    """Two variants of a case do not compute the same; there is nothing to time then."""
+    """A variant does not compute what it should; there is nothing to time then."""
+
+
+class Missing(Exception):
+    """What a variant needs is not there; it keeps its line in the table."""
 
 
 def nothing() -> None:
@@ -27,62 +48,107 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One variant of one benchmark.
+    """What is timed.
 
     Attributes:
-        name: The benchmark: "step".
-        variant: What is measured: "ours hold=4", "torch foreach".
-        bytes: Memory traffic of one run, counted by hand: each pass's reads and writes of whole buffers.
         run: Does it once; this alone is timed.
         error: After a run, the largest relative difference of its result from fp64's.
         prepare: Puts back what a run changes; before each run, untimed.
-        ours: Whether the other variants are compared with this one.
         arenas: Memory that it took beyond the gradients, in fp32 gradient sets; None where not measured.
+    """
+
+    run: Callable[[], object]
+    error: Callable[[], float]
+    prepare: Callable[[], object] = nothing
+    arenas: float | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A line of a benchmark, which is built when its turn comes.
+
+    Attributes:
+        name: What is measured: "ours hold=4", "torch foreach".
+        bytes: Memory traffic of one run, counted by hand: each pass's reads and writes of whole buffers.
+        build: Makes its case.
+        base: Whether the others' times are compared with its own; the benchmark fails where it does.
+        required: Whether the benchmark fails where it does, though it is no base; a peer that fails is only absent.
         tolerance: The largest error that it may have, where that is not the benchmark's.
     """
 
     name: str
-    variant: str
     bytes: int
-    run: Callable[[], object]
-    error: Callable[[], float]
-    prepare: Callable[[], object] = nothing
-    ours: bool = False
-    arenas: float | None = None
+    build: Callable[[], Case]
+    base: bool = False
+    required: bool = False
     tolerance: float | None = None
 
 
 @dataclass(frozen=True)
+class Benchmark:
+    """Variants that are compared with each other.
+
+    Attributes:
+        name: "step".
+        variants: In the order of the table.
+        tolerance: The largest relative error that counts as the same result.
+        parameters: What to record with the figures.
+        time: Which time it is about: "wall", "device" or "host".
+    """
+
+    name: str
+    variants: Sequence[Variant]
+    tolerance: float
+    parameters: Mapping[str, object]
+    time: str = "wall"
+
+
+@dataclass(frozen=True)
 class Absent:
-    """A variant that cannot run here, and why; it keeps its line in the table."""
+    """A variant that does not run here, and why; it keeps its line in the table."""
 
     variant: str
     why: str
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How far a variant's result is from fp64's: the largest difference, relative to the component's largest value."""
+class Checked:
+    """A variant that was built and computes what it should, up to its error."""
 
-    variant: str
+    variant: Variant
+    case: Case
     error: float
 
 
-def check_results(cases: Iterable[Case], tolerance: float) -> list[Difference]:
-    """Run each case once and compare its result with fp64's.
+def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]:
+    """Build each variant, run it once and compare its result with fp64's.
 
-    Args:
-        cases: What will be timed.
-        tolerance: The largest relative error that counts as the same result.
-
-    Raises:
-        ResultsDiffer: A case's error is larger, or not a number.
-
-    Example:
-        >>> check_results([Case("add", "numpy", 8, run=nothing, error=lambda: 1e-7)], tolerance=1e-6)
-        [Difference(variant='numpy', error=1e-07)]
+    Returns:
+        What can be timed; what cannot, and why; and which of those is a failure of the benchmark: a variant that is
+        wrong or required, but none for which something is `Missing`.
     """
-    return [_checked(case, tolerance) for case in cases]
+    checked: list[Checked] = []
+    absent: list[Absent] = []
+    failed: list[str] = []
+    for variant in benchmark.variants:
+        try:
+            checked.append(_checked(benchmark, variant))
+        except Exception as fault:  # noqa: BLE001, PERF203  (a compiler or a driver may raise anything)
+            absent.append(Absent(variant.name, reason(fault)))
+            is_needed = variant.base or variant.required or isinstance(fault, ResultsDiffer)
+            if is_needed and not isinstance(fault, Missing):
+                failed.append(variant.name)
+    return checked, absent, failed
+
+
+def reason(fault: Exception) -> str:
+    """Why, in a line; the traceback of what is no error of ours goes to stderr."""
+    if isinstance(fault, Missing):
+        return str(fault)
+    if not isinstance(fault, GradientError):
+        traceback.print_exception(fault, limit=-8, file=sys.stderr)
+    first_line = (str(fault).strip().splitlines() or [""])[0]
+    return f"{type(fault).__name__}: {first_line}"[:200]
 
 
 def relative_error(
@@ -101,23 +167,29 @@ def relative_error(
         >>> relative_error([np.array([2, 4], np.float32)], lambda position: np.array([2.0, 5.0]))
         0.2
     """
-    with ThreadPoolExecutor(available_cpus()) as pool:
-        errors = list(pool.map(lambda i: _difference(results[i], expected(i)), range(len(results))))
+    errors = on_all_cpus(lambda i: _difference(results[i], expected(i)), range(len(results)))
     return float(np.max(errors, initial=0.0))
 
 
-def _checked(case: Case, tolerance: float) -> Difference:
+def on_all_cpus(work: Callable[[int], Result], numbers: Iterable[int]) -> list[Result]:
+    """The results for these numbers, in order."""
+    with ThreadPoolExecutor(available_cpus()) as pool:
+        return list(pool.map(work, numbers))
+
+
+def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
+    case = variant.build()
     case.prepare()
     case.run()
     error = case.error()
-    tolerance = tolerance if case.tolerance is None else case.tolerance
+    tolerance = benchmark.tolerance if variant.tolerance is None else variant.tolerance
     if not error <= tolerance:  # written so that NaN is refused
         raise ResultsDiffer(
-            f"{case.name}: '{case.variant}' computes something else",
+            f"{benchmark.name}: '{variant.name}' computes something else",
             got=f"a relative error of {error:.3g}",
             expected=f"at most {tolerance:.3g} from the result in fp64",
         )
-    return Difference(case.variant, error)
+    return Checked(variant, case, error)
 
 
 def _difference(result: npt.NDArray[np.float32], expected: npt.NDArray[np.float64]) -> float:

@@ -5,57 +5,59 @@ Bytes counted, for every variant alike: 2 (W - 1) sets, what crosses between wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradengine.bench.case import Absent, Case
+from gradengine.bench.case import Case, Variant
 from gradengine.bench.crew import Crew, ProcessCrew, ThreadCrew
-from gradengine.bench.reduction import ExchangeReduction, GlooReduction, SocketReduction, free_port
-from gradengine.bench.torch_peers import without_torch
+from gradengine.bench.device import Host
+from gradengine.bench.reduction import ExchangeReduction, GlooReduction, Reduction, SocketReduction, free_port
 from gradengine.exchange import local_group
 
-__all__ = ["exchange_cases"]
+__all__ = ["exchange_variants"]
 
 
 @contextmanager
-def exchange_cases(world_size: int, elements: int) -> Iterator[list[Case | Absent]]:
-    """Ours between threads, over TCP and over a Unix socket; a star of sockets by hand; and gloo.
+def exchange_variants(host: Host, world_size: int, elements: int) -> Iterator[list[Variant]]:
+    """Ours over TCP, over a Unix socket and between threads; a star of sockets by hand; and gloo.
 
-    All but the first run in processes, which live until the context ends.
+    All but the threads run in processes, which live until the context ends.
 
     Args:
+        host: This machine.
         world_size: Workers.
         elements: fp32 elements of the set, a multiple of 32.
-
-    Raises:
-        ExchangeError: A group could not be built.
     """
     size = (world_size, elements)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="gradengine-bench-")))
 
-        def case(variant: str, crew: Crew, *, ours: bool = False) -> Case:
-            stack.callback(crew.close)
-            nbytes = 2 * (world_size - 1) * 4 * elements
-            return Case("exchange", variant, nbytes, crew.run, crew.error, crew.prepare, ours=ours)
+        def variant(name: str, build: Callable[[], Crew]) -> Variant:
+            def case() -> Case:
+                crew = build()
+                stack.callback(crew.close)
+                return Case(crew.run, crew.error, crew.prepare)
 
-        def over(url: str) -> Crew:
-            return ProcessCrew(partial(ExchangeReduction.over, url, *size), world_size)
+            return Variant(name, 2 * (world_size - 1) * 4 * elements, case, base=name.startswith("ours"))
 
-        exchanges = local_group(world_size)
-        threads = ThreadCrew(lambda rank: ExchangeReduction(exchanges[rank], elements), world_size)
-        by_hand = ProcessCrew(partial(SocketReduction, ("127.0.0.1", free_port()), *size), world_size)
-        cases: list[Case | Absent] = [
-            case("ours tcp://", over(f"tcp://127.0.0.1:{free_port()}"), ours=True),
-            case("ours unix://", over(f"unix://{folder / 'socket'}"), ours=True),
-            case("ours threads", threads, ours=True),
-            case("sockets by hand", by_hand),
+        def processes(build: Callable[..., Reduction], *where: object) -> Crew:
+            return ProcessCrew(partial(build, *where, *size), world_size)
+
+        def threads() -> Crew:
+            exchanges = local_group(world_size)
+            return ThreadCrew(lambda rank: ExchangeReduction(exchanges[rank], elements), world_size)
+
+        def gloo() -> Crew:
+            assert host.torch  # or it is missing
+            return processes(GlooReduction, str(folder / "gloo"))
+
+        yield [
+            variant("ours tcp://", lambda: processes(ExchangeReduction.over, f"tcp://127.0.0.1:{free_port()}")),
+            variant("ours unix://", partial(processes, ExchangeReduction.over, f"unix://{folder / 'socket'}")),
+            variant("ours threads", threads),
+            variant("sockets by hand", lambda: processes(SocketReduction, ("127.0.0.1", free_port()))),
+            variant("torch gloo", gloo),
         ]
-        absent = without_torch("torch gloo")
-        if not absent:
-            gloo = ProcessCrew(partial(GlooReduction, str(folder / "gloo"), *size), world_size)
-            cases.append(case("torch gloo", gloo))
-        yield [*cases, *absent]

@@ -1,33 +1,59 @@
-"""Where a figure was taken: a number without its machine and versions cannot be compared with another."""
+"""Where a figure was taken: `python -m gradengine.bench.machine [file]` says it of a GPU.
+
+A number without its machine and versions cannot be compared with another.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import json
 import os
 import platform
+import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import gradengine
-from gradengine.bench.torch_peers import torch_version
 from gradengine.kernels.host import available_cpus
 
 __all__ = ["commit_of", "load", "machine", "versions"]
 
 
-def machine() -> dict[str, object]:
-    """CPU model, cores this process may use, bytes of memory, and system.
+def machine(xp: Any = np) -> dict[str, object]:
+    """CPU model, cores this process may use, bytes of memory, and system; of a GPU also what it is, and its driver.
 
-    >>> sorted(machine())
-    ['cores', 'cpu', 'memory_bytes', 'system']
+    Args:
+        xp: NumPy, or CuPy for the GPU that it has first.
+
+    Example:
+        >>> sorted(machine())
+        ['cores', 'cpu', 'memory_bytes', 'system']
     """
-    return {
+    host = {
         "cpu": _cpu_model(),
         "cores": available_cpus(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
+    return host if xp is np else {**host, **_gpu(xp.cuda.runtime)}
+
+
+def versions(xp: Any = np) -> dict[str, str | None]:
+    """Versions of all that takes part, on a GPU of more; None where it is not there.
+
+    >>> sorted(versions())
+    ['commit', 'gradengine', 'numpy', 'python', 'torch']
+    """
+    own = {"gradengine": gradengine.__version__, "commit": commit_of(Path(__file__).parent)}
+    host = {**own, "python": platform.python_version(), "numpy": np.__version__, "torch": _version("torch")}
+    others = {name: _version(name) for name in ("triton", "ml_dtypes")}
+    return host if xp is np else {**host, "cupy": xp.__version__, **others}
 
 
 def load() -> float | None:
@@ -35,18 +61,40 @@ def load() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of all that takes part; None where it is not there.
+def commit_of(folder: Path) -> str | None:
+    """The commit of the checkout that a folder lies in, None if it lies in none.
 
-    >>> sorted(versions())
-    ['commit', 'gradengine', 'numpy', 'python', 'torch']
+    "-dirty" where something else than recorded results was changed: they change while a run writes them.
     """
+    git = ("git", "-C", str(folder))
+    commit = _said(*git, "rev-parse", "HEAD")
+    others = ("--", ":/", ":(top,exclude)bench/results")
+    return f"{commit}-dirty" if commit and _said(*git, "status", "--porcelain", "-uno", *others) else commit
+
+
+def _said(program: str | None, *arguments: str) -> str | None:
+    """The first line that a program prints; None where it is not there, fails, or has nothing to say."""
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.strip().splitlines()), None)
+
+
+def _gpu(runtime: Any) -> dict[str, object]:
+    properties = runtime.getDeviceProperties(0)
+    name = properties["name"]
     return {
-        "gradengine": gradengine.__version__,
-        "commit": commit_of(Path(__file__).parent),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": torch_version(),
+        "gpu": name.decode() if isinstance(name, bytes) else str(name),
+        "gpu_memory_bytes": int(properties["totalGlobalMem"]),
+        "multiprocessors": int(properties["multiProcessorCount"]),
+        "l2_bytes": int(properties["l2CacheSize"]),
+        "compute_capability": f"{properties['major']}.{properties['minor']}",
+        "driver": _said(shutil.which("nvidia-smi"), "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver_cuda": _dotted(runtime.driverGetVersion()),
+        "runtime_cuda": _dotted(runtime.runtimeGetVersion()),
     }
 
 
@@ -58,18 +106,30 @@ def _cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def commit_of(folder: Path) -> str | None:
-    """The commit of the checkout that a folder lies in, None if it lies in none.
+def _dotted(version: int) -> str:
+    """CUDA's number as it is written.
 
-    "-dirty" where something else than recorded results was changed: they change while a run writes them.
+    >>> _dotted(13020)
+    '13.2'
     """
-    git = ["git", "-C", str(folder)]
-    changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results"]
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _version(package: str) -> str | None:
     try:
-        commit, changed = (
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-            for command in ([*git, "rev-parse", "HEAD"], changes)
-        )
-    except (OSError, subprocess.CalledProcessError):
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None
-    return f"{commit}-dirty" if changed else commit
+
+
+def main(files: Sequence[str]) -> None:
+    """Print both of a GPU as JSON, and write them to the files that are named."""
+    xp = importlib.import_module("cupy")
+    text = json.dumps({"machine": machine(xp), "versions": versions(xp)}, indent=1)
+    print(text)
+    for path in files:
+        Path(path).write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,23 +1,26 @@
-"""What a run found: rows for a table, and the same with every sample as JSON."""
+"""What a run found: a row for each variant, and the same with every sample as JSON."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from gradengine.bench.case import Absent, Case, check_results
+import numpy as np
+
+from gradengine.bench.case import Absent, Benchmark, Checked, check
+from gradengine.bench.device import Device
 from gradengine.bench.machine import load, machine, versions
-from gradengine.bench.timing import interleave, median_ratio, quantile
-from gradengine.bench.yardstick import TRIAD
+from gradengine.bench.timing import Sample, interleave, median_ratio
+from gradengine.bench.yardstick import COPY, TRIAD, Yardsticks
 
-__all__ = ["Report", "Row", "measure", "rows_of"]
+__all__ = ["Report", "Row", "measure"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant's figures.
+    """One variant's figures; `median_s`, the quantiles and `samples_s` are of the time that the benchmark is about.
 
     Attributes:
         variant: What was measured.
@@ -26,8 +29,12 @@ class Row:
         p10_s: Seconds; a tenth of the samples were faster.
         p90_s: Seconds; a tenth were slower.
         gb_per_s: Bytes / median.
-        of_triad: That, as a share of the triad's bandwidth in the same run; None where there was no triad.
-        ratios: Variant of ours -> the median of this variant's time / its time, round by round: above 1 ours is faster.
+        of_copy: That, as a share of the copy's bandwidth in the same run; None where there was no copy.
+        of_triad: The same of the triad's.
+        device_s: Median between events on the stream.
+        wall_s: Median from an idle device until all is done.
+        host_s: Median until the call comes back.
+        ratios: Base -> the median of this variant's time / its time, round by round: above 1 the base is faster.
         error: Relative error of its result against fp64.
         arenas: Memory beyond the gradients, in fp32 gradient sets; None where not measured.
         samples_s: Seconds of every round, in order.
@@ -39,7 +46,11 @@ class Row:
     p10_s: float
     p90_s: float
     gb_per_s: float
+    of_copy: float | None
     of_triad: float | None
+    device_s: float
+    wall_s: float
+    host_s: float
     ratios: Mapping[str, float]
     error: float
     arenas: float | None
@@ -53,12 +64,14 @@ class Report:
     Attributes:
         benchmark: Its name.
         parameters: What it was run with.
-        tolerance: The relative error that every result kept before anything was timed.
+        tolerance: The largest error against fp64, before anything was timed, of a variant that has none of its own.
         machine: Where it ran.
         versions: What it ran.
         load: The machine's load average over the minute before; None where the system keeps none.
+        time: Which time the rows are about: "device", "wall" or "host".
         rows: The variants, in order.
-        absent: Those that could not run, and why.
+        absent: Those that did not run, and why.
+        failed: Of those, what should have run and did not, or computes something else.
     """
 
     benchmark: str
@@ -67,12 +80,14 @@ class Report:
     machine: Mapping[str, object]
     versions: Mapping[str, str | None]
     load: float | None
+    time: str
     rows: Sequence[Row]
     absent: Sequence[Absent]
+    failed: Sequence[str]
 
     @property
     def bases(self) -> list[str]:
-        """The variants of ours, with which the others are compared."""
+        """The variants with which the others are compared."""
         return list(self.rows[0].ratios) if self.rows else []
 
     def as_json(self) -> str:
@@ -80,60 +95,66 @@ class Report:
         return json.dumps(asdict(self), indent=1)
 
 
-def measure(
-    benchmark: str,
-    entries: Sequence[Case | Absent],
-    rounds: int,
-    *,
-    tolerance: float,
-    parameters: Mapping[str, object],
-) -> Report:
-    """Compare all results, then time all cases in one interleaved run.
+def measure(device: Device, benchmark: Benchmark, rounds: int, yardsticks: Yardsticks | None = None) -> Report:
+    """Check every variant's result, then time those that compute the same, in one interleaved run.
 
     Args:
-        benchmark: Its name.
-        entries: The variants, yardsticks among them.
-        rounds: Samples of each.
-        tolerance: The largest relative error against fp64.
-        parameters: What to record with the figures.
-
-    Raises:
-        ResultsDiffer: A variant computes something else; nothing is timed then.
+        device: Where.
+        benchmark: What.
+        rounds: Samples of each variant.
+        yardsticks: The device's, if its bandwidth is to be taken in the same run.
     """
     load_before = load()
-    cases = [entry for entry in entries if isinstance(entry, Case)]
-    errors = [difference.error for difference in check_results(cases, tolerance)]
-    samples = interleave(cases, rounds)
+    variants = [*benchmark.variants, *(yardsticks.variants if yardsticks else [])]
+    checked, absent, failed = check(replace(benchmark, variants=variants))
+    samples = interleave([each.case for each in checked], rounds, device.sample, warm_up=device.warm_up)
     return Report(
-        benchmark,
-        {**parameters, "rounds": rounds},
-        tolerance,
-        machine(),
-        versions(),
+        benchmark.name,
+        {**benchmark.parameters, "rounds": rounds},
+        benchmark.tolerance,
+        machine(device.xp),
+        versions(device.xp),
         load_before,
-        rows_of(cases, errors, samples),
-        [entry for entry in entries if isinstance(entry, Absent)],
+        benchmark.time,
+        _rows(checked, samples, benchmark.time),
+        absent,
+        failed,
     )
 
 
-def rows_of(cases: Sequence[Case], errors: Sequence[float], samples: Sequence[Sequence[float]]) -> list[Row]:
-    """The figures of cases from their seconds, each compared with each of ours."""
-    ours = {case.variant: times for case, times in zip(cases, samples, strict=True) if case.ours}
-    bandwidths = [case.bytes / statistics.median(times) / 1e9 for case, times in zip(cases, samples, strict=True)]
-    triad = next((width for case, width in zip(cases, bandwidths, strict=True) if case.variant == TRIAD), None)
-    return [
-        Row(
-            variant=case.variant,
-            bytes=case.bytes,
-            median_s=statistics.median(times),
-            p10_s=quantile(times, 0.1),
-            p90_s=quantile(times, 0.9),
-            gb_per_s=width,
-            of_triad=None if triad is None else width / triad,
-            ratios={variant: median_ratio(times, base) for variant, base in ours.items()},
-            error=error,
-            arenas=case.arenas,
-            samples_s=list(times),
+def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time: str) -> list[Row]:
+    times = {
+        each.variant.name: [float(getattr(sample, time)) for sample in series]
+        for each, series in zip(checked, samples, strict=True)
+    }
+    bases = {each.variant.name: times[each.variant.name] for each in checked if each.variant.base}
+    bandwidths = {
+        each.variant.name: each.variant.bytes / statistics.median(times[each.variant.name]) / 1e9 for each in checked
+    }
+
+    def share(name: str, yardstick: str) -> float | None:
+        return bandwidths[name] / bandwidths[yardstick] if yardstick in bandwidths else None
+
+    def row(each: Checked, series: Sequence[Sample]) -> Row:
+        name = each.variant.name
+        p10, median, p90 = (float(value) for value in np.quantile(times[name], (0.1, 0.5, 0.9)))
+        device, wall, host = (statistics.median(each_time) for each_time in zip(*series, strict=True))
+        return Row(
+            variant=name,
+            bytes=each.variant.bytes,
+            median_s=median,
+            p10_s=p10,
+            p90_s=p90,
+            gb_per_s=bandwidths[name],
+            of_copy=share(name, COPY),
+            of_triad=share(name, TRIAD),
+            device_s=device,
+            wall_s=wall,
+            host_s=host,
+            ratios={base: median_ratio(times[name], of_base) for base, of_base in bases.items()},
+            error=each.error,
+            arenas=each.case.arenas,
+            samples_s=times[name],
         )
-        for case, error, times, width in zip(cases, errors, samples, bandwidths, strict=True)
-    ]
+
+    return [row(each, series) for each, series in zip(checked, samples, strict=True)]

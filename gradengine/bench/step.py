@@ -1,122 +1,241 @@
-"""`bench step`: the whole step of one worker, from the first micro-batch to the gradient handed back.
+"""The whole step of a window of K micro-batches: added, checked, clipped, averaged, handed back.
 
-Bytes counted, of A the sum in fp32: accumulating as in `bench accumulate`; the norm reads A, but nothing where it is
-taken in the last micro-batch's pass (ours); handing back reads and writes A, and so does each pass that averages.
+Bytes counted, of G a micro-batch's gradients and A the sum in fp32; for each element at K = 4 in fp32 (bfloat16):
+
+| variant | reads and writes | bytes an element |
+|---|---|---|
+| ours hold=1 | 4 G; A written by the first, read and written by the others; hand back 2 A | 16 + 28 + 8 = 52 (44) |
+| ours hold=4 | 4 G; A written once; hand back 2 A | 16 + 4 + 8 = 28 (20) |
+| torch foreach, sum | zero A; 4 x (G + 2 A); norm A; multiply 2 A | 4 + 48 + 4 + 8 = 64 (56) |
+| torch foreach, mean | the same, and 2 A for the average, which ours always takes | 72 (64) |
+| torch foreach, sum, graph | as sum | 64 (56) |
+| torch.compile, by micro-batch | 4 G; A as ours hold=1; norm A; multiply 2 A: the fewest that it can move | 56 (48) |
+| torch.compile, whole window | 4 G; A written once; norm A; multiply 2 A: the fewest | 32 (24) |
+| by hand | as torch sum (and what its temporaries take, which is not counted) | 64 (56) |
+
+Launches on a GPU for n = 218 tensors: ours K + 2 (hold=1) and 3 (hold=4), replayed 1 launch of the host's; torch
+foreach 1 for each list that its kernel arguments hold: about ceil(6190 chunks of 65536 / 320), or / 2240 in builds for
+CUDA 13, for each of the 2 + K passes, plus the norm's second stage, and n for each micro-batch of bfloat16; by hand n
+for each pass, n waits for the norm. `bench gpu launches` counts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from gradengine.bench import by_hand
-from gradengine.bench.accumulate import bytes_accumulated, bytes_by_passes
-from gradengine.bench.case import Absent, Case
-from gradengine.bench.memory import peak_growth
-from gradengine.bench.torch_peers import TorchGradients, as_tensors, warm_up, without_torch
+import numpy as np
+
+from gradengine.bench.case import Case, Missing, Variant
+from gradengine.bench.device import Device, Gpu, Tensor
+from gradengine.bench.parts import OURS, bytes_of_adding
+from gradengine.bench.peers import ByHand, Peer, Torch, by_hand_name, torch_name
 from gradengine.bench.workload import Workload
 from gradengine.engine import GradientEngine
+from gradengine.result import StepResult
 
-__all__ = ["step_cases"]
+__all__ = ["compiled", "limited", "step"]
 
-NAME = "step"
+_LEAST_BYTES = 1 << 20  # of a set whose memory is measured: below it the interpreter's own growth is all that is seen
 
 
-def step_cases(workload: Workload, hold: int) -> list[Case | Absent]:
-    """Ours without holding and with it, NumPy by hand, and torch in two ways.
+def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
+    """Ours without holding and with it, by hand, and torch; on a GPU ours and torch as CUDA graphs too.
 
     Torch is given the average for nothing (as where the loss was divided by K), and once more with a pass for it.
 
     Args:
-        workload: The micro-batches, each in memory of its own.
-        hold: Micro-batches that the second of ours folds in one pass; 1 leaves that variant out.
+        workload: The micro-batches.
+        holds: Micro-batches that ours folds in one pass, for each of its variants.
     """
-    bound = workload.max_norm  # taken here, because it is the benchmark's own work and memory
-    ours = [_with_memory(workload, partial(_ours, workload, bound, held)) for held in dict.fromkeys((1, hold))]
-    return [*ours, _with_memory(workload, partial(_by_hand, workload, bound)), *_torch_cases(workload, bound)]
+    device, by_passes = workload.device, _bytes(workload, 3)
+    torch, bound = torch_name(device, workload.dtype), workload.max_norm  # the benchmark's own work and memory
+    add_and_clip = partial(_of_peer, workload, bound)
+    peers = [
+        Variant(by_hand_name(device), by_passes, partial(add_and_clip, ByHand, averages=True)),
+        Variant(f"{torch}, sum", by_passes, partial(add_and_clip, Torch, averages=False)),
+        Variant(f"{torch}, mean", _bytes(workload, 5), partial(add_and_clip, Torch, averages=True)),
+    ]
+    if isinstance(device, Gpu):
+        graph = partial(add_and_clip, Torch, averages=False, recorded=device.recorded)
+        peers.append(Variant(f"{torch}, sum, graph", by_passes, graph))
+    _start_torch(device)
+    return [_with_memory(workload, variant) for variant in (*_ours(workload, holds), *peers)]
 
 
-def _torch_cases(workload: Workload, bound: float) -> list[Case | Absent]:
-    kind = "foreach" if workload.dtype == "float32" else "add_"
-    variants = {f"torch {kind}, sum": False, f"torch {kind}, mean": True}
-    absent = without_torch(*variants)
-    if absent:
-        return [*absent]
-    warm_up()
+def compiled(workload: Workload, limit: float) -> list[Variant]:
+    """Ours beside `torch.compile` of the same on a GPU.
+
+    Args:
+        workload: The micro-batches.
+        limit: Seconds that each of the two ways may take to compile.
+    """
+    by_micro_batch = workload.count * workload.gradient_bytes + (2 * workload.count - 1 + 3) * workload.sum_bytes
+    whole = workload.count * workload.gradient_bytes + (1 + 3) * workload.sum_bytes
     return [
-        _with_memory(workload, partial(_torch, workload, bound, variant, averages=averages))
-        for variant, averages in variants.items()
+        *_ours(workload, (1, workload.count)),
+        Variant("torch.compile, by micro-batch", by_micro_batch, partial(_compiled, workload, limit, whole=False)),
+        Variant("torch.compile, whole window", whole, partial(_compiled, workload, limit, whole=True)),
     ]
 
 
-def _with_memory(workload: Workload, build: Callable[[], Case]) -> Case:
-    """The case, and what it took from its first allocation to the end of its first step."""
+def _bytes(workload: Workload, sets: int, hold: int | None = None) -> int:
+    """Of the additions, and of as many reads or writes of the sum after them."""
+    return bytes_of_adding(workload, workload.count, hold) + sets * workload.sum_bytes
+
+
+def _start_torch(device: Device) -> None:
+    """Each operation once, so that PyTorch's own start (libraries, threads) counts as nobody's memory."""
+    with contextlib.suppress(Missing):
+        peer = Torch.over(device, device.placed([np.ones(1 << 16, np.float32)]))
+        peer.add(peer.gradients)
+        peer.clip(1.0, divisor=2.0)
+
+
+def _with_memory(workload: Workload, variant: Variant) -> Variant:
+    """Its case says what it took from its first allocation to the end of its first step."""
 
     def build_and_run() -> Case:
-        case = build()
+        case = variant.build()
         case.run()
         return case
 
-    case, grown = peak_growth(build_and_run)
-    return case if grown is None else replace(case, arenas=grown / workload.total_bytes)
+    def build() -> Case:
+        case, grown = workload.device.peak_growth(build_and_run)
+        if grown is None or workload.sum_bytes < _LEAST_BYTES:
+            return case
+        return replace(case, arenas=grown / workload.sum_bytes)
+
+    return replace(variant, build=build)
 
 
-def _ours(workload: Workload, bound: float, hold: int) -> Case:
-    engine = GradientEngine(workload.layout, max_norm=bound, micro_batches=workload.count, hold=hold)
-    micro_batches = workload.for_engine()
+def _ours(workload: Workload, holds: Sequence[int]) -> list[Variant]:
+    """For each hold, on a GPU eager and captured."""
+    ways = {"": False, ", captured": True} if isinstance(workload.device, Gpu) else {"": False}
+    bound = workload.max_norm
+    return [
+        Variant(
+            f"ours hold={hold}{way}",
+            _bytes(workload, 2, hold),
+            partial(_our_step, workload, bound, hold, is_captured=is_captured),
+            base=True,
+            tolerance=OURS,
+        )
+        for hold in dict.fromkeys(holds)
+        for way, is_captured in ways.items()
+    ]
 
-    def run() -> None:
+
+def _our_step(workload: Workload, bound: float, hold: int, *, is_captured: bool) -> Case:
+    kernels, count = workload.device.kernels, workload.count
+    engine = GradientEngine(workload.layout, kernels, max_norm=bound, micro_batches=count, hold=hold)
+    workload.device.poison(list(engine.accumulator.views().values()))
+    micro_batches = workload.for_ours()
+
+    def eager() -> StepResult:
         for gradients in micro_batches:
             engine.add(gradients)
-        engine.step()
+        return engine.step()
 
-    return Case(
-        NAME,
-        f"ours hold={hold}",
-        bytes_accumulated(workload, hold) + 2 * workload.total_bytes,
-        run,
-        error=lambda: workload.error_of_step(list(engine.accumulator.views().values())),
-        ours=True,
-    )
+    run: Callable[[], StepResult] = eager
+    if is_captured:
+        with engine.capture() as graph:
+            eager()
+        run = graph.replay
 
+    def error() -> float:
+        norm = float(run().norm)
+        found = workload.error_of_step(list(engine.accumulator.views().values()))
+        return float(np.max([found, workload.error_of_norm(norm)]))  # NaN stays NaN
 
-def _by_hand(workload: Workload, bound: float) -> Case:
-    totals = by_hand.zeros_like(workload.micro_batches[0])
-
-    def run() -> None:
-        by_hand.zero(totals)
-        for gradients in workload.micro_batches:
-            by_hand.add(totals, gradients)
-        by_hand.clip(totals, bound, divisor=workload.count)
-
-    return Case(
-        NAME,
-        "numpy by hand",
-        bytes_by_passes(workload) + 3 * workload.total_bytes,
-        run,
-        error=lambda: workload.error_of_step(totals),
-    )
+    return Case(run, error)
 
 
-def _torch(workload: Workload, bound: float, variant: str, *, averages: bool) -> Case:
-    totals = TorchGradients.empty_like(workload.micro_batches[0])
-    micro_batches = [as_tensors(gradients) for gradients in workload.micro_batches]
+def _of_peer(
+    workload: Workload,
+    bound: float,
+    kind: type[Peer],
+    *,
+    averages: bool,
+    recorded: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
+) -> Case:
+    peer = kind.sums_for(workload)
+    micro_batches = [kind.over(workload.device, batch).gradients for batch in workload.batches]
     # A sum clipped to K max_norm is K times the average clipped to max_norm: no pass is charged for the average.
     times = 1 if averages else workload.count
+    divisor = workload.count // times
 
     def run() -> None:
-        totals.zero()
+        peer.zero()
         for gradients in micro_batches:
-            totals.add(gradients)
-        if averages:
-            totals.divide(workload.count)
-        totals.clip(bound * times)
+            peer.add(gradients)
+        peer.clip(bound * times, divisor)
 
-    return Case(
-        NAME,
-        variant,
-        bytes_by_passes(workload) + (5 if averages else 3) * workload.total_bytes,
-        run,
-        error=lambda: workload.error_of_step(totals.arrays(), times),
-    )
+    run_or_replay = run if recorded is None else recorded(run)
+    return Case(run_or_replay, error=lambda: workload.error_of_step(peer.gradients, times))
+
+
+def _compiled(workload: Workload, limit: float, *, whole: bool) -> Case:
+    """The step as functions over lists of tensors: a call for each micro-batch, as backward makes them, or for all."""
+    torch, bound = workload.device.torch, workload.max_norm * workload.count
+    assert isinstance(workload.device, Gpu)
+
+    def add(totals: list[Tensor], gradients: list[Tensor]) -> None:
+        torch._foreach_add_(totals, gradients)
+
+    def begin(totals: list[Tensor], gradients: list[Tensor]) -> None:
+        torch._foreach_zero_(totals)
+        torch._foreach_add_(totals, gradients)
+
+    def clip(totals: list[Tensor]) -> None:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(totals)))
+        torch._foreach_mul_(totals, torch.clamp(bound / (norm + 1e-6), max=1.0))
+
+    def window(totals: list[Tensor], micro_batches: list[list[Tensor]]) -> None:
+        torch._foreach_zero_(totals)
+        for gradients in micro_batches:
+            torch._foreach_add_(totals, gradients)
+        clip(totals)
+
+    totals: Any = Torch.sums_for(workload).gradients
+    micro_batches = [workload.device.tensors(batch) for batch in workload.batches]
+    compile_ = workload.device.compiled
+    begins, adds, clips, windows = compile_(begin), compile_(add), compile_(clip), compile_(window)
+
+    def by_micro_batch() -> None:
+        begins(totals, micro_batches[0])
+        for gradients in micro_batches[1:]:
+            adds(totals, gradients)
+        clips(totals)
+
+    def run() -> None:
+        windows(totals, micro_batches) if whole else by_micro_batch()
+
+    with limited(limit):  # compiled here, so that it is no part of any time
+        run()
+        run()
+    return Case(run, error=lambda: workload.error_of_step(totals, workload.count))
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """An alarm for what may take for ever, such as a compiler; in the main thread only.
+
+    Raises:
+        TimeoutError: The time is up (or what that became on its way through the compiler).
+    """
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds:g} s")
+
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, ring)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, before)

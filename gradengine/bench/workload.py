@@ -1,21 +1,24 @@
-"""The gradients that the benchmarks work on: blocks of a Llama of 350M parameters, or smaller ones of its shape."""
+"""The gradients that the benchmarks work on: a Llama of 350M parameters, smaller ones like it, or equal tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arrays.buffer import RawBuffer
-from gradengine.bench.case import relative_error
+from gradengine.bench.case import on_all_cpus, relative_error
+from gradengine.bench.device import Array, Device, Tensor
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
-__all__ = ["Workload", "as_taken", "block_layout", "widened"]
+__all__ = ["Workload", "block_layout", "equal_layout", "model_layout", "widened"]
+
+_SHIFTS = 1 << 20  # places in the pool of random numbers where a component may begin
+_STRIDE = 4801  # between the beginnings of one component and the next: odd, so that all places come
 
 
 def block_layout(blocks: int, hidden: int) -> GradientLayout:
@@ -40,87 +43,149 @@ def block_layout(blocks: int, hidden: int) -> GradientLayout:
     return GradientLayout.of({slot.name: slot.shape for slot in whole.slots if slot.block is not None})
 
 
+def model_layout(blocks: int, hidden: int, *, odd: bool = False) -> GradientLayout:
+    """Blocks, LM head and final norm in the same proportions; the embedding is tied.
+
+    Args:
+        blocks: 24 is the model's.
+        hidden: 1024 is the model's.
+        odd: Each component flat and 3 elements shorter: no size is a multiple of 8.
+
+    Example:
+        >>> layout = model_layout(24, 1024)
+        >>> len(layout.slots), layout.nbytes
+        (218, 1594036224)
+        >>> model_layout(1, 8, odd=True).slots[0].shape
+        (61,)
+    """
+    whole = GradientLayout.transformer(blocks, hidden, hidden // 4, 4 * hidden, 32 * hidden, embedding=False)
+    return GradientLayout.of({slot.name: (slot.size - 3,) for slot in whole.slots}) if odd else whole
+
+
+def equal_layout(tensors: int, elements: int) -> GradientLayout:
+    """As many tensors of as many elements: a small model, where the calls count and not the bytes.
+
+    >>> equal_layout(34, 17600).num_elements
+    598400
+    """
+    return GradientLayout.of([(elements,)] * tensors)
+
+
 @dataclass(frozen=True)
 class Workload:
-    """The micro-batches of one step and what must come out of it.
+    """The micro-batches of one step on a device, and what must come out of them.
 
     Attributes:
-        layout: Where each component lies.
+        device: Where they lie.
+        layout: Where each component lies in an arena.
         dtype: "float32" or "bfloat16"; bfloat16 is held as its bits, in uint16.
-        micro_batches: Each micro-batch's gradients in layout order, in memory of their own.
+        values: Each micro-batch's gradients in layout order, on the host.
+        batches: The same on the device, in memory of their own.
+        odd: Whether they lie at odd elements.
     """
 
+    device: Device
     layout: GradientLayout
     dtype: str
-    micro_batches: tuple[tuple[npt.NDArray[Any], ...], ...]
+    values: Sequence[Sequence[npt.NDArray[Any]]]
+    batches: Sequence[Sequence[Array]]
+    odd: bool
 
     @staticmethod
-    def random(layout: GradientLayout, micro_batches: int, dtype: str = "float32", seed: int = 0) -> Workload:
-        """Normally distributed gradients, the same for a seed.
+    def drawn(
+        device: Device, layout: GradientLayout, micro_batches: int, dtype: str = "float32", *, odd: bool = False
+    ) -> Workload:
+        """Normally distributed gradients; each is a stretch of one pool, so that drawing them takes no time.
 
         Raises:
             CallerError: Another dtype, or no micro-batch.
-
-        Example:
-            >>> workload = Workload.random(block_layout(1, 4), micro_batches=2)
-            >>> len(workload.micro_batches), workload.micro_batches[0][0].shape
-            (2, (4, 4))
         """
         if dtype not in {"float32", "bfloat16"}:
             raise CallerError("no benchmark for this dtype", got=repr(dtype), expected="'float32' or 'bfloat16'")
         if micro_batches < 1:
             raise CallerError("too few micro-batches", got=micro_batches, expected="at least 1")
-        generator = np.random.default_rng(seed)
-        return Workload(layout, dtype, tuple(_micro_batch(generator, layout, dtype) for _ in range(micro_batches)))
+        pool, count = _pool(max(slot.size for slot in layout.slots) + _SHIFTS, dtype), len(layout.slots)
+        values = [
+            [_stretch(pool, k * count + i, slot.shape) for i, slot in enumerate(layout.slots)]
+            for k in range(micro_batches)
+        ]
+        return Workload(device, layout, dtype, values, [device.placed(batch, odd=odd) for batch in values], odd)
+
+    def first(self, count: int) -> Workload:
+        """Its first micro-batches, in the same memory."""
+        return replace(self, values=self.values[:count], batches=self.batches[:count])
 
     @property
     def count(self) -> int:
         """Micro-batches."""
-        return len(self.micro_batches)
+        return len(self.values)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of each component."""
+        return [slot.shape for slot in self.layout.slots]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one micro-batch's gradients."""
-        return sum(gradient.nbytes for gradient in self.micro_batches[0])
+        """Bytes of one micro-batch's gradients: G in the counts of bytes."""
+        return sum(gradient.nbytes for gradient in self.values[0])
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of one set in fp32, padding not counted."""
+    def sum_bytes(self) -> int:
+        """Bytes of one set in fp32, padding not counted: A in the counts of bytes."""
         return 4 * self.layout.num_elements
 
-    def for_engine(self) -> list[Sequence[object]]:
-        """The micro-batches as an engine takes them: arrays, or raw buffers where NumPy has no such dtype."""
-        return [[as_taken(gradient) for gradient in batch] for batch in self.micro_batches]
+    def as_taken(self, arrays: Sequence[Array]) -> list[object]:
+        """Arrays of these gradients as ours takes them: raw buffers of bfloat16, which no array library has."""
+        return [array if self.dtype == "float32" else self.device.raw(array) for array in arrays]
 
-    def total(self, position: int) -> npt.NDArray[np.float64]:
-        """The sum of one component over the micro-batches, in fp64, flat."""
-        first, *others = (widened(batch[position]).reshape(-1) for batch in self.micro_batches)
-        total = first.astype(np.float64)
-        for other in others:
-            total += other
-        return total
+    def for_ours(self) -> list[list[object]]:
+        """The micro-batches as ours takes them."""
+        return [self.as_taken(batch) for batch in self.batches]
+
+    @cached_property
+    def sums(self) -> list[npt.NDArray[np.float64]]:
+        """The sum of each component over the micro-batches, in fp64, flat."""
+        return on_all_cpus(self._sum, range(len(self.layout.slots)))
 
     @cached_property
     def norm(self) -> float:
         """Global norm of the averaged gradient, in fp64."""
-        totals = (self.total(position) for position in range(len(self.layout.slots)))
-        return float(np.sqrt(sum(float(np.vdot(total, total)) for total in totals))) / self.count
+        return norm_of(self.sums) / self.count
 
     @property
     def max_norm(self) -> float:
         """A bound that halves the averaged gradient, so that clipping has work to do."""
         return self.norm / 2
 
-    def error_of_sum(self, results: Sequence[npt.NDArray[np.float32]]) -> float:
-        """How far accumulated gradients are from the sum in fp64."""
-        return relative_error(results, self.total)
+    def error(self, results: Sequence[Array | Tensor], factor: Callable[[int], float] | float = 1.0) -> float:
+        """How far results are from the sums in fp64 multiplied by a factor, or by one for each position."""
+        sums = self.sums  # made here, once, and not by each thread
+        found = [widened(self.device.read(result)) for result in results]
+        return relative_error(found, lambda i: sums[i] * (factor(i) if callable(factor) else factor))
 
-    def error_of_step(self, results: Sequence[npt.NDArray[np.float32]], times: float = 1.0) -> float:
-        """How far averaged and clipped gradients, multiplied by `times`, are from fp64's."""
-        return relative_error(results, lambda position: self.total(position) * (times * 0.5 / self.count))
+    def error_of_step(self, results: Sequence[Array | Tensor], times: float = 1.0) -> float:
+        """How far averaged and halved gradients, multiplied by `times`, are from fp64's."""
+        return self.error(results, times * 0.5 / self.count)
+
+    def error_of_norm(self, norm: float) -> float:
+        """How far a norm of the averaged gradient is from fp64's."""
+        return abs(norm - self.norm) / self.norm
+
+    def _sum(self, position: int) -> npt.NDArray[np.float64]:
+        total = np.zeros(self.layout.slots[position].size)
+        for batch in self.values:
+            total += widened(batch[position]).reshape(-1)
+        return total
 
 
-def widened(gradient: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def norm_of(components: Sequence[npt.NDArray[np.float64]]) -> float:
+    """The global norm."""
+    squares = on_all_cpus(lambda i: float(np.vdot(components[i], components[i])), range(len(components)))
+    return float(np.sqrt(sum(squares)))
+
+
+def widened(gradient: Any) -> Any:
     """A gradient in fp32; bfloat16's bits become the values that they stand for.
 
     >>> widened(np.array([0x3F80], np.uint16))
@@ -131,15 +196,11 @@ def widened(gradient: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     return (gradient.astype(np.uint32) << 16).view(np.float32)
 
 
-def as_taken(gradient: npt.NDArray[Any]) -> npt.NDArray[Any] | RawBuffer:
-    """A gradient as the package takes it: bfloat16's bits as a raw buffer, since NumPy has no such dtype."""
-    if gradient.dtype == np.float32:
-        return gradient
-    return RawBuffer(gradient.ctypes.data, gradient.size, "bfloat16", owner=gradient)
+def _pool(size: int, dtype: str) -> npt.NDArray[Any]:
+    numbers = np.random.default_rng(0).standard_normal(size, np.float32)
+    return numbers if dtype == "float32" else (numbers.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def _micro_batch(generator: np.random.Generator, layout: GradientLayout, dtype: str) -> tuple[npt.NDArray[Any], ...]:
-    gradients = [generator.standard_normal(slot.shape, np.float32) for slot in layout.slots]
-    if dtype == "float32":
-        return tuple(gradients)
-    return tuple((gradient.view(np.uint32) >> 16).astype(np.uint16) for gradient in gradients)
+def _stretch(pool: npt.NDArray[Any], number: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    start = number * _STRIDE % _SHIFTS
+    return pool[start : start + int(np.prod(shape))].reshape(shape)

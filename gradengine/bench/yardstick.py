@@ -1,62 +1,68 @@
-"""What the memory of this machine can do: copy and triad (a = b + s c) on all CPUs, in NumPy like the kernels.
+"""What the device's memory can do in the same run: a copy, and STREAM's triad a = b + s c with s = 1.
 
-The triad is taken with s = 1, which NumPy does in one pass: STREAM's traffic, two arrays read and one written.
+Bytes counted: the copy reads one array and writes one, the triad reads two and writes one. On a CPU by NumPy on all
+cores, on a GPU by the driver's own copy and CuPy's kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from typing import final
 
 import numpy as np
 
-from gradengine.bench.case import Case, relative_error
-from gradengine.kernels.host import available_cpus
+from gradengine.bench.case import Case, Variant, relative_error
+from gradengine.bench.device import Array, Device
 
-__all__ = ["TRIAD", "yardsticks"]
+__all__ = ["COPY", "TRIAD", "Yardsticks"]
 
-TRIAD = "triad"
-_CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
-_LARGEST = 1 << 25  # elements: 128 MB an array, four times the largest L3 of a core complex
+COPY, TRIAD = "copy", "triad"
+_PIECES = 32
 
 
-def yardsticks(name: str, elements: int) -> list[Case]:
-    """The cases "copy" (reads one array, writes one) and "triad" (reads two, writes one).
+@final
+class Yardsticks:
+    """Three arrays of random numbers, the same piece again and again, which all benchmarks of a device share.
 
     Args:
-        name: The benchmark they go with.
-        elements: fp32 elements of an array; at most 2**25 are taken.
+        device: Whose memory; zeros would be faster there than real data.
     """
-    size = min(elements, _LARGEST)
-    source, other = (np.full(size, value, np.float32) for value in (1.5, 2.5))
-    target = np.zeros(size, np.float32)
-    pool = ThreadPoolExecutor(available_cpus())
 
-    def copy(part: slice) -> None:
-        np.copyto(target[part], source[part])
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._piece = np.random.default_rng(1).standard_normal(device.copied // _PIECES, np.float32)
 
-    def triad(part: slice) -> None:
-        np.add(other[part], source[part], out=target[part])
+    @property
+    def variants(self) -> list[Variant]:
+        """The copy and the triad."""
+        nbytes = 4 * _PIECES * self._piece.size
+        return [
+            Variant(COPY, 2 * nbytes, partial(self._case, self._copy, 1.0), required=True, tolerance=1e-6),
+            Variant(TRIAD, 3 * nbytes, partial(self._case, self._triad, 2.0), tolerance=1e-6),
+        ]
 
-    def case(variant: str, work: Callable[[slice], None], arrays: int, expected: float) -> Case:
-        return Case(
-            name,
-            variant,
-            bytes=4 * size * arrays,
-            run=lambda: _on_all_cpus(pool, work, size),
-            error=lambda: relative_error([target], lambda _: np.full(size, expected)),
-        )
+    def _case(self, run: Callable[[], None], factor: float) -> Case:
+        """A case whose result is the random numbers multiplied by a factor."""
 
-    return [case("copy", copy, 2, 1.5), case(TRIAD, triad, 3, 4.0)]
+        def error() -> float:
+            found = self._device.read(self._arrays[2]).reshape(_PIECES, -1)
+            return relative_error(list(found), lambda _: self._piece.astype(np.float64) * factor)
 
+        return Case(run, error)
 
-def _on_all_cpus(pool: ThreadPoolExecutor, work: Callable[[slice], None], size: int) -> None:
-    cpus = available_cpus()
-    edges = [size * i // cpus for i in range(cpus + 1)]
+    @cached_property
+    def _arrays(self) -> list[Array]:
+        arrays = self._device.empty([(_PIECES, self._piece.size)] * 3, np.float32)
+        piece = self._device.xp.asarray(self._piece)
+        for array in arrays:
+            array[...] = piece
+        return [self._device.by_hand(array.reshape(-1)) for array in arrays]
 
-    def share(i: int) -> None:
-        for start in range(edges[i], edges[i + 1], _CHUNK):
-            work(slice(start, min(edges[i + 1], start + _CHUNK)))
+    def _copy(self) -> None:
+        source, _, target = self._arrays
+        self._device.spread(lambda part: np.copyto(target[part], source[part]), target.size)
 
-    for _ in pool.map(share, range(cpus)):
-        pass
+    def _triad(self) -> None:
+        one, other, target = self._arrays
+        self._device.spread(lambda part: np.add(one[part], other[part], out=target[part]), target.size)

@@ -1,4 +1,4 @@
-"""`python -m gradengine.bench.gpu step --json step.json`: the benchmarks where typer and rich are not installed."""
+"""`python -m gradengine.bench step --json step.json`: the GPU's benchmarks where typer and rich are not installed."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradengine.bench.gpu.benchmarks import Benchmarks, run
-from gradengine.bench.gpu.device import Gpu, open_gpu
-from gradengine.bench.gpu.launches import LaunchReport
-from gradengine.bench.gpu.report import GpuReport
+from gradengine.bench.benchmarks import Benchmarks, Options, run
+from gradengine.bench.device import Gpu, open_gpu
+from gradengine.bench.launches import LaunchReport
+from gradengine.bench.report import Report
 
 __all__ = ["benchmarks_of", "parser"]
 
-_SMALL = {"blocks": 1, "hidden": 16, "rounds": 2, "lora_hidden": 48}
 _SMALL_ELEMENTS = 1 << 14
 
 
 def parser() -> argparse.ArgumentParser:
     """The options, which mean what those of `gradengine bench gpu` do."""
-    made = argparse.ArgumentParser(prog="python -m gradengine.bench.gpu", description=__doc__)
+    made = argparse.ArgumentParser(prog="python -m gradengine.bench", description=__doc__)
     made.add_argument("names", nargs="+")
-    made.add_argument("--blocks", type=int, default=24)
-    made.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    made.add_argument("--blocks", type=int, default=Options.blocks)
+    made.add_argument("--dtype", default=Options.dtype, choices=["float32", "bfloat16"])
     made.add_argument("--odd", action="store_true", help="sizes no multiple of 8, buffers at odd elements")
-    made.add_argument("--rounds", type=int, default=20)
-    made.add_argument("--compile-limit", type=float, default=100.0, help="seconds for each compiled variant of torch")
+    made.add_argument("--rounds", type=int, default=Options.rounds)
+    made.add_argument("--compile-limit", type=float, default=Options.compile_limit, help="seconds for each variant")
     made.add_argument("--small", action="store_true", help="sizes at which all runs and no figure counts")
     made.add_argument("--json", type=Path)
     return made
 
 
-def benchmarks_of(given: argparse.Namespace, device: Gpu) -> Benchmarks:
+def benchmarks_of(given: argparse.Namespace, gpu: Gpu) -> Benchmarks:
     """The benchmarks with these options, on a device."""
-    asked = {name: getattr(given, name) for name in ("blocks", "dtype", "odd", "rounds", "compile_limit")}
+    options = Options(**{name: getattr(given, name) for name in ("blocks", "dtype", "odd", "rounds", "compile_limit")})
     if not given.small:
-        return Benchmarks(device, **asked)
-    return Benchmarks(replace(device, scratch=_SMALL_ELEMENTS, copied=_SMALL_ELEMENTS), **{**asked, **_SMALL})
+        return Benchmarks(gpu, options)
+    small = replace(options, blocks=1, hidden=16, rounds=2, lora_hidden=48)
+    return Benchmarks(replace(gpu, scratch=_SMALL_ELEMENTS, copied=_SMALL_ELEMENTS), small)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _show(report: GpuReport | LaunchReport) -> None:
+def _show(report: Report | LaunchReport) -> None:
     print(f"{report.benchmark}: {len(report.rows)} variants, {len(report.absent)} absent", flush=True)
 
 

@@ -1,0 +1,203 @@
+"""The step as it is written without this package: by hand, tensor by tensor in NumPy's words; or by PyTorch."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from gradengine.bench.device import Array, Device, Tensor
+from gradengine.bench.workload import Workload, widened
+
+__all__ = ["ByHand", "Peer", "Torch", "by_hand_name", "torch_name"]
+
+
+def by_hand_name(device: Device) -> str:
+    """What the tables call `ByHand`."""
+    return "cupy by hand" if device.is_gpu else "numpy by hand"
+
+
+def torch_name(device: Device, dtype: str = "float32") -> str:
+    """What the tables call `Torch` where it adds gradients of a dtype; see `Torch.add`."""
+    return "torch foreach" if device.is_gpu or dtype == "float32" else "torch add_"
+
+
+class Peer(ABC):
+    """Gradients, or their sums in fp32, and what a training loop does with them.
+
+    Attributes:
+        gradients: Arrays or tensors, owned by the caller.
+    """
+
+    gradients: Sequence[Any]
+
+    @staticmethod
+    @abstractmethod
+    def over(device: Device, arrays: Sequence[Array]) -> Peer:
+        """Over the memory of a device's arrays; raises as `Device.torch` if it is of torch."""
+
+    @staticmethod
+    @abstractmethod
+    def sums_for(workload: Workload) -> Peer:
+        """fp32 sums of the workload's shapes, undefined before the window begins."""
+
+    @abstractmethod
+    def zero(self) -> None:
+        """Begin a window."""
+
+    @abstractmethod
+    def add(self, gradients: Sequence[Any]) -> None:
+        """Add a micro-batch to the sums."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply in place."""
+
+    @abstractmethod
+    def norm(self) -> Any:
+        """The global norm."""
+
+    @abstractmethod
+    def clip(self, max_norm: float, divisor: float = 1.0) -> None:
+        """Divide, then clip by the global norm of what was divided."""
+
+
+@final
+class ByHand(Peer):
+    """NumPy's functions on NumPy's or CuPy's arrays, one call for each tensor; bfloat16 comes as its bits."""
+
+    def __init__(self, gradients: Sequence[Array]) -> None:
+        self.gradients = gradients
+
+    @staticmethod
+    def over(device: Device, arrays: Sequence[Array]) -> ByHand:
+        """See `Peer.over`."""
+        return ByHand([device.by_hand(array) for array in arrays])
+
+    @staticmethod
+    def sums_for(workload: Workload) -> ByHand:
+        """See `Peer.sums_for`."""
+        return ByHand.over(workload.device, workload.device.empty(workload.shapes, np.float32))
+
+    def zero(self) -> None:
+        """See `Peer.zero`."""
+        for total in self.gradients:
+            total[...] = 0
+
+    def add(self, gradients: Sequence[Array]) -> None:
+        """See `Peer.add`."""
+        for total, gradient in zip(self.gradients, gradients, strict=True):
+            np.add(total, widened(gradient), out=total)
+
+    def scale(self, factor: float) -> None:
+        """See `Peer.scale`."""
+        for gradient in self.gradients:
+            np.multiply(gradient, np.float32(factor), out=gradient)
+
+    def norm(self) -> float:
+        """The global norm, from each tensor's.
+
+        >>> ByHand([np.array([3], np.float32), np.array([4], np.float32)]).norm()
+        5.0
+        """
+        return math.sqrt(sum(float(np.linalg.norm(gradient)) ** 2 for gradient in self.gradients))
+
+    def clip(self, max_norm: float, divisor: float = 1.0) -> None:
+        """In one multiplication; bfloat16 is widened, clipped and rounded back to its bits.
+
+        Raises:
+            FloatingPointError: The norm is not finite.
+
+        Example:
+            >>> gradient = np.array([6, 8], np.float32)
+            >>> ByHand([gradient]).clip(max_norm=1.0, divisor=2.0)
+            >>> gradient
+            array([0.6, 0.8], dtype=float32)
+            >>> bits = np.array([0x40C0, 0x4100], np.uint16)  # 6 and 8
+            >>> ByHand([bits]).clip(max_norm=5.0)
+            >>> [hex(word) for word in bits]
+            ['0x4040', '0x4080']
+        """
+        wide = ByHand([widened(gradient) for gradient in self.gradients])
+        norm = wide.norm() / divisor
+        if not math.isfinite(norm):
+            raise FloatingPointError("the gradient is not finite")
+        wide.scale(min(1.0, max_norm / norm) / divisor)
+        for gradient, values in zip(self.gradients, wide.gradients, strict=True):
+            if values is not gradient:
+                gradient[...] = _bfloat16_bits(values)
+
+
+@final
+class Torch(Peer):
+    """PyTorch's foreach and `clip_grad_norm_` on the `.grad` of parameters, as its optimizers find them.
+
+    Args:
+        device: Where.
+        gradients: Tensors.
+
+    Raises:
+        Missing: There is no PyTorch for the device.
+    """
+
+    def __init__(self, device: Device, gradients: Sequence[Tensor]) -> None:
+        self._torch, self._device, self.gradients = device.torch, device, list(gradients)
+        self._parameters = [self._parameter(gradient) for gradient in self.gradients]
+
+    @staticmethod
+    def over(device: Device, arrays: Sequence[Array]) -> Torch:
+        """See `Peer.over`."""
+        return Torch(device, device.tensors(arrays))
+
+    @staticmethod
+    def sums_for(workload: Workload) -> Torch:
+        """NaN before the window begins, so that what is not written shows."""
+        device = workload.device
+        facts = {"dtype": device.torch.float32, "device": device.torch_device}
+        return Torch(device, [device.torch.full(shape, math.nan, **facts) for shape in workload.shapes])
+
+    def zero(self) -> None:
+        """`torch._foreach_zero_`."""
+        self._torch._foreach_zero_(self.gradients)
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """`torch._foreach_add_`; on a CPU `add_` one by one of bfloat16, for which foreach has no fast path there."""
+        if self._device.is_gpu or gradients[0].dtype == self._torch.float32:
+            self._torch._foreach_add_(self.gradients, gradients)
+            return
+        for total, gradient in zip(self.gradients, gradients, strict=True):
+            total.add_(gradient)
+
+    def scale(self, factor: float) -> None:
+        """`torch._foreach_mul_`."""
+        self._torch._foreach_mul_(self.gradients, factor)
+
+    def norm(self) -> Any:
+        """`torch.nn.utils.get_total_norm`, in the gradients' dtype."""
+        return self._torch.nn.utils.get_total_norm(self.gradients, foreach=True)
+
+    def clip(self, max_norm: float, divisor: float = 1.0) -> None:
+        """`torch._foreach_mul_` by the inverse, if there is anything to divide by; then `clip_grad_norm_`.
+
+        On a CPU it is to raise for NaN and Inf, as ours does; on a GPU torch would wait for the device to do so.
+        """
+        if divisor != 1:
+            self.scale(1.0 / divisor)
+        clip, raises = self._torch.nn.utils.clip_grad_norm_, not self._device.is_gpu
+        clip(self._parameters, max_norm, error_if_nonfinite=raises, foreach=True)
+
+    def _parameter(self, gradient: Tensor) -> Any:
+        # The weights are no part of the step: an expanded scalar has their shape and takes no memory.
+        weight = self._torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+        parameter = self._torch.nn.Parameter(weight)
+        parameter.grad = gradient
+        return parameter
+
+
+def _bfloat16_bits(values: Any) -> Any:
+    """The bits of the nearest bfloat16, ties to even; not for NaN."""
+    bits = values.view(np.uint32)
+    return (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
