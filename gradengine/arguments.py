@@ -1,4 +1,4 @@
-"""Numbers and words as callers give them: Python's, NumPy's or a framework's; whatever else is refused by name."""
+"""Validation of arguments: numbers, bools, words and sequences of Python, NumPy or a framework."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ __all__ = [
     "whole_number",
 ]
 
-MOST = (1 << 63) - 1  # of whatever is counted: the integers of C and NumPy end there
-MOST_LISTED = 1 << 20  # of what is given one by one; an endless iterator would fill the memory
-_LONGEST_TUPLE = 8  # items that are shown
-_LONGEST_FAULT = 300  # characters of another's error
+MOST = (1 << 63) - 1  # the largest of C's and NumPy's integers
+MOST_LISTED = 1 << 20  # items of an iterable; an endless one would fill the memory
+_LONGEST_TUPLE = 8  # items shown
+_LONGEST_FAULT = 300  # characters shown of another library's error
 
 
 def whole_number(name: str, value: object, least: int, most: int = MOST, kind: type[CallerError] = CallerError) -> int:
     """The value as a plain integer.
 
     Args:
-        name: What it is, as the error says it.
-        value: An integer of any kind; no truth value.
-        least: The smallest that will do.
+        name: The argument's name, for the error.
+        value: An integer of any type; not a bool.
+        least: The smallest allowed value.
         most: The largest.
-        kind: The error's.
+        kind: The error's class.
 
     Raises:
-        CallerError: It is no whole number, or not among these; of the kind asked for.
+        CallerError: It is not a whole number, or out of range; of the class asked for.
 
     Example:
         >>> import numpy as np
@@ -54,19 +54,19 @@ def whole_number(name: str, value: object, least: int, most: int = MOST, kind: t
         2
         >>> whole_number("hold", "2", 1)
         Traceback (most recent call last):
-        gradengine.errors.CallerError: hold is no whole number: got '2', expected a whole number >= 1
+        gradengine.errors.CallerError: hold is not a whole number: got '2', expected a whole number >= 1
     """
     number = as_index(value)
     if number is not None and least <= number <= most:
         return number
     is_small = most == MOST and (number is None or number < least)
-    fault = "is no whole number" if number is None else "is out of range"
+    fault = "is not a whole number" if number is None else "is out of range"
     expected = f"a whole number >= {least}" if is_small else f"a whole number in {least}..{most}"
     raise kind(f"{name} {fault}", got=said(value), expected=expected)
 
 
 def as_index(value: Any) -> int | None:
-    """The value as a plain integer; None where it is no whole number, a truth value among them.
+    """The value as a plain integer; None where it is not a whole number. A bool is not one.
 
     >>> as_index(3), as_index(3.0), as_index(True), as_index("3")
     (3, None, None, None)
@@ -79,7 +79,7 @@ def as_index(value: Any) -> int | None:
 
 
 def as_float(value: object) -> float:
-    """The value as a float; NaN where it is no real number, so that a comparison written for NaN refuses it.
+    """The value as a float; NaN where it is not a real number, so that a comparison written for NaN refuses it.
 
     >>> as_float(3), as_float("3"), as_float(True), as_float(1j)
     (3.0, nan, nan, nan)
@@ -89,9 +89,9 @@ def as_float(value: object) -> float:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float, infinity and NaN among them; None where it is no real number, or larger than any float.
+    """The value as a float, infinity and NaN included; None where it is not a real number, or larger than any float.
 
-    A number is Python's, NumPy's, or an array without dimensions; not text that reads like one, and no truth value.
+    Numbers are Python's, NumPy's and arrays without dimensions; text and bools are none.
 
     >>> as_number(2), as_number("2"), as_number(math.inf), as_number(10**400)
     (2.0, None, inf, None)
@@ -114,7 +114,7 @@ def _as_number(value: Any) -> float | None:
 
 
 def as_text(value: object) -> str:
-    """What a value calls itself; of one that cannot say, the type.
+    """`str(value)`, or the type's name where that raises.
 
     >>> as_text(np.dtype("float32"))
     'float32'
@@ -132,34 +132,35 @@ def _is_real(dtype: str) -> bool:
 def out_of_range(
     name: str, value: object, expected: str, kind: type[CallerError] = CallerError, do: str | None = None
 ) -> CallerError:
-    """The error for what is no number, or none of those expected.
+    """The error for a value that is not a number, or not in the expected range.
 
     >>> raise out_of_range("max_norm", "1", "a number >= 0")
     Traceback (most recent call last):
-    gradengine.errors.CallerError: max_norm is no number: got '1', expected a number >= 0
+    gradengine.errors.CallerError: max_norm is not a number: got '1', expected a number >= 0
     """
     is_number = as_number(value) is not None or as_index(value) is not None  # beyond all floats it is one too
-    return kind(f"{name} is {'out of range' if is_number else 'no number'}", got=said(value), expected=expected, do=do)
+    fault = "out of range" if is_number else "not a number"
+    return kind(f"{name} is {fault}", got=said(value), expected=expected, do=do)
 
 
 def truth_value(name: str, value: object) -> bool:
-    """The value as a plain bool: Python's and NumPy's are taken, and nothing that merely counts as true.
+    """A Python or NumPy bool as a plain bool.
 
     Raises:
-        CallerError: It is neither.
+        CallerError: It is neither; truthy values are refused.
 
     Example:
         >>> truth_value("deferred", "no")
         Traceback (most recent call last):
-        gradengine.errors.CallerError: deferred is no truth value: got 'no', expected True or False
+        gradengine.errors.CallerError: deferred is not a bool: got 'no', expected True or False
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise CallerError(f"{name} is no truth value", got=said(value), expected="True or False")
+        raise CallerError(f"{name} is not a bool", got=said(value), expected="True or False")
     return bool(value)
 
 
 def said(value: object) -> object:
-    """What an error says that it got: numbers, short text and errors as they are, of anything else the type.
+    """A value as error messages show it: numbers, short text and errors themselves, otherwise the type's name.
 
     >>> said("a"), said(2), said([1, 2]), said(KeyError("w"))
     ("'a'", 2, 'list', "KeyError: 'w'")
@@ -187,10 +188,10 @@ def _said(value: object) -> object:
 
 
 def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> list[Any]:
-    """What an iterable gives; of text, which gives its letters, and of what is none an error of that kind.
+    """The items of an iterable, as a list.
 
     Raises:
-        CallerError: It is text, cannot be iterated over, or does not end after 2**20 items.
+        CallerError: It is text, is not iterable, or has more than 2**20 items; of the class `kind`.
 
     Example:
         >>> listed("sizes", (2, 3))
@@ -203,22 +204,22 @@ def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> lis
 
 
 def iterated(name: str, values: Any, kind: type[CallerError] = CallerError) -> Iterator[Any]:
-    """An iterator over what is given one by one; of text, and of what is none, an error of that kind.
+    """An iterator over an iterable.
 
     Raises:
-        CallerError: It is text, or cannot be iterated over.
+        CallerError: It is text, or is not iterable; of the class `kind`.
     """
     try:
         items: Iterator[Any] | None = None if isinstance(values, (str, bytes)) else iter(values)
     except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: an array without dimensions)
         items = None
     if items is None:
-        raise kind(f"{name} is no sequence", got=said(values), expected="a list")
+        raise kind(f"{name} is not a sequence", got=said(values), expected="a list")
     return items
 
 
 def has(value: object, attribute: str) -> bool:
-    """Whether the value has an attribute; not where it has an error of its own in its place.
+    """`hasattr`, but False where the attribute raises another error than AttributeError.
 
     >>> has(np.zeros(2), "shape")
     True
@@ -254,11 +255,11 @@ def refuse_lacking(name: str, value: object, attributes: Sequence[str]) -> None:
 
 
 def refuse_other_kind(name: str, value: object, kind: type, do: str | None = None) -> None:
-    """Raise `CallerError` unless the value is of this class.
+    """Raise `CallerError` unless the value is an instance of this class.
 
     >>> refuse_other_kind("text", 5, str)
     Traceback (most recent call last):
-    gradengine.errors.CallerError: text is no str: got 5
+    gradengine.errors.CallerError: text is not a str: got 5
     """
     if not isinstance(value, kind):
-        raise CallerError(f"{name} is no {kind.__name__}", got=said(value), do=do)
+        raise CallerError(f"{name} is not a {kind.__name__}", got=said(value), do=do)

@@ -1,8 +1,8 @@
-"""Every error this package raises: what, where, got, expected, and what to do about it.
+"""Exceptions of this package: what failed and where, got and expected, and what to do about it.
 
-The caller's mistakes (`CallerError`), the peers' (`ExchangeError`) and the model's (`NonFiniteGradient`) are different
-kinds, because they are mended by different people. All of them leave the state as it was before the failed call.
-What they say may come from a peer or hold a million names: it is printable, and a few lines, whatever it was given.
+`CallerError` is a wrong call, `ExchangeError` a failed peer or connection, `NonFiniteGradient` a diverged model. After
+each of them the state is what it was before the failed call. Messages may hold text of a peer or a million names: they
+are printable, and a few lines at most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "WindowError",
 ]
 
-_MAX_WHAT = 1000  # characters; it may hold the rows in which two layouts differ, or another's message
+_MAX_WHAT = 1000  # characters; it may hold the rows in which two layouts differ, or a peer's message
 _MAX_VALUE = 300
 _MAX_LINES = 12
 _MAX_ITEMS = 32  # of a container
@@ -39,12 +39,12 @@ _containers.maxstring = _containers.maxlong = _containers.maxother = _MAX_VALUE
 
 
 class GradientError(Exception):
-    """The base of every error of this package.
+    """Base class of every error of this package.
 
     Args:
-        what: What went wrong and where, one clause.
-        got: What came.
-        expected: What would have been right.
+        what: What failed and where, one clause.
+        got: The value that was found.
+        expected: What would have been valid.
         do: What the reader can do now.
 
     Example:
@@ -67,40 +67,40 @@ class GradientError(Exception):
 
 
 class CallerError(GradientError):
-    """The call was wrong; nothing has changed. The base of the kinds below."""
+    """A call with wrong arguments or at the wrong time, which changed nothing. Base class of the following."""
 
 
 class BufferRefused(CallerError):
-    """An array or pointer cannot be taken as it lies: dtype, device, strides, size, or read-only."""
+    """An array or pointer of an unsupported dtype, device, stride or size, or a read-only destination."""
 
 
 class LayoutMismatch(CallerError):
-    """What was passed does not fit the layout: an unknown, missing or misshapen component or block."""
+    """An unknown or missing component or block, or one of another shape than the layout's."""
 
 
 class WindowError(CallerError):
-    """The call does not fit the state of the window: no micro-batch yet, a bad weight, a step that failed before."""
+    """A call that the window's state does not allow: no micro-batch yet, a bad weight, a step that failed before."""
 
 
 class DeviceUnavailable(CallerError):
-    """The device asked for cannot be used here; the error names what is missing and how to get it."""
+    """A device that cannot be used here; the message names what is missing and how to install it."""
 
 
 class OutOfDeviceMemory(CallerError):
-    """The device has not the memory that is needed; nothing was taken."""
+    """Too little free memory on the device; nothing was allocated."""
 
 
 class NonFiniteGradient(GradientError):
-    """A gradient holds NaN or Inf.
+    """A NaN or Inf in a gradient.
 
     Attributes:
-        component: The slot's name.
-        index: The first flat index within the component.
-        value: The value found there (of the local contribution where it is still known, else of the sum).
-        rank: The worker that contributed it; None where the sum itself overflowed or there is one worker.
-        tp_rank: The tensor-parallel rank whose part holds it; `index` counts in that part. None without such a group.
+        component: The component's name.
+        index: The first such flat index in the component.
+        value: The value there: of the local contribution if it is still known, else of the sum.
+        rank: The rank that contributed it; None if the sum itself overflowed or there is one worker.
+        tp_rank: The tensor-parallel rank whose shard holds it, to which `index` refers; None without such a group.
         step: The step it happened in.
-        is_late: Whether that step is over: a GPU's verdict, read without waiting for it.
+        is_late: Whether that step is over: the error of an asynchronous step on a GPU.
     """
 
     def __init__(
@@ -136,27 +136,27 @@ class NonFiniteGradient(GradientError):
 
 
 class ExchangeError(GradientError):
-    """The sum over workers failed. The local state says which spans are summed, so the step can be run again."""
+    """A failed exchange. The local state says which buckets are summed, so that the step can be run again."""
 
 
 class HandshakeRefused(ExchangeError):
-    """This worker may not join: another layout, world size, rank, protocol version or token."""
+    """A rejected join: another layout, world size, rank, protocol version or token."""
 
 
 class ProtocolError(ExchangeError):
-    """A peer sent what the protocol does not allow here."""
+    """A message from a peer that violates the protocol."""
 
 
 class PeerLost(ExchangeError):
-    """A peer or the coordinator closed its connection, died, or was never there."""
+    """A peer or the coordinator that closed its connection, died, or never connected."""
 
 
 class DeadlineExceeded(ExchangeError):
-    """Nothing moved for longer than the progress deadline; the error names who is late and who waits."""
+    """No progress for longer than the timeout; the message names the ranks that are late and those that wait."""
 
 
 def _printable(value: object, limit: int) -> str:
-    """A value as text that changes no terminal: bounded from its middle, control characters escaped, lines kept."""
+    """A value as printable text of bounded length: shortened in its middle, control characters escaped."""
     try:
         # Containers item by item: a few lists that hold each other often are more text than there is memory.
         text = _containers.repr(value) if isinstance(value, (list, tuple, dict, set, frozenset)) else str(value)
@@ -169,14 +169,14 @@ def _printable(value: object, limit: int) -> str:
 
 
 def _shortened(text: str, limit: int) -> str:
-    if len(text) <= limit + 60:  # what is said of the rest is no longer
+    if len(text) <= limit + 60:  # the note about the rest would be as long
         return text
-    tail = limit // 4  # what to do stands at the end
+    tail = limit // 4  # the advice is at the end
     return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"
 
 
 def not_copied(what: str, do: str) -> CallerError:
-    """The error for an attempt to copy or pickle what shares memory, or a connection, with others.
+    """The error for copying or pickling an object that holds shared memory or a connection.
 
     >>> raise not_copied("a StepResult", "copy the arrays that you need")
     Traceback (most recent call last):

@@ -1,9 +1,9 @@
-"""Threads that wait for each other while Ctrl-C comes: no lock stays held, and nobody who is waited for is lost.
+"""Condition variable and thread group that stay consistent when Ctrl-C interrupts a waiting thread.
 
-`threading`'s own classes are Python code, and an interrupt in it breaks them: in `Condition.wait`, behind the release
-of the lock, `KeyboardInterrupt` becomes a `RuntimeError`; in `Event.set` it leaves a lock held for ever, in which
-whoever sets it next hangs; `Thread.start` waits in such an event; and a `Thread.join` that was interrupted takes the
-thread for ended (before Python 3.13). Here each step between threads is one call into C, or can be done again.
+`threading`'s own classes are Python code, and an interrupt inside of it breaks them: in `Condition.wait`, after the
+lock is released, `KeyboardInterrupt` becomes a `RuntimeError`; in `Event.set` it leaves a lock held for ever, so that
+the next `set` deadlocks; `Thread.start` waits for such an event; and before Python 3.13 an interrupted `Thread.join`
+counts the thread as ended. Here each step between threads is a single call into C, or can be repeated.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import final
 
 __all__ = ["Condition", "Threads", "start_thread"]
 
-_LOOK_SECONDS = 0.25  # who waits looks by himself so often: whoever should have woken him may have been interrupted
+_POLL_SECONDS = 0.25  # waiting threads also poll: the notifying thread may have been interrupted
 
 
 @final
 class Condition:
-    """A lock, and waiting for what others do under it: `threading.Condition` for threads that Ctrl-C interrupts.
+    """`threading.Condition` that survives interrupts.
 
     Attributes:
-        lock: Held by `with condition.lock`, which is one call into C and may be nested; not where `wait_for` is called.
+        lock: Reentrant; `with condition.lock` is one call into C. Not to be held when calling `wait_for`.
 
     Example:
         >>> condition = Condition()
@@ -36,57 +36,57 @@ class Condition:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._bells: dict[int, queue.SimpleQueue[None]] = {}  # of each thread that waits
+        self._wakeups: dict[int, queue.SimpleQueue[None]] = {}  # of each waiting thread
 
     def let_go(self) -> None:
-        """Release the lock, should an interrupt have left it to this thread; called where the caller does not hold it.
+        """Release the lock if an interrupt has left it held by this thread; to be called where it should not hold it.
 
-        Python 3.10 looks for signals once more between an interrupt and the `with` that it leaves: of two that come
-        at once the second keeps that from its release.
+        Python 3.10 checks for signals between an interrupt and the `__exit__` of the `with` that it leaves: the second
+        of two interrupts prevents the release.
         """
-        # Asked, not tried: an error that is caught here would stand in the traceback of what is being handled.
+        # No try/except: an error caught here would appear in the traceback of the one being handled.
         while self.lock._is_owned():  # type: ignore[attr-defined]
             self.lock.release()
 
     def notify_all(self) -> None:
-        """Have all who wait look again. Interrupted, it may be done again."""
+        """Wake all waiting threads. May be repeated after an interrupt."""
         with self.lock:
-            for bell in self._bells.values():
-                bell.put(None)
-            self._bells.clear()
+            for wakeup in self._wakeups.values():
+                wakeup.put(None)
+            self._wakeups.clear()
 
     def wait_for(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until `done()`, which is asked with the lock held, for so many seconds at most (None: for ever).
+        """Wait until `done()`, which is called with the lock held, at most for so many seconds (None: forever).
 
         Returns:
-            Whether it is done.
+            False after a timeout.
         """
         deadline = math.inf if seconds is None else time.monotonic() + seconds
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        wakeup: queue.SimpleQueue[None] = queue.SimpleQueue()
         while True:
             with self.lock:
                 if done():
                     return True
-                self._bells[threading.get_ident()] = bell
+                self._wakeups[threading.get_ident()] = wakeup
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
             try:
-                bell.get(timeout=min(left, _LOOK_SECONDS))
+                wakeup.get(timeout=min(left, _POLL_SECONDS))
             except queue.Empty:
                 continue
 
 
 @final
 class Threads:
-    """The threads that work for one object, and end when it is closed or the process ends."""
+    """The daemon threads of one object."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._running: set[threading.Thread] = set()
 
     def spawn(self, name: str, work: Callable[..., None], *arguments: object) -> None:
-        """Start a thread of this name that does the work once."""
+        """Start a thread of this name that calls `work(*arguments)`."""
 
         def run() -> None:
             try:
@@ -104,7 +104,7 @@ class Threads:
             raise
 
     def join(self, seconds: float) -> None:
-        """Wait until all but the caller have ended, for so many seconds at most; may be done again."""
+        """Wait until all but the calling thread have ended, at most for so many seconds; may be repeated."""
         deadline, me = time.monotonic() + seconds, threading.current_thread()
         self._changed.let_go()
         with self._changed.lock:
@@ -121,10 +121,10 @@ class Threads:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread, without waiting until it runs.
+    """Start a thread without waiting until it runs.
 
     Raises:
-        RuntimeError: The process may have no more threads.
+        RuntimeError: The process can have no more threads.
     """
     _thread.start_new_thread(_start, (thread,))
 
@@ -132,5 +132,5 @@ def start_thread(thread: threading.Thread) -> None:
 def _start(thread: threading.Thread) -> None:
     try:
         thread.start()
-    except RuntimeError:  # the process may have no more threads: this one does the work
+    except RuntimeError:  # the process can have no more threads: this one does the work
         thread.run()

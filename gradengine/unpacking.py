@@ -1,4 +1,4 @@
-"""msgpack from elsewhere: its nesting and its number of objects are bounded before anything is made of it."""
+"""Decoding of untrusted msgpack: nesting and number of objects are bounded before any object is made."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def unpack(data: bytes, what: str) -> Any:
 
     Args:
         data: The object's bytes.
-        what: What they are, for the error: "a layout table".
+        what: What they encode, for the error: "a layout table".
 
     Raises:
-        ProtocolError: They are no msgpack, nested deeper than 8, or more than 2**20 objects.
+        ProtocolError: Invalid msgpack, nested deeper than 8, or more than 2**20 objects.
 
     Example:
         >>> unpack(msgpack.packb(["loss", [2.5, 1.0]]), "a loss")
@@ -36,11 +36,11 @@ def unpack(data: bytes, what: str) -> Any:
 
 
 def refuse_unbounded(data: bytes, what: str) -> None:
-    """Raise `ProtocolError` where objects are nested too deep or are too many.
+    """Raise `ProtocolError` for objects that are nested too deep or too many, without decoding any.
 
-    Nothing is decoded for it; of bytes that end early or go on, the decoder speaks.
+    Truncated data and trailing bytes are left to the decoder.
     """
-    at, objects, left = 0, 0, [1]  # objects still to come, in each container that is open
+    at, objects, left = 0, 0, [1]  # remaining objects of each open container
     while left and at < len(data):
         left[-1] -= 1
         objects += 1
@@ -56,7 +56,7 @@ def refuse_unbounded(data: bytes, what: str) -> None:
 
 
 def _after(data: bytes, at: int) -> tuple[int, int]:
-    """Where the object at a position ends, or a container's first begins; and how many lie in it."""
+    """The position after an object, or of a container's first item; and the number of its items."""
     tag = data[at]
     if 0x80 <= tag < 0xA0:
         return at + 1, (tag & 15) * (1 if tag >= 0x90 else 2)

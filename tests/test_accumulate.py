@@ -329,7 +329,7 @@ class TestHold:
 
     @pytest.mark.parametrize("hold", [0, -1, 1.5, NAN, "2", None, True])
     def test_is_a_count(self, hold):
-        with pytest.raises(CallerError, match=r"hold is (out|no) .*: got .*, expected a whole number >= 1"):
+        with pytest.raises(CallerError, match=r"hold is (out|not) .*: got .*, expected a whole number >= 1"):
             new(hold=hold)
 
 
@@ -526,7 +526,7 @@ class TestAtomicity:
         ):
             with (
                 nothing_is_launched(backend),
-                pytest.raises(WindowError, match=r"weight is (out|no) .*: got .*, exp"),
+                pytest.raises(WindowError, match=r"weight is (out|not) .*: got .*, exp"),
             ):
                 call()
             assert state(accumulator, backend) == before
@@ -927,7 +927,7 @@ class TestBlock:
     @pytest.mark.parametrize("divisor", [0, 0.0, -0.0, NAN, INF, -INF, 1e-40, 5e-324, 1e39, -1e300])
     def test_divisors_that_make_no_number_are_refused(self, backend, divisor):
         block, _ = self.filled(backend)
-        message = r"a divisor is (out|no) .*: got .*, expected a finite number"
+        message = r"a divisor is (out|not) .*: got .*, expected a finite number"
         with nothing_is_launched(backend), pytest.raises(CallerError, match=message):
             block.scale(divisor)
 

@@ -338,7 +338,7 @@ class TestDevices:
     def test_hold_is_a_count(self, emulated, hold):
         with (
             cuda_emulator.recorded() as record,
-            pytest.raises(CallerError, match=r"hold is (out|no) "),
+            pytest.raises(CallerError, match=r"hold is (out|not) "),
         ):
             new(emulated, hold=hold)
         assert record.allocations == []

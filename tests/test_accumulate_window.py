@@ -191,7 +191,9 @@ class TestWeight:
         ],
     )
     def test_refused(self, weight):
-        with pytest.raises(WindowError, match=r"a micro-batch's weight is (out|no) .*: got .*, expected a finite") as e:
+        with pytest.raises(
+            WindowError, match=r"a micro-batch's weight is (out|not) .*: got .*, expected a finite"
+        ) as e:
             checked_weight(weight)
         assert e.value.got is weight or e.value.got in {repr(weight), "list", "an integer of 1329 bits"}
 

@@ -73,7 +73,7 @@ class TestWholeNumber:
 
     @pytest.mark.parametrize("value", [0, -1, 2.0, np.float64(2), math.nan, *NO_NUMBERS[:-1]])
     def test_refused(self, value):
-        with pytest.raises(CallerError, match=r"hold is (out|no) .*: got .*, expected a whole number >= 1"):
+        with pytest.raises(CallerError, match=r"hold is (out|not) .*: got .*, expected a whole number >= 1"):
             whole_number("hold", value, 1)
 
     @pytest.mark.parametrize("value", [0, 9, 2**63])
@@ -93,7 +93,7 @@ def test_a_truth_value_is_a_plain_bool(value):
 
 @pytest.mark.parametrize("value", ["no", "", 0, 1, None, [], np.array(True), np.int8(1)])
 def test_what_merely_counts_as_true_or_false_is_refused(value):
-    with pytest.raises(CallerError, match=r"^deferred is no truth value: got .*, expected True or False"):
+    with pytest.raises(CallerError, match=r"^deferred is not a bool: got .*, expected True or False"):
         truth_value("deferred", value)
 
 
@@ -153,7 +153,7 @@ def test_what_an_error_says_that_it_got(value, shown):
 
 @pytest.mark.parametrize("values", ["ab", b"ab", 5, None, np.array(2.0)])
 def test_what_is_no_sequence(values):
-    with pytest.raises(CallerError, match=r"sizes is no sequence: got .*, expected a list"):
+    with pytest.raises(CallerError, match=r"sizes is not a sequence: got .*, expected a list"):
         listed("sizes", values)
 
 

@@ -1354,7 +1354,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     @pytest.mark.parametrize("threads", [0, -1])
     def test_too_few(self, threads):
-        with pytest.raises(CallerError, match=f"threads is (out|no) .*: got {threads}, expected a whole number >= 1"):
+        with pytest.raises(CallerError, match=f"threads is (out|not) .*: got {threads}, expected a whole number >= 1"):
             HostKernels(threads)
 
     @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this platform")

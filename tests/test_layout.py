@@ -81,8 +81,8 @@ class TestTransformer:
         ("change", "message"),
         [
             ({"num_blocks": -1}, "num_blocks is out of range: got -1"),
-            ({"num_blocks": 1.5}, "num_blocks is no whole number: got 1.5"),
-            ({"num_blocks": "2"}, "num_blocks is no whole number: got '2'"),
+            ({"num_blocks": 1.5}, "num_blocks is not a whole number: got 1.5"),
+            ({"num_blocks": "2"}, "num_blocks is not a whole number: got '2'"),
             ({"hidden_size": -8}, r"component 'blocks.0.w_q' has a negative dimension: got \(-8, -8\)"),
             ({"kv_hidden_size": 4.0}, r"component 'blocks.0.w_k' has no shape: got \(8, 4.0\)"),
             ({"vocab_size": None}, "component 'lm_head' has no shape"),

@@ -310,18 +310,18 @@ class TestRefused:
         for make in (lambda: RowParallelShard(4, 6, rank, 2), lambda: Replica((4,), rank, 2)):
             with pytest.raises(
                 CallerError,
-                match=r"tp_rank of tp_size=2 is (out|no) .*: got .*, expected .* in 0\.\.1",
+                match=r"tp_rank of tp_size=2 is (out|not) .*: got .*, expected .* in 0\.\.1",
             ):
                 make()
 
     @pytest.mark.parametrize("size", [0, -1, 2.0, None])
     def test_a_group_of_no_size(self, size):
-        with pytest.raises(CallerError, match=r"tp_size is (out|no) .*: got .*expected a whole number in 1\.\.65536"):
+        with pytest.raises(CallerError, match=r"tp_size is (out|not) .*: got .*expected a whole number in 1\.\.65536"):
             RowParallelShard(4, 6, 0, size)
 
     @pytest.mark.parametrize(("rows", "columns"), [(-2, 6), (4.0, 6), (4, "6")])
     def test_a_matrix_of_no_size(self, rows, columns):
-        with pytest.raises(CallerError, match=r"(rows|columns) is (out|no) "):
+        with pytest.raises(CallerError, match=r"(rows|columns) is (out|not) "):
             RowParallelShard(rows, columns, 0, 2)
 
 

@@ -260,7 +260,7 @@ def test_unknown_names_are_refused_with_the_known_ones(field):
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None, (1 << 20) + 1, pytest.param(10**5000, id="digits")])
 def test_counts_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(
-        CallerError, match=f"{field} is (out of range|no whole number): got .*, expected a whole number"
+        CallerError, match=f"{field} is (out of range|not a whole number): got .*, expected a whole number"
     ):
         dataclasses.replace(QUESTION, **{field: value})
 
@@ -268,14 +268,14 @@ def test_counts_out_of_range_are_refused_by_name(field, value):
 @pytest.mark.parametrize("field", ["latency_seconds", "tp_latency_seconds", "tflops", "backward_seconds"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 1e300, True, "1", pytest.param(10**5000, id="digits")])
 def test_figures_out_of_range_are_refused_with_the_range(field, value):
-    with pytest.raises(CallerError, match=rf"{field} is (out of range|no number): got .*, expected .*\.\."):
+    with pytest.raises(CallerError, match=rf"{field} is (out of range|not a number): got .*, expected .*\.\."):
         dataclasses.replace(QUESTION, **{field: value})
 
 
 @pytest.mark.parametrize("field", ["bandwidth", "tp_bandwidth", "socket_bandwidth"])
 @pytest.mark.parametrize("rate", [10, 1.25e9, "10 GB/s", True])
 def test_a_bandwidth_without_a_unit_is_refused_by_name(field, rate):
-    with pytest.raises(CallerError, match=rf"^{field} is no Bandwidth: got .*name its unit: Bandwidth\.gigabits"):
+    with pytest.raises(CallerError, match=rf"^{field} is not a Bandwidth: got .*name its unit: Bandwidth\.gigabits"):
         dataclasses.replace(QUESTION, **{field: rate})
 
 

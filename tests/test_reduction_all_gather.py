@@ -175,7 +175,7 @@ def test_what_the_others_could_not_read_is_refused_where_it_is_told(fact, says):
 
 def test_what_has_no_text_for_its_name_is_refused():
     for what in (None, 5, ["loss"], b"loss"):
-        with pytest.raises(CallerError, match="what is told is no str"):
+        with pytest.raises(CallerError, match="what is told is not a str"):
             packed(what, 1.0)
 
 

@@ -31,7 +31,7 @@ def settings(**change):
         ({"loss_scale": 0.0}, r"loss_scale is out of range: got 0.0, expected 2\*\*-64..2\*\*64"),
         ({"loss_scale": float("nan")}, "got nan"),
         ({"loss_scale": 2.0**65}, "loss_scale is out of range"),
-        ({"loss_scale": "1"}, "loss_scale is no number: got '1'"),
+        ({"loss_scale": "1"}, "loss_scale is not a number: got '1'"),
     ],
 )
 def test_refused(change, message):
