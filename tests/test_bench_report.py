@@ -162,6 +162,12 @@ def test_a_word_that_is_no_choice_is_a_mistake_of_usage(arguments):
     assert "is not one of" in done.output
 
 
+@pytest.mark.parametrize("given", [["--tensors", "3"], ["--elements", "100"]])
+def test_a_small_model_has_a_number_of_tensors_and_a_size(given):
+    done = CliRunner().invoke(bench, ["step", *given])
+    assert str(done.exception) == "--tensors and --elements go together; pass both, or neither"
+
+
 def test_a_peer_that_is_wrong_is_named_and_the_exit_code(monkeypatch):
     monkeypatch.setattr(ByHand, "clip", lambda *_, **__: None)
     done = CliRunner().invoke(bench, ["step", *SMALL], catch_exceptions=False)

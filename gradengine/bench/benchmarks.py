@@ -31,42 +31,25 @@ _LORA_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is of.
+    """What a run is of."""
 
-    Attributes:
-        k: Micro-batches of a step.
-        blocks: Transformer blocks, beside the LM head.
-        hidden: Hidden size; 1024 is the 350M model's.
-        dtype: Of the gradients.
-        odd: Sizes no multiple of 8, buffers at odd elements.
-        rounds: Samples of each variant.
-        compile_limit: Seconds that each of torch's compiled variants may take to compile.
-        lora_hidden: Hidden size of the LoRA blocks.
-    """
-
-    k: int = 4
-    blocks: int = 24
-    hidden: int = 1024
+    k: int = 4  # micro-batches of a step
+    blocks: int = 24  # transformer blocks, beside the LM head
+    hidden: int = 1024  # hidden size
     dtype: str = "float32"
-    odd: bool = False
-    rounds: int = 20
-    compile_limit: float = 100.0
-    lora_hidden: int = 1536
+    odd: bool = False  # sizes no multiple of 8, buffers at odd elements
+    rounds: int = 20  # samples of each variant
+    compile_limit: float = 100.0  # seconds that each of torch's compiled variants may take to compile
+    lora_hidden: int = 1536  # hidden size of the LoRA blocks
 
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """The benchmarks of one run, over one workload.
-
-    Attributes:
-        gpu: Where.
-        options: What.
-        count: What counts launches; torch's profiler if None.
-    """
+    """The benchmarks of one run, over one workload."""
 
     gpu: Gpu
     options: Options = field(default_factory=Options)
-    count: Count | None = None
+    count: Count | None = None  # what counts launches; torch's profiler if None
 
     @property
     def names(self) -> dict[str, Callable[[], Report | LaunchReport]]:

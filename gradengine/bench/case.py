@@ -24,6 +24,7 @@ __all__ = [
     "ResultsDiffer",
     "Variant",
     "check",
+    "in_turn",
     "on_all_cpus",
     "reason",
     "relative_error",
@@ -48,59 +49,38 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """What is timed."""
 
-    Attributes:
-        run: Does it once; this alone is timed.
-        error: After a run, the largest relative difference of its result from fp64's.
-        prepare: Puts back what a run changes; before each run, untimed.
-        arenas: Memory that it took beyond the gradients, in fp32 gradient sets; None where not measured.
-    """
-
-    run: Callable[[], object]
-    error: Callable[[], float]
-    prepare: Callable[[], object] = nothing
-    arenas: float | None = None
+    run: Callable[[], object]  # does it once; this alone is timed
+    error: Callable[[], float]  # after a run, the largest relative difference of its result from fp64's
+    prepare: Callable[[], object] = nothing  # puts back what a run changes; before each run, untimed
+    arenas: float | None = None  # memory that it took beyond the gradients, in fp32 gradient sets, where measured
 
 
 @dataclass(frozen=True)
 class Variant:
     """A line of a benchmark, which is built when its turn comes.
 
-    Attributes:
-        name: What is measured: "ours hold=4", "torch foreach".
-        bytes: Memory traffic of one run, counted by hand: each pass's reads and writes of whole buffers.
-        build: Makes its case.
-        base: Whether the others' times are compared with its own; the benchmark fails where it does.
-        required: Whether the benchmark fails where it does, though it is no base; a peer that fails is only absent.
-        tolerance: The largest error that it may have, where that is not the benchmark's.
+    The benchmark fails where a base does, or what is required though no base; a peer that fails is only absent.
     """
 
-    name: str
-    bytes: int
+    name: str  # "ours hold=4", "torch foreach"
+    bytes: int  # memory traffic of one run, counted by hand: each pass's reads and writes of whole buffers
     build: Callable[[], Case]
-    base: bool = False
+    base: bool = False  # whether the others' times are compared with its own
     required: bool = False
-    tolerance: float | None = None
+    tolerance: float | None = None  # the largest error that it may have, where that is not the benchmark's
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Variants that are compared with each other.
-
-    Attributes:
-        name: "step".
-        variants: In the order of the table.
-        tolerance: The largest relative error that counts as the same result.
-        parameters: What to record with the figures.
-        time: Which time it is about: "wall", "device" or "host".
-    """
+    """Variants that are compared with each other."""
 
     name: str
     variants: Sequence[Variant]
-    tolerance: float
-    parameters: Mapping[str, object]
-    time: str = "wall"
+    tolerance: float  # the largest relative error that counts as the same result
+    parameters: Mapping[str, object]  # what to record with the figures
+    time: str = "wall"  # which of a sample's times it is about
 
 
 @dataclass(frozen=True)
@@ -118,6 +98,16 @@ class Checked:
     variant: Variant
     case: Case
     error: float
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """One call that makes them all."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]:
@@ -156,16 +146,10 @@ def relative_error(
 ) -> float:
     """The largest difference of any component from its fp64 value, relative to the component's largest value.
 
-    Args:
-        results: Components, in order.
-        expected: Position -> the component in fp64, of as many elements.
+    NaN where a result is NaN.
 
-    Returns:
-        The error; NaN where a result is NaN.
-
-    Example:
-        >>> relative_error([np.array([2, 4], np.float32)], lambda position: np.array([2.0, 5.0]))
-        0.2
+    >>> relative_error([np.array([2, 4], np.float32)], lambda position: np.array([2.0, 5.0]))
+    0.2
     """
     errors = on_all_cpus(lambda i: _difference(results[i], expected(i)), range(len(results)))
     return float(np.max(errors, initial=0.0))

@@ -22,6 +22,7 @@ from gradengine.bench.step import step as step_variants
 from gradengine.bench.table import launch_table, table_of
 from gradengine.bench.workload import Workload, block_layout, equal_layout
 from gradengine.bench.yardstick import Yardsticks
+from gradengine.errors import CallerError
 
 __all__ = ["bench"]
 
@@ -42,7 +43,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Samples of each variant.")]
 Blocks = Annotated[int, typer.Option(min=1, help="Transformer blocks.")]
 Hidden = Annotated[int, typer.Option(min=4, help="Hidden size; 1024 is the 350M model's, 256 a quick run.")]
 Tensors = Annotated[int | None, typer.Option(min=1, help="Instead of blocks: as many tensors, of --elements each.")]
-Elements = Annotated[int, typer.Option(min=1, help="Of each of --tensors.")]
+Elements = Annotated[int | None, typer.Option(min=1, help="Of each of --tensors.")]
 MicroBatches = Annotated[int, typer.Option("--k", min=1, help="Micro-batches of a step.")]
 Hold = Annotated[int | None, typer.Option(min=1, help="Micro-batches held and folded in one pass; K if not given.")]
 Dtype = Annotated[str, typer.Option(help="Of the gradients.", metavar="|".join(DTYPES), callback=one_of(*DTYPES))]
@@ -58,7 +59,7 @@ def accumulate(
     blocks: Blocks = 6,
     hidden: Hidden = 1024,
     tensors: Tensors = None,
-    elements: Elements = 10_000,
+    elements: Elements = None,
     dtype: Dtype = "float32",
     hold: Hold = None,
     rounds: Rounds = 15,
@@ -76,7 +77,7 @@ def clip(
     blocks: Blocks = 6,
     hidden: Hidden = 1024,
     tensors: Tensors = None,
-    elements: Elements = 10_000,
+    elements: Elements = None,
     dtype: Dtype = "float32",
     rounds: Rounds = 15,
     json: Json = None,
@@ -93,7 +94,7 @@ def step(
     blocks: Blocks = 6,
     hidden: Hidden = 1024,
     tensors: Tensors = None,
-    elements: Elements = 10_000,
+    elements: Elements = None,
     dtype: Dtype = "float32",
     hold: Hold = None,
     rounds: Rounds = 15,
@@ -150,11 +151,14 @@ def gpu(
 
 
 def _drawn(
-    k: int, blocks: int, hidden: int, tensors: int | None, elements: int, dtype: str
+    k: int, blocks: int, hidden: int, tensors: int | None, elements: int | None, dtype: str
 ) -> tuple[Workload, dict[str, Any]]:
     """The workload on the host that the options ask for, and those of them that it is recorded by."""
-    layout = block_layout(blocks, hidden) if tensors is None else equal_layout(tensors, elements)
-    size = {"blocks": blocks, "hidden": hidden} if tensors is None else {"tensors": tensors, "elements": elements}
+    if (tensors is None) is not (elements is None):
+        raise CallerError("--tensors and --elements go together", do="pass both, or neither")
+    layout, size = block_layout(blocks, hidden), {"blocks": blocks, "hidden": hidden}
+    if tensors is not None and elements is not None:
+        layout, size = equal_layout(tensors, elements), {"tensors": tensors, "elements": elements}
     return Workload.drawn(open_host(layout.num_elements), layout, k, dtype), {**size, "dtype": dtype}
 
 

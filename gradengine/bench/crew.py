@@ -48,12 +48,7 @@ class Crew(ABC):
 
 @final
 class ThreadCrew(Crew):
-    """A thread of this process for each worker.
-
-    Args:
-        build: Makes a rank's worker, in its thread.
-        world_size: Workers.
-    """
+    """A thread of this process for each worker, which is built there."""
 
     def __init__(self, build: Build, world_size: int) -> None:
         self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="gradengine-bench")
@@ -72,11 +67,7 @@ class ThreadCrew(Crew):
 
 @final
 class ProcessCrew(Crew):
-    """A process for each worker, started anew so that it shares nothing with this one.
-
-    Args:
-        build: Makes a rank's worker, in its process.
-        world_size: Workers.
+    """A process for each worker, which is built there: started anew, so that it shares nothing with this one.
 
     Raises:
         ExchangeError: A worker could not be made.

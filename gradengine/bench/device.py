@@ -13,19 +13,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar, final
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import RawBuffer
 from gradengine.bench.case import Case, Missing
-from gradengine.bench.timing import Sample
 from gradengine.kernels import CudaKernels, Kernels, kernels_for
 from gradengine.kernels.cuda import cuda_kernels
 from gradengine.kernels.host import available_cpus
 
-__all__ = ["Array", "Device", "Gpu", "Host", "Replay", "Tensor", "gpu_of", "open_gpu", "open_host", "peak_growth"]
+__all__ = [
+    "Array",
+    "Device",
+    "Gpu",
+    "Host",
+    "Replay",
+    "Sample",
+    "Tensor",
+    "gpu_of",
+    "open_gpu",
+    "open_host",
+    "peak_growth",
+]
 
 Array: TypeAlias = Any  # NumPy's or CuPy's
 Tensor: TypeAlias = Any
@@ -34,40 +45,35 @@ Result = TypeVar("Result")
 
 _ODD_SHIFTS = (1, 3, 5, 7)
 _REST_SECONDS = 0.03  # OpenMP's threads spin on for milliseconds after PyTorch is done, on the next variant's CPUs
-_SHORTEST_SECONDS = 2e-3  # that a sample may take on the host: a shorter one would be of a cold cache and of the clock
 _CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
 _COPIED = (1 << 22, 1 << 25)  # elements: beyond a core's caches; 128 MB, four times the largest L3 of a core complex
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
 
+class Sample(NamedTuple):
+    """One run in seconds; on the host all three are the same."""
+
+    device: float  # between two events on the stream, queued behind other work: what the GPU takes
+    wall: float  # from an idle device, by the host's clock, until all is done
+    host: float  # until the call comes back: what the training loop's thread pays
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device(ABC):
-    """Where the gradients of a benchmark lie.
-
-    Attributes:
-        xp: NumPy or CuPy.
-        kernels: Ours, on the device.
-        torch_module: PyTorch, or None where it is missing or does not know the device.
-        torch_device: Where its tensors are made: "cpu", "cuda".
-        tensor: An array as a tensor over the same memory; bfloat16 comes as its bits.
-        by_hand: An array as a person who writes NumPy's names has it.
-        copied: fp32 elements of the arrays by which the memory's bandwidth is measured.
-        clock: The host's, in seconds.
-        warm_up: Rounds whose samples are dropped: pages are touched, threads started, clocks rise.
-    """
+    """Where the gradients of a benchmark lie."""
 
     is_gpu: ClassVar[bool]
 
-    xp: Any
+    xp: Any  # NumPy or CuPy
     kernels: Kernels
-    torch_module: Any
+    torch_module: Any  # None where it is missing or does not know the device
     torch_device: str
-    tensor: Callable[[Array], Tensor]
-    by_hand: Callable[[Array], Any]
-    copied: int
+    tensor: Callable[[Array], Tensor]  # over the same memory; bfloat16 comes as its bits
+    by_hand: Callable[[Array], Any]  # as a person who writes NumPy's names has it
+    copied: int  # fp32 elements of the arrays by which the memory's bandwidth is measured
     clock: Callable[[], float] = time.perf_counter
-    warm_up: int = 1
+    warm_up: int = 1  # rounds whose samples are dropped: pages are touched, threads started, clocks rise
 
     @property
     def torch(self) -> Any:
@@ -142,26 +148,19 @@ class Device(ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Host(Device):
-    """The CPUs of this machine: a call comes back when all is done.
-
-    Attributes:
-        rest: Seconds before each sample.
-    """
+    """The CPUs of this machine: a call comes back when all is done."""
 
     is_gpu = False
 
-    rest: float = _REST_SECONDS
+    rest: float = _REST_SECONDS  # before each sample
 
     def sample(self, case: Case) -> Sample:
-        """Rest, then run the case, and again until its runs have taken 2 ms together: their mean is the sample."""
+        """Rest, then run the case once: its data are no longer in the caches, as after a backward pass."""
         time.sleep(self.rest)
-        seconds, runs = 0.0, 0
-        while seconds < _SHORTEST_SECONDS:
-            case.prepare()
-            began = self.clock()
-            case.run()
-            seconds, runs = seconds + self.clock() - began, runs + 1
-        return Sample(*[seconds / runs] * 3)
+        case.prepare()
+        began = self.clock()
+        case.run()
+        return Sample(*[self.clock() - began] * 3)
 
     def spread(self, work: Callable[[slice], object], size: int) -> None:
         """Each CPU has a share of the elements, chunk by chunk."""
@@ -187,23 +186,15 @@ class Host(Device):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Gpu(Device):
-    """A GPU: a call comes back when its work is queued.
-
-    Attributes:
-        torch_tensor: An array as ours gets it from torch: recognised, and asked where it lies.
-        elapsed_ms: Milliseconds between two events.
-        recorded: What torch's work is as a CUDA graph: gives back what launches it.
-        compiled: `torch.compile`.
-        scratch: fp32 elements that are read before each run, to empty the L2 and to give the host a head start.
-    """
+    """A GPU: a call comes back when its work is queued."""
 
     is_gpu = True
 
-    torch_tensor: Callable[[Array], object]
-    elapsed_ms: Callable[[Any, Any], float]
-    recorded: Callable[[Callable[[], object]], Callable[[], object]]
-    compiled: Callable[[Callable[..., object]], Callable[..., object]]
-    scratch: int = 1 << 30
+    torch_tensor: Callable[[Array], object]  # as ours gets it from torch: recognised, and asked where it lies
+    elapsed_ms: Callable[[Any, Any], float]  # between two events
+    recorded: Callable[[Callable[[], object]], Callable[[], object]]  # torch's work -> what launches its CUDA graph
+    compiled: Callable[[Callable[..., object]], Callable[..., object]]  # torch.compile
+    scratch: int = 1 << 30  # fp32 elements that are read before each run
     copied: int = 1 << 29
     warm_up: int = 3
 
@@ -265,15 +256,10 @@ class Gpu(Device):
 
 @dataclass(frozen=True)
 class Replay:
-    """What launches a graph, and what must stay alive because the graph has its addresses.
-
-    Attributes:
-        launch: Launches it.
-        kept: Whatever it reads and writes.
-    """
+    """What launches a graph."""
 
     launch: Callable[[], object]
-    kept: object
+    kept: object  # whatever the graph reads and writes: it has only their addresses
 
     def __call__(self) -> None:
         """Launch it."""

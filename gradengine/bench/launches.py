@@ -15,21 +15,13 @@ __all__ = ["Count", "Counts", "LaunchReport", "count_launches", "counts_of", "pr
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one run.
-
-    Attributes:
-        kernels: Kernels that the device ran.
-        copies: Copies that it ran.
-        fills: Fills that it ran.
-        launches: Calls of the host that launch: a kernel, or a graph of many.
-        waits: Calls in which the host waits for the device.
-    """
+    """Of one run."""
 
     kernels: int = 0
     copies: int = 0
     fills: int = 0
-    launches: int = 0
-    waits: int = 0
+    launches: int = 0  # calls of the host that launch: a kernel, or a graph of many
+    waits: int = 0  # calls in which the host waits for the device
 
     def less(self, other: Counts) -> Counts:
         """What is beyond another's; never below 0."""
@@ -42,17 +34,7 @@ Count = Callable[[Callable[[], object]], Counts]  # what counts one call
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """The counts of each variant of a step.
-
-    Attributes:
-        benchmark: "launches".
-        parameters: What it was run with.
-        machine: Where.
-        versions: What.
-        rows: Counts by variant.
-        absent: Those that did not run, and why.
-        failed: What should have run and did not, and ours that wait for the device.
-    """
+    """The counts of each variant of a step."""
 
     benchmark: str
     parameters: Mapping[str, object]
@@ -60,7 +42,7 @@ class LaunchReport:
     versions: Mapping[str, str | None]
     rows: Mapping[str, Counts]
     absent: Sequence[Absent]
-    failed: Sequence[str]
+    failed: Sequence[str]  # what should have run and did not, and ours that wait for the device
 
 
 def count_launches(gpu: Gpu, benchmark: Benchmark, count: Count) -> LaunchReport:

@@ -24,16 +24,11 @@ from typing import Any
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.bench.case import Case, Variant, nothing
+from gradengine.bench.case import Case, Variant, in_turn
 from gradengine.bench.device import Array, Gpu, Replay
-from gradengine.bench.peers import ByHand, Peer, Torch, by_hand_name, torch_name
+from gradengine.bench.peers import ByHand, Peer, Torch, adding, by_hand_name, torch_name
 from gradengine.bench.workload import Workload, norm_of, widened
-from gradengine.clip import (
-    FusedClipState,
-    clip_gradients_fused,
-    clip_lora_gradients_fused,
-    init_lora_fused_clip,
-)
+from gradengine.clip import FusedClipState, clip_gradients_fused, clip_lora_gradients_fused, init_lora_fused_clip
 from gradengine.kernels import ClipPlan
 from gradengine.layout import LORA_COMPONENTS
 
@@ -88,54 +83,30 @@ def bytes_of_adding(workload: Workload, count: int, hold: int | None = None, *, 
 
 def _our_sum(workload: Workload, hold: int, begun: int) -> Case:
     accumulator = PerBlockGradientAccumulator(workload.layout, workload.device.kernels, hold=hold)
-
-    def results() -> list[Array]:
-        return list(accumulator.views().values())
-
-    workload.device.poison(results())
-    micro_batches = workload.for_ours()
-    return _sum(workload, micro_batches, begun, accumulator.zero_all, accumulator.add, accumulator.close, results)
+    workload.device.poison(list(accumulator.views().values()))
+    adds = [partial(accumulator.add, gradients) for gradients in workload.for_ours()]
+    calls: list[Callable[[], object]] = [accumulator.zero_all, *adds, accumulator.close]
+    return _sum(workload, calls, begun, lambda: list(accumulator.views().values()))
 
 
 def _peer_s_sum(workload: Workload, kind: type[Peer], begun: int) -> Case:
-    peer = kind.sums_for(workload)
-    micro_batches = [kind.over(workload.device, batch).gradients for batch in workload.batches]
-    return _sum(workload, micro_batches, begun, peer.zero, peer.add, nothing, lambda: peer.gradients)
+    peer, calls = adding(workload, kind)
+    return _sum(workload, calls, begun, lambda: peer.gradients)
 
 
 def _sum(
-    workload: Workload,
-    micro_batches: Sequence[Sequence[Any]],
-    begun: int,
-    zero: Callable[[], object],
-    add: Callable[[Sequence[Any]], object],
-    close: Callable[[], object],
-    results: Callable[[], Sequence[Any]],
+    workload: Workload, calls: Sequence[Callable[[], object]], begun: int, results: Callable[[], Sequence[Any]]
 ) -> Case:
-    def begin() -> None:
-        zero()
-        for gradients in micro_batches[:begun]:
-            add(gradients)
-
-    def run() -> None:
-        if not begun:
-            begin()
-        for gradients in micro_batches[begun:]:
-            add(gradients)
-        close()
-
-    return Case(run, error=lambda: workload.error(results()), prepare=begin if begun else nothing)
+    """Calls that zero, and add micro-batches, of which as many as have begun are not timed, nor is the zeroing then."""
+    untimed = 1 + begun if begun else 0
+    return Case(in_turn(calls[untimed:]), lambda: workload.error(results()), prepare=in_turn(calls[:untimed]))
 
 
 # ---- norm ----
 
 
 def norm(workload: Workload) -> list[Variant]:
-    """The global norm of gradients as they lie.
-
-    Args:
-        workload: One micro-batch.
-    """
+    """The global norm of one micro-batch's gradients as they lie."""
     nbytes = workload.gradient_bytes
     return [
         Variant("ours", nbytes, partial(_our_norm, workload), base=True, tolerance=OURS),
@@ -169,12 +140,7 @@ def _peer_s_norm(workload: Workload, kind: type[Peer]) -> Case:
 
 
 def hand_back(workload: Workload, *, to_bf16: bool) -> list[Variant]:
-    """A set in fp32 is multiplied: in place, or into bfloat16 destinations.
-
-    Args:
-        workload: One micro-batch of fp32.
-        to_bf16: The latter, which nobody writes by hand.
-    """
+    """One micro-batch of fp32 is multiplied: in place, or into bfloat16 destinations, which nobody writes by hand."""
     tolerance, whole = _TO_BF16 if to_bf16 else OURS, workload.sum_bytes
     ours, torch = (whole * 3 // 2, whole * 7 // 2) if to_bf16 else (2 * whole, 2 * whole)
     by_hand = Variant(by_hand_name(workload.device), 2 * whole, partial(_peer_s_hand_back, workload, ByHand))
@@ -231,11 +197,7 @@ def _bf16_like(workload: Workload) -> list[Array]:
 
 
 def clip(workload: Workload) -> list[Variant]:
-    """Gradients are clipped where they lie, by their global norm.
-
-    Args:
-        workload: One micro-batch.
-    """
+    """One micro-batch's gradients are clipped where they lie, by their global norm."""
     device, bound, nbytes = workload.device, workload.max_norm, 3 * workload.gradient_bytes
     clipped = partial(_clipped, workload, bound, [slice(None)])
 
@@ -255,11 +217,7 @@ def clip(workload: Workload) -> list[Variant]:
 
 
 def lora(workload: Workload) -> list[Variant]:
-    """Each block of a LoRA layout is clipped by its own norm: ours replayed and eager; torch eager and as a CUDA graph.
-
-    Args:
-        workload: One micro-batch of fp32 on a GPU.
-    """
+    """On a GPU each block of a LoRA layout is clipped by its own norm: eager, and replayed as a CUDA graph."""
     gpu, bound, nbytes = workload.device, 1.0, 3 * workload.gradient_bytes
     assert isinstance(gpu, Gpu)
     count = len(LORA_COMPONENTS)
@@ -289,25 +247,11 @@ def _clipped(
     clip_of: Callable[[list[Array]], Callable[[], object]],
     recorded: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
 ) -> Case:
-    """Groups of the gradients, each clipped by its own norm.
-
-    Args:
-        workload: Of one micro-batch.
-        bound: Of each group's norm.
-        groups: Positions.
-        clip_of: Makes what clips a group.
-        recorded: Makes a graph of the whole.
-    """
+    """Groups of the gradients, by position, each clipped by its own norm; `clip_of` makes what clips a group."""
     arrays, put_back = _restored(workload, odd=workload.odd)
-    clips = [clip_of(arrays[group]) for group in groups]
+    run: Callable[[], object] = in_turn([clip_of(arrays[group]) for group in groups])
     factors = [min(1.0, bound / norm_of(workload.sums[group])) for group in groups for _ in arrays[group]]
-
-    def run() -> None:
-        for clip_group in clips:
-            clip_group()
-
-    run_or_replay = run if recorded is None else recorded(run)
-    return Case(run_or_replay, error=lambda: workload.error(arrays, factors.__getitem__), prepare=put_back)
+    return Case(recorded(run) if recorded else run, lambda: workload.error(arrays, factors.__getitem__), put_back)
 
 
 def _recorded(gpu: Gpu, run: Callable[[], object]) -> Callable[[], object]:

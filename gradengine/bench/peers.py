@@ -3,97 +3,47 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from gradengine.bench.device import Array, Device, Tensor
 from gradengine.bench.workload import Workload, widened
 
-__all__ = ["ByHand", "Peer", "Torch", "by_hand_name", "torch_name"]
-
-
-def by_hand_name(device: Device) -> str:
-    """What the tables call `ByHand`."""
-    return "cupy by hand" if device.is_gpu else "numpy by hand"
-
-
-def torch_name(device: Device, dtype: str = "float32") -> str:
-    """What the tables call `Torch` where it adds gradients of a dtype; see `Torch.add`."""
-    return "torch foreach" if device.is_gpu or dtype == "float32" else "torch add_"
-
-
-class Peer(ABC):
-    """Gradients, or their sums in fp32, and what a training loop does with them.
-
-    Attributes:
-        gradients: Arrays or tensors, owned by the caller.
-    """
-
-    gradients: Sequence[Any]
-
-    @staticmethod
-    @abstractmethod
-    def over(device: Device, arrays: Sequence[Array]) -> Peer:
-        """Over the memory of a device's arrays; raises as `Device.torch` if it is of torch."""
-
-    @staticmethod
-    @abstractmethod
-    def sums_for(workload: Workload) -> Peer:
-        """fp32 sums of the workload's shapes, undefined before the window begins."""
-
-    @abstractmethod
-    def zero(self) -> None:
-        """Begin a window."""
-
-    @abstractmethod
-    def add(self, gradients: Sequence[Any]) -> None:
-        """Add a micro-batch to the sums."""
-
-    @abstractmethod
-    def scale(self, factor: float) -> None:
-        """Multiply in place."""
-
-    @abstractmethod
-    def norm(self) -> Any:
-        """The global norm."""
-
-    @abstractmethod
-    def clip(self, max_norm: float, divisor: float = 1.0) -> None:
-        """Divide, then clip by the global norm of what was divided."""
+__all__ = ["ByHand", "Peer", "Torch", "adding", "by_hand_name", "torch_name"]
 
 
 @final
-class ByHand(Peer):
-    """NumPy's functions on NumPy's or CuPy's arrays, one call for each tensor; bfloat16 comes as its bits."""
+class ByHand:
+    """Gradients or their sums in NumPy's or CuPy's arrays, one call for each; bfloat16 comes as its bits."""
 
     def __init__(self, gradients: Sequence[Array]) -> None:
         self.gradients = gradients
 
     @staticmethod
     def over(device: Device, arrays: Sequence[Array]) -> ByHand:
-        """See `Peer.over`."""
+        """Over the memory of a device's arrays."""
         return ByHand([device.by_hand(array) for array in arrays])
 
     @staticmethod
     def sums_for(workload: Workload) -> ByHand:
-        """See `Peer.sums_for`."""
+        """fp32 sums of the workload's shapes, undefined before the window begins."""
         return ByHand.over(workload.device, workload.device.empty(workload.shapes, np.float32))
 
     def zero(self) -> None:
-        """See `Peer.zero`."""
+        """Begin a window."""
         for total in self.gradients:
             total[...] = 0
 
     def add(self, gradients: Sequence[Array]) -> None:
-        """See `Peer.add`."""
+        """Add a micro-batch to the sums."""
         for total, gradient in zip(self.gradients, gradients, strict=True):
             np.add(total, widened(gradient), out=total)
 
     def scale(self, factor: float) -> None:
-        """See `Peer.scale`."""
+        """Multiply in place."""
         for gradient in self.gradients:
             np.multiply(gradient, np.float32(factor), out=gradient)
 
@@ -106,7 +56,7 @@ class ByHand(Peer):
         return math.sqrt(sum(float(np.linalg.norm(gradient)) ** 2 for gradient in self.gradients))
 
     def clip(self, max_norm: float, divisor: float = 1.0) -> None:
-        """In one multiplication; bfloat16 is widened, clipped and rounded back to its bits.
+        """Divide and clip in one multiplication; bfloat16 is widened, clipped and rounded back to its bits.
 
         Raises:
             FloatingPointError: The norm is not finite.
@@ -132,16 +82,8 @@ class ByHand(Peer):
 
 
 @final
-class Torch(Peer):
-    """PyTorch's foreach and `clip_grad_norm_` on the `.grad` of parameters, as its optimizers find them.
-
-    Args:
-        device: Where.
-        gradients: Tensors.
-
-    Raises:
-        Missing: There is no PyTorch for the device.
-    """
+class Torch:
+    """The same in the `.grad` of parameters, as torch's optimizers find them; `Missing` where there is no torch."""
 
     def __init__(self, device: Device, gradients: Sequence[Tensor]) -> None:
         self._torch, self._device, self.gradients = device.torch, device, list(gradients)
@@ -149,12 +91,12 @@ class Torch(Peer):
 
     @staticmethod
     def over(device: Device, arrays: Sequence[Array]) -> Torch:
-        """See `Peer.over`."""
+        """Over the memory of a device's arrays."""
         return Torch(device, device.tensors(arrays))
 
     @staticmethod
     def sums_for(workload: Workload) -> Torch:
-        """NaN before the window begins, so that what is not written shows."""
+        """fp32 sums of the workload's shapes: NaN before the window begins, so that what is not written shows."""
         device = workload.device
         facts = {"dtype": device.torch.float32, "device": device.torch_device}
         return Torch(device, [device.torch.full(shape, math.nan, **facts) for shape in workload.shapes])
@@ -195,6 +137,26 @@ class Torch(Peer):
         parameter = self._torch.nn.Parameter(weight)
         parameter.grad = gradient
         return parameter
+
+
+Peer: TypeAlias = ByHand | Torch
+
+
+def by_hand_name(device: Device) -> str:
+    """What the tables call `ByHand`."""
+    return "cupy by hand" if device.is_gpu else "numpy by hand"
+
+
+def torch_name(device: Device, dtype: str = "float32") -> str:
+    """What the tables call `Torch` where it adds gradients of a dtype; see `Torch.add`."""
+    return "torch foreach" if device.is_gpu or dtype == "float32" else "torch add_"
+
+
+def adding(workload: Workload, kind: type[Peer]) -> tuple[Peer, list[Callable[[], object]]]:
+    """Sums, and what makes them: a call that zeroes them, then one for each micro-batch."""
+    peer = kind.sums_for(workload)
+    batches = [kind.over(workload.device, batch).gradients for batch in workload.batches]
+    return peer, [peer.zero, *(partial(peer.add, batch) for batch in batches)]
 
 
 def _bfloat16_bits(values: Any) -> Any:

@@ -48,16 +48,7 @@ def contribution(rank: int, elements: int) -> npt.NDArray[np.float32]:
 
 
 class Reduction(ABC):
-    """One worker: `prepare` puts its contribution into its arena, `run` makes the arena the sum of all ranks.
-
-    Args:
-        rank: This worker.
-        world_size: Workers.
-        elements: fp32 elements of the gradient set, a multiple of 32.
-
-    Attributes:
-        arena: The contribution, then the sum.
-    """
+    """One worker: `prepare` puts its contribution into its arena, `run` makes the arena the sum of all ranks."""
 
     def __init__(self, rank: int, world_size: int, elements: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -86,12 +77,7 @@ class Reduction(ABC):
 
 @final
 class ExchangeReduction(Reduction):
-    """Ours, over any transport; it returns when all ranks have joined.
-
-    Args:
-        exchange: This rank's end of the group, not bound yet.
-        elements: fp32 elements of the gradient set, a multiple of 32.
-    """
+    """Ours, over any transport: an exchange that is not bound yet; it is made when all ranks have joined."""
 
     def __init__(self, exchange: Exchange, elements: int) -> None:
         super().__init__(exchange.rank, exchange.world_size, elements)
@@ -117,14 +103,7 @@ class ExchangeReduction(Reduction):
 
 @final
 class SocketReduction(Reduction):
-    """By hand: every worker sends all it has to rank 0, which adds it up and sends the sum back.
-
-    Args:
-        address: (host, port) where rank 0 listens.
-        world_size: Workers.
-        elements: fp32 elements of the gradient set.
-        rank: This worker.
-    """
+    """By hand: every worker sends all it has to rank 0, which listens at the address, adds up and sends it back."""
 
     def __init__(self, address: Address, world_size: int, elements: int, rank: int) -> None:
         super().__init__(rank, world_size, elements)
@@ -157,14 +136,7 @@ class SocketReduction(Reduction):
 
 @final
 class GlooReduction(Reduction):
-    """PyTorch's gloo: `torch.distributed.all_reduce` over TCP on the loopback interface.
-
-    Args:
-        path: A file that does not exist yet, where the ranks meet.
-        world_size: Workers.
-        elements: fp32 elements of the gradient set.
-        rank: This worker.
-    """
+    """PyTorch's gloo over TCP on the loopback interface; the ranks meet at a file that does not exist yet."""
 
     def __init__(self, path: str, world_size: int, elements: int, rank: int) -> None:
         super().__init__(rank, world_size, elements)

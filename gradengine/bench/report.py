@@ -1,89 +1,60 @@
-"""What a run found: a row for each variant, and the same with every sample as JSON."""
+"""One interleaved run, and what it found: a row for each variant, and the same with every sample as JSON."""
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from gradengine.bench.case import Absent, Benchmark, Checked, check
-from gradengine.bench.device import Device
+from gradengine.bench.case import Absent, Benchmark, Case, Checked, check
+from gradengine.bench.device import Device, Sample
 from gradengine.bench.machine import load, machine, versions
-from gradengine.bench.timing import Sample, interleave, median_ratio
 from gradengine.bench.yardstick import COPY, TRIAD, Yardsticks
+from gradengine.errors import CallerError
 
-__all__ = ["Report", "Row", "measure"]
+__all__ = ["Report", "Row", "interleave", "measure", "median_ratio"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant's figures; `median_s`, the quantiles and `samples_s` are of the time that the benchmark is about.
-
-    Attributes:
-        variant: What was measured.
-        bytes: Memory traffic of one run, as counted.
-        median_s: Seconds.
-        p10_s: Seconds; a tenth of the samples were faster.
-        p90_s: Seconds; a tenth were slower.
-        gb_per_s: Bytes / median.
-        of_copy: That, as a share of the copy's bandwidth in the same run; None where there was no copy.
-        of_triad: The same of the triad's.
-        device_s: Median between events on the stream.
-        wall_s: Median from an idle device until all is done.
-        host_s: Median until the call comes back.
-        ratios: Base -> the median of this variant's time / its time, round by round: above 1 the base is faster.
-        error: Relative error of its result against fp64.
-        arenas: Memory beyond the gradients, in fp32 gradient sets; None where not measured.
-        samples_s: Seconds of every round, in order.
-    """
+    """One variant's figures; `median_s`, the quantiles and `samples_s` are of the time that the benchmark is about."""
 
     variant: str
-    bytes: int
+    bytes: int  # memory traffic of one run, as counted
     median_s: float
-    p10_s: float
-    p90_s: float
-    gb_per_s: float
-    of_copy: float | None
-    of_triad: float | None
-    device_s: float
-    wall_s: float
-    host_s: float
-    ratios: Mapping[str, float]
-    error: float
-    arenas: float | None
-    samples_s: Sequence[float]
+    p10_s: float  # a tenth of the samples were faster
+    p90_s: float  # a tenth were slower
+    gb_per_s: float  # bytes / median
+    of_copy: float | None  # that, as a share of the copy's bandwidth in the same run, where there was a copy
+    of_triad: float | None  # the same of the triad's
+    device_s: float  # median between events on the stream
+    wall_s: float  # median from an idle device until all is done
+    host_s: float  # median until the call comes back
+    ratios: Mapping[str, float]  # base -> median of this time / the base's, round by round: above 1 the base is faster
+    error: float  # relative, of its result against fp64
+    arenas: float | None  # memory beyond the gradients, in fp32 gradient sets, where measured
+    samples_s: Sequence[float]  # of every round, in order
 
 
 @dataclass(frozen=True)
 class Report:
-    """One benchmark, run once.
-
-    Attributes:
-        benchmark: Its name.
-        parameters: What it was run with.
-        tolerance: The largest error against fp64, before anything was timed, of a variant that has none of its own.
-        machine: Where it ran.
-        versions: What it ran.
-        load: The machine's load average over the minute before; None where the system keeps none.
-        time: Which time the rows are about: "device", "wall" or "host".
-        rows: The variants, in order.
-        absent: Those that did not run, and why.
-        failed: Of those, what should have run and did not, or computes something else.
-    """
+    """One benchmark, run once."""
 
     benchmark: str
     parameters: Mapping[str, object]
-    tolerance: float
+    tolerance: float  # the largest error, before anything was timed, of a variant that has none of its own
     machine: Mapping[str, object]
     versions: Mapping[str, str | None]
-    load: float | None
-    time: str
+    load: float | None  # average over the minute before, where the system keeps one
+    time: str  # which the rows are about: "device", "wall" or "host"
     rows: Sequence[Row]
     absent: Sequence[Absent]
-    failed: Sequence[str]
+    failed: Sequence[str]  # of those absent, what should have run and did not, or computes something else
 
     @property
     def bases(self) -> list[str]:
@@ -96,13 +67,13 @@ class Report:
 
 
 def measure(device: Device, benchmark: Benchmark, rounds: int, yardsticks: Yardsticks | None = None) -> Report:
-    """Check every variant's result, then time those that compute the same, in one interleaved run.
+    """Check every variant's result, then time those that compute the same, and the yardsticks, in one interleaved run.
 
     Args:
         device: Where.
         benchmark: What.
         rounds: Samples of each variant.
-        yardsticks: The device's, if its bandwidth is to be taken in the same run.
+        yardsticks: The device's, if its bandwidth is to be taken too.
     """
     load_before = load()
     variants = [*benchmark.variants, *(yardsticks.variants if yardsticks else [])]
@@ -122,39 +93,77 @@ def measure(device: Device, benchmark: Benchmark, rounds: int, yardsticks: Yards
     )
 
 
-def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time: str) -> list[Row]:
-    times = {
-        each.variant.name: [float(getattr(sample, time)) for sample in series]
-        for each, series in zip(checked, samples, strict=True)
-    }
-    bases = {each.variant.name: times[each.variant.name] for each in checked if each.variant.base}
-    bandwidths = {
-        each.variant.name: each.variant.bytes / statistics.median(times[each.variant.name]) / 1e9 for each in checked
-    }
+def interleave(
+    cases: Sequence[Case], rounds: int, sample: Callable[[Case], Sample], *, warm_up: int
+) -> list[list[Sample]]:
+    """Time the cases in turn, so that what slows the machine slows them alike.
 
-    def share(name: str, yardstick: str) -> float | None:
-        return bandwidths[name] / bandwidths[yardstick] if yardstick in bandwidths else None
+    Args:
+        cases: First, second, ..., last, first, second, ....
+        rounds: Samples of each.
+        sample: Prepares and runs a case, and takes its times.
+        warm_up: Rounds before them whose samples are dropped.
+
+    Returns:
+        For each case its samples, round by round.
+
+    Raises:
+        CallerError: There is no round.
+    """
+    if rounds < 1:
+        raise CallerError("too few rounds", got=rounds, expected="at least 1")
+    with _collector_paused():
+        taken = [[sample(case) for case in cases] for _ in range(warm_up + rounds)]
+    return [list(series) for series in zip(*taken[warm_up:], strict=True)]
+
+
+def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
+    """The median of time / base, taken pair by pair: both of a pair ran in the same round, a moment apart.
+
+    >>> median_ratio([2.0, 20.0, 6.0], [1.0, 10.0, 2.0])
+    2.0
+    """
+    return statistics.median(time / other for time, other in zip(times, base, strict=True))
+
+
+def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time: str) -> list[Row]:
+    names = [each.variant.name for each in checked]
+    times = {name: [getattr(each, time) for each in series] for name, series in zip(names, samples, strict=True)}
+    rates = {each.variant.name: each.variant.bytes / statistics.median(times[each.variant.name]) for each in checked}
+    bases = [each.variant.name for each in checked if each.variant.base]
 
     def row(each: Checked, series: Sequence[Sample]) -> Row:
         name = each.variant.name
-        p10, median, p90 = (float(value) for value in np.quantile(times[name], (0.1, 0.5, 0.9)))
-        device, wall, host = (statistics.median(each_time) for each_time in zip(*series, strict=True))
+        p10, median, p90 = np.quantile(times[name], (0.1, 0.5, 0.9)).tolist()
+        device, wall, host = (statistics.median(seconds) for seconds in zip(*series, strict=True))
         return Row(
             variant=name,
             bytes=each.variant.bytes,
             median_s=median,
             p10_s=p10,
             p90_s=p90,
-            gb_per_s=bandwidths[name],
-            of_copy=share(name, COPY),
-            of_triad=share(name, TRIAD),
+            gb_per_s=rates[name] / 1e9,
+            of_copy=rates[name] / rates[COPY] if COPY in rates else None,
+            of_triad=rates[name] / rates[TRIAD] if TRIAD in rates else None,
             device_s=device,
             wall_s=wall,
             host_s=host,
-            ratios={base: median_ratio(times[name], of_base) for base, of_base in bases.items()},
+            ratios={base: median_ratio(times[name], times[base]) for base in bases},
             error=each.error,
             arenas=each.case.arenas,
             samples_s=times[name],
         )
 
     return [row(each, series) for each, series in zip(checked, samples, strict=True)]
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from gradengine.bench.case import Case, Missing, Variant
+from gradengine.bench.case import Case, Missing, Variant, in_turn
 from gradengine.bench.device import Device, Gpu, Tensor
 from gradengine.bench.parts import OURS, bytes_of_adding
-from gradengine.bench.peers import ByHand, Peer, Torch, by_hand_name, torch_name
+from gradengine.bench.peers import ByHand, Peer, Torch, adding, by_hand_name, torch_name
 from gradengine.bench.workload import Workload
 from gradengine.engine import GradientEngine
 from gradengine.result import StepResult
@@ -68,12 +68,7 @@ def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
 
 
 def compiled(workload: Workload, limit: float) -> list[Variant]:
-    """Ours beside `torch.compile` of the same on a GPU.
-
-    Args:
-        workload: The micro-batches.
-        limit: Seconds that each of the two ways may take to compile.
-    """
+    """On a GPU ours beside `torch.compile` of the same, whose two ways may each take `limit` seconds to compile."""
     by_micro_batch = workload.count * workload.gradient_bytes + (2 * workload.count - 1 + 3) * workload.sum_bytes
     whole = workload.count * workload.gradient_bytes + (1 + 3) * workload.sum_bytes
     return [
@@ -163,20 +158,11 @@ def _of_peer(
     averages: bool,
     recorded: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
 ) -> Case:
-    peer = kind.sums_for(workload)
-    micro_batches = [kind.over(workload.device, batch).gradients for batch in workload.batches]
+    peer, adds = adding(workload, kind)
     # A sum clipped to K max_norm is K times the average clipped to max_norm: no pass is charged for the average.
     times = 1 if averages else workload.count
-    divisor = workload.count // times
-
-    def run() -> None:
-        peer.zero()
-        for gradients in micro_batches:
-            peer.add(gradients)
-        peer.clip(bound * times, divisor)
-
-    run_or_replay = run if recorded is None else recorded(run)
-    return Case(run_or_replay, error=lambda: workload.error_of_step(peer.gradients, times))
+    run: Callable[[], object] = in_turn([*adds, partial(peer.clip, bound * times, workload.count // times)])
+    return Case(recorded(run) if recorded else run, lambda: workload.error_of_step(peer.gradients, times))
 
 
 def _compiled(workload: Workload, limit: float, *, whole: bool) -> Case:

@@ -73,23 +73,14 @@ def equal_layout(tensors: int, elements: int) -> GradientLayout:
 
 @dataclass(frozen=True)
 class Workload:
-    """The micro-batches of one step on a device, and what must come out of them.
-
-    Attributes:
-        device: Where they lie.
-        layout: Where each component lies in an arena.
-        dtype: "float32" or "bfloat16"; bfloat16 is held as its bits, in uint16.
-        values: Each micro-batch's gradients in layout order, on the host.
-        batches: The same on the device, in memory of their own.
-        odd: Whether they lie at odd elements.
-    """
+    """The micro-batches of one step on a device, and what must come out of them."""
 
     device: Device
     layout: GradientLayout
-    dtype: str
-    values: Sequence[Sequence[npt.NDArray[Any]]]
-    batches: Sequence[Sequence[Array]]
-    odd: bool
+    dtype: str  # "float32" or "bfloat16", which is held as its bits, in uint16
+    values: Sequence[Sequence[npt.NDArray[Any]]]  # each micro-batch's gradients in layout order, on the host
+    batches: Sequence[Sequence[Array]]  # the same on the device, in memory of their own
+    odd: bool  # whether they lie at odd elements
 
     @staticmethod
     def drawn(
