@@ -1,4 +1,4 @@
-"""`gradengine doctor`: what is installed, which devices can be used, and for what is missing the line that gets it."""
+"""`gradengine doctor`: installed packages, usable devices, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradengine.kernels.toolchain import compiled, load_cupy
 
 __all__ = ["devices", "doctor", "packages"]
 
-_PACKAGES = (  # the distributions that may bring it, and what lacks without it
+_PACKAGES = (  # alternative distributions, and what is missing without any of them
     (("numpy",), "needed"),
     (("msgpack",), "needed"),
     (("typer",), "needed by this command"),
@@ -29,7 +29,7 @@ _PACKAGES = (  # the distributions that may bring it, and what lacks without it
 
 
 def doctor() -> None:
-    """Say what is installed, which devices can be used, and how to get what is missing."""
+    """Show installed packages, usable devices, and how to install what is missing."""
     typer.echo(f"gradengine {__version__}, Python {platform.python_version()}, {platform.platform()}")
     for rows in (packages(), devices()):
         typer.echo()
@@ -38,18 +38,18 @@ def doctor() -> None:
 
 
 def packages() -> Iterator[tuple[str, str, str]]:
-    """Of each package that is used where it is there: its name, and its version or what lacks; none is imported.
+    """Name and version of each package, or what is missing without it; none is imported.
 
-    >>> dict((name, lacks) for name, version, lacks in packages())["numpy"]
+    >>> dict((name, missing) for name, version, missing in packages())["numpy"]
     ''
     """
-    for names, lacks in _PACKAGES:
+    for names, missing in _PACKAGES:
         found = [(name, version, "") for name in names if (version := _version(name)) is not None]
-        yield from found or [(names[-1], "-", lacks)]
+        yield from found or [(names[-1], "-", missing)]
 
 
 def devices() -> Iterator[tuple[str, str, str]]:
-    """Of each device: its name for `device=`, whether it can be used, and what it is or what it lacks."""
+    """Name of each device for `device=`, whether it can be used, and its description or what is missing."""
     yield "cpu", "ready", f"{available_cpus()} cores"
     try:
         count = int(load_cupy(0).cuda.runtime.getDeviceCount())
@@ -66,7 +66,7 @@ def _gpu(ordinal: int) -> tuple[str, str]:
         with cupy.cuda.Device(ordinal):
             compiled(cupy, "measure")
             return "ready", _described(cupy.cuda.runtime, ordinal)
-    except Exception as fault:  # noqa: BLE001  (whatever it is, it is what was asked for)
+    except Exception as fault:  # noqa: BLE001  (any failure is the answer here)
         return "not ready", str(fault) or type(fault).__name__
 
 

@@ -1,15 +1,15 @@
-"""For JAX: trees of gradients into an engine, its results back as trees, and clipping for arrays that are immutable.
+"""JAX interface: pytrees of gradients into and out of an engine, and clipping of immutable arrays.
 
-Nothing else imports this file, and the engine takes JAX arrays without it.
+Not imported by any other file; the engine takes JAX arrays without it.
 
-A result's arrays are views of the engine's arena, which the next `add` writes, and JAX reads them later than the call
-that asks for it returns. Two things make a view safe: a copy (`GradientTree.tree(..., copy=True)`), or that all that
-was computed from it is ready before the next `add`. In the usual loop it is: `add` waits for the next gradients, they
-need the new parameters, and those need the old gradients. It is not where something else is computed from the gradients
-and nobody waits for it: a metric, or the update of a parameter that the loss does not use. Then call
-`jax.block_until_ready` on all of it before the next `add`. What a jitted function returns is new memory, also where its
-arguments are donated; what `jnp.asarray`, `jax.device_put`, `.astype` to the same dtype and even
-`jax.dlpack.from_dlpack(view, copy=True)` return may be the view's.
+A result's arrays are views of the engine's arena, which the next `add` overwrites, and JAX computes asynchronously. A
+view is safe if everything computed from it is ready before the next `add`; else take a copy
+(`GradientTree.tree(..., copy=True)`). In the usual loop it is ready: `add` waits for the next gradients, which depend
+on the new parameters, and those on the old gradients. It is not if something else is computed from the gradients that
+nothing waits for: a metric, or the update of a parameter that the loss does not use. Then call `jax.block_until_ready`
+on all of it before the next `add`. A jitted function returns new memory, also if its arguments are donated;
+`jnp.asarray`, `jax.device_put`, `.astype` to the same dtype and even `jax.dlpack.from_dlpack(view, copy=True)` may
+return the view's.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Leaves: TypeAlias = dict[str, Any]
 
 @final
 class GradientTree:
-    """The layout of a tree of gradients, and the way there and back.
+    """Conversion between a pytree of gradients and the components of a layout.
 
     Args:
-        tree: The parameters, their gradients, or what `jax.eval_shape` gives for them: nested dicts, lists, tuples,
-            NamedTuples or whatever is registered with JAX. A leaf is a component, named by its path: "layers.0.wq". A
-            leaf that is None is none, and comes back as None.
+        tree: The parameters, their gradients, or their `jax.eval_shape`: nested dicts, lists, tuples, NamedTuples or
+            any type registered with JAX. A leaf is a component, named by its path: "layers.0.wq". None is not a leaf,
+            and stays None.
 
     Attributes:
         layout: The layout, in the order of the tree's leaves.
 
     Raises:
-        LayoutMismatch: Two paths give one name, a leaf is no array, or there is none.
+        LayoutMismatch: Two paths give one name, a leaf is not an array, or there is none.
         BufferRefused: A leaf is not float32, float16 or bfloat16.
 
     Example:
@@ -75,13 +75,13 @@ class GradientTree:
         self._leaves = dict.fromkeys(self._leaves)  # the arrays themselves are not kept
 
     def gradients(self, tree: Any) -> dict[str, Any]:
-        """The leaves by component name, as `engine.add` takes them; nothing is copied and nothing is waited for.
+        """The leaves by component name, as `engine.add` takes them; no copy and no wait.
 
         Args:
             tree: A tree of the same structure. None stands for a component without a gradient.
 
         Raises:
-            LayoutMismatch: A leaf is missing, unexpected or of another shape, or the containers are others.
+            LayoutMismatch: A leaf is missing, unexpected or of another shape, or the tree has other containers.
         """
         leaves, structure = _flattened(tree)
         if structure != self._structure:
@@ -91,17 +91,17 @@ class GradientTree:
         return {name: leaves[name] for name in self._shapes}
 
     def tree(self, gradients: Mapping[str, Any] | Sequence[Any], *, copy: bool = False) -> Any:
-        """The tree of a result's gradients, as JAX arrays on the engine's device.
+        """A result's gradients as a tree of JAX arrays on the engine's device.
 
         Args:
             gradients: `result.gradients`: fp32 views of the arena, or the destinations of `step(out=...)`. Or
                 `result.sums` of a deferred step.
-            copy: False for views of the same memory, to be read before the next `add`: this module's first lines say
-                what that takes. True for copies, which are complete when this returns.
+            copy: False for views of the same memory, to be read before the next `add` (see this module's docstring).
+                True for copies, which are complete when this returns.
 
         Raises:
             LayoutMismatch: A component is missing or unknown.
-            BufferRefused: JAX cannot read the memory where it lies; `copy=True` can.
+            BufferRefused: JAX cannot read the memory in place; `copy=True` can.
         """
         ordered = in_slot_order(self.layout.slots, gradients, "the tree")
         arrays = dict(zip(self._shapes, ordered, strict=True))
@@ -138,21 +138,21 @@ class GradientTree:
 def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
     """Clip a tree of gradients by its global norm; outside of jit, because it waits for the norm.
 
-    Against `optax.clip_by_global_norm`: neither has an epsilon. Here the norm is summed beyond fp32 whatever the dtypes
-    (there in the leaves' own, where fp16 overflows at a norm of 256) and handed back, each element is multiplied once
-    (there divided, then multiplied), and a norm that is NaN or Inf scales nothing (there it makes NaN or zeros).
+    Like `optax.clip_by_global_norm` it has no epsilon. Unlike there, the norm is computed in fp64 where fp32 would lose
+    precision (there in the leaves' dtype: fp16 overflows at a norm of 256) and returned, each element is multiplied
+    once (there divided, then multiplied), and a norm of NaN or Inf scales nothing (there it makes NaN or zeros).
 
     Args:
         tree: Arrays in fp32, fp16 or bf16, on one device. None leaves stay; an empty tree has norm 0.
         max_norm: The bound, >= 0; None clips nothing.
 
     Returns:
-        A new tree in the leaves' dtypes, each element multiplied once in fp32 and rounded once (by JAX, whose CPU takes
-        subnormals for zero), or the tree itself where there is nothing to clip; and the norm before clipping.
+        A new tree in the leaves' dtypes, each element multiplied once in fp32 and rounded once (by JAX, whose CPU
+        backend flushes subnormals to zero), or the tree itself if there is nothing to clip; and the norm before.
 
     Raises:
         CallerError: `max_norm` is negative or NaN.
-        BufferRefused: A leaf is traced, deleted, spread over several devices, or of another dtype.
+        BufferRefused: A leaf is traced, deleted, sharded over several devices, or of another dtype.
         LayoutMismatch: Two paths give one name.
 
     Example:
@@ -168,7 +168,7 @@ def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
 
 
 def _decide(leaves: Leaves, bound: float) -> Decision:
-    """Norm and factor on the host, where a new tree can do without a multiplication."""
+    """Norm and factor on the host, so that a factor of 1 needs no new tree."""
     kernels = kernels_for(_device_of(leaves.values()))
     for name, leaf in leaves.items():
         _refuse_foreign(name, leaf)
@@ -179,13 +179,13 @@ def _decide(leaves: Leaves, bound: float) -> Decision:
 
 
 def _refuse_foreign(name: str, leaf: Any) -> None:
-    """What the kernels could read and JAX could not scale."""
+    """Raise `BufferRefused` for other frameworks' arrays, which the kernels could measure and JAX not scale."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         raise BufferRefused(f"component '{name}' is neither a JAX nor a NumPy array", got=type(leaf).__name__)
 
 
 def _device_of(leaves: Iterable[Any]) -> str:
-    """The first leaf's device; what is traced or spread has none, and the host's door says so."""
+    """The first leaf's device; "cpu" for a traced or sharded one, which `host_buffer` refuses."""
     leaf = next(iter(leaves), None)
     if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
         return "cpu"
@@ -197,7 +197,7 @@ _scaled: Any = jax.jit(lambda leaf, factor: (leaf.astype(jnp.float32) * factor).
 
 
 def _flattened(tree: Any) -> tuple[Leaves, Any]:
-    """A tree's leaves by name, None among them, and its structure."""
+    """A tree's leaves by name, None included, and its structure."""
     _refuse_unbounded(tree)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
     leaves: Leaves = {}
@@ -215,7 +215,7 @@ def _flattened(tree: Any) -> tuple[Leaves, Any]:
 
 
 def _refuse_unbounded(tree: Any) -> None:
-    """Raise `LayoutMismatch` for lists that hold themselves, or each other too often: JAX would end the process."""
+    """Raise `LayoutMismatch` for containers that are recursive or too many: JAX would crash the process."""
     level = [tree]
     for _ in range(DEEPEST + 1):
         containers = [node for node in level if isinstance(node, (dict, list, tuple))]
@@ -229,7 +229,7 @@ def _refuse_unbounded(tree: Any) -> None:
 
 
 def _part(key: Any) -> str:
-    """What a path's part is called: a dict's key, an index, an attribute."""
+    """A path entry as text: a dict's key, an index, an attribute."""
     named = (getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute))
     return as_text(next(named, key))
 
@@ -247,7 +247,7 @@ def _viewed(name: str, array: Any) -> Any:
         return jax.dlpack.from_dlpack(array)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
         raise BufferRefused(
-            f"JAX cannot read component '{name}' where it lies ({said(refusal)})",
+            f"JAX cannot read component '{name}' in place ({said(refusal)})",
             got=type(array).__name__,
             do="call tree(..., copy=True)",
         ) from None
@@ -256,7 +256,7 @@ def _viewed(name: str, array: Any) -> Any:
 def _copied(name: str, array: Any) -> Any:
     if array is None:
         return None
-    if not any(has(array, door) for door in ("__dlpack__", "__array__", "__jax_array__")):
+    if not any(has(array, protocol) for protocol in ("__dlpack__", "__array__", "__jax_array__")):
         raise BufferRefused(f"component '{name}' is not an array", got=said(array))
     try:
         return jnp.array(array, copy=True).block_until_ready()

@@ -1,4 +1,4 @@
-"""What tensor parallelism sends: the bytes of a step's all-reduces, and the seconds for a bandwidth with a unit."""
+"""Communication cost of tensor parallelism: bytes of a step's all-reduces, and seconds at a given bandwidth."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["Bandwidth", "TensorParallelCost"]
 _PREFIXES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _BITS_A_BYTE = 8
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+)\s*(?P<unit>[A-Za-z/]*)\s*", re.ASCII)
-# "b" alone is a bit only where a capital prefix shows that its writer minds capitals; "gb/s" may be either.
+# "Gb/s" is bits; "gb/s" is ambiguous, since who writes a small prefix may write a small b for bytes.
 _UNIT = re.compile(r"(?P<prefix>[kKMGT]?)(?P<binary>i?)(?P<what>[bB]it/s|B/s|Bps)|(?P<capital>[MGT])(?:b/s|bps)")
 _AMBIGUOUS = re.compile(r"(?P<prefix>[kmgt]?)b(?:/s|ps)", re.IGNORECASE)
 _LONGEST_TEXT = 100
-_SAME = 1e-9  # what two writings of one bandwidth may differ by, where a person has cut their digits
+_SAME = 1e-9  # relative difference of two notations of one bandwidth, whose digits may have been cut
 
 
 @final
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second over one link, one way: made from a number whose unit is said, shown in bytes and in bits.
+    """Bandwidth of a link in one direction, with an explicit unit.
 
     Args:
-        bytes_per_second: The rate; `gigabytes`, `gigabits` and `parse` are plainer to read.
+        bytes_per_second: The rate; `gigabytes`, `gigabits` and `parse` name their unit.
 
     Raises:
         CallerError: The rate is NaN, infinite, or not above 0.
@@ -78,14 +78,14 @@ class Bandwidth:
 
     @staticmethod
     def parse(text: str) -> Bandwidth:
-        """From a number and its unit, as a person writes it.
+        """From text with a number and a unit.
 
         Args:
-            text: "10 Gbit/s", "10 Gbps", "1.25GB/s", "900 MB/s", "3.35 TB/s", "12 GiB/s"; or what `str` shows. Bits
-                are bit/s, and b/s or bps behind a capital M, G or T; bytes are B/s or Bps, with a capital B.
+            text: "10 Gbit/s", "10 Gbps", "1.25GB/s", "900 MB/s", "3.35 TB/s", "12 GiB/s"; or the output of `str`. Bits
+                are bit/s, and b/s or bps after a capital M, G or T; bytes are B/s or Bps, with a capital B.
 
         Raises:
-            CallerError: There is no number, no unit, a unit that may mean bits or bytes, or a rate out of range.
+            CallerError: No number, no unit, a unit that may mean bits or bytes, or a rate out of range.
 
         Example:
             >>> Bandwidth.parse("900 MB/s").gigabytes_per_second
@@ -115,7 +115,7 @@ class Bandwidth:
         return self.bytes_per_second * _BITS_A_BYTE / 1e9
 
     def __str__(self) -> str:
-        # In decimals and not by a division, so that what is shown is read as the very same float.
+        # Decimal instead of a division, so that `parse` gives the same float back.
         gigabytes = Decimal(repr(self.bytes_per_second)).scaleb(-9)
         return f"{_plain(gigabytes)} GB/s = {_plain(gigabytes * _BITS_A_BYTE)} Gbit/s"
 
@@ -123,13 +123,13 @@ class Bandwidth:
 @final
 @dataclass(frozen=True)
 class TensorParallelCost:
-    """What the ranks of a tensor-parallel group send each other in one optimizer step.
+    """Communication of a tensor-parallel group in one optimizer step.
 
-    Each transformer block takes two all-reduces of its activations in the forward and two in the backward (Megatron-LM,
-    Shoeybi et al. 2019, arXiv:1909.08053, section 3). `bytes_per_step` counts one way, the forward alone;
-    `bytes_per_step_both_ways` counts the backward too. Neither depends on `tp_size`: they are the sizes of the buffers
-    that are reduced. `link_bytes_per_step` is what travels, 0 for a group of one. A vocabulary that is cut adds one
-    all-reduce each way, the embedding's and the LM head's; the few floats that its loss takes a token are not counted.
+    Each transformer block needs two all-reduces of its activations in the forward and two in the backward (Megatron-LM,
+    Shoeybi et al. 2019, arXiv:1909.08053, section 3). `bytes_per_step` counts the forward alone,
+    `bytes_per_step_both_ways` the backward too. Neither depends on `tp_size`: they are sizes of the reduced buffers.
+    `link_bytes_per_step` counts the bytes sent, 0 for a group of one. A sharded vocabulary adds one all-reduce each
+    way, the embedding's and the LM head's; the few floats a token of its loss are not counted.
 
     Args:
         hidden_size: H of the whole model.
@@ -139,10 +139,10 @@ class TensorParallelCost:
         batch_size: Sequences of a micro-batch.
         micro_batches: Micro-batches of an optimizer step.
         bytes_per_element: Of an activation: 4 in fp32, 2 in bf16.
-        vocab_parallel: Whether embedding and LM head are cut too.
+        vocab_parallel: Whether embedding and LM head are sharded too.
 
     Raises:
-        CallerError: A number is no whole number above 0, or `vocab_parallel` no bool.
+        CallerError: A size is not a whole number above 0, or `vocab_parallel` not a bool.
 
     Example:
         >>> cost = TensorParallelCost(hidden_size=1024, num_blocks=24, sequence_length=1024, tp_size=2)
@@ -168,7 +168,7 @@ class TensorParallelCost:
 
     @property
     def bytes_per_all_reduce(self) -> int:
-        """Bytes of the activations that one all-reduce sums: S x H x batch x bytes of an element.
+        """Bytes of one all-reduce of activations: S x H x batch x bytes of an element.
 
         >>> TensorParallelCost(1024, 24, 1024, tp_size=2).bytes_per_all_reduce
         4194304
@@ -177,7 +177,7 @@ class TensorParallelCost:
 
     @property
     def all_reduces_per_step(self) -> int:
-        """All-reduces of a step one way, the forward's: two a block and micro-batch. The backward has as many.
+        """All-reduces of a step's forward: two a block and micro-batch. The backward has as many.
 
         >>> TensorParallelCost(1024, 24, 1024, tp_size=2).all_reduces_per_step
         48
@@ -188,7 +188,7 @@ class TensorParallelCost:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that a step's all-reduces sum one way, in the forward.
+        """Bytes of all all-reduces of a step's forward.
 
         >>> TensorParallelCost(1024, 24, 1024, tp_size=2).bytes_per_step
         201326592
@@ -197,12 +197,12 @@ class TensorParallelCost:
 
     @property
     def bytes_per_step_both_ways(self) -> int:
-        """Bytes that a step's all-reduces sum in forward and backward."""
+        """Bytes of all all-reduces of a step's forward and backward."""
         return 2 * self.bytes_per_step
 
     @property
     def link_bytes_per_step(self) -> int:
-        """Bytes that each rank's link carries each way in a step, by a ring: 2 (T - 1) / T of those of both ways.
+        """Bytes that each rank sends in a step by ring all-reduces: 2 (T - 1) / T of `bytes_per_step_both_ways`.
 
         Rounded up to a whole byte; 0 for a group of one.
 
@@ -212,14 +212,14 @@ class TensorParallelCost:
         return -(-2 * (self.tp_size - 1) * self.bytes_per_step_both_ways // self.tp_size)
 
     def seconds_per_step(self, bandwidth: Bandwidth, *, latency_seconds: float = 0.0) -> float:
-        """Seconds that a step's all-reduces take, forward and backward, by a ring; nothing else runs meanwhile.
+        """Seconds of a step's ring all-reduces, forward and backward, without overlap.
 
         Args:
-            bandwidth: Of each rank's link, each way.
-            latency_seconds: Of one message: 2 (T - 1) follow each other in an all-reduce.
+            bandwidth: Of each rank's link, in each direction.
+            latency_seconds: Of one message; an all-reduce has 2 (T - 1) in sequence.
 
         Raises:
-            CallerError: The bandwidth names no unit, or the latency is negative or not finite.
+            CallerError: The bandwidth is a plain number, or the latency is negative or not finite.
 
         Example:
             >>> cost = TensorParallelCost(1024, 24, 1024, tp_size=2)
@@ -240,12 +240,12 @@ class TensorParallelCost:
 def _scaled(value: object, factor: Fraction) -> float:
     number = as_number(value)
     if number is None:
-        raise CallerError("a bandwidth is no number", got=said(value), expected="a number, or Bandwidth.parse(text)")
+        raise CallerError("a bandwidth is not a number", got=said(value), expected="a number, or Bandwidth.parse(text)")
     return _rounded(Fraction(number) * factor) if math.isfinite(number) else number
 
 
 def _rounded(exact: Fraction) -> float:
-    """The nearest float; infinity, which is refused, where there is none."""
+    """The nearest float; infinity where it is too large."""
     try:
         return float(exact)
     except OverflowError:
@@ -264,12 +264,12 @@ def _parsed(text: str) -> Bandwidth:
         )
     number, unit = found["number"], found["unit"]
     if not unit:
-        raise _two_readings("a bandwidth without a unit", number, number, "G")
+        raise _ambiguous_unit("a bandwidth without a unit", number, number, "G")
     kind, ambiguous = _UNIT.fullmatch(unit), _AMBIGUOUS.fullmatch(unit)
     if kind is not None:
         return Bandwidth(_rounded(Fraction(number) * _bytes_of(kind)))
     if ambiguous is not None:
-        raise _two_readings("a unit that may mean bits or bytes", text.strip(), number, ambiguous["prefix"].upper())
+        raise _ambiguous_unit("a unit that may mean bits or bytes", text.strip(), number, ambiguous["prefix"].upper())
     raise CallerError("an unknown unit of bandwidth", got=repr(unit), expected="one such as Gbit/s, GB/s or GiB/s")
 
 
@@ -280,7 +280,7 @@ def _bytes_of(unit: re.Match[str]) -> Fraction:
     return Fraction(scale, _BITS_A_BYTE if unit["what"][1:].startswith("it") else 1)
 
 
-def _two_readings(what: str, got: str, number: str, prefix: str) -> CallerError:
+def _ambiguous_unit(what: str, got: str, number: str, prefix: str) -> CallerError:
     bits, whole, rate = f"{number} {prefix}bit/s", f"{number} {prefix}B/s", float(number)
     return CallerError(
         what,

@@ -1,7 +1,7 @@
-"""For torch users: `clip_grad_norm_` with torch's own signature, and a module's gradients on their way in and out.
+"""torch interface: `clip_grad_norm_` with torch's signature, and a module's gradients into and out of an engine.
 
-The one file that imports torch; nothing else of the package imports this one: `from gradengine.torch import ...`. On a
-GPU the engine's work is ordered behind torch's current stream, and that stream behind the engine's.
+The only file that imports torch, and not imported by any other: `from gradengine.torch import ...`. On a GPU the
+engine's work waits for torch's current stream, and that stream for the engine's.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the parameters' gradients in place so that their global norm is at most `max_norm`.
 
-    Takes the place of `torch.nn.utils.clip_grad_norm_`, and differs from it in this:
+    A replacement of `torch.nn.utils.clip_grad_norm_` with these differences:
 
-    - The norm is summed beyond fp32 and returned as float32 whatever the gradients' dtype; torch's has that dtype. One
-      that is too large for float32 is returned as Inf, and clipped by its true value.
+    - The norm is computed in fp64 where fp32 would lose precision, and returned as float32; torch's has the gradients'
+      dtype. A norm too large for float32 is returned as Inf, and clipped by its true value.
     - The scale is min(1, max_norm / norm), without torch's epsilon of 1e-6. Each element is multiplied once in fp32
-      and rounded once. A norm within the bound writes nothing.
+      and rounded once. Nothing is written if the norm is within the bound.
     - A norm that is NaN or Inf scales nothing, where torch would multiply every gradient by NaN or 0.
     - A negative or NaN `max_norm`, a norm other than the second, a parameter that is listed twice (torch would count
       and scale its gradient twice), float64 and complex gradients, and gradients on several devices are refused.
@@ -55,14 +55,14 @@ def clip_grad_norm_(
         max_norm: The bound, >= 0.
         norm_type: 2, the only one.
         error_if_nonfinite: Raise where the norm is NaN or Inf. On a GPU a wait for the device, as torch's is.
-        foreach: Means nothing here: gradients are always taken together.
+        foreach: Ignored: all gradients are always clipped together.
 
     Returns:
-        The norm before clipping, a float32 tensor of no dimension on the gradients' device; 0 on the CPU where there
-        are none. On a GPU nothing waits, but for the first call with gradients of these sizes.
+        The norm before clipping, a 0-d float32 tensor on the gradients' device; 0 on the CPU if there are none. On a
+        GPU the host does not wait, except in the first call with gradients of these sizes.
 
     Raises:
-        BufferRefused: A gradient has gaps in memory, is sparse, of another dtype, device or kind of tensor, or shares
+        BufferRefused: A gradient has gaps in memory, is sparse, of another dtype, device or tensor class, or shares
             memory with another; it is named by its position: "parameters[3].grad".
         CallerError: `max_norm`, `norm_type` or `parameters` is not as above.
         DeviceUnavailable: The device is a GPU, and what it needs is missing.
@@ -89,17 +89,17 @@ def clip_grad_norm_(
 def layout_of(module: Parameters) -> GradientLayout:
     """The layout of a module's trainable parameters, in the order of `named_parameters()`; tied ones come once.
 
-    Of a module it is `GradientLayout.of(module)`. In place of a module a list of parameters will do, here and wherever
-    this file takes one: each is named by its position in it.
+    For a module it is `GradientLayout.of(module)`. Instead of a module every function here takes a list of parameters,
+    which are named by their position.
 
-    A parameter that is dense but not contiguous (channels_last, transposed) has the shape in which it lies in memory:
-    that is what is added up and exchanged, so workers must agree on it. `result.gradients` has that shape too, which
-    does not show where a transposed weight is square: `tensors_of` turns it back.
+    The dimensions of a dense parameter that is not contiguous (channels_last, transposed) are in memory order: so it is
+    accumulated and exchanged, and workers must agree on it. `result.gradients` has that shape too, which does not show
+    where a transposed weight is square: `tensors_of` permutes it back.
 
     Raises:
-        CallerError: It is no module.
+        CallerError: It is not a module.
         LayoutMismatch: Nothing in it is trainable, or a lazy parameter has no shape yet.
-        BufferRefused: A parameter's gradients cannot be taken: float64, complex, sparse, a DTensor. One on the "meta"
+        BufferRefused: A parameter's gradients are not supported: float64, complex, sparse, a DTensor. One on the "meta"
             device has a layout, but no gradients that could be added.
 
     Example::
@@ -113,11 +113,11 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
     """A module's gradients by name, as `engine.add` takes them and `engine.step(out=...)` writes them; no copy.
 
     Args:
-        module: Its trainable parameters are meant.
-        allocate: Give a parameter that has no `.grad` one of zeros, of its `grad_dtype`. Destinations need it:
-            `engine.step(out=...)` writes nothing for a None, and what the window added up for a parameter that its last
-            micro-batch did not use is dropped. One that got nothing in the whole window has zeros then, which AdamW
-            decays: `drop_unused` takes them away.
+        module: The module, of which the trainable parameters are used.
+        allocate: Give a parameter without `.grad` one of zeros, of its `grad_dtype`. Destinations need it:
+            `engine.step(out=...)` skips a None, and with it the sum for a parameter that the window's last micro-batch
+            did not use. A parameter unused in the whole window then has zeros, which AdamW decays: `drop_unused`
+            removes them.
 
     Returns:
         Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself where the
@@ -137,21 +137,21 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
         if allocate and parameter.grad is None:
             # Older torch has no grad_dtype; None means any.
             parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
-    return {name: None if p.grad is None else _as_it_lies(p.grad, p) for name, p in parameters.items()}
+    return {name: None if p.grad is None else _in_memory_order(p.grad, p) for name, p in parameters.items()}
 
 
 def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A step's gradients as tensors in the parameters' own shapes and orders of memory; no copy.
+    """A step's gradients as tensors with the parameters' own shapes and strides; no copy.
 
     Args:
-        module: The one that the engine's layout was taken of, by `layout_of`; its parameters may have any dtype.
+        module: The module of the engine's layout, by `layout_of`; its parameters may have any dtype.
         gradients: `result.gradients`, or a deferred step's `result.sums`; good until the next `engine.add`.
 
     Returns:
         Name -> tensor for each trainable parameter: a view with the gradients' dtype (float32) and on their device.
 
     Raises:
-        LayoutMismatch: They are not of this module's layout.
+        LayoutMismatch: They do not belong to this module's layout.
 
     Example::
 
@@ -172,15 +172,15 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
     does not decay it. All workers agree on which those are.
 
     Args:
-        module: The one that the engine's layout was taken of, by `layout_of`.
+        module: The module of the engine's layout, by `layout_of`.
         result: From `engine.step()`. A deferred one is for `step_fused`.
-        zero_unused: Give unused parameters zeros: for an optimizer that shall decay them, or needs every gradient.
+        zero_unused: Give unused parameters zeros, for an optimizer that should decay them or needs every gradient.
 
     Raises:
         BufferRefused: A parameter takes no fp32, or lies on another device; it is named, and nothing was set.
         LayoutMismatch: The result is not of this module's layout; nothing was set.
-        CallerError: The engine has been called since, so the result's memory is another step's; or the step was
-            deferred, and any optimizer but a fused one would take the sum for the gradient. Nothing was set.
+        CallerError: The engine has been called since, and has reused the result's memory; or the step was deferred, so
+            that any optimizer but a fused one would use the sum as the gradient. Nothing was set.
 
     Example::
 
@@ -199,7 +199,7 @@ def drop_unused(module: Parameters, result: StepResult) -> None:
     decay them. `give_gradients` does this by itself.
 
     Args:
-        module: The one that the engine's layout was taken of, by `layout_of`.
+        module: The module of the engine's layout, by `layout_of`.
         result: From `engine.step(out=gradients_of(module, allocate=True))`.
 
     Raises:
@@ -216,25 +216,26 @@ def drop_unused(module: Parameters, result: StepResult) -> None:
     unknown = sorted(result.unused - parameters.keys())
     if unknown:
         raise LayoutMismatch(
-            f"component '{unknown[0]}'{and_more(unknown)} is no parameter of this module",
-            do="pass the module that the engine's layout was taken of",
+            f"component '{unknown[0]}'{and_more(unknown)} is not a parameter of this module",
+            do="pass the module of the engine's layout",
         )
     for name in result.unused:
         parameters[name].grad = None
 
 
 def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Parameters) -> None:
-    """Step an optimizer that was built with `fused=True` on a deferred result: it averages, clips and skips itself.
+    """Step an optimizer that was built with `fused=True` on a deferred result: it averages, clips and skips by itself.
 
     Each parameter's `.grad` becomes a view of the result's sum; those that no micro-batch used have none. torch divides
-    it by `result.inverse_factor` as it reads it, leaves the quotient there, and changes neither parameters nor state
-    where `result.skipped` is set. On a GPU it reads both from the engine's memory: nothing waits, but an SGD with
-    momentum and dampening for its first step that is not skipped. Call `module.zero_grad()` before the next backward.
+    it by `result.inverse_factor` as it reads it, writes the quotient back, and changes neither parameters nor state if
+    `result.skipped` is set. On a GPU it reads both from the engine's memory, and the host does not wait, except for the
+    first step that is not skipped of an SGD with momentum and dampening. Call `module.zero_grad()` before the next
+    backward.
 
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
         result: From `engine.step(deferred=True)`.
-        module: The one that the engine's layout was taken of, by `layout_of`; the optimizer's parameters are its own.
+        module: The module of the engine's layout, by `layout_of`; the optimizer's parameters are its own.
 
     Raises:
         BufferRefused: A parameter takes no fp32 or lies on another device, or the optimizer has one with a gradient
@@ -264,7 +265,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
 
 
 class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
-    """No step and no window are concerned, and code that was written for torch catches a RuntimeError."""
+    """Raised outside of any step or window; a RuntimeError too, since that is what code written for torch catches."""
 
     def __init__(self, component: str, index: int, value: float, **place: Any) -> None:
         super().__init__(component, index, value, **{"step": 0, **place})
@@ -289,14 +290,14 @@ def _refuse_other_norm(norm_type: object) -> None:
 def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
     if isinstance(parameters, torch.Tensor):
         given: Iterable[object] = [parameters]
-    elif isinstance(parameters, Iterable) and not hasattr(parameters, "shape"):  # another's array is no list of tensors
+    elif isinstance(parameters, Iterable) and not hasattr(parameters, "shape"):  # a shape: another framework's array
         given = parameters
     else:
-        raise _no_parameters("parameters is neither a tensor nor an iterable of them", parameters)
+        raise _not_parameters("parameters is neither a tensor nor an iterable of tensors", parameters)
     gradients, position = {}, -1
     for position, parameter in enumerate(given):
         if not isinstance(parameter, torch.Tensor):
-            raise _no_parameters(f"parameters[{position}] is no tensor", parameter)
+            raise _not_parameters(f"parameters[{position}] is not a tensor", parameter)
         if parameter.grad is not None:
             gradients[f"parameters[{position}].grad"] = parameter.grad
     if position < 0 and isinstance(parameters, Generator):
@@ -304,30 +305,30 @@ def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def _no_parameters(what: str, given: object) -> CallerError:
+def _not_parameters(what: str, given: object) -> CallerError:
     return CallerError(what, got=type(given).__name__, do="pass module.parameters()")
 
 
 def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
-    """The norm in fp64, on the gradients' device; they are clipped."""
+    """Clip the gradients; the norm in fp64, on their device."""
     device = next(iter(gradients.values())).device
     views = {name: _plain(gradient, name) for name, gradient in gradients.items()}
-    # CuPy works on torch's current stream here, so that all of it has its place between torch's work before and after.
+    # On torch's current stream the kernels run between torch's work before and after, without events.
     with kernels_for(str(device)).on(torch.cuda.current_stream(device) if device.type == "cuda" else None):
         return _as_tensor(clip_by_global_norm(views, bound))
 
 
 def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    """The gradient's own memory in its order, out of autograd's sight."""
+    """The detached gradient, its dimensions in memory order."""
     plain = gradient.detach()
     if type(plain) is not torch.Tensor:
         raise BufferRefused(
-            f"component '{name}' is no plain tensor, and only its own kind knows where it lies",
+            f"component '{name}' is a tensor subclass, whose memory may not hold its values",
             got=type(plain).__name__,
             expected="torch.Tensor",
             do="use torch.nn.utils.clip_grad_norm_ for it",
         )
-    return _as_it_lies(plain, plain)
+    return _in_memory_order(plain, plain)
 
 
 def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradient:
@@ -342,22 +343,22 @@ def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradien
 # ---- memory ----
 
 
-def _as_it_lies(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The tensor, its dimensions in the order in which memory runs through those of `like`."""
+def _in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor with its dimensions permuted to the memory order of `like`."""
     order = memory_order(like)
     return tensor if order is None else tensor.permute(order)
 
 
 def _view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, Any]) -> torch.Tensor:
-    """The gradient of that name in the parameter's shape and order of memory."""
+    """The gradient of that name with the parameter's shape and strides."""
     refuse_other_kind("gradients", gradients, Mapping, do="pass result.gradients")
-    lying = _as_it_lies(parameter, parameter)
+    ordered = _in_memory_order(parameter, parameter)
     view = from_dlpack(gradients[name]) if name in gradients else None
-    if view is None or view.shape != lying.shape:
+    if view is None or view.shape != ordered.shape:
         raise LayoutMismatch(
             f"the result has no gradient for parameter '{name}'",
             got="none" if view is None else tuple(view.shape),
-            expected=f"shape {tuple(lying.shape)}",
+            expected=f"shape {tuple(ordered.shape)}",
             do="build the engine with layout_of(module), and step it without out=",
         )
     order = memory_order(parameter)
@@ -385,7 +386,7 @@ def _refuse_as_gradient(view: torch.Tensor, parameter: torch.nn.Parameter, name:
 
 
 def _as_tensor(number: Any) -> torch.Tensor:
-    """A result's number as a tensor of no dimension; a GPU's where it lies, with no wait for it."""
+    """A scalar of a result as a 0-d tensor, on a GPU without a copy or a wait."""
     if device_of(number) == "cpu":
         return torch.tensor(float(number), dtype=torch.float64)
     return from_dlpack(number)
@@ -419,11 +420,11 @@ def _refuse_not_fused(optimizer: Any) -> None:
 def _refuse_other_gradients(
     optimizer: torch.optim.Optimizer, result: StepResult, own: Mapping[torch.nn.Parameter, Any]
 ) -> None:
-    """What lies outside of the arena is not the window's sum, and would be divided as if it were."""
+    """Raise `BufferRefused` for gradients outside of the arena, which would be divided like the window's sum."""
     start, stop = _extent(result.sums.values())
     parameters = {(g, i): p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     for (group, index), parameter in parameters.items():
-        if parameter.grad is not None and not _lies_within(parameter.grad, start, stop):
+        if parameter.grad is not None and not _is_within(parameter.grad, start, stop):
             raise BufferRefused(
                 f"param_groups[{group}]['params'][{index}] has a gradient that is not this result's",
                 got=f"shape {tuple(parameter.shape)}",
@@ -434,19 +435,19 @@ def _refuse_other_gradients(
 
 
 def _extent(arrays: Iterable[Any]) -> tuple[int, int]:
-    """The addresses that NumPy's or CuPy's arrays lie between, as they say themselves: from_dlpack takes 10 us."""
+    """The address range of NumPy or CuPy arrays, by their own attributes: from_dlpack takes 10 us each."""
     places = [(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr, a.nbytes) for a in arrays if a.size]
     return min((first for first, _ in places), default=0), max((first + size for first, size in places), default=0)
 
 
-def _lies_within(tensor: torch.Tensor, start: int, stop: int) -> bool:
+def _is_within(tensor: torch.Tensor, start: int, stop: int) -> bool:
     is_dense = tensor.layout is torch.strided
     return is_dense and (not tensor.numel() or start <= tensor.data_ptr() <= stop - tensor.nbytes)
 
 
 def _step_scaled(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
     without_momentum = _without_momentum(optimizer)
-    scaled: Any = optimizer  # torch reads these two attributes, and declares them nowhere
+    scaled: Any = optimizer  # torch reads these two attributes without declaring them
     scaled.grad_scale = _as_tensor(result.inverse_factor).to(torch.float32)
     scaled.found_inf = found_inf = _as_tensor(result.skipped).to(torch.float32)
     try:
@@ -454,14 +455,14 @@ def _step_scaled(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
     finally:
         del scaled.grad_scale, scaled.found_inf
     for parameter, dampening in without_momentum:
-        if not dampening:  # momentum x 0 + gradient is what a first step makes of it
+        if not dampening:  # 0 x momentum + gradient is what a first step stores
             optimizer.state[parameter]["momentum_buffer"].masked_fill_(found_inf > 0, 0)
-        elif found_inf > 0:  # a first step takes the gradient whole, and the next is to be the first; on a GPU a wait
+        elif found_inf > 0:  # so that the next step is the first, which takes the gradient undampened; waits on a GPU
             del optimizer.state[parameter]["momentum_buffer"]
 
 
 def _without_momentum(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, float]]:
-    """What an SGD's next step makes the momentum's memory for, and its dampening; skipped, it leaves it unwritten."""
+    """Parameters for which SGD's next step allocates a momentum buffer, which a skipped one leaves uninitialised."""
     return [
         (parameter, group["dampening"])
         for group in optimizer.param_groups

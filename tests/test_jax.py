@@ -395,7 +395,7 @@ class TestOut:
         engine = unclipped(gradient_tree)
         engine.add(gradient_tree.gradients(tree))
         result = engine.step(out={"w": np.zeros(2, ml_dtypes.bfloat16)})
-        with pytest.raises(BufferRefused, match=r"JAX cannot read component 'w' where it lies .*copy=True"):
+        with pytest.raises(BufferRefused, match=r"JAX cannot read component 'w' in place .*copy=True"):
             gradient_tree.tree(result.gradients)
         assert_same_trees(gradient_tree.tree(result.gradients, copy=True), tree, dtype=None)
 

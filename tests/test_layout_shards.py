@@ -279,7 +279,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("count", [0, 1, 3])
     def test_not_one_part_for_each_rank(self, count):
-        with pytest.raises(LayoutMismatch, match=f"not one for each rank: got {count} parts, expected 2"):
+        with pytest.raises(LayoutMismatch, match=f"not one shard for each rank: got {count} shards, expected 2"):
             RowParallelShard(4, 6, 0, 2).merge_shards([np.zeros((2, 6))] * count)
 
     def test_a_destination_of_another_shape_or_read_only(self):

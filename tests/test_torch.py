@@ -420,7 +420,7 @@ class TestClipRefuses:
 
     def test_what_is_no_parameter(self):
         module = net()
-        with pytest.raises(CallerError, match=r"parameters\[0\] is no tensor: got tuple.*module.parameters\(\)"):
+        with pytest.raises(CallerError, match=r"parameters\[0\] is not a tensor: got tuple.*module.parameters\(\)"):
             clip_grad_norm_(module.named_parameters(), 1.0)
 
     @pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), None, 3], ids=["a module", "None", "a number"])
@@ -432,7 +432,9 @@ class TestClipRefuses:
             clip_grad_norm_(given, 1.0)
 
     def test_a_module_that_is_a_list_of_modules(self):
-        with pytest.raises(CallerError, match=r"parameters\[0\] is no tensor: got Linear; pass module.parameters\(\)"):
+        with pytest.raises(
+            CallerError, match=r"parameters\[0\] is not a tensor: got Linear; pass module.parameters\(\)"
+        ):
             clip_grad_norm_(net(), 1.0)
 
 
@@ -572,7 +574,7 @@ class TestLayout:
     def test_what_is_no_module_is_refused(self, given):
         for call in (layout_of, gradients_of, lambda module: tensors_of(module, {})):
             with pytest.raises(
-                CallerError, match=f"this is no module: got {type(given).__name__}, expected torch.nn.Module, or a list"
+                CallerError, match=f"not a torch module: got {type(given).__name__}, expected torch.nn.Module, or"
             ):
                 call(given)
 
@@ -998,7 +1000,7 @@ class TestUnused:
         engine = GradientEngine(layout_of(module))
         engine.add(gradients_of(module))
         result = engine.step(out=gradients_of(module, allocate=True))
-        with pytest.raises(LayoutMismatch, match=r"'other.bias' \(and 1 more\) is no parameter of this module"):
+        with pytest.raises(LayoutMismatch, match=r"'other.bias' \(and 1 more\) is not a parameter of this module"):
             drop_unused(wrapped, result)
         module.zero_grad()
         module(torch.ones(3, 4), block=False).sum().backward()
@@ -1309,7 +1311,7 @@ class TestStepFused:
     def test_a_gradient_that_only_begins_or_ends_within_the_arena_is_none_of_it(self, first, is_within):
         memory = torch.zeros(64)
         extent = gradengine.torch._extent([memory[40:44].numpy(), memory[24:32].numpy()])
-        assert gradengine.torch._lies_within(memory[first : first + 8], *extent) is is_within
+        assert gradengine.torch._is_within(memory[first : first + 8], *extent) is is_within
 
     def test_a_sparse_gradient_of_another_parameter_is_refused(self):
         module, embedding = net(), torch.nn.Embedding(5, 3, sparse=True)

@@ -1,4 +1,4 @@
-"""Where each component of a model's gradients lies in one flat arena, and how tensor parallelism cuts it.
+"""Offsets of a model's gradients in one flat arena, and their shards under tensor parallelism.
 
 In: names and shapes (or a torch module, a nested mapping, a transformer's sizes). Out: `GradientLayout`, its slots,
 blocks and spans, and the shards of a `TensorParallelConfig`. No gradient is read or written here. Imports `arrays`.

@@ -1,6 +1,6 @@
-"""What is given, taken apart into named components: nested containers, a torch module, a list of its parameters.
+"""Flattening of nested containers, a torch module or a list of its parameters into named components.
 
-A component's name is its path, the parts joined by dots. torch is recognised where it is loaded and never imported.
+A component's name is its path, joined by dots. torch is used where it is loaded, and never imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "is_nested",
     "memory_order",
     "named_components",
-    "refuse_untakable",
+    "refuse_unsupported",
     "shapes_in_memory",
     "trainable",
 ]
@@ -32,23 +32,23 @@ _DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own
 
 
 class ParameterHolder(Protocol):
-    """A torch.nn.Module, as far as a layout asks it."""
+    """The part of torch.nn.Module that a layout uses."""
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]:
-        """Name and parameter, tied ones once."""
+        """Name and parameter, tied parameters once."""
         ...
 
 
 def named_components(given: Any) -> list[tuple[str, Any]]:
-    """Each component's name, and its array or shape.
+    """Pairs of a component's name and its array or shape.
 
     Args:
-        given: A mapping or a sequence, which may hold others; an iterator; or a torch module, whose trainable
-            parameters are meant, in the shapes in which they lie in memory.
+        given: A mapping or a sequence, which may be nested; an iterator; or a torch module, of which the trainable
+            parameters are used, with their dimensions in memory order.
 
     Raises:
         LayoutMismatch: It is none of these, or nested too deep.
-        BufferRefused: A parameter whose gradient cannot be taken.
+        BufferRefused: A parameter whose gradients are not supported.
 
     Example:
         >>> named_components({"encoder": [{"w": (2, 3)}, {"w": (3,)}], "head": (5,)})
@@ -67,7 +67,7 @@ def named_components(given: Any) -> list[tuple[str, Any]]:
 
 
 def is_nested(value: object) -> bool:
-    """Whether it holds components rather than being one: a mapping, or a list of more than dimensions.
+    """Whether this is a container of components: a mapping, or a list of anything but dimensions.
 
     >>> is_nested({}), is_nested([np.zeros(2)]), is_nested((2, 3))
     (True, True, False)
@@ -78,24 +78,23 @@ def is_nested(value: object) -> bool:
 
 
 def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
-    """Each trainable parameter's shape, its dimensions in the order in which memory runs through them.
+    """Shapes of the trainable parameters, with their dimensions in memory order.
 
     Raises:
         CallerError: It is neither a module nor a list of parameters.
         LayoutMismatch: A lazy parameter has no shape yet.
-        BufferRefused: A parameter's gradients cannot be taken: another dtype, sparse, a DTensor.
+        BufferRefused: A parameter's gradients are not supported: another dtype, sparse, a DTensor.
     """
     parameters = trainable(module)
     for name, parameter in parameters.items():
-        refuse_untakable(name, parameter)
-    return {name: _shape_as_it_lies(parameter) for name, parameter in parameters.items()}
+        refuse_unsupported(name, parameter)
+    return {name: _shape_in_memory(parameter) for name, parameter in parameters.items()}
 
 
-def refuse_untakable(name: str, array: Any) -> None:
-    """Raise `BufferRefused` where an array's gradients cannot be taken; of a parameter whose dtype is its own affair.
+def refuse_unsupported(name: str, array: Any) -> None:
+    """Raise `BufferRefused` for an array or parameter whose gradients have another dtype, are sparse or a DTensor.
 
-    Raises:
-        BufferRefused: Another dtype, sparse, or a DTensor.
+    A torch parameter is asked for the dtype of its gradients, `grad_dtype`, which may be another than its own.
     """
     if has(array, "to_local"):
         raise BufferRefused(
@@ -107,7 +106,7 @@ def refuse_untakable(name: str, array: Any) -> None:
     is_tensor = isinstance(array, getattr(torch, "Tensor", ()))
     if is_tensor and array.layout is not torch.strided:
         raise BufferRefused(f"component '{name}' is sparse", got=str(array.layout), do="make it dense")
-    dtype = getattr(array, "grad_dtype", array.dtype) if has(array, "dtype") else None  # None: any, as it comes
+    dtype = getattr(array, "grad_dtype", array.dtype) if has(array, "dtype") else None  # None: any
     if dtype is not None and (named := dtype_name(dtype)) not in DTYPES:
         raise unsupported_dtype(name, named)
 
@@ -128,7 +127,7 @@ def trainable(module: Any) -> dict[str, Any]:
 
 
 def memory_order(tensor: Any) -> tuple[int, ...] | None:
-    """A torch tensor's dimensions in the order in which memory runs; None where that is theirs, or there are gaps."""
+    """The permutation that makes a torch tensor contiguous; None where it is so already, or has gaps."""
     if tensor.layout is not sys.modules["torch"].strided or tensor.is_contiguous():
         return None
     order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
@@ -143,7 +142,7 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     for position, parameter in enumerate(module if is_list else [None]):
         if not _is_parameter(parameter):
             raise CallerError(
-                "this is no module",
+                "not a torch module",
                 got=type(module).__name__,
                 expected="torch.nn.Module, or a list of its parameters",
             )
@@ -151,7 +150,7 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_array(value: object) -> bool:
-    """An array can be iterated over, but for one without dimensions; its rows are no parameters."""
+    """Arrays of one dimension or more are iterable too, but their rows are not parameters."""
     return has(value, "shape")
 
 
@@ -164,7 +163,7 @@ def _is_parameter(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def _shape_as_it_lies(parameter: Any) -> tuple[int, ...]:
+def _shape_in_memory(parameter: Any) -> tuple[int, ...]:
     order = memory_order(parameter)
     return tuple(parameter.shape) if order is None else tuple(parameter.shape[dimension] for dimension in order)
 
@@ -177,8 +176,8 @@ def _leaves(value: Any, path: str, count: Iterator[int], depth: int = 0) -> Iter
     )
     for key, item in pairs:
         if not isinstance(key, str):
-            raise LayoutMismatch("a component's name is no text", got=said(key), expected="a string")
-        if next(count) > MOST_ITEMS:  # also of few lists that hold each other often, or of an endless iterator
+            raise LayoutMismatch("a component's name is not text", got=said(key), expected="a string")
+        if next(count) > MOST_ITEMS:  # an endless iterator, or few lists that contain each other often
             expected = f"at most {MOST_ITEMS} components"
             raise LayoutMismatch("there are too many components", got=f"more than {MOST_ITEMS}", expected=expected)
         name = f"{path}{key}"

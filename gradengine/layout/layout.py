@@ -1,4 +1,4 @@
-"""Where each component of a gradient set lies in the arena: integers and names only, no array is touched."""
+"""Layout of a model's gradients in one flat arena: names, shapes and offsets; arrays are asked only for their shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgpack
 
 from gradengine.arguments import as_index, has, listed, refuse_other_kind, said, truth_value, whole_number
 from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
-from gradengine.layout.components import ParameterHolder, named_components, refuse_untakable
+from gradengine.layout.components import ParameterHolder, named_components, refuse_unsupported
 from gradengine.layout.shards import Partition, Shape, checked_tp_rank
 from gradengine.layout.slots import Block, Row, Slot, Span, place, refuse_bad_rows
 from gradengine.layout.tensor_parallel import TensorParallelConfig
@@ -33,17 +33,17 @@ Components: TypeAlias = Mapping[str, Any] | Iterable[Any] | ParameterHolder
 
 
 class GradientLayout:
-    """Ordered slots of one gradient set and the arena they fill.
+    """Layout of one model's gradients in a flat fp32 arena.
 
-    Build one with `transformer`, `lora` or `of`. Two workers may exchange gradients when their fingerprints are equal.
+    Built by `transformer`, `lora` or `of`. Workers can exchange gradients if their fingerprints are equal.
 
     Attributes:
-        slots: Each component's place, in the order in which sequences of gradients are passed.
+        slots: The components' slots, in the order in which sequences of gradients are passed.
         blocks: The transformer blocks.
-        spans: What travels as one, in the order in which backward finishes it.
-        arena_size: Elements of the arena, padding counted.
-        tp_rank: Whose part of the model this is.
-        tp_size: Ranks that the model is cut for; 1 where it is whole.
+        spans: The ranges that are exchanged as one, in the order in which backward completes them.
+        arena_size: Elements of the arena, padding included.
+        tp_rank: The tensor-parallel rank whose shards these are.
+        tp_size: Size of the tensor-parallel group; 1 for a whole model.
 
     Example:
         >>> layout = GradientLayout.of({"layers.0.w": (2, 3), "layers.1.w": (2, 3), "head": (5,)})
@@ -69,14 +69,14 @@ class GradientLayout:
         by_key: dict[int | str, Span] = {span.key: span for span in (*self.blocks, *non_block)}
         by_name = {slot.name: slot for span in by_key.values() for slot in span.slots}
         self.slots = tuple(by_name[row.name] for row in rows)
-        # Models list their parameters from the input on, so backward finishes them in reverse.
+        # Models list their parameters from input to output, so backward completes them in reverse.
         appearance = dict.fromkeys(slot.name if slot.block is None else slot.block for slot in self.slots)
         order = [*reversed(appearance)] if backward_order is None else listed("backward_order", backward_order)
         _refuse_bad_order(order, by_key)
         self.spans = tuple(by_key[key] for key in order)
         self.arena_size = max(span.stop for span in self.spans)
         if self.nbytes > _MOST_BYTES:
-            raise LayoutMismatch("a layout is larger than any memory", got=f"above {_MOST_BYTES} bytes")
+            raise LayoutMismatch("a layout is too large", got=f"above {_MOST_BYTES} bytes")
 
     @staticmethod
     def of(
@@ -86,28 +86,27 @@ class GradientLayout:
         tp_size: int | None = None,
         partitions: Mapping[str, Partition] | None = None,
     ) -> GradientLayout:
-        """The layout of arrays (or shapes) as they are given.
+        """The layout of a collection of arrays or shapes.
 
         Args:
-            gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; a sequence
-                names its components "0", "1", .... Containers within are taken apart, their names joined by dots. Or a
-                torch.nn.Module: its trainable parameters by name, each in the shape in which it lies in memory. Or its
-                parameters, each by its position, frozen ones too. Only shapes and dtypes are read, of torch's
-                parameters the gradients' dtype: give shapes where gradients come in another one. Up to and including
-                its first whole-number part a dotted name says which block it belongs to: "layers.0.wq" lies in block
-                "layers.0"; where there is none, up to the first part that ends in a number, as flax names them:
-                "Block_0.kernel" lies in "Block_0". Blocks are numbered by stem, then by that number. Workers exchange
-                in the reverse of this order, so give the components from the model's input to its output where blocks
-                shall travel while backward runs.
-            tp_rank: This rank in its tensor-parallel group; the shapes are those of its parts.
-            tp_size: Ranks of that group; 1, if it is not given, for a whole model.
-            partitions: Name -> "column", "row" or "replicated", for each component of a part of a model. To the norm
-                "column" and "row" are one: the component's elements are this rank's alone.
+            gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; the
+                components of a sequence are named "0", "1", ... Containers may be nested: names are joined by dots. Or
+                a torch.nn.Module: its trainable parameters by name, their dimensions in memory order. Or a list of its
+                parameters, named by position, frozen ones included. Only shapes and dtypes are read (of a torch
+                parameter its `grad_dtype`): pass shapes if gradients will have another dtype. A dotted name belongs to
+                the block that ends with its first whole-number part: "layers.0.wq" is in block "layers.0"; without such
+                a part, with the first part that ends in a number, as flax names modules: "Block_0.kernel" is in
+                "Block_0". Blocks are ordered by stem, then by that number. They are exchanged in reverse order, so list
+                components from the model's input to its output for overlap with backward.
+            tp_rank: This rank in its tensor-parallel group; the shapes are those of its shards.
+            tp_size: Size of that group; 1, the default, for a whole model.
+            partitions: Name -> "column", "row" or "replicated", for each component if `tp_size` > 1. The norm treats
+                "column" and "row" alike: this rank alone has the component's elements.
 
         Raises:
-            LayoutMismatch: Two components of one name, a negative or fractional dimension, a partition of no component
-                or of no kind, a component of a part without one, a lazy parameter, or nothing at all.
-            BufferRefused: An array or a parameter whose gradients cannot be taken: float64, complex, sparse, a DTensor.
+            LayoutMismatch: A repeated name, a negative or fractional dimension, an unknown partition or one of an
+                unknown component, a component of a shard without one, a lazy parameter, or no component at all.
+            BufferRefused: An array or a parameter whose gradients are not supported: float64, complex, sparse, DTensor.
             CallerError: The rank is out of range, or there are partitions and no `tp_size`.
 
         Example:
@@ -115,19 +114,19 @@ class GradientLayout:
             [(2, 3), (4,)]
             >>> [slot.name for slot in GradientLayout.of({"encoder": [{"w": (2,)}], "head": (1,)}).slots]
             ['encoder.0.w', 'head']
-            >>> cut = {"w": "column", "norm": "replicated"}
-            >>> shard = GradientLayout.of({"w": (2, 3), "norm": (4,)}, tp_rank=1, tp_size=2, partitions=cut)
+            >>> split = {"w": "column", "norm": "replicated"}
+            >>> shard = GradientLayout.of({"w": (2, 3), "norm": (4,)}, tp_rank=1, tp_size=2, partitions=split)
             >>> [slot.partition for slot in shard.slots]
             ['column', 'replicated']
         """
         named = named_components(gradients)
-        cut = {} if partitions is None else partitions
-        refuse_other_kind("partitions", cut, Mapping)
+        split = {} if partitions is None else partitions
+        refuse_other_kind("partitions", split, Mapping)
         rank, size = checked_tp_rank(tp_rank, 1 if tp_size is None else tp_size)
-        _refuse_bad_partitions(cut, dict(named), None if tp_size is None else size)
+        _refuse_bad_partitions(split, dict(named), None if tp_size is None else size)
         for name, array in named:
-            refuse_untakable(name, array)
-        rows = [Row(name, _shape_of(name, g), _block_name(name), cut.get(name, "replicated")) for name, g in named]
+            refuse_unsupported(name, array)
+        rows = [Row(name, _shape_of(name, g), _block_name(name), split.get(name, "replicated")) for name, g in named]
         return GradientLayout(rows, tp_rank=rank, tp_size=size)
 
     @staticmethod
@@ -141,7 +140,7 @@ class GradientLayout:
         embedding: bool = True,
         tensor_parallel: TensorParallelConfig | None = None,
     ) -> GradientLayout:
-        """The nine components of each transformer block, then `lm_head`, `final_norm` and `embedding`.
+        """The layout of a transformer: nine components a block, then `lm_head`, `final_norm` and `embedding`.
 
         Args:
             num_blocks: Transformer layers.
@@ -150,10 +149,11 @@ class GradientLayout:
             intermediate_size: I; `gate` and `up` are (H, I), `down` is (I, H).
             vocab_size: V; `lm_head` and `embedding` are (V, H).
             embedding: False where the embedding is tied to the LM head or frozen.
-            tensor_parallel: Whose part of the model it is; all sizes above are the whole model's. None for the whole.
+            tensor_parallel: The configuration of this rank's shards; the sizes above are the whole model's. None for a
+                whole model.
 
         Raises:
-            LayoutMismatch: A size that is not a whole number >= 0, or is not the configuration's.
+            LayoutMismatch: A size that is not a whole number >= 0, or not the configuration's.
             CallerError: The vocabulary cannot be divided.
 
         Example:
@@ -182,7 +182,7 @@ class GradientLayout:
 
     @staticmethod
     def lora(num_blocks: int, hidden_size: int, kv_hidden_size: int, rank: int) -> GradientLayout:
-        """The six trained buffers of each block under LoRA on the query and value projections.
+        """The layout of LoRA on the query and value projections: six trained components a block.
 
         Args:
             num_blocks: Transformer layers.
@@ -203,25 +203,24 @@ class GradientLayout:
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements of the gradient set, padding not counted."""
+        """Elements of all components, without padding."""
         return sum(slot.size for slot in self.slots)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the fp32 arena, padding counted: the memory that an accumulator of this layout takes."""
+        """Bytes of the fp32 arena, padding included: the memory of an accumulator with this layout."""
         return 4 * self.arena_size
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over names, shapes, blocks and order, in hexadecimal: equal on workers that may exchange."""
+        """SHA-256 of `table()` in hexadecimal: equal on workers that can exchange gradients."""
         return hashlib.sha256(self.table()).hexdigest()
 
     def table(self) -> bytes:
         """The layout as msgpack: rows [name, shape, block name or nil], then the spans' keys in backward order.
 
-        Of a part of a model there follows [tp_rank, tp_size, each row's partition]: workers whose parts differ have
-        equal shapes, and must not sum them. This is what the fingerprint is taken of and what the handshake sends and
-        compares.
+        For shards of a model [tp_rank, tp_size, each row's partition] follows: different shards can have equal shapes,
+        and must not be summed. The handshake sends and compares this table.
         """
         rows = [[row.name, list(row.shape), row.block_name] for row in self._rows]
         part = [[self.tp_rank, self.tp_size, [row.partition for row in self._rows]]] if self.tp_size > 1 else []
@@ -255,7 +254,7 @@ class GradientLayout:
 
     @cached_property
     def spans_by_key(self) -> Mapping[int | str, Span]:
-        """The spans by key: a block's index, or the name of a component outside the blocks."""
+        """The spans by key: a block's index, or the name of a non-block component."""
         return {span.key: span for span in self.spans}
 
     @cached_property
@@ -277,10 +276,10 @@ class GradientLayout:
 
 
 def layout_from_table(table: bytes) -> GradientLayout:
-    """The layout that a table of rows describes; for a coordinator that has none of its own.
+    """The layout of a table that a worker has sent.
 
     Raises:
-        LayoutMismatch: The rows are not rows of a layout.
+        LayoutMismatch: It is not a valid table.
 
     Example:
         >>> layout = GradientLayout.of({"layers.0.w": (2, 3)})
@@ -315,7 +314,7 @@ def _shape_of(name: str, array: Any) -> Shape:
     dimensions = array.shape if has(array, "shape") else array
     try:
         given = [as_index(dimension) for dimension in itertools.islice(dimensions, MAX_DIMENSIONS + 1)]
-    except TypeError:  # nothing that can be gone through
+    except TypeError:  # not iterable
         given = [None]
     shape = tuple(dimension for dimension in given if dimension is not None)
     if len(shape) < len(given):
@@ -341,7 +340,7 @@ def _block_name(name: str) -> str | None:
 
 
 def _ends_in_number(part: str) -> bool:
-    """As flax numbers its modules.
+    """Whether this is a flax module's numbered name.
 
     >>> _ends_in_number("Block_0"), _ends_in_number("layer0")
     (True, False)
@@ -361,7 +360,7 @@ def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str,
     if partitions and tp_size is None:
         raise CallerError("partitions of a whole model", got="no tp_size", expected="tp_rank= and tp_size= too")
     for name in named if tp_size is not None and tp_size > 1 else ():
-        if name not in partitions:  # taken for replicated, a forgotten shard would be counted once, or summed
+        if name not in partitions:  # as "replicated" a forgotten shard would count once in the norm
             raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(PARTITIONS))
 
 

@@ -1,8 +1,8 @@
-"""One rank's part of a component under tensor parallelism: cut out and put together again, in any framework's arrays.
+"""Shards of a component under tensor parallelism: extracted and merged, in any framework's arrays.
 
-A column-parallel layer keeps some columns of its matrix and a row-parallel one some rows (Shoeybi et al. 2019,
+A column-parallel layer has some columns of its matrix, a row-parallel one some rows (Shoeybi et al. 2019,
 arXiv:1909.08053, section 3). Matrices are stored (in, out), as everywhere here. torch.nn.Linear stores (out, in): there
-the weight of a column-parallel layer is a `RowParallelShard`, and the other way round.
+the weight of a column-parallel layer is a `RowParallelShard`, and vice versa.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _MOST_RANKS = 1 << 16
 
 
 class Shard(ABC):
-    """One rank's part of a component, and the way there and back.
+    """One rank's shard of a component.
 
     Attributes:
-        partition: How the component is cut: "column", "row" or "replicated".
-        full_shape: The whole component's.
-        tp_rank: Whose part it is.
-        tp_size: Ranks of the tensor-parallel group.
+        partition: "column", "row" or "replicated".
+        full_shape: The whole component's shape.
+        tp_rank: The shard's rank.
+        tp_size: Size of the tensor-parallel group.
     """
 
     partition: ClassVar[Partition]
@@ -59,23 +59,23 @@ class Shard(ABC):
 
     @property
     def local_shape(self) -> Shape:
-        """The part's shape."""
+        """The shard's shape."""
         return self.full_shape
 
     def extract_shard(self, array: AnyArray, *, copy: bool = False) -> AnyArray:
-        """This rank's part of the whole component.
+        """This rank's shard of the whole component.
 
         Args:
             array: The whole component, of any framework and dtype, on any device.
-            copy: Whether the part gets contiguous memory of its own.
+            copy: Whether to return a contiguous copy.
 
         Returns:
-            The part, of the array's own kind: a view without `copy` (of JAX, whose slices are copies, a copy); NumPy's
-            or CuPy's of what offers DLPack alone. Of a torch parameter it is detached.
+            The shard, of the array's own type: a view without `copy` (a copy for JAX, whose slices are copies);
+            NumPy or CuPy for an object that has DLPack alone. Of a torch parameter it is detached.
 
         Raises:
             LayoutMismatch: The array has another shape.
-            BufferRefused: It is no array.
+            BufferRefused: It is not an array.
 
         Example:
             >>> ColumnParallelShard(2, 4, tp_rank=1, tp_size=2).extract_shard(np.arange(8).reshape(2, 4))
@@ -88,18 +88,18 @@ class Shard(ABC):
         return copied(part) if truth_value("copy", copy) else part
 
     def merge_shards(self, arrays: Sequence[AnyArray], out: AnyArray | None = None) -> AnyArray:
-        """The whole component from all ranks' parts: the inverse of `extract_shard`.
+        """The whole component from all ranks' shards: the inverse of `extract_shard`.
 
         Args:
-            arrays: Each rank's part in rank order, all of one framework, dtype and device.
-            out: Where to write the whole, in memory that the parts do not share; memory of its own if not given.
+            arrays: The shards in rank order, all of one framework, dtype and device.
+            out: The destination, which must not overlap them; None for a new array.
 
         Returns:
-            The whole component, of the parts' own kind; or `out`.
+            The whole component, of the shards' own type; or `out`.
 
         Raises:
-            LayoutMismatch: There are not `tp_size` parts, or one has another shape or dtype.
-            BufferRefused: One is no array, or `out` cannot be written.
+            LayoutMismatch: There are not `tp_size` shards, or one has another shape or dtype.
+            BufferRefused: One is not an array, or `out` cannot be written.
 
         Example:
             >>> shard = RowParallelShard(4, 1, tp_rank=0, tp_size=2)
@@ -109,7 +109,7 @@ class Shard(ABC):
         parts = [as_sliceable(array, f"rank {rank}'s part") for rank, array in enumerate(listed("arrays", arrays))]
         if len(parts) != self.tp_size:
             raise LayoutMismatch(
-                "the parts of a component are not one for each rank", got=f"{len(parts)} parts", expected=self.tp_size
+                "there is not one shard for each rank", got=f"{len(parts)} shards", expected=self.tp_size
             )
         for rank, part in enumerate(parts):
             _refuse_other_shape(part, self.local_shape, f"rank {rank}'s part is")
@@ -124,19 +124,19 @@ class Shard(ABC):
 
     @abstractmethod
     def _index_of(self, rank: int) -> tuple[Any, ...]:
-        """Where a rank's part lies in the whole."""
+        """The index of a rank's shard in the whole component."""
 
     @abstractmethod
     def _write(self, whole: AnyArray, parts: Sequence[AnyArray]) -> None:
-        """Make the whole of parts."""
+        """Write all shards into the whole component."""
 
     @abstractmethod
     def _joined_by_jax(self, parts: Sequence[AnyArray]) -> AnyArray:
-        """The whole of immutable parts."""
+        """The whole component of immutable shards."""
 
 
 class _MatrixShard(Shard):
-    """A matrix that is cut along one of its dimensions."""
+    """A shard of a matrix along one of its dimensions."""
 
     _dimension: ClassVar[int]
 
@@ -147,7 +147,7 @@ class _MatrixShard(Shard):
 
     @property
     def local_shape(self) -> Shape:
-        """The part's shape."""
+        """The shard's shape."""
         rows, columns = self.full_shape
         return (self._part, columns) if self._dimension == 0 else (rows, self._part)
 
@@ -175,13 +175,13 @@ class _MatrixShard(Shard):
 
 @final
 class ColumnParallelShard(_MatrixShard):
-    """Some columns of a matrix (rows, columns): the outputs that one rank computes. A strided view until it is copied.
+    """Columns of a matrix (rows, columns): the outputs that one rank computes. A strided view unless it is copied.
 
     Args:
         rows: Of the whole matrix.
         columns: Of the whole matrix; a multiple of `tp_size`.
-        tp_rank: Whose columns: tp_rank * columns / tp_size and those that follow.
-        tp_size: Ranks that share the matrix.
+        tp_rank: The rank, whose columns begin at tp_rank * columns / tp_size.
+        tp_size: Size of the tensor-parallel group.
 
     Raises:
         CallerError: The columns cannot be divided, or the rank is out of range.
@@ -197,15 +197,15 @@ class ColumnParallelShard(_MatrixShard):
 
 @final
 class RowParallelShard(_MatrixShard):
-    """Some rows of a matrix (rows, columns): the inputs that one rank multiplies. A contiguous view.
+    """Rows of a matrix (rows, columns): the inputs that one rank multiplies. A contiguous view.
 
-    The ranks' products are partial sums of the layer's output, to be all-reduced.
+    The ranks' products are partial sums of the layer's output, which an all-reduce adds.
 
     Args:
         rows: Of the whole matrix; a multiple of `tp_size`.
         columns: Of the whole matrix.
-        tp_rank: Whose rows: tp_rank * rows / tp_size and those that follow.
-        tp_size: Ranks that share the matrix.
+        tp_rank: The rank, whose rows begin at tp_rank * rows / tp_size.
+        tp_size: Size of the tensor-parallel group.
 
     Raises:
         CallerError: The rows cannot be divided, or the rank is out of range.
@@ -221,12 +221,12 @@ class RowParallelShard(_MatrixShard):
 
 @final
 class Replica(Shard):
-    """A component that every rank holds whole.
+    """A component that is replicated on every rank.
 
     Args:
         shape: The component's.
-        tp_rank: Whose copy.
-        tp_size: Ranks that hold one.
+        tp_rank: The rank.
+        tp_size: Size of the tensor-parallel group.
 
     Example:
         >>> Replica((1024,), tp_rank=1, tp_size=2).local_shape
@@ -243,11 +243,11 @@ class Replica(Shard):
         return f"Replica({self.full_shape}, {self.tp_rank}, {self.tp_size})"
 
     def merge_shards(self, arrays: Sequence[AnyArray], out: AnyArray | None = None) -> AnyArray:
-        """Rank 0's copy of the component; the others must have its shape, their values are not compared."""
+        """Rank 0's replica; the others must have its shape, their values are not compared."""
         return super().merge_shards(arrays, out)
 
     def _index_of(self, rank: int) -> tuple[Any, ...]:
-        return (...,)  # an array too where there are no dimensions
+        return (...,)  # a view also of an array without dimensions
 
     def _write(self, whole: AnyArray, parts: Sequence[AnyArray]) -> None:
         assign(whole, (...,), parts[0], "the destination")
@@ -268,7 +268,7 @@ def checked_tp_rank(tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:
-    """The quotient; raises `CallerError`, naming both numbers, where something is left."""
+    """The quotient; raises `CallerError` with both numbers where there is a remainder."""
     if value % parts:
         remainder = f"{said(value)} / {said(parts)}, which leaves {said(value % parts)}"
         expected = f"a multiple of {said(parts)}"

@@ -1,7 +1,7 @@
-"""Components side by side in the arena: where each one begins, and which of them make a block.
+"""Slots: the offset of each component in the arena, and the blocks that they form.
 
-Blocks come first and are contiguous, so that one block is one stretch of memory to exchange; every slot starts on a
-128-byte boundary, so that vector loads stay aligned whatever the sizes are. The padding between slots is always zero.
+Blocks come first and are contiguous, so that a block is one range of memory to exchange. Each slot starts on a 128-byte
+boundary, so that vector loads are aligned whatever the sizes are. The padding between slots is always zero.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from gradengine.layout.shards import Partition, Shape
 
 __all__ = ["Block", "Row", "Slot", "Span", "place", "refuse_bad_rows"]
 
-_MOST_DIGITS = 18  # of a block's number
+_MOST_DIGITS = 18  # in a block's number
 ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A component's place in the arena; `offset` and `size` count fp32 elements.
+    """A component's range in the arena; `offset` and `size` count fp32 elements.
 
     Attributes:
         name: The component's name.
-        shape: Its shape; under tensor parallelism that of this rank's part.
-        offset: Where it begins.
-        block: Its block's index, if it lies in one.
-        partition: How it is cut over a tensor-parallel group: "column", "row", or "replicated" where it is whole.
+        shape: Its shape; under tensor parallelism that of this rank's shard.
+        offset: Its first element in the arena.
+        block: The index of its block; None outside of blocks.
+        partition: Its sharding over a tensor-parallel group: "column", "row" or "replicated".
     """
 
     name: str
@@ -56,7 +56,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of the arena that is exchanged as one: a block (key: index) or a non-block component (key: name)."""
+    """A range of the arena that is exchanged as one: a block (key: index) or a non-block component (key: name)."""
 
     key: int | str
     slots: tuple[Slot, ...]
@@ -65,7 +65,7 @@ class Span:
 
     @property
     def called(self) -> str:
-        """What errors call it: "block 0", "component 'head'"."""
+        """Its name in errors: "block 0", "component 'head'"."""
         return f"block {self.key}" if isinstance(self.key, int) else f"component '{self.key}'"
 
 
@@ -84,7 +84,7 @@ class Block(Span):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the layout table: what identifies a slot on every worker."""
+    """A row of the layout table, which identifies a slot on every worker."""
 
     name: str
     shape: Shape
@@ -93,7 +93,7 @@ class Row:
 
 
 def refuse_bad_rows(rows: Sequence[Row]) -> None:
-    """Raise `LayoutMismatch` where there is none, two have one name, or one has no name to be sent or no known cut."""
+    """Raise `LayoutMismatch` for no rows, a repeated name, one that is not UTF-8, or an unknown partition."""
     if not rows:
         raise LayoutMismatch("a layout needs at least one component", got=0)
     seen: set[str] = set()
@@ -106,7 +106,7 @@ def refuse_bad_rows(rows: Sequence[Row]) -> None:
                 expected=f"one of {get_args(Partition)}",
             )
         if not _is_utf8(row.name):
-            raise LayoutMismatch("a component's name cannot be sent", got=said(row.name), expected="text in UTF-8")
+            raise LayoutMismatch("a component's name is not UTF-8", got=said(row.name), expected="text in UTF-8")
         if row.name in seen:
             raise LayoutMismatch("two components have one name", got=repr(row.name), expected="names that differ")
         seen.add(row.name)
@@ -121,7 +121,7 @@ def _is_utf8(name: str) -> bool:
 
 
 def place(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
-    """Blocks first, in the order of their numbers, then the rest in the order given; each slot aligned."""
+    """Aligned slots: blocks first, by their numbers, then the other components in the order given."""
     members: dict[str, list[Row]] = {}
     for row in rows:
         if row.block_name is not None:
@@ -154,6 +154,6 @@ def _numbered(block_names: Iterable[str]) -> list[str]:
     for name in block_names:
         number = name.rpartition(".")[2].rpartition("_")[2]
         if not number.isdecimal() or len(number) > _MOST_DIGITS:
-            raise LayoutMismatch("a block's name ends in no number", got=repr(name[-80:]), expected="'layers.0'")
+            raise LayoutMismatch("a block's name does not end in a number", got=repr(name[-80:]), expected="'layers.0'")
         keys[name] = (stems.setdefault(name.removesuffix(number), len(stems)), int(number))
     return sorted(keys, key=keys.__getitem__)

@@ -1,7 +1,7 @@
-"""What a tensor-parallel rank holds of a transformer: heads, columns, rows, and which component is cut how.
+"""Tensor parallelism of a transformer: the local sizes of one rank, and the shard of each component.
 
-The form is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the inner matrices of attention and
-feed-forward are cut so that each needs one all-reduce in the forward and one in the backward.
+The partition is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053, section 3): attention and feed-forward each need
+one all-reduce in the forward and one in the backward.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _REPLICATED = ("input_norm", "post_attn_norm", "final_norm")
 @final
 @dataclass(frozen=True)
 class TensorParallelConfig:
-    """One rank's part of a transformer that is spread over a tensor-parallel group.
+    """Sizes of a transformer on one rank of a tensor-parallel group.
 
     Attention heads and the intermediate size are divided evenly; norms are replicated, and so are `lm_head` and
-    `embedding` unless `vocab_parallel` cuts them by rows (V, H).
+    `embedding` unless `vocab_parallel` shards their rows (V, H).
 
     Args:
         tp_rank: This rank in the group, 0..tp_size - 1.
-        tp_size: Ranks of the group.
+        tp_size: Size of the group.
         hidden_size: H of the whole model, a multiple of `num_heads`.
         intermediate_size: I of the whole model.
         num_heads: Query heads of the whole model.
@@ -48,8 +48,8 @@ class TensorParallelConfig:
         vocab_parallel: Whether the vocabulary is divided too.
 
     Raises:
-        CallerError: A size is no whole number above 0, cannot be divided, or the rank is out of range; both numbers are
-            named.
+        CallerError: A size is not a whole number above 0 or cannot be divided, or the rank is out of range; both
+            numbers are named.
 
     Example:
         >>> config = TensorParallelConfig(0, 2, hidden_size=1024, intermediate_size=4096, num_heads=16, num_kv_heads=4)
@@ -119,13 +119,13 @@ class TensorParallelConfig:
         """Rows of this rank's `lm_head` and `embedding`.
 
         Raises:
-            CallerError: The vocabulary is to be divided and cannot be.
+            CallerError: The vocabulary is sharded and cannot be divided.
         """
         rows = whole_number("vocab_size", vocab_size, 0)
         return divided("vocab_size", rows, self.tp_size) if self.vocab_parallel else rows
 
     def weight_memory_fraction(self, num_blocks: int = 1, vocab_size: int = 0, *, embedding: bool = True) -> float:
-        """What this rank keeps of the model's weights: 1 / tp_size of what is divided, and all of what is replicated.
+        """The fraction of the model's weights on this rank: 1 / tp_size of the sharded ones, all replicated ones.
 
         Args:
             num_blocks: Transformer blocks of the model.
@@ -153,7 +153,7 @@ class TensorParallelConfig:
         return local / (matrices + norms + final_norm + tail * vocab_size * h)
 
     def shard_of(self, name: str, shape: Sequence[int]) -> Shard:
-        """How a component of the transformer is cut, and which part is this rank's.
+        """This rank's shard of a component of the transformer.
 
         Args:
             name: Of a component, as in `GradientLayout.transformer`: "w_q" or "blocks.3.w_q", "lm_head", ...
@@ -161,7 +161,7 @@ class TensorParallelConfig:
 
         Raises:
             LayoutMismatch: No such component, or another shape than this model's.
-            CallerError: The vocabulary is to be divided and cannot be.
+            CallerError: The vocabulary is sharded and cannot be divided.
 
         Example:
             >>> TensorParallelConfig(1, 2, 8, 16, 2, 2).shard_of("down", (16, 8)).local_shape
