@@ -50,34 +50,29 @@ def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 
         holds: Micro-batches that ours folds in one pass, for each of its variants.
         begun: Micro-batches that are in the sum already; the others alone are timed.
     """
-    by_passes = bytes_of_adding(workload, workload.count - begun, begun=begun)
+    device, by_passes = workload.device, bytes_of_adding(workload, begun=begun)
+    ours = [
+        Variant(
+            "ours" if begun else f"ours hold={hold}",
+            bytes_of_adding(workload, hold, begun=begun),
+            partial(_our_sum, workload, hold, begun),
+            base=True,
+            tolerance=OURS,
+        )
+        for hold in dict.fromkeys(holds)
+    ]
     return [
-        *(
-            Variant(
-                "ours" if begun else f"ours hold={hold}",
-                bytes_of_adding(workload, workload.count - begun, hold, begun=begun),
-                partial(_our_sum, workload, hold, begun),
-                base=True,
-                tolerance=OURS,
-            )
-            for hold in dict.fromkeys(holds)
-        ),
-        Variant(by_hand_name(workload.device), by_passes, partial(_peer_s_sum, workload, ByHand, begun)),
-        Variant(torch_name(workload.device, workload.dtype), by_passes, partial(_peer_s_sum, workload, Torch, begun)),
+        *ours,
+        Variant(by_hand_name(device), by_passes, partial(_sum_of_peer, workload, ByHand, begun)),
+        Variant(torch_name(device, workload.dtype), by_passes, partial(_sum_of_peer, workload, Torch, begun)),
     ]
 
 
-def bytes_of_adding(workload: Workload, count: int, hold: int | None = None, *, begun: int = 0) -> int:
-    """Traffic of adding micro-batches.
-
-    Args:
-        workload: Of which micro-batches.
-        count: How many.
-        hold: Ours, in passes of as many; a peer's if None: one pass for each.
-        begun: Whether the sum is there already: if not, ours overwrites it, and a peer zeroes it.
-    """
+def bytes_of_adding(workload: Workload, hold: int | None = None, *, begun: int = 0) -> int:
+    """Traffic of adding what has not begun: by ours in passes of `hold` micro-batches, or by a peer one by one."""
+    count = workload.count - begun
     passes = count if hold is None else -(-count // hold)
-    first = 0 if begun else 1 if hold is None else -1
+    first = 0 if begun else 1 if hold is None else -1  # a peer zeroes the sum, ours does not read it
     return count * workload.gradient_bytes + (2 * passes + first) * workload.sum_bytes
 
 
@@ -89,7 +84,7 @@ def _our_sum(workload: Workload, hold: int, begun: int) -> Case:
     return _sum(workload, calls, begun, lambda: list(accumulator.views().values()))
 
 
-def _peer_s_sum(workload: Workload, kind: type[Peer], begun: int) -> Case:
+def _sum_of_peer(workload: Workload, kind: type[Peer], begun: int) -> Case:
     peer, calls = adding(workload, kind)
     return _sum(workload, calls, begun, lambda: peer.gradients)
 
@@ -110,8 +105,8 @@ def norm(workload: Workload) -> list[Variant]:
     nbytes = workload.gradient_bytes
     return [
         Variant("ours", nbytes, partial(_our_norm, workload), base=True, tolerance=OURS),
-        Variant(by_hand_name(workload.device), nbytes, partial(_peer_s_norm, workload, ByHand)),
-        Variant("torch foreach", nbytes, partial(_peer_s_norm, workload, Torch)),
+        Variant(by_hand_name(workload.device), nbytes, partial(_norm_of_peer, workload, ByHand)),
+        Variant("torch foreach", nbytes, partial(_norm_of_peer, workload, Torch)),
     ]
 
 
@@ -129,7 +124,7 @@ def _our_norm(workload: Workload) -> Case:
     return Case(run, error=lambda: workload.error_of_norm(float(run().norm)))
 
 
-def _peer_s_norm(workload: Workload, kind: type[Peer]) -> Case:
+def _norm_of_peer(workload: Workload, kind: type[Peer]) -> Case:
     peer = kind.over(workload.device, workload.batches[0])
     if isinstance(peer, ByHand):
         peer = ByHand([widened(gradient) for gradient in peer.gradients])
@@ -143,12 +138,12 @@ def hand_back(workload: Workload, *, to_bf16: bool) -> list[Variant]:
     """One micro-batch of fp32 is multiplied: in place, or into bfloat16 destinations, which nobody writes by hand."""
     tolerance, whole = _TO_BF16 if to_bf16 else OURS, workload.sum_bytes
     ours, torch = (whole * 3 // 2, whole * 7 // 2) if to_bf16 else (2 * whole, 2 * whole)
-    by_hand = Variant(by_hand_name(workload.device), 2 * whole, partial(_peer_s_hand_back, workload, ByHand))
+    by_hand = Variant(by_hand_name(workload.device), 2 * whole, partial(_hand_back_of_peer, workload, ByHand))
     return [
         Variant("ours", ours, partial(_our_hand_back, workload, to_bf16=to_bf16), base=True, tolerance=tolerance),
         *([] if to_bf16 else [by_hand]),
         Variant(
-            "torch foreach", torch, partial(_peer_s_hand_back, workload, Torch, to_bf16=to_bf16), tolerance=tolerance
+            "torch foreach", torch, partial(_hand_back_of_peer, workload, Torch, to_bf16=to_bf16), tolerance=tolerance
         ),
     ]
 
@@ -165,7 +160,7 @@ def _our_hand_back(workload: Workload, *, to_bf16: bool) -> Case:
     )
 
 
-def _peer_s_hand_back(workload: Workload, kind: type[Peer], *, to_bf16: bool = False) -> Case:
+def _hand_back_of_peer(workload: Workload, kind: type[Peer], *, to_bf16: bool = False) -> Case:
     arrays, put_back = _restored(workload)
     peer = kind.over(workload.device, arrays)
     if not to_bf16:
@@ -205,14 +200,14 @@ def clip(workload: Workload) -> list[Variant]:
         state = FusedClipState([array.size for array in arrays], device.kernels)
         return partial(clip_gradients_fused, workload.as_taken(arrays), bound, state)
 
-    def peer_s(kind: type[Peer], arrays: list[Array]) -> Callable[[], object]:
+    def of_peer(kind: type[Peer], arrays: list[Array]) -> Callable[[], object]:
         return partial(kind.over(device, arrays).clip, bound)
 
     tolerance = OURS if workload.dtype == "float32" else _TO_BF16
     return [
         Variant("ours", nbytes, partial(clipped, ours), base=True, tolerance=tolerance),
-        Variant(by_hand_name(device), nbytes, partial(clipped, partial(peer_s, ByHand))),
-        Variant("torch foreach", nbytes, partial(clipped, partial(peer_s, Torch))),
+        Variant(by_hand_name(device), nbytes, partial(clipped, partial(of_peer, ByHand))),
+        Variant("torch foreach", nbytes, partial(clipped, partial(of_peer, Torch))),
     ]
 
 
@@ -228,15 +223,18 @@ def lora(workload: Workload) -> list[Variant]:
         block = dict(zip(LORA_COMPONENTS, arrays, strict=True))
         return partial(clip_lora_gradients_fused, block, bound, init_lora_fused_clip(block, gpu.kernels))
 
-    def torch_s(arrays: list[Array]) -> Callable[[], object]:
+    def of_torch(arrays: list[Array]) -> Callable[[], object]:
         return partial(Torch.over(gpu, arrays).clip, bound)
 
-    our_graph, torch_s_graph = partial(clipped, ours, partial(_recorded, gpu)), partial(clipped, torch_s, gpu.recorded)
+    our_graph, graph_of_torch = (
+        partial(clipped, ours, partial(_recorded, gpu)),
+        partial(clipped, of_torch, gpu.recorded),
+    )
     return [
         Variant("ours replayed", nbytes, our_graph, base=True, tolerance=OURS),
         Variant("ours eager", nbytes, partial(clipped, ours), base=True, tolerance=OURS),
-        Variant("torch foreach", nbytes, partial(clipped, torch_s)),
-        Variant("torch foreach, graph", nbytes, torch_s_graph),
+        Variant("torch foreach", nbytes, partial(clipped, of_torch)),
+        Variant("torch foreach, graph", nbytes, graph_of_torch),
     ]
 
 

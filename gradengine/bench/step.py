@@ -69,18 +69,17 @@ def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
 
 def compiled(workload: Workload, limit: float) -> list[Variant]:
     """On a GPU ours beside `torch.compile` of the same, whose two ways may each take `limit` seconds to compile."""
-    by_micro_batch = workload.count * workload.gradient_bytes + (2 * workload.count - 1 + 3) * workload.sum_bytes
-    whole = workload.count * workload.gradient_bytes + (1 + 3) * workload.sum_bytes
+    count, build = workload.count, partial(_compiled, workload, limit)
     return [
-        *_ours(workload, (1, workload.count)),
-        Variant("torch.compile, by micro-batch", by_micro_batch, partial(_compiled, workload, limit, whole=False)),
-        Variant("torch.compile, whole window", whole, partial(_compiled, workload, limit, whole=True)),
+        *_ours(workload, (1, count)),
+        Variant("torch.compile, by micro-batch", _bytes(workload, 3, 1), partial(build, whole=False)),
+        Variant("torch.compile, whole window", _bytes(workload, 3, count), partial(build, whole=True)),
     ]
 
 
 def _bytes(workload: Workload, sets: int, hold: int | None = None) -> int:
     """Of the additions, and of as many reads or writes of the sum after them."""
-    return bytes_of_adding(workload, workload.count, hold) + sets * workload.sum_bytes
+    return bytes_of_adding(workload, hold) + sets * workload.sum_bytes
 
 
 def _start_torch(device: Device) -> None:
