@@ -53,12 +53,6 @@ def five_point(function, step=1e-3):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_blocks": 0}, "num_blocks must be a positive int, got 0"),
-        ({"hidden_size": 12.0}, "hidden_size must be a positive int, got 12.0"),
-        ({"vocab_size": True}, "vocab_size must be a positive int, got True"),
-        ({"sequence_length": -1}, "sequence_length must be a positive int, got -1"),
-        ({"norm_epsilon": math.nan}, "norm_epsilon must be a positive float, got nan"),
-        ({"rope_theta": math.inf}, "rope_theta must be a positive float, got inf"),
         ({"num_heads": 5}, "num_heads must divide hidden_size: 128 / 5 leaves 3"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads must divide num_heads: 4 / 3 leaves 1"),
         ({"hidden_size": 12, "num_heads": 4, "num_kv_heads": 4}, "must be even, got 3"),
@@ -69,7 +63,7 @@ def test_config_refuses(changed, message):
         LlamaConfig(**{"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2} | changed)
 
 
-def test_config_takes_whole_floats_and_derives_sizes():
+def test_config_derives_sizes():
     config = LlamaConfig(hidden_size=1024, num_heads=16, num_kv_heads=4, intermediate_size=4096, rope_theta=500_000)
     assert (config.head_size, config.kv_hidden_size) == (64, 256)
     sizes = [math.prod(shape) for shape in config.weight_shapes.values()]
@@ -288,21 +282,6 @@ def test_extreme_activations_stay_finite():
     value, gradients = forward_backward(weights, random_tokens(GROUPED), GROUPED)
     assert math.isfinite(value)
     assert all(np.isfinite(gradient).all() for gradient in gradients.values())
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (np.zeros((2, 4)), "tokens must be integers, got float64"),
-        (np.zeros(4, int), r"got shape \(4,\)"),
-        (np.zeros((0, 4), int), r"got shape \(0, 4\)"),
-        (np.zeros((2, 0), int), r"got shape \(2, 0\)"),
-        (np.zeros((2, 9), int), r"tokens must be \(batch, 1..8 = sequence_length\), got shape \(2, 9\)"),
-    ],
-)
-def test_tokens_refused(tokens, message):
-    with pytest.raises(ValueError, match=message):
-        forward(rough_weights(GROUPED), tokens, GROUPED)
 
 
 def test_only_functions_that_cupy_has_are_used():

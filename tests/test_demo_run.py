@@ -15,7 +15,7 @@ from gradengine.demo.comparison import distance
 from gradengine.demo.model import LlamaConfig
 from gradengine.demo.plot import refuse_bad_path, save_plot
 from gradengine.demo.proofs import prove
-from gradengine.demo.record import Evaluated, Finished, Kept, Record, Step, Stepped
+from gradengine.demo.record import Evaluated, Finished, Record, Step, Stepped
 from gradengine.demo.run import train
 from gradengine.demo.settings import Settings, Transport, divide
 from gradengine.demo.text import standard_library_text
@@ -233,10 +233,12 @@ def test_a_step_is_complete_when_all_ranks_have_made_it():
 
 def test_the_record_keeps_rank_0s_weights():
     record, weights = Record(SETTINGS), {"w": np.ones(1, np.float32)}
-    for report in (Kept(1, "d", None), Kept(0, "d", weights), Finished(1, "e"), Evaluated(6, 2.5)):
+    ends = [Finished(1, "e", (), "d"), Finished(0, "e", (), "d", weights), Finished(2, "e")]
+    for report in (Evaluated(6, 2.5), *ends):
         record.take(report)
     assert record.kept is weights
-    assert (record.kept_digests, record.digests, record.evaluations) == ({1: "d", 0: "d"}, {1: "e"}, {6: 2.5})
+    assert (record.kept_digests, record.evaluations) == ({1: "d", 0: "d"}, {6: 2.5})
+    assert record.digests == {0: "e", 1: "e", 2: "e"}
 
 
 @given(steps=st.integers(1, 500), evaluations=st.integers(1, 20))

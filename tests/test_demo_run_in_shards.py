@@ -14,7 +14,7 @@ from gradengine.demo import worker
 from gradengine.demo.comparison import distance
 from gradengine.demo.model import LlamaConfig, initial_weights
 from gradengine.demo.proofs import prove
-from gradengine.demo.record import Compared, Finished, Kept, Listening, Stepped
+from gradengine.demo.record import Compared, Finished, Listening, Stepped
 from gradengine.demo.run import replay_all, train
 from gradengine.demo.settings import Settings, Transport, divide
 from gradengine.demo.text import standard_library_text
@@ -310,16 +310,15 @@ def test_a_silent_worker_is_named_and_not_the_shards_that_wait_for_each_other(mo
 def test_reports_at_the_end_are_of_the_united_model(record):
     reports = []
     worker.train_as_threads(dataclasses.replace(SETTINGS, workers=1), TEXTS, reports.append)
-    kept, finished = reports[-2:]
-    assert isinstance(kept, Kept)
+    finished = reports[-1]
     assert isinstance(finished, Finished)
-    assert {name: weight.shape for name, weight in kept.weights.items()} == MODEL.weight_shapes
-    assert kept.digest == weights_digest(kept.weights)
+    assert {name: weight.shape for name, weight in finished.compared_weights.items()} == MODEL.weight_shapes
+    assert finished.compared_digest == weights_digest(finished.compared_weights)
     assert len(finished.replicated) == 2
 
 
 def test_a_run_that_ends_before_the_compared_steps_keeps_nothing():
     reports = []
     worker.train_as_threads(dataclasses.replace(SETTINGS, steps=2, compared_steps=4), TEXTS, reports.append)
-    assert not any(isinstance(report, Kept) for report in reports)
-    assert sum(isinstance(report, Finished) for report in reports) == 2
+    ends = [report for report in reports if isinstance(report, Finished)]
+    assert [(end.compared_digest, end.compared_weights) for end in ends] == [(None, None)] * 2

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gradengine.demo.settings import Settings
 
 __all__ = [
-    "Compared", "Evaluated", "Finished", "Heartbeat", "Kept", "Listening", "Record", "Replayed", "Report", "Step",
+    "Compared", "Evaluated", "Finished", "Heartbeat", "Listening", "Record", "Replayed", "Report", "Step",
     "Stepped", "Weights",
 ]  # fmt: skip
 
@@ -56,21 +56,17 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The weights after the compared steps, shards united: their digest, and rank 0's own."""
-
-    rank: int
-    digest: str
-    weights: Weights | None
-
-
-@dataclass(frozen=True)
 class Finished:
-    """The digest of a rank's last weights, shards united; and each shard's of what all shards hold whole."""
+    """A rank's digests, shards united: of its last weights, and of those after the compared steps, if it made them.
+
+    `replicated` is each shard's digest of what all shards hold whole; `compared_weights` are rank 0's own.
+    """
 
     rank: int
     digest: str
     replicated: tuple[str, ...] = ()
+    compared_digest: str | None = None
+    compared_weights: Weights | None = None
 
 
 @dataclass(frozen=True)
@@ -127,9 +123,9 @@ class Record:
         elif isinstance(report, Finished):
             self.digests[report.rank] = report.digest
             self.replicated_digests[report.rank] = report.replicated
-        elif isinstance(report, Kept):
-            self.kept_digests[report.rank] = report.digest
-            self.kept = report.weights or self.kept
+            if report.compared_digest is not None:
+                self.kept_digests[report.rank] = report.compared_digest
+                self.kept = report.compared_weights or self.kept
         return None
 
     def _take_step(self, report: Stepped) -> Step | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, final
 import numpy as np
 
 from gradengine.demo.model import only_shard
-from gradengine.errors import BufferRefused, CallerError, PeerLost
+from gradengine.errors import PeerLost
 from gradengine.exchange import Progress, local_group
 from gradengine.layout import GradientLayout
 from gradengine.reduction.all_gather import in_group
@@ -50,7 +50,6 @@ class ActivationAllReduce:
         max_size: Elements of the largest array, the same on all ranks; a smaller one travels with zeros behind it.
 
     Raises:
-        CallerError: `max_size` is less than 1.
         HandshakeRefused, PeerLost: The ranks do not come together.
 
     Example:
@@ -59,10 +58,7 @@ class ActivationAllReduce:
     """
 
     def __init__(self, exchange: Exchange, max_size: int) -> None:
-        if max_size < 1:
-            raise CallerError("max_size is out of range", got=max_size, expected="at least 1 element")
         layout = GradientLayout.of({"partial_sums": (max_size,)})
-        self.max_size = max_size
         self._exchange, self._span, self._progress = exchange, layout.spans[0], Progress()
         self._arena = np.zeros(layout.arena_size, np.float32)
         with in_group("between the shards of a model"):
@@ -72,10 +68,8 @@ class ActivationAllReduce:
         """Replace a NumPy array of float32, of one shape on all ranks, by its sum over them, and return it.
 
         Raises:
-            BufferRefused: It is not such an array, or too large.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; `partial` is as it was.
         """
-        self._refuse_bad(partial)
         shared = self._arena[: partial.size].reshape(partial.shape)
         np.copyto(shared, partial)
         self._arena[partial.size :] = 0.0  # sums of earlier calls would grow there without bound
@@ -85,14 +79,6 @@ class ActivationAllReduce:
         self._progress.next_step()
         np.copyto(partial, shared)
         return partial
-
-    def _refuse_bad(self, partial: Array) -> None:
-        if not isinstance(partial, np.ndarray) or partial.dtype != np.float32:
-            kind = getattr(partial, "dtype", None) or type(partial).__name__
-            raise BufferRefused("a partial sum cannot be taken", got=kind, expected="a NumPy array of float32")
-        if partial.size > self.max_size:
-            size, most = f"{partial.size} elements", f"at most {self.max_size}"
-            raise BufferRefused("a partial sum is too large", got=size, expected=most)
 
 
 def _pass_over(span: Span, upto: int) -> None:

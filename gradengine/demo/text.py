@@ -93,8 +93,6 @@ def split(text: bytes, held_out_fraction: float = 0.1) -> tuple[bytes, bytes]:
         >>> split(b"0123456789", 0.2)
         (b'01234567', b'89')
     """
-    if not 0.0 < held_out_fraction < 1.0:
-        raise ValueError(f"held_out_fraction must be above 0 and below 1, got {held_out_fraction!r}")
     regions = max(1, len(text) // REGION_BYTES)
     train, held_out = [], []
     for region in range(regions):

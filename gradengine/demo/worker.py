@@ -16,7 +16,7 @@ import numpy as np
 
 from gradengine.demo.adamw import AdamW, warmup_cosine
 from gradengine.demo.model import GradientStream, forward, forward_backward, initial_weights, loss, stream_gradients
-from gradengine.demo.record import Evaluated, Finished, Heartbeat, Kept, Listening, Replayed, Report, Stepped
+from gradengine.demo.record import Evaluated, Finished, Heartbeat, Listening, Replayed, Report, Stepped
 from gradengine.demo.shards import (
     WHOLE,
     TensorParallelRank,
@@ -221,11 +221,17 @@ def _report_end(
 ) -> None:
     """Unite the shards of a rank and report what all of them hold."""
     weights, kept = zip(*shards, strict=True)
-    if settings.compared_steps <= settings.steps:
-        whole = united(settings, kept)
-        report(Kept(rank, weights_digest(whole), whole if rank == 0 else None))
     replicated = tuple(weights_digest(replicated_part(settings, part)) for part in weights)
-    report(Finished(rank, weights_digest(united(settings, weights)), replicated))
+    compared = united(settings, kept) if settings.compared_steps <= settings.steps else None
+    report(
+        Finished(
+            rank,
+            weights_digest(united(settings, weights)),
+            replicated,
+            None if compared is None else weights_digest(compared),
+            compared if rank == 0 else None,
+        )
+    )
 
 
 def trainer_of(
