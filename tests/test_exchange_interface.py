@@ -75,7 +75,7 @@ def test_outbox_refuses_a_second_start():
     outbox = Outbox(buckets_of(SMALL, 64), 0)
     for span in random.Random(0).sample(SMALL.spans, len(SMALL.spans)):
         outbox.start(span)
-        with pytest.raises(WindowError, match=f"{span.called} is on its way already"):
+        with pytest.raises(WindowError, match=f"{span.called} has been started already"):
             outbox.start(span)
 
 

@@ -55,7 +55,7 @@ def test_what_each_launcher_names(variables, job):
 def test_what_cannot_be_a_name_is_refused_with_its_variable_in_a_bounded_error(environment, variable, value):
     environment.setattr("os.environ", {variable: value})  # a real one refuses some of them
     with pytest.raises(
-        CallerError, match=f"what the environment names is no name of a job: got '{variable}="
+        CallerError, match=f"the environment.s job is not a valid job name: got '{variable}="
     ) as refused:
         connect("tcp://127.0.0.1:0", 0, 1)
     told = str(refused.value)

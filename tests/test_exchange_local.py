@@ -222,13 +222,13 @@ def test_no_wait_is_for_ever_whoever_is_to_blame():
     """A claim that nobody will give back: two interrupts, the second one while the first is dealt with."""
     workers = bound(local_group(2, timeout=0.3), SMALL, contributions(SMALL, 2))
     shared = workers[0].exchange._group
-    shared._summer = -1
+    shared._summing_thread = -1
     found = outcomes(Worker.sum, workers)
     assert {type(error) for error in found} == {DeadlineExceeded}
     for worker in workers:
         with pytest.raises(DeadlineExceeded, match="another thread is in the middle of a sum"):
             worker.exchange.close()
-    shared._summer = None
+    shared._summing_thread = None
 
 
 @pytest.mark.parametrize("transport", [Transport.LOCAL, Transport.TCP])

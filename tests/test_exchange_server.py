@@ -93,7 +93,7 @@ EXPECTED = [rank_order_sum(contributions(SMALL, 3)).tobytes()] * 3
 )
 @pytest.mark.parametrize("stays", [False, True], ids=["leaves", "stays"])
 def test_stranger_does_no_harm_and_delays_nobody(hosted, says, stays, monkeypatch):
-    monkeypatch.setattr("gradengine.exchange.server._FAREWELL_SECONDS", 0.1)  # given to refusals to arrive
+    monkeypatch.setattr("gradengine.exchange.server._CLOSE_SECONDS", 0.1)  # given to refusals to arrive
     server, exchange = hosted
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -165,7 +165,7 @@ def test_job_is_named_only_to_who_has_the_token():
 @pytest.mark.parametrize("job", [7, b"run", "x" * 257, "two\nlines", "\x1b[31m", "\ud800"], ids=repr)
 def test_what_is_no_name_of_a_job_is_refused(job):
     for make in (lambda: GradientServer(2, job=job), lambda: WorkerClient(("127.0.0.1", 1), 1, 2, job=job)):
-        with pytest.raises(CallerError, match="this is no name of a job"):
+        with pytest.raises(CallerError, match="this is not a valid job name"):
             make()
     assert not package_threads()
 

@@ -1,4 +1,8 @@
-"""The sum over workers: one interface, several transports, the same bytes from each."""
+"""Ordered all-reduce over workers: one interface, the transports of it, the same bytes from each.
+
+In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `interface.py`
+is what a transport implements; `local.py` (threads), `tcp.py` and `server.py` (sockets) do. Imports layout and kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,15 @@ from urllib.parse import urlsplit
 from gradengine.arguments import said, truth_value
 from gradengine.errors import CallerError
 from gradengine.exchange.channel import Address
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Exchange, NonFiniteValue, Progress, checked_rank
+from gradengine.exchange.interface import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_JOIN_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    Exchange,
+    NonFiniteValue,
+    Progress,
+    checked_rank,
+)
 from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.local import LocalExchange, local_group
 from gradengine.exchange.server import GradientServer
@@ -32,26 +44,26 @@ def connect(
     *,
     token: str | None = None,
     job: str | None = None,
-    timeout: float = 300.0,
-    join_timeout: float = 60.0,
+    timeout: float = DEFAULT_TIMEOUT,
+    join_timeout: float = DEFAULT_JOIN_TIMEOUT,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     served: bool = False,
 ) -> Exchange:
-    """This worker's end of a group. Rank 0 hosts the coordinator, unless a server does; the others connect to it.
+    """This rank's exchange in a process group. Rank 0 hosts the coordinator, unless a server does; the others connect.
 
-    Nothing is sent before the engine binds a layout, so workers may come in any order.
+    Nothing is sent before the engine binds a layout, so workers may start in any order.
 
     Args:
         url: "tcp://host:port", the same on all ranks; or "unix:///path" on one machine.
-        rank: This worker, 0..world_size - 1.
+        rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
-        token: A secret that all workers share; needed where the host is not loopback.
-        job: The name of this run, the same on all ranks: of two runs that come to one address, each keeps to its own.
-            None: the job that the launcher names (torchrun --rdzv-id, Open MPI's mpirun, Slurm, PBS, LSF). "": none.
-        timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
-        join_timeout: How long to wait for all ranks to come, in seconds.
-        bucket_bytes: Bytes of one message; the coordinator's value counts, and changes no bit of the result.
-        served: True where `gradengine serve` runs the coordinator: then rank 0 connects like the others.
+        token: A secret that all workers share; required unless the host is loopback.
+        job: The name of this run, the same on all ranks, which keeps two runs with one address apart. None: the job
+            that the launcher names (torchrun --rdzv-id, Open MPI's mpirun, Slurm, PBS, LSF). "": none.
+        timeout: Seconds without any progress after which waiting ranks fail.
+        join_timeout: Seconds to wait for all ranks to join.
+        bucket_bytes: Bytes of one message; the coordinator's value is used, and changes no bit of the result.
+        served: True if `gradengine serve` runs the coordinator: then rank 0 connects like the others.
 
     Raises:
         CallerError: A bad URL, rank or job, an address beyond loopback without a token, or rank 0 cannot listen there.
@@ -78,7 +90,7 @@ def connect(
     try:
         return LocalExchange(server.group, 0, on_close=server.close, url=server.url)
     except BaseException:
-        server.close()  # interrupted: nobody else could
+        server.close()  # interrupted: the caller has no reference to it
         raise
 
 
@@ -93,7 +105,7 @@ def _address(url: str) -> Address:
     if parts.scheme == "tcp" and parts.hostname and port is not None:
         return parts.hostname, port
     raise CallerError(
-        "this is no address of a group",
+        "not a valid group URL",
         got=said(url),
         expected="'tcp://host:port' or 'unix:///path'",
         do="threads of one process use local_group(world_size)",

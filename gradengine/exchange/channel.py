@@ -1,6 +1,6 @@
-"""One socket that speaks messages: whole heads in, payloads straight from and into the caller's memory.
+"""Messages over a stream socket, with payloads sent from and received into the caller's memory; addresses.
 
-A read or write that fails half way leaves the stream out of step, so any fault ends the channel; none is retried.
+After a partial read or write the stream is out of sync, so any fault ends the channel and nothing is retried.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path o
 Kind = TypeVar("Kind", bound=Message)
 
 _RETRY_SECONDS = 0.05
-_UNIX_SEND_BYTES = 1 << 20  # with Linux's 208 KB both ends wake four times as often: 55 ms for 100 MB, not 45
+_UNIX_SEND_BYTES = 1 << 20  # Linux's default of 208 KB: four times the wakeups, 55 ms for 100 MB instead of 45
 
 
 class Channel:
     """Messages over a connected socket; one thread may send while another receives.
 
     Args:
-        connection: A connected stream socket, owned by the channel from now on.
-        peer: Who is at the other end, as errors say it.
+        connection: A connected stream socket, which the channel owns from now on.
+        peer: The peer's name in errors.
     """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
@@ -50,10 +50,10 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        """Send a message; its payload goes out from where it lies.
+        """Send a message and its payload, which is not copied.
 
         Raises:
-            PeerLost: The connection broke, or the peer took longer than the deadline.
+            PeerLost: The connection broke, or the peer did not read before the timeout.
         """
         body = memoryview(payload).cast("B")
         parts = [memoryview(encode_head(message, body.nbytes)), body]
@@ -68,11 +68,11 @@ class Channel:
             raise self._lost(fault, "sending") from None
 
     def receive(self) -> tuple[Message, int]:
-        """The next message and the length of its payload, which the caller must receive next.
+        """The next message, and the length of its payload, which must be received next.
 
         Raises:
             PeerLost: The connection ended or broke.
-            ProtocolError: What came is no message.
+            ProtocolError: It is not a valid message.
         """
         header_bytes, payload_bytes = decode_prefix(self._read(PREFIX_BYTES))
         return decode_header(self._read(header_bytes), payload_bytes), payload_bytes
@@ -96,7 +96,7 @@ class Channel:
             raise self._lost(fault, "receiving") from None
 
     def receive_bytes(self, message: Message, payload_bytes: int, limit: int = MAX_SMALL_PAYLOAD) -> bytes:
-        """A small payload, its length checked before memory is taken.
+        """A small payload, whose length is checked before it is allocated.
 
         Raises:
             ProtocolError: It is longer than `limit`.
@@ -106,10 +106,10 @@ class Channel:
         return self._read(payload_bytes)
 
     def expect(self, kind: type[Kind]) -> tuple[Kind, bytes]:
-        """The next message, which must be of one kind, with its small payload.
+        """The next message, which must be of the given kind, and its small payload.
 
         Raises:
-            ProtocolError: Another kind came, or a payload that is too long.
+            ProtocolError: It is of another kind, or its payload too long.
             PeerLost: The connection ended or broke first.
         """
         message, payload_bytes = self.receive()
@@ -118,24 +118,24 @@ class Channel:
         return message, self.receive_bytes(message, payload_bytes)
 
     def set_deadline(self, seconds: float | None) -> None:
-        """How long each single read or write may stand still; None for ever (another thread then closes)."""
+        """Set the timeout of each single read or write; None for no timeout (until another thread closes)."""
         with contextlib.suppress(OSError):  # closed already
             self._socket.settimeout(seconds)
 
     def finish_sending(self) -> None:
-        """Tell the peer that nothing more will come."""
+        """Shut down the sending side."""
         with contextlib.suppress(OSError):  # the peer may be gone already
             self._socket.shutdown(socket.SHUT_WR)
 
     def discard_until_end(self) -> None:
-        """Read and drop what still comes, so that closing does not reset a connection with a last message in flight."""
+        """Read until the end, since a close with unread data resets the connection before our last message arrives."""
         scratch = bytearray(1 << 16)
         with contextlib.suppress(OSError):
             while self._socket.recv_into(scratch):
                 pass
 
     def close(self) -> None:
-        """End the connection at once and wake whoever reads or writes."""
+        """Close the connection and wake threads that read or write."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -151,7 +151,7 @@ class Channel:
 
 
 def checked_address(address: Address) -> Address:
-    """As (host, port) or the path of a Unix socket; raises `CallerError` where it is neither.
+    """The address as (host, port) or the path of a Unix socket; raises `CallerError` for anything else.
 
     >>> checked_address(["localhost", 5000])
     ('localhost', 5000)
@@ -163,11 +163,11 @@ def checked_address(address: Address) -> Address:
         port = as_index(address[1])
         if port is not None and 0 <= port < 1 << 16:
             return address[0], port
-    raise CallerError("this is no address", got=said(address), expected="(host, port) or the path of a Unix socket")
+    raise CallerError("not a valid address", got=said(address), expected="(host, port) or the path of a Unix socket")
 
 
 def refuse_bad_token(token: str | None) -> None:
-    """Raise `CallerError` unless it is text or None."""
+    """Raise `CallerError` unless the token is text or None."""
     if token is not None:
         refuse_other_kind("token", token, str)
 
@@ -176,7 +176,7 @@ def listen_socket(address: Address) -> socket.socket:
     """A listening socket.
 
     Raises:
-        CallerError: The address cannot be bound, the error says which; or the system has no POSIX sockets.
+        CallerError: The address cannot be bound, or the system has no POSIX sockets.
     """
     family = _family(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -202,10 +202,10 @@ def listen_socket(address: Address) -> socket.socket:
 
 
 def connect_socket(address: Address, timeout: float) -> socket.socket:
-    """A connection to the coordinator, tried again until it is there.
+    """A connection to the coordinator; retried until the timeout.
 
     Raises:
-        PeerLost: It was not there within `timeout` seconds.
+        PeerLost: There was no connection within `timeout` seconds.
         CallerError: The system has no POSIX sockets.
     """
     deadline, family = time.monotonic() + timeout, _family(address)
@@ -215,7 +215,7 @@ def connect_socket(address: Address, timeout: float) -> socket.socket:
         try:
             connection.connect(address)
             if connection.getsockname() == connection.getpeername():
-                raise OSError("only itself answers there")  # noqa: TRY301  (a port nobody listens at may be given to us)
+                raise OSError("only itself answers there")  # noqa: TRY301  (our own port: a TCP self-connect)
         except (TypeError, ValueError) as fault:
             connection.close()
             raise _no_address(address, fault) from None
@@ -233,12 +233,12 @@ def connect_socket(address: Address, timeout: float) -> socket.socket:
 
 
 def _no_address(address: Address, fault: Exception) -> CallerError:
-    """The error for text that no host and no path can be: a character without bytes, a name too long."""
-    return CallerError(f"no socket can be at {shown(address)}", got=said(fault), do="check the host or path")
+    """The error for text that cannot be encoded as a host or path, or is too long."""
+    return CallerError(f"not a valid address: {shown(address)}", got=said(fault), do="check the host or path")
 
 
 def shown(address: Address) -> str:
-    """An address as URLs write it.
+    """An address as in a URL.
 
     >>> shown(("127.0.0.1", 5000))
     '127.0.0.1:5000'
@@ -250,7 +250,7 @@ def shown(address: Address) -> str:
 
 
 def url_of(address: Address) -> str:
-    """An address as `connect` takes it.
+    """An address as a URL for `connect`.
 
     >>> url_of(("::1", 5000)), url_of("/run/group")
     ('tcp://[::1]:5000', 'unix:///run/group')
@@ -259,7 +259,7 @@ def url_of(address: Address) -> str:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a Unix socket that a process left behind; one that still answers stays, and bind says so."""
+    """Remove a stale Unix socket; with one that still answers, bind fails."""
     if not Path(path).is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -268,11 +268,11 @@ def _remove_stale(path: str) -> None:
         except ConnectionRefusedError:
             Path(path).unlink()
         except OSError:
-            return  # bind says what is wrong
+            return  # bind gives the error
 
 
 def _family(address: Address) -> socket.AddressFamily:
-    """The address' kind of socket, on a system that has all that a `Channel` needs of them: Windows has not."""
+    """The address family, on a system with Unix sockets and `sendmsg`, which Windows has not."""
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
         raise CallerError(
             f"no exchange over {url_of(address)}: this system's sockets are not POSIX",

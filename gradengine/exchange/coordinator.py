@@ -1,7 +1,7 @@
-"""The protocol of a group as a state machine: who has contributed what, what may be summed, who is late.
+"""State machine of a group: contributions of each rank, the next bucket to sum, and the ranks that are late.
 
-No I/O, no clock, no threads: a transport tells it what arrived and does what it says. Positions count buckets from the
-group's first step on, so that a bucket of step s is `s * num_buckets + bucket` and "in order" is one comparison.
+No I/O, clock or threads. Positions count buckets from the group's first step on: bucket b of step s is at
+`s * num_buckets + b`, so that "in order" is one comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Coordinator", "Stall"]
 
 @dataclass(frozen=True)
 class Stall:
-    """Who holds the group up: nobody where `waiting` is empty."""
+    """Ranks that are late and ranks that wait for them; none if `waiting` is empty."""
 
     late: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -25,12 +25,12 @@ class Stall:
 
 
 class Coordinator:
-    """The state of one group between joining and the end.
+    """The state of one group from the first join on.
 
     Args:
         world_size: Workers in the group.
-        num_buckets: Buckets in a step.
-        step: The step the group begins with.
+        num_buckets: Buckets of a step.
+        step: The group's first step.
 
     Attributes:
         summed: The position of the next bucket to sum.
@@ -56,10 +56,10 @@ class Coordinator:
         self._gathers = 0
 
     def join(self, rank: int, step: int) -> None:
-        """A worker comes.
+        """A worker joins.
 
         Raises:
-            HandshakeRefused: It is at another step than the first one that came.
+            HandshakeRefused: It is at another step than the first that joined.
         """
         if step != self.step:
             raise HandshakeRefused(
@@ -68,16 +68,16 @@ class Coordinator:
         self._contributed[rank] = self.summed
 
     def open(self, summed: int) -> None:
-        """All have come; the coordinator still has the sums of the step's first `summed` buckets."""
+        """All have joined; the coordinator still has the sums of the step's first `summed` buckets."""
         self.summed = self.step * self.num_buckets + summed
         self._contributed = dict.fromkeys(self._contributed, self.summed)
 
     def lacks(self, rank: int, progress: Progress) -> range:
-        """Positions whose sum a worker that came back must be sent again.
+        """Positions whose sum must be sent again to a worker that reconnected.
 
         Raises:
-            HandshakeRefused: It has overwritten contributions whose sums the coordinator lost; or it has contributed
-                nothing to what is summed already, and would take the next window's gradients for that.
+            HandshakeRefused: It has overwritten contributions whose sums the coordinator lost; or it has not
+                contributed to buckets that are summed already, and would contribute another window's gradients.
         """
         summed = self.summed - self.step * self.num_buckets
         if progress.contributed < summed:
@@ -98,11 +98,11 @@ class Coordinator:
         return range(has, self.summed)
 
     def group_of(self, progresses: Mapping[int, Progress]) -> bytes:
-        """The name of the group that a half-summed step goes on in; empty where the step may begin in any group.
+        """The identifier of the group in which a half-summed step must be resumed; empty if there is no such step.
 
         Raises:
-            HandshakeRefused: Somebody contributed to the step as another rank or in another group: its contribution
-                would be missing from some sums, or be in them twice.
+            HandshakeRefused: A worker contributed to the step as another rank or in another group: its contribution
+                would be missing from some sums, or counted twice.
         """
         by_rank = sorted(progresses.items())
         half_summed = [progress.membership for _, progress in by_rank if progress.is_half_summed]
@@ -126,10 +126,10 @@ class Coordinator:
         return tuple(rank for rank in range(self.world_size) if rank not in self._contributed)
 
     def contribute(self, rank: int, position: int) -> None:
-        """A worker's contribution to a bucket has arrived whole.
+        """A worker's contribution to a bucket has arrived.
 
         Raises:
-            ProtocolError: It is not that worker's next bucket, or the worker has not joined.
+            ProtocolError: It is not the worker's next bucket, or the worker has not joined.
         """
         expected = self._contributed.get(rank)
         if position != expected:
@@ -137,22 +137,22 @@ class Coordinator:
         self._contributed[rank] = position + 1
 
     def expects(self, rank: int) -> int:
-        """The position of that worker's next bucket."""
+        """The position of the worker's next bucket."""
         return self._contributed[rank]
 
     def ready(self) -> int | None:
-        """The next position to sum, once every rank has contributed to it."""
+        """The next position to sum; None before every rank has contributed to it."""
         if self.missing or min(self._contributed.values()) <= self.summed:
             return None
         return self.summed
 
     def mark_summed(self) -> bool:
-        """The bucket that was `ready` holds its sum now; True where it was its step's last."""
+        """Advance past the `ready` bucket; True if it was the last of its step."""
         self.summed += 1
         return self.summed % self.num_buckets == 0
 
     def gather(self, rank: int, data: bytes) -> list[bytes] | None:
-        """A worker's part of a gather; all parts in rank order where it was the last.
+        """A worker's part of an all-gather; all parts in rank order if it was the last, else None.
 
         Raises:
             ProtocolError: The worker has given its part of this gather already.
@@ -172,10 +172,10 @@ class Coordinator:
         return divmod(position, self.num_buckets)
 
     def stall(self, receiving: Collection[int] = ()) -> Stall:
-        """Who is late, and who waits for them.
+        """The ranks that are late, and those that wait for them.
 
         Args:
-            receiving: Ranks that have not yet taken all sums there are for them.
+            receiving: Ranks that have not yet received all sums sent to them.
         """
         ranks = set(range(self.world_size))
         if self.missing:

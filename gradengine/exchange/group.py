@@ -1,7 +1,7 @@
-"""A group of workers in one process: the state machine, one lock, and the sum in rank order.
+"""A process group's shared state in the coordinator's process: the state machine, one lock, the sum in rank order.
 
-Members differ only in where their gradients lie: a thread's arena (local.py) or buffers filled from a socket
-(server.py). Whoever completes a bucket sums it, so arrival decides who does the work and never what comes out.
+Members differ in where their gradients are: a thread's arena (local.py) or receive buffers of a socket (server.py). The
+thread that completes a bucket sums it: the order of arrival decides which thread works, and never the result.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from gradengine.threads import Condition
 
 __all__ = ["Group", "Member"]
 
-_MAX_BAD = 64  # non-finite values told of a step
+_MAX_BAD = 64  # non-finite values reported of a step
 
 
 class Member(ABC):
-    """One rank as the group sees it."""
+    """A rank of the group."""
 
     def __init__(self, rank: int, progress: Progress) -> None:
         self.rank, self.progress = rank, progress
 
     @abstractmethod
     def contribution(self, bucket: Bucket) -> Arena:
-        """The rank's gradient of the bucket to be summed next."""
+        """The rank's gradients of the bucket that is summed next."""
 
     @abstractmethod
     def deliver(self, step: int, bucket: Bucket, total: Arena) -> None:
-        """The sum is there; `total` stays unchanged until the step is over. Called without the lock, in order."""
+        """Take a bucket's sum, in `total` until the step is over. Called in order, without the lock."""
 
     @abstractmethod
     def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:
-        """All sums of a step have been delivered."""
+        """All sums of the step have been delivered."""
 
     @abstractmethod
     def deliver_gathered(self, parts: list[bytes]) -> None:
-        """A gather is complete."""
+        """Take the result of an all-gather."""
 
     @abstractmethod
     def welcome(self, summed: int) -> None:
-        """All ranks have joined, as `progress.membership` says; `summed` leading buckets have their sum already."""
+        """All ranks have joined, and `progress.membership` is set; `summed` leading buckets are summed already."""
 
     @abstractmethod
     def dismiss(self, failure: ExchangeError) -> None:
@@ -74,18 +74,14 @@ class Member(ABC):
     @property
     @abstractmethod
     def has_all(self) -> bool:
-        """Whether what was delivered no longer needs the memory it was delivered from."""
+        """Whether all delivered sums have been copied or sent."""
 
 
 @final
 class Group:
-    """What the members of a group share.
+    """The members of a group and their shared state.
 
-    Args:
-        world_size: Workers in the group.
-        timeout: Progress deadline in seconds.
-        join_timeout: How long the group waits for all to join, in seconds.
-        bucket_bytes: Bytes summed at a time.
+    Args: as `gradengine.exchange.connect`.
 
     Raises:
         CallerError: The world size is not in 1..65536, or a time or size is not above zero.
@@ -105,8 +101,8 @@ class Group:
         self._dismissed: set[int] = set()
         self.coordinator: Coordinator | None = None
         self._store: Arena | None = None
-        self._summer: int | None = None  # the thread that is summing
-        self._moved = time.monotonic()
+        self._summing_thread: int | None = None
+        self._last_progress = time.monotonic()
 
     @property
     def is_complete(self) -> bool:
@@ -114,15 +110,15 @@ class Group:
         return self.coordinator is not None and not self.coordinator.missing
 
     def admit(self, member: Member, layout: GradientLayout, arena: Arena | None = None) -> None:
-        """A rank joins; the last one to come opens the group.
+        """A rank joins; the last one opens the group.
 
         Args:
             member: The rank.
-            layout: Its layout, compared with the first one's.
-            arena: Rank 0's own arena where it lives in this process: sums are taken there.
+            layout: Its layout, compared with the first rank's.
+            arena: Rank 0's own arena if it is in this process, for summing in place.
 
         Raises:
-            HandshakeRefused: The layout, step or rank does not fit; the group fails with it unless the rank is taken.
+            HandshakeRefused: Another layout or step, upon which the group fails, or a rank that has joined already.
         """
         with self.lock:
             self.refuse_failed()
@@ -135,27 +131,27 @@ class Group:
             except HandshakeRefused as refusal:
                 self.fail(refusal)
                 raise
-            self.move()
+            self.note_progress()
 
     def contribute(self, rank: int, count: int) -> None:
-        """A rank's next `count` buckets are complete; sums what can be summed."""
+        """A rank's next `count` buckets are complete; sums all that are ready."""
         with self.lock:
             for _ in range(count):
                 self.opened().contribute(rank, self.opened().expects(rank))
-            self.move()
+            self.note_progress()
         self._sum_what_is_ready()
 
     def gather(self, rank: int, data: bytes) -> None:
-        """A rank's part of a gather; the last one delivers it to all."""
+        """A rank's part of an all-gather; the last one delivers the result to all."""
         with self.lock:
             parts = self.opened().gather(rank, data)
             if parts is not None:
                 for member in self.members.values():
                     member.deliver_gathered(parts)
-            self.move()
+            self.note_progress()
 
     def fail(self, failure: ExchangeError) -> None:
-        """End the group; the first failure counts. Who was not told of it, as this was interrupted, is told again."""
+        """End the group with its first failure. Repeated after an interrupt, it dismisses the remaining members."""
         with self.lock:
             self.failure = self.failure or failure
             for rank, member in self.members.items():
@@ -165,60 +161,58 @@ class Group:
             self.changed.notify_all()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait, without the lock, until `done`; raises the group's failure, or that somebody is late."""
+        """Wait, without the lock, until `done()`; raises the group's failure, or a timeout."""
         left = 0.0
         while not self.changed.wait_for(lambda: done() or self.failure is not None, left):
-            left = self.fail_if_late(somebody_waits=True)
+            left = self.fail_if_late(caller_waits=True)
         with self.lock:
             if not done():
                 self.refuse_failed()
 
     def settle(self) -> None:
-        """Wait until no other thread is summing: from then on a group that failed touches no arena.
+        """Wait until no other thread is summing: after it a group that has failed writes to no arena.
 
         Raises:
-            DeadlineExceeded: It does not come to its end.
+            DeadlineExceeded: The other thread did not finish in time.
         """
         me = threading.get_ident()
-        if not self.changed.wait_for(lambda: self._summer in {None, me}, self.timeout):
+        if not self.changed.wait_for(lambda: self._summing_thread in {None, me}, self.timeout):
             raise DeadlineExceeded(
                 "another thread is in the middle of a sum", got=f"no end in {self.timeout:g} s", do="start anew"
             )
 
-    def fail_if_late(self, *, somebody_waits: bool = False) -> float:
-        """Fail if somebody waits and nothing has moved for too long; else say for how many seconds that is not so.
+    def fail_if_late(self, *, caller_waits: bool = False) -> float:
+        """Fail the group if a rank waits and the timeout has passed without progress; returns the seconds left.
 
         Args:
-            somebody_waits: Whether the caller is one who does, whatever the others are at.
+            caller_waits: Whether the caller itself is waiting, whatever the other ranks do.
         """
         with self.lock:
-            patience = self.timeout if self.is_complete else self.join_timeout
-            left = self._moved + patience - time.monotonic()
+            limit = self.timeout if self.is_complete else self.join_timeout
+            left = self._last_progress + limit - time.monotonic()
             if left > 0:
                 return left
             receiving = [rank for rank, member in self.members.items() if not member.has_all]
             stall = self.coordinator.stall(receiving) if self.coordinator else None
             if stall is not None and stall.waiting:
                 late = f"{_are(stall.late)} late for {stall.what}, {_are(stall.waiting)} waiting"
-            elif somebody_waits:
+            elif caller_waits:
                 late = "a rank waits and none is late: its sum has been given up, or it began no step"
             else:
-                return patience
+                return limit
             if self.is_complete:
-                self.fail(DeadlineExceeded(late, got=f"nothing for {patience:g} s", do="see what the late ranks do"))
+                self.fail(DeadlineExceeded(late, got=f"nothing for {limit:g} s", do="see what the late ranks do"))
             else:
-                self.fail(
-                    PeerLost(late, got=f"nobody new in {patience:g} s", do="start all ranks; check their address")
-                )
+                self.fail(PeerLost(late, got=f"nobody new in {limit:g} s", do="start all ranks; check their address"))
             return 0.0
 
-    def move(self) -> None:
-        """Something happened, with the lock held: deadlines begin anew."""
-        self._moved = time.monotonic()
+    def note_progress(self) -> None:
+        """Record progress, which restarts the timeout. Called with the lock held."""
+        self._last_progress = time.monotonic()
         self.changed.notify_all()
 
     def opened(self) -> Coordinator:
-        """The state machine; there is one as soon as a rank has joined."""
+        """The state machine, which exists once a rank has joined."""
         if self.coordinator is None:
             raise ExchangeError("the exchange is not bound to a layout", do="call bind() first; GradientEngine does")
         return self.coordinator
@@ -247,11 +241,11 @@ class Group:
             self._store = arena
 
     def _open(self) -> None:
-        """All are here: sums that somebody lacks are sent again, then the step goes on where it stood."""
+        """All have joined: missing sums are sent again, then the step is resumed."""
         coordinator = self.opened()
         progresses = {rank: member.progress for rank, member in self.members.items()}
         group = coordinator.group_of(progresses) or secrets.token_bytes(GROUP_BYTES)
-        # Sums live in rank 0's arena; a group with memory of its own begins without any.
+        # Sums are in rank 0's arena; a group with its own memory starts without any.
         summed = 0 if self._store is None else self.members[0].progress.summed
         coordinator.open(summed)
         lacking = {rank: coordinator.lacks(rank, progress) for rank, progress in progresses.items()}
@@ -281,12 +275,12 @@ class Group:
             raise
 
     def _claim(self) -> int | None:
-        """The next bucket to sum; None where there is none for this thread."""
+        """The next bucket to sum, claimed for this thread; None if there is none."""
         with self.lock:
             position = self.opened().ready()
-            if position is None or self._summer is not None or self.failure is not None:
+            if position is None or self._summing_thread is not None or self.failure is not None:
                 return None
-            self._summer = threading.get_ident()
+            self._summing_thread = threading.get_ident()
             return position
 
     def _release(self, step: int) -> None:
@@ -295,15 +289,15 @@ class Group:
                 bad = tuple(self.members[0].progress.bad[:_MAX_BAD])
                 for member in self.members.values():
                     member.end_step(step, bad)
-            self._summer = None
-            self.move()
+            self._summing_thread = None
+            self.note_progress()
 
     @again_if_interrupted
     def _break_off(self, fault: BaseException) -> None:
         with self.lock:
             step, index = self.opened().bucket_of(self.opened().summed)
-            if self._summer == threading.get_ident():
-                self._summer = None
+            if self._summing_thread == threading.get_ident():
+                self._summing_thread = None
             where = f"the sum of bucket {index} of step {step}"
             self.fail(PeerLost(f"{where} broke off ({fault!r})", do="windows are kept: reconnect or discard()"))
 
@@ -312,14 +306,14 @@ class Group:
         members = [self.members[rank] for rank in range(self.world_size)]
         parts = [member.contribution(bucket) for member in members]
         first = members[0].progress
-        first.partially_written = True  # it may be summed in place; rank 0 clears this before anybody else can fail
+        first.partially_written = True  # the sum may be in place; rank 0 clears this before another rank can fail
         first.bad += _sum_in_rank_order(parts, total, bucket.start)
         for member in members:
             member.deliver(step, bucket, total)
 
 
 def _sum_in_rank_order(parts: Sequence[Arena], total: Arena, start: int) -> list[NonFiniteValue]:
-    """Total = parts[0] + parts[1] + ..., in place where rank 0's part is the total already."""
+    """Total = parts[0] + parts[1] + ..., in place if `total` is rank 0's part."""
     bad = [value for rank, part in enumerate(parts) for value in find_non_finite(rank, part, start)]
     if parts[0].ctypes.data != total.ctypes.data:
         np.copyto(total, parts[0])

@@ -1,8 +1,7 @@
-"""Who may join: both sides prove the token without sending it, then job and world size are compared.
+"""Mutual authentication of worker and coordinator by a shared token, and comparison of job and world size; no I/O.
 
-The rest is compared by the group.
-Each proof is an HMAC-SHA256 bound to the prover's role, both nonces, the protocol version, the job, the rank and the
-world size, so a proof can neither be replayed nor reflected. No I/O here.
+Each proof is an HMAC-SHA256 over the prover's role, both nonces, the protocol version, job, rank and world size, so
+that it can be neither replayed nor reflected. The token is never sent.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ MAX_JOB_CHARACTERS = 256
 
 
 def new_nonce() -> bytes:
-    """Fresh random bytes."""
+    """Random bytes for one handshake."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def proof(token: str | None, role: str, hello: Hello, coordinator_nonce: bytes) -> bytes:
-    """What only a holder of the token can compute for this handshake.
+    """The HMAC of this handshake under the token.
 
     Args:
-        token: The group's secret; None counts as empty.
-        role: "coordinator" or "worker": who proves.
+        token: The group's secret; None is the empty one.
+        role: The prover: "coordinator" or "worker".
         hello: The worker's first message.
         coordinator_nonce: From the coordinator's challenge.
 
@@ -55,12 +54,12 @@ def proof(token: str | None, role: str, hello: Hello, coordinator_nonce: bytes) 
         >>> proof("a", "worker", hello, bytes(32)) == proof("b", "worker", hello, bytes(32))
         False
     """
-    facts = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, coordinator_nonce]
-    return hmac.new((token or "").encode(), msgpack.packb(facts), hashlib.sha256).digest()
+    bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, coordinator_nonce]
+    return hmac.new((token or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
 
 
 def check_hello(hello: Hello, world_size: int) -> None:
-    """Raise `HandshakeRefused` where a worker belongs to another group."""
+    """Raise `HandshakeRefused` for a worker with another world size, or a rank out of range."""
     if len(hello.nonce) != NONCE_BYTES:
         raise ProtocolError("nonce has another length", got=len(hello.nonce), expected=NONCE_BYTES)
     if hello.world_size != world_size:
@@ -75,10 +74,10 @@ def check_hello(hello: Hello, world_size: int) -> None:
 
 
 def refuse_bad_job(job: str, source: str = "this") -> None:
-    """Raise `CallerError` unless a job's name fits a message; it says where the name is from."""
+    """Raise `CallerError` unless a job's name is printable and at most 256 characters; `source` is for the error."""
     if not isinstance(job, str) or len(job) > MAX_JOB_CHARACTERS or not job.isprintable():
         raise CallerError(
-            f"{source} is no name of a job",
+            f"{source} is not a valid job name",
             got=said(job),
             expected=f"at most {MAX_JOB_CHARACTERS} printable characters",
             do='pass the same job="name" on all ranks, or job="" for none',
@@ -86,7 +85,7 @@ def refuse_bad_job(job: str, source: str = "this") -> None:
 
 
 def refuse_other_job(hello: Hello, job: str) -> None:
-    """Raise `HandshakeRefused` where a worker came to the coordinator of another job."""
+    """Raise `HandshakeRefused` for a worker of another job."""
     if hello.job != job:
         raise HandshakeRefused(
             f"rank {hello.rank} belongs to another job",
@@ -108,7 +107,7 @@ def join_of(progress: Progress, own_proof: bytes) -> Join:
 
 
 def progress_of(join: Join) -> Progress:
-    """How far a worker has come, as it says."""
+    """The progress that a worker has sent."""
     membership = Membership(join.group, join.group_rank, join.group_size)
     partially_written, contributed = bool(join.torn), join.contributed
     return Progress(join.step, join.summed, partially_written, contributed=contributed, membership=membership)
@@ -121,13 +120,13 @@ def answer_hello(token: str | None, hello: Hello) -> Challenge:
 
 
 def check_challenge(token: str | None, hello: Hello, challenge: Challenge) -> None:
-    """Raise `HandshakeRefused` where the coordinator does not hold the token."""
+    """Raise `HandshakeRefused` unless the coordinator has the token."""
     if not hmac.compare_digest(challenge.proof, proof(token, "coordinator", hello, challenge.nonce)):
         raise HandshakeRefused("the coordinator has another token", do="start all with the same token=")
 
 
 def check_proof(token: str | None, hello: Hello, challenge: Challenge, join: Join) -> None:
-    """Raise `HandshakeRefused` where the worker does not hold the token."""
+    """Raise `HandshakeRefused` unless the worker has the token."""
     if not hmac.compare_digest(join.proof, proof(token, "worker", hello, challenge.nonce)):
         raise HandshakeRefused(f"rank {hello.rank} has another token", do="start all with the same token=")
 
@@ -137,8 +136,8 @@ def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
 
     Args:
         mine: This side's `GradientLayout.table()`.
-        theirs: The other side's table, already validated as rows.
-        limit: Lines shown at the most.
+        theirs: The other side's table, already validated.
+        limit: The largest number of lines.
 
     Example:
         >>> from gradengine.layout import GradientLayout

@@ -1,7 +1,7 @@
-"""The sum over workers, as one interface: bind a layout, start spans, wait for their sums, gather small facts.
+"""The interface of an exchange: bind a layout, start the all-reduce of spans, wait for it, all-gather small data.
 
-The sum is elementwise in fp32, started from rank 0's value and taken in rank order, so that its bits depend neither on
-the transport, nor on the bucket size, nor on who arrives first.
+The sum is elementwise in fp32 and taken in rank order from rank 0's value on, so that its bits depend neither on the
+transport, nor on the bucket size, nor on the order of arrival.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "DEFAULT_JOIN_TIMEOUT",
+    "DEFAULT_TIMEOUT",
     "GROUP_BYTES",
     "Arena",
     "Bucket",
@@ -43,9 +45,11 @@ __all__ = [
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Arena: TypeAlias = npt.NDArray[np.float32]
-GROUP_BYTES = 16  # of a group's random name
+GROUP_BYTES = 16  # of a group's random identifier
 MAX_WORLD_SIZE = 1 << 16
-DEFAULT_BUCKET_BYTES = 1 << 21  # at 1 MB threads hand over twice as often: 15 % slower on loopback; 4 MB gains nothing
+DEFAULT_BUCKET_BYTES = 1 << 21  # 1 MB: twice the switches between threads, 15 % slower on loopback; 4 MB gains nothing
+DEFAULT_TIMEOUT = 300.0  # seconds
+DEFAULT_JOIN_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,11 @@ class NonFiniteValue:
 
 @dataclass(frozen=True)
 class Membership:
-    """As whom a worker takes part in a step: a step that is half summed goes on with the same ranks of the same group.
+    """A worker's identity in a step: a half-summed step can only be resumed by the same ranks of the same group.
 
     Attributes:
-        group: The group's random name, dealt when it opened with nothing summed; empty before the first group.
-        rank: This worker in it.
+        group: The group's random identifier, drawn when a step begins; empty before the first group.
+        rank: This worker's rank in it.
         world_size: Workers in it.
     """
 
@@ -77,16 +81,16 @@ class Membership:
 
 @dataclass
 class Progress:
-    """How far the exchange of one step has come on this worker; kept by the engine, so that a new exchange goes on.
+    """Progress of one step's all-reduce on this worker; kept by the engine, so that a new exchange can resume it.
 
     Attributes:
         step: Counted from 0.
-        summed: Leading buckets of the backward order that hold the sum of all ranks; the others are still local.
-        partially_written: The next bucket is half overwritten by its sum, which the coordinator still has.
+        summed: Leading buckets in backward order that hold the sum over all ranks; the others are still local.
+        partially_written: Whether the next bucket is half overwritten by its sum, which the coordinator still has.
         contributed: Leading buckets to which this worker has contributed: at least those that are summed.
-        bad: What the sums so far had to take that was not finite.
+        bad: The non-finite values in contributions so far.
         bucket_bytes: The size of the buckets that `summed` counts; 0 before the first group.
-        membership: As whom this worker takes part in the step.
+        membership: This worker's identity in the step.
     """
 
     step: int = 0
@@ -99,7 +103,7 @@ class Progress:
 
     @property
     def is_half_summed(self) -> bool:
-        """Whether contributions of this step have been overwritten by sums: it cannot begin anew."""
+        """Whether sums have overwritten contributions of this step: it cannot start over."""
         return self.summed > 0 or self.partially_written
 
     def next_step(self) -> None:
@@ -108,20 +112,20 @@ class Progress:
         self.step += 1
 
     def restart(self) -> None:
-        """The step begins anew: the arena holds nothing of it."""
+        """The step starts over: the arena holds nothing of it."""
         self.summed, self.contributed, self.partially_written, self.bad = 0, 0, False, []
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A piece of a span that travels as one message; `start` and `stop` index the arena."""
+    """A part of a span that is sent as one message; `start` and `stop` index the arena."""
 
     span: Span
     start: int
     stop: int
 
 
-OnReduced: TypeAlias = Callable[[Span, int], None]  # up to this arena index the span is summed
+OnReduced: TypeAlias = Callable[[Span, int], None]  # the span is summed up to this arena index
 
 
 class _Closing(Protocol):
@@ -134,11 +138,10 @@ ClosingT = TypeVar("ClosingT", bound=_Closing)
 def closing_if_interrupted(
     method: Callable[Concatenate[ClosingT, Arguments], Answer],
 ) -> Callable[Concatenate[ClosingT, Arguments], Answer]:
-    """The method, but half done, by Ctrl-C or another error than ours, it closes what it is a method of.
+    """Decorator: interrupted by Ctrl-C, or by another error than ours, the method closes its object.
 
-    Of a message or a sum that is half handed over nobody could say what the other ranks have of it: they are told that
-    this one has left. What the method returns is the caller's, or the exchange is closed: a `with` could not promise
-    that, as an interrupt may come in its `__exit__`.
+    After half of a message or sum it is unknown what the other ranks have of it, so they must fail. A decorator and not
+    a `with`, in whose `__exit__` another interrupt could come: either the caller gets the result or it is closed.
     """
 
     @wraps(method)
@@ -155,7 +158,7 @@ def closing_if_interrupted(
 
 
 def again_if_interrupted(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """The method, but interrupted it is done again before the interrupt goes on: others wait for what it tells them."""
+    """Decorator: interrupted, the method is repeated before the interrupt propagates: other threads wait for it."""
 
     @wraps(method)
     def whole(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
@@ -171,13 +174,12 @@ def again_if_interrupted(method: Callable[Arguments, None]) -> Callable[Argument
 
 
 class Exchange(ABC):
-    """One worker's end of a group of `world_size` workers.
+    """One rank's all-reduce and all-gather in a process group.
 
     Attributes:
-        rank: This worker, 0..world_size - 1, as given by its user.
+        rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
-        url: Where the group's coordinator is reached; None for threads of one process. With port 0 asked for, the
-            port that was given is here.
+        url: The coordinator's address, with the actual port if port 0 was requested; None for threads of one process.
     """
 
     rank: int
@@ -186,22 +188,22 @@ class Exchange(ABC):
 
     @abstractmethod
     def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
-        """Join the group with a layout and the arena that holds it; returns when all ranks have joined.
+        """Join the group with a layout and an arena; returns when all ranks have joined.
 
         Args:
             layout: Must be the same on all ranks.
-            arena: Flat fp32 memory of `layout.arena_size`; sums land in it.
-            progress: Where the step stands; a fresh one, or the one of an exchange that failed.
-            on_reduced: Called from any thread as sums land, span by span and from each span's start to its end.
+            arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place.
+            progress: A new one, or that of an exchange that failed, to resume its step.
+            on_reduced: Called from any thread after each bucket is reduced, span by span, from each span's start on.
 
         Raises:
             HandshakeRefused: Another layout (the differing rows are shown), world size, step or token.
-            PeerLost: The coordinator, or a worker, did not come in time.
+            PeerLost: The coordinator or a worker did not join in time.
         """
 
     @abstractmethod
     def start(self, span: Span) -> None:
-        """This worker's contribution to `span` is complete and may travel; returns at once.
+        """Start the all-reduce of a span whose local gradients are complete; returns at once.
 
         Raises:
             WindowError: The span has been started in this step already, or the exchange is not bound.
@@ -209,20 +211,19 @@ class Exchange(ABC):
 
     @abstractmethod
     def wait(self) -> tuple[NonFiniteValue, ...]:
-        """Wait until the whole arena holds sums. Interrupted, as by Ctrl-C, this and its kin close the exchange.
+        """Wait until the whole arena is reduced. Interrupted, as by Ctrl-C, any method closes the exchange.
 
         Returns:
-            What was not finite in the contributions, the same on all ranks: of each bucket and rank the first, 64 in
-            all.
+            Non-finite contributions, the same on all ranks: the first of each bucket and rank, at most 64.
 
         Raises:
             WindowError: The exchange is not bound.
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed and is over; `progress` says how far it came.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed for good; `progress` says how far it came.
         """
 
     @abstractmethod
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, in rank order, on every rank; at most 16 MiB each.
+        """All-gather: every rank's `data`, in rank order, on every rank; at most 16 MiB each.
 
         Raises:
             CallerError: More than that, or the exchange is not bound.
@@ -230,7 +231,7 @@ class Exchange(ABC):
         """
 
     def barrier(self) -> None:
-        """Return when all ranks have come here.
+        """Wait until all ranks have called this.
 
         Raises:
             PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
@@ -239,13 +240,13 @@ class Exchange(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group; the others fail if they still wait for this worker. May be called twice.
+        """Leave the group; other ranks that still wait for this one fail. May be called twice.
 
-        Interrupted, as by Ctrl-C, it closes all the same before that goes on.
+        Interrupted, as by Ctrl-C, it still closes before the interrupt propagates.
         """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refused, for `copy` and `pickle` alike: it is one rank's place in its group.
+        """Refuses `copy` and `pickle`: an exchange holds a connection.
 
         Raises:
             CallerError: Always.
@@ -260,11 +261,11 @@ class Exchange(ABC):
 
 
 class Outbox:
-    """Which buckets may leave: those of started spans, but only in backward order, the same on all ranks.
+    """Order of sending: buckets of started spans become ready in backward order, the same on all ranks.
 
     Args:
-        buckets: All buckets of the layout, in order.
-        sent: Leading buckets that need not leave any more.
+        buckets: All buckets of the layout, in backward order.
+        sent: Leading buckets that need not be sent any more.
     """
 
     def __init__(self, buckets: Sequence[Bucket], sent: int) -> None:
@@ -277,10 +278,10 @@ class Outbox:
         return not self._started
 
     def start(self, span: Span) -> range:
-        """Mark a span complete.
+        """Mark a span as complete.
 
         Returns:
-            Indices of the buckets that may leave now.
+            Indices of the buckets that can be sent now.
 
         Raises:
             WindowError: It was started before.
@@ -293,7 +294,7 @@ class Outbox:
         """
         refuse_other_kind("span", span, Span)
         if span.key in self._started:
-            raise WindowError(f"{span.called} is on its way already", do="start each span once in a step")
+            raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
         self._started.add(span.key)
         first = self._sent
         while self._sent < len(self._buckets) and self._buckets[self._sent].span.key in self._started:
@@ -302,10 +303,10 @@ class Outbox:
 
 
 def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
-    """The layout's spans in backward order, cut into pieces of at most `bucket_bytes`.
+    """The layout's spans in backward order, split into buckets of at most `bucket_bytes`.
 
     Raises:
-        CallerError: Less than one element would fit.
+        CallerError: `bucket_bytes` is less than one element.
 
     Example:
         >>> layout = GradientLayout.of([(40,)])
@@ -321,7 +322,7 @@ def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
 
 
 def place(bucket: Bucket) -> tuple[int | str, int, str]:
-    """How messages name a bucket: the span's key, the offset in it in elements, and the dtype on the wire.
+    """A bucket in message headers: the span's key, the offset in it in elements, and the dtype on the wire.
 
     >>> place(buckets_of(GradientLayout.of([(40,)]), 128)[1])
     ('0', 32, '<f4')
@@ -330,7 +331,7 @@ def place(bucket: Bucket) -> tuple[int | str, int, str]:
 
 
 def find_non_finite(rank: int, contribution: Arena, start: int) -> list[NonFiniteValue]:
-    """The first NaN or Inf of a contribution that begins at arena index `start`, or nothing.
+    """The first NaN or Inf of a contribution that starts at arena index `start`; an empty list without one.
 
     Example:
         >>> find_non_finite(3, np.array([1, np.inf], np.float32), 100)
@@ -360,28 +361,28 @@ def checked_bucket(bucket_bytes: int) -> int:
 
 
 def checked_seconds(name: str, seconds: float) -> float:
-    """As a float; raises `CallerError` unless it is a number of seconds that a wait can last.
+    """As a float; raises `CallerError` unless it is a timeout in 0..1e9 seconds.
 
     >>> checked_seconds("timeout", float("inf"))
     Traceback (most recent call last):
     gradengine.errors.CallerError: timeout is out of range: got inf, expected seconds above 0, at most 1e9
     """
     number = as_float(seconds)
-    if not 0 < number <= 1e9:  # written so that NaN is refused
+    if not 0 < number <= 1e9:  # also true of NaN
         raise out_of_range(name, seconds, "seconds above 0, at most 1e9")
     return number
 
 
 def nothing_started(rank: int) -> WindowError:
-    """The error for waiting for sums of a step to which this rank has started no span."""
+    """The error for `wait` in a step of which this rank has started no span."""
     return WindowError(f"rank {rank} waits for sums and has started nothing", do="start() every span of the step first")
 
 
 def count_in(bucket_bytes: int, progress: Progress, rank: int) -> None:
-    """From here on `progress` counts buckets of this size.
+    """Set the bucket size of `progress`.
 
     Raises:
-        HandshakeRefused: It is in the middle of a step that was cut into others.
+        HandshakeRefused: It is in the middle of a step with another bucket size.
     """
     if progress.is_half_summed and progress.bucket_bytes not in {0, bucket_bytes}:
         raise HandshakeRefused(
@@ -406,12 +407,12 @@ def refuse_bad_arena(layout: GradientLayout, arena: Arena) -> None:
 
 
 def refuse_long_part(data: bytes) -> None:
-    """Raise `CallerError` where a part of a gather is no bytes, or longer than any transport carries."""
+    """Raise `CallerError` unless a part of a gather is bytes, and at most 16 MiB."""
     refuse_other_kind("a part of a gather", data, bytes)
     if len(data) > MAX_SMALL_PAYLOAD:
         raise CallerError("too much to gather", got=f"{len(data)} bytes", expected=f"at most {MAX_SMALL_PAYLOAD}")
 
 
 def not_bound(exchange: str) -> WindowError:
-    """The error for a call that needs a bound exchange."""
+    """The error for a call before `bind`."""
     return WindowError(f"{exchange} is not bound to a layout", do="call bind() first; GradientEngine does")

@@ -1,7 +1,7 @@
-"""Which job this process belongs to, as its launcher says in the environment, which is read here alone.
+"""The job's name from the launcher's environment variables, which are read nowhere else.
 
-The first of `VARIABLES` that names a job counts. A launcher that starts the processes comes before the scheduler that
-it runs under: of the ranks that one mpirun starts over ssh, only some see the scheduler's variables.
+The first of `VARIABLES` that is set counts. Launchers come before the schedulers that they run under: of the ranks that
+one mpirun starts over ssh, only some see the scheduler's variables.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ VARIABLES = (
 
 
 def job_or_launchers(job: str | None) -> str:
-    """A job's name as it was given; where None was, the launcher's.
+    """The job's name, or the launcher's if it is None.
 
     Raises:
-        CallerError: It does not fit a message.
+        CallerError: It is longer than 256 characters, or not printable.
 
     Example:
         >>> job_or_launchers("run 1"), job_or_launchers("")
@@ -40,13 +40,13 @@ def job_or_launchers(job: str | None) -> str:
 
 
 def launchers_job(environment: Mapping[str, str]) -> str:
-    """The job that a launcher named, "" where none did; as variable=value, so that no two launchers' are alike.
+    """The launcher's job as "variable=value", so that those of two launchers differ; "" without a launcher.
 
     Args:
         environment: Variables by name.
 
     Raises:
-        CallerError: The launcher's name does not fit a message; the error names the variable.
+        CallerError: As `job_or_launchers`; the error names the variable.
 
     Example:
         >>> launchers_job({"SLURM_JOB_ID": "4711", "SLURM_PROCID": "3"})
@@ -58,7 +58,7 @@ def launchers_job(environment: Mapping[str, str]) -> str:
         value = environment.get(variable, "")
         if _names_a_job(variable, value):
             job = f"{variable}={value}{_index_in_array(variable, environment)}"
-            refuse_bad_job(job, source="what the environment names")
+            refuse_bad_job(job, source="the environment's job")
             return job
     return ""
 

@@ -1,4 +1,4 @@
-"""The exchange between threads of one process, each with its arena: no message, no copy but the sum's."""
+"""Exchange between threads of one process, each with its own arena; no copy but that of the sum."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from gradengine.errors import CallerError, ExchangeError, PeerLost
 from gradengine.exchange.group import Group, Member
 from gradengine.exchange.interface import (
     DEFAULT_BUCKET_BYTES,
+    DEFAULT_JOIN_TIMEOUT,
+    DEFAULT_TIMEOUT,
     Arena,
     Bucket,
     Exchange,
@@ -33,16 +35,16 @@ __all__ = ["LocalExchange", "local_group"]
 def local_group(
     world_size: int,
     *,
-    timeout: float = 300.0,
-    join_timeout: float = 60.0,
+    timeout: float = DEFAULT_TIMEOUT,
+    join_timeout: float = DEFAULT_JOIN_TIMEOUT,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> list[LocalExchange]:
     """One exchange for each of `world_size` threads of this process, in rank order.
 
     Args:
-        world_size: Threads that will use them; each uses its own.
-        timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
-        join_timeout: How long the first to bind waits for the others, in seconds.
+        world_size: Number of threads; each uses its own exchange.
+        timeout: Seconds without any progress after which waiting ranks fail.
+        join_timeout: Seconds for which the first rank to bind waits for the others.
         bucket_bytes: Bytes summed at a time; changes no bit of the result.
 
     Raises:
@@ -58,13 +60,13 @@ def local_group(
 
 @final
 class LocalExchange(Exchange):
-    """A rank that lives in the group's own process.
+    """A rank in the coordinator's own process.
 
     Args:
         group: The group.
         rank: This rank in it.
-        on_close: What else ends with this exchange.
-        url: Where the others reach the group, if they are elsewhere.
+        on_close: Called after `close`.
+        url: The address for ranks of other processes.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class LocalExchange(Exchange):
 
     @closing_if_interrupted
     def start(self, span: Span) -> None:
-        """See `Exchange.start`; the last rank to come does the sum."""
+        """See `Exchange.start`; the last rank to start a bucket sums it, before this returns."""
         member = self._bound()
         if self._outbox is None:
             self._outbox = Outbox(self._group.buckets, member.progress.summed)
@@ -133,7 +135,7 @@ class LocalExchange(Exchange):
                 self._on_close()
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait, without the lock; where the group has failed, until nobody writes into this rank's arena any more."""
+        """Wait, without the lock; if the group fails, until no thread writes to this rank's arena."""
         try:
             self._group.wait_until(done)
         except ExchangeError:
@@ -148,7 +150,7 @@ class LocalExchange(Exchange):
 
 @final
 class _LocalMember(Member):
-    """A rank whose arena is in this process: sums are copied in, or taken there in the first place."""
+    """A rank whose arena is in this process; rank 0's arena is summed in place."""
 
     def __init__(self, rank: int, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
         super().__init__(rank, progress)
@@ -163,7 +165,7 @@ class _LocalMember(Member):
         mine = self.contribution(bucket)
         if mine.ctypes.data != total.ctypes.data:
             np.copyto(mine, total)
-        # In this order: interrupted between the two, it is a sum half written, and never taken for a contribution.
+        # In this order, so that after an interrupt between the two the bucket is not sent again as a contribution.
         self.progress.summed += 1
         self.progress.partially_written = False
         self._on_reduced(bucket.span, bucket.stop)
@@ -179,7 +181,7 @@ class _LocalMember(Member):
         self.is_welcome = True
 
     def dismiss(self, failure: ExchangeError) -> None:
-        """Its thread sees the failure when it waits."""
+        """Its thread gets the failure in `wait`."""
 
     @property
     def has_all(self) -> bool:

@@ -1,4 +1,4 @@
-"""The coordinator's end of tcp:// and unix://: a thread reads each worker, one writes to it, a group does the rest."""
+"""The coordinator over sockets: for each worker a reader and a writer thread, over a shared `Group`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ from gradengine.exchange.handshake import (
 )
 from gradengine.exchange.interface import (
     DEFAULT_BUCKET_BYTES,
+    DEFAULT_JOIN_TIMEOUT,
+    DEFAULT_TIMEOUT,
     Arena,
     Bucket,
     NonFiniteValue,
@@ -74,30 +76,28 @@ if TYPE_CHECKING:
 __all__ = ["BUCKETS_IN_FLIGHT", "GradientServer"]
 
 _HANDSHAKE_SECONDS = 10.0
-_FAREWELL_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0
 BUCKETS_IN_FLIGHT = 8  # received from one worker and not yet summed: 16 MB a worker at the default bucket
 
 
 @final
 class GradientServer:
-    """Collects every worker's gradients, sums them in rank order and sends the sums back.
+    """Coordinator that receives every worker's gradients, sums them in rank order and sends the sums back.
 
-    Alone it serves `world_size` remote workers and keeps one arena for the sums; `connect` puts one into rank 0's
-    process, where the sums are taken in that rank's own arena.
+    Alone it serves `world_size` remote workers, with an arena of its own for the sums; `connect` puts one into rank 0's
+    process, whose arena is summed in place.
 
     Args:
         world_size: Workers in the group.
         address: (host, port), port 0 for any free one; or the path of a Unix socket.
-        token: The group's secret; needed beyond loopback.
-        job: The name of the job that the group belongs to; a worker of another job is refused, and ends nothing. None:
-            the job of the first worker that comes, since a coordinator may run outside of it.
-        timeout: Progress deadline in seconds: how long anyone waits while nothing moves.
-        join_timeout: How long the group waits for all to join, in seconds.
-        bucket_bytes: Bytes of one message; changes no bit of the result.
-        max_arena_bytes: The largest layout that a worker may come with.
+        token: The group's secret; required beyond loopback.
+        job: The job's name; a worker of another job is rejected, without any effect on the group. None: the job of the
+            first worker that joins, since the coordinator may run outside of it.
+        timeout: As for `connect`; so are join_timeout and bucket_bytes.
+        max_arena_bytes: The largest arena of a worker's layout.
 
     Attributes:
-        group: The state shared with a rank that lives in this process.
+        group: The state shared with a rank in this process.
 
     Raises:
         CallerError: An argument is out of range, the address cannot be bound, or it is beyond loopback and there is no
@@ -116,14 +116,14 @@ class GradientServer:
         *,
         token: str | None = None,
         job: str | None = None,
-        timeout: float = 300.0,
-        join_timeout: float = 60.0,
+        timeout: float = DEFAULT_TIMEOUT,
+        join_timeout: float = DEFAULT_JOIN_TIMEOUT,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         max_arena_bytes: int = 1 << 36,
     ) -> None:
         address = checked_address(address)
         refuse_bad_token(token)
-        _refuse_open_door(address, token)
+        _refuse_public_address(address, token)
         if job is not None:
             refuse_bad_job(job)
         self.group = Group(world_size, timeout, join_timeout, bucket_bytes)
@@ -131,7 +131,7 @@ class GradientServer:
         self._max_arena_bytes = whole_number("max_arena_bytes", max_arena_bytes, 1)
         self._threads = Threads()
         self._channels: list[Channel] = []
-        self._strangers: set[Channel] = set()
+        self._unauthenticated: set[Channel] = set()
         self._is_closing, self._closing = False, Condition()
         self._departed = 0
         self._listener = listen_socket(address)
@@ -141,24 +141,24 @@ class GradientServer:
             self._threads.spawn("gradengine-accept", self._accept)
             self._threads.spawn("gradengine-watch", self._watch)
         except BaseException:
-            self.close()  # else the thread that listens would keep the address
+            self.close()  # else the accepting thread would keep the address
             raise
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refused, for `copy` and `pickle` alike: its socket and its threads are this process's.
+        """Refuses `copy` and `pickle`: a server holds a socket and threads.
 
         Raises:
             CallerError: Always.
         """
-        raise not_copied("a GradientServer", "make one in the process that shall serve")
+        raise not_copied("a GradientServer", "make one in the process that serves")
 
     @property
     def url(self) -> str:
-        """Where workers connect to."""
+        """The address for workers."""
         return url_of(self.address)
 
     def serve(self) -> None:
-        """Wait until all workers have come and gone.
+        """Wait until all workers have joined and left.
 
         Raises:
             HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done.
@@ -178,12 +178,12 @@ class GradientServer:
         self._is_closing = True
         self._closing.notify_all()
         self._stop_listening()
-        for channel in tuple(self._strangers):
+        for channel in tuple(self._unauthenticated):
             channel.close()
-        self._threads.join(_FAREWELL_SECONDS)
+        self._threads.join(_CLOSE_SECONDS)
         for channel in self._channels:
-            channel.close()  # a frozen worker never closes its end
-        self._threads.join(_FAREWELL_SECONDS)
+            channel.close()  # a hanging worker never closes its end
+        self._threads.join(_CLOSE_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +192,7 @@ class GradientServer:
         self.close()
 
     def _failed(self) -> bool:
-        """Whether the group ended before its workers were done: somebody waits, or never came."""
+        """Whether the group ended before its workers were done: a rank waits, or has never joined."""
         stall = self.group.coordinator.stall() if self.group.coordinator else None
         return self.group.failure is not None and (stall is None or bool(stall.waiting))
 
@@ -200,7 +200,7 @@ class GradientServer:
         if self._listener.fileno() < 0:
             return  # another server may have the path by now
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close() alone does not
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which close() alone does not
         if isinstance(self.address, str):
             Path(self.address).unlink(missing_ok=True)
         self._listener.close()
@@ -217,13 +217,13 @@ class GradientServer:
             self._threads.spawn("gradengine-reader", self._serve_connection, connection)
 
     def _watch(self) -> None:
-        """Enforce the deadlines also where no rank of this process waits."""
+        """Enforce the timeouts, also if no rank of this process waits."""
         group = self.group
         while not self._is_closing and group.failure is None:
             self._closing.wait_for(lambda: self._is_closing, min(0.25, group.timeout / 4))
             group.fail_if_late()
         if group.failure is not None:
-            group.fail(group.failure)  # who began that may have been interrupted before all were told
+            group.fail(group.failure)  # the first call may have been interrupted before it had dismissed all
 
     def _serve_connection(self, connection: socket.socket) -> None:
         channel = Channel(connection, "a new worker")
@@ -234,13 +234,13 @@ class GradientServer:
                 self._threads.spawn("gradengine-writer", member.write_all)
                 self._read_all(member)
         finally:
-            channel.set_deadline(_FAREWELL_SECONDS)
+            channel.set_deadline(_CLOSE_SECONDS)
             channel.discard_until_end()
             channel.close()
 
     def _handshake(self, channel: Channel) -> _RemoteMember | None:
-        """Admit a worker, or tell it why not. Only one that proved the token can end the group by not fitting."""
-        self._strangers.add(channel)
+        """Admit a worker, or send a refusal. Only one with the token can make the group fail."""
+        self._unauthenticated.add(channel)
         try:
             channel.set_deadline(_HANDSHAKE_SECONDS)
             hello, _ = channel.expect(Hello)
@@ -253,21 +253,21 @@ class GradientServer:
             refuse_other_job(hello, self._job_after(hello))
             return self._admit(channel, hello, join, table)
         except GradientError as refusal:
-            self._strangers.discard(channel)  # its refusal is given time to arrive
+            self._unauthenticated.discard(channel)  # so that close() does not cut the refusal off
             _send_refusal(channel, refusal)
             return None
         finally:
-            self._strangers.discard(channel)
+            self._unauthenticated.discard(channel)
 
     def _job_after(self, hello: Hello) -> str:
-        """The group's job, which the first worker that proved the token may have to name."""
+        """The group's job, if necessary that of the first authenticated worker."""
         with self.group.lock:
             if self._job is None:
                 self._job = hello.job
             return self._job
 
     def _refuse_untimely(self, hello: Hello) -> None:
-        """A worker that is back before this group knows that it lost it, or has gone, shall try again."""
+        """Refuse a worker that reconnects before this group has noticed its loss or has ended; it tries again."""
         group = self.group
         with group.lock:
             if group.is_complete or isinstance(group.failure, PeerLost):
@@ -320,7 +320,7 @@ class GradientServer:
 
 @final
 class _RemoteMember(Member):
-    """A rank at the other end of a channel: gradients wait in a few buffers, sums in a queue."""
+    """A rank of another process: received gradients wait in a few buffers, sums in a queue."""
 
     def __init__(self, rank: int, progress: Progress, channel: Channel, group: Group) -> None:
         super().__init__(rank, progress)
@@ -366,7 +366,7 @@ class _RemoteMember(Member):
         return self._unsent == 0
 
     def read_one(self) -> None:
-        """Receive the worker's next message and pass it on."""
+        """Receive and handle the worker's next message."""
         message, payload_bytes = self._channel.receive()
         if isinstance(message, Gradient):
             self._read_gradient(message, payload_bytes)
@@ -376,14 +376,14 @@ class _RemoteMember(Member):
             raise ProtocolError(f"rank {self.rank} sent another message", got=message.kind, expected="a gradient")
 
     def write_all(self) -> None:
-        """Send what is queued until the group ends."""
+        """Send queued messages until the group ends."""
         try:
             while (item := self._outgoing.get()) is not None:
                 self._channel.send(*item)
                 if isinstance(item[0], Sum):
                     with self._group.lock:
                         self._unsent -= 1
-                        self._group.move()
+                        self._group.note_progress()
         except PeerLost as failure:
             self._group.fail(failure)
         self._channel.finish_sending()
@@ -411,11 +411,11 @@ def _send_refusal(channel: Channel, refusal: GradientError) -> None:
     try:
         channel.send(Refused(), str(refusal).encode())
     except PeerLost:
-        return  # it left before it could be told
+        return  # it left before the refusal
     channel.finish_sending()
 
 
-def _refuse_open_door(address: Address, token: str | None) -> None:
+def _refuse_public_address(address: Address, token: str | None) -> None:
     if isinstance(address, str) or token or address[0] in {"127.0.0.1", "::1", "localhost"}:
         return
     raise CallerError(

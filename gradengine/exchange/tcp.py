@@ -1,4 +1,4 @@
-"""A worker's end of tcp:// and unix://: gradients leave straight from the arena, sums land straight in it."""
+"""A worker over sockets: gradients are sent from the arena, and sums received into it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from gradengine.exchange.channel import (
 )
 from gradengine.exchange.handshake import check_challenge, join_of, new_nonce, proof
 from gradengine.exchange.interface import (
+    DEFAULT_JOIN_TIMEOUT,
+    DEFAULT_TIMEOUT,
     GROUP_BYTES,
     Arena,
     Bucket,
@@ -64,22 +66,19 @@ from gradengine.unpacking import unpack
 __all__ = ["WorkerClient"]
 
 _RETRY_SECONDS = 0.05
-_GRACE_SECONDS = 5.0  # the coordinator knows who is late, so its error is given the time to arrive first
+_GRACE_SECONDS = 5.0  # the coordinator knows which rank is late, so its error should arrive first
 
 
 @final
 class WorkerClient(Exchange):
-    """A worker that reaches its group's coordinator over a socket.
+    """Exchange of a worker that is connected to its group's coordinator.
 
     Args:
         address: (host, port), or the path of a Unix socket.
-        rank: This worker, 1..world_size - 1, or from 0 where a `GradientServer` runs alone.
+        rank: This worker's rank, 1..world_size - 1, or from 0 on if a `GradientServer` runs alone.
         world_size: Workers in the group.
         token: The group's secret.
-        job: The name of the job that the group belongs to, the same on all ranks and on the coordinator; None: the
-            launcher's, as in `connect`.
-        timeout: Progress deadline in seconds.
-        join_timeout: How long to wait for the coordinator and the other workers, in seconds.
+        job: As for `connect`; so are timeout and join_timeout.
 
     Raises:
         CallerError: The rank is out of range, or the job's name is too long or not printable.
@@ -93,8 +92,8 @@ class WorkerClient(Exchange):
         *,
         token: str | None = None,
         job: str | None = None,
-        timeout: float = 300.0,
-        join_timeout: float = 60.0,
+        timeout: float = DEFAULT_TIMEOUT,
+        join_timeout: float = DEFAULT_JOIN_TIMEOUT,
     ) -> None:
         address = checked_address(address)
         refuse_bad_token(token)
@@ -113,7 +112,7 @@ class WorkerClient(Exchange):
         self._failure: ExchangeError | None = None
         self._threads = Threads()
         self._has_ended = False
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
 
     @closing_if_interrupted
     def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
@@ -124,7 +123,7 @@ class WorkerClient(Exchange):
         if self._failure is not None:
             raise self._failure
         self._arena, self._progress, self._on_reduced = arena, progress, on_reduced
-        channel, hello, challenge = self._meet()
+        channel, hello, challenge = self._connect()
         try:
             summed = self._join(channel, hello, challenge, layout)
             channel.set_deadline(None)
@@ -179,13 +178,13 @@ class WorkerClient(Exchange):
         self._stop()
 
     def _stop(self) -> None:
-        """From here on nothing of this exchange touches the arena or the progress, so that another may take them."""
+        """After this no thread of this exchange uses the arena or the progress, and another exchange may."""
         if self._channel is not None:
             self._channel.close()
         self._threads.join(_GRACE_SECONDS)
 
-    def _meet(self) -> tuple[Channel, Hello, Challenge]:
-        """A coordinator that answers; one that is just leaving after a failure is given time to come back."""
+    def _connect(self) -> tuple[Channel, Hello, Challenge]:
+        """A connection that was answered; retried while a coordinator restarts after a failure."""
         deadline = time.monotonic() + self._join_timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -227,7 +226,7 @@ class WorkerClient(Exchange):
             while (item := self._outgoing.get()) is not None:
                 channel.send(*item)
         except PeerLost as failure:
-            # Why the coordinator hung up may still be on its way to the receiver.
+            # The receiver may still get the reason why the coordinator closed the connection.
             self._changed.wait_for(lambda: self._failure is not None, 1.0)
             self._fail(failure)
 
@@ -237,7 +236,7 @@ class WorkerClient(Exchange):
                 message, payload_bytes = channel.receive()
                 self._receive_one(channel, message, payload_bytes)
                 with self._lock:
-                    self._moved = time.monotonic()
+                    self._last_progress = time.monotonic()
                     self._changed.notify_all()
         except ExchangeError as failure:
             self._fail(failure)
@@ -259,7 +258,7 @@ class WorkerClient(Exchange):
         elif isinstance(message, Gathered):
             self._gathers.append(_parts(data, self.world_size))
         elif isinstance(message, Abort):
-            raise _named_error(message.error, data.decode(errors="replace"))
+            raise _error_of(message.error, data.decode(errors="replace"))
         else:
             raise ProtocolError(f"{channel.peer} sent another message", got=message.kind, expected="a sum")
 
@@ -283,13 +282,13 @@ class WorkerClient(Exchange):
         self._on_reduced(bucket.span, bucket.stop)
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
-        patience = left = self._timeout + _GRACE_SECONDS
-        self._moved = time.monotonic()
+        limit = left = self._timeout + _GRACE_SECONDS
+        self._last_progress = time.monotonic()
         while not self._changed.wait_for(lambda: done() or self._failure is not None, left):
-            left = self._moved + patience - time.monotonic()
+            left = self._last_progress + limit - time.monotonic()
             if left <= 0:
                 silent = f"rank {self.rank} waits for {what} and the coordinator is silent"
-                self._fail(DeadlineExceeded(silent, got=f"nothing for {patience:g} s"))
+                self._fail(DeadlineExceeded(silent, got=f"nothing for {limit:g} s"))
         with self._lock:
             if done():
                 return
@@ -310,7 +309,7 @@ def _answer(channel: Channel, kind: type[Kind]) -> Kind:
     if isinstance(message, Refused):
         raise HandshakeRefused(f"{channel.peer} refuses: {text}")
     if isinstance(message, Abort) and kind is Welcome:
-        raise _named_error(message.error, text)
+        raise _error_of(message.error, text)
     if not isinstance(message, kind):
         raise ProtocolError(f"{channel.peer} sent another message", got=message.kind, expected=kind.kind)
     return message
@@ -336,7 +335,7 @@ def _rows(data: bytes) -> list[Any]:
     return rows
 
 
-def _named_error(name: str, text: str) -> ExchangeError:
-    """The coordinator's error, of its kind where the name is one of ours."""
+def _error_of(name: str, text: str) -> ExchangeError:
+    """The coordinator's error, of its class if that is one of ours."""
     kinds = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
     return kinds.get(name, ExchangeError)(text)

@@ -1,8 +1,8 @@
-"""Bytes <-> messages, no I/O: the format of docs/wire.md.
+"""Encoding and decoding of messages, without I/O: the format of docs/wire.md.
 
-A message is two msgpack objects in a row: a prefix of fixed width and a header map whose last value is the payload as
-`bin`. The stream is plain msgpack for a reader in any language, yet the payload never enters a packer: it is sent from
-and received into the arena. Everything a peer says is bounded and checked here before anything is allocated for it.
+A message is two msgpack objects: a prefix of fixed width, and a header map whose last value is the payload as `bin`.
+The stream is valid msgpack for any reader, yet the payload is sent from and received into the arena without a packer.
+Lengths and types are checked here before anything is allocated.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 
 PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 4096
-MAX_SMALL_PAYLOAD = 16 << 20  # layout tables and gathers; a gradient's bound is its bucket
-MAX_TEXT_BYTES = 1 << 16  # why a worker is refused, or a group has failed
+MAX_SMALL_PAYLOAD = 16 << 20  # layout tables and gathers; gradients are bounded by their bucket
+MAX_TEXT_BYTES = 1 << 16  # of the text of a refusal or an abort
 NONCE_BYTES = 32
 
 _PREFIX = struct.Struct(">BB2sBBBIBQ")  # fixarray(4): "GE", uint8 version, uint32 header bytes, uint64 payload bytes
@@ -51,14 +51,14 @@ Key: TypeAlias = int | str
 
 @dataclass(frozen=True)
 class Message:
-    """The base of all messages; `kind` names each on the wire."""
+    """Base class of messages; `kind` is the name on the wire."""
 
     kind: ClassVar[str]
 
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Worker to coordinator, first: who comes, to which job, and a nonce for the coordinator to prove itself with."""
+    """Worker to coordinator, first: rank, world size, job, and a nonce for the coordinator's proof."""
 
     kind = "hello"
     rank: int
@@ -69,7 +69,7 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Challenge(Message):
-    """Coordinator to worker: its proof, and a nonce for the worker to prove itself with."""
+    """Coordinator to worker: its proof, and a nonce for the worker's."""
 
     kind = "challenge"
     nonce: bytes
@@ -78,7 +78,7 @@ class Challenge(Message):
 
 @dataclass(frozen=True)
 class Join(Message):
-    """Worker to coordinator: its proof, how far its step has come and as whom; the payload is the layout table."""
+    """Worker to coordinator: its proof, `Progress` and `Membership`; the payload is the layout table."""
 
     kind = "join"
     proof: bytes
@@ -93,7 +93,7 @@ class Join(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """Coordinator to worker, once all have joined: where the step stands, how spans are cut and which group it is."""
+    """Coordinator to worker, after all have joined: buckets already summed, bucket size and group."""
 
     kind = "welcome"
     summed: int
@@ -103,7 +103,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """Coordinator to worker: it may not join. The payload says why, in UTF-8."""
+    """Coordinator to worker: the join is rejected. The payload is the reason, in UTF-8."""
 
     kind = "refused"
 
@@ -132,7 +132,7 @@ class Sum(Message):
 
 @dataclass(frozen=True)
 class Verdict(Message):
-    """Coordinator to worker, after a step's last sum: what was not finite, as payload rows [rank, index, value]."""
+    """Coordinator to worker, after a step's last sum: non-finite values, as payload rows [rank, index, value]."""
 
     kind = "verdict"
     step: int
@@ -140,7 +140,7 @@ class Verdict(Message):
 
 @dataclass(frozen=True)
 class Gather(Message):
-    """Worker to coordinator: its part of a gather."""
+    """Worker to coordinator: its part of an all-gather."""
 
     kind = "gather"
 
@@ -154,7 +154,7 @@ class Gathered(Message):
 
 @dataclass(frozen=True)
 class Abort(Message):
-    """Coordinator to worker: the group has failed. The payload says how, in UTF-8; `error` names its kind."""
+    """Coordinator to worker: the group has failed. The payload is the reason, in UTF-8; `error` its class."""
 
     kind = "abort"
     error: str
@@ -167,7 +167,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bytes": (b
 
 
 def encode_head(message: Message, payload_bytes: int = 0) -> bytes:
-    """Everything of a message that comes before its payload.
+    """A message's prefix and header: everything before the payload.
 
     Example:
         >>> head = encode_head(Verdict(step=7), payload_bytes=3)
@@ -187,10 +187,10 @@ def encode_head(message: Message, payload_bytes: int = 0) -> bytes:
 
 
 def decode_prefix(prefix: bytes) -> tuple[int, int]:
-    """Header bytes and payload bytes of the message that begins so.
+    """The lengths of a message's header and payload in bytes.
 
     Raises:
-        ProtocolError: Not ours, another version, or a header that is too long.
+        ProtocolError: Another protocol or version, or a header that is too long.
 
     Example:
         >>> decode_prefix(encode_head(Verdict(step=7))[:PREFIX_BYTES])
@@ -211,7 +211,7 @@ def decode_prefix(prefix: bytes) -> tuple[int, int]:
 
 
 def decode_header(header: bytes, payload_bytes: int) -> Message:
-    """The message of a header that announces `payload_bytes`.
+    """The message of a header whose payload has `payload_bytes`.
 
     Raises:
         ProtocolError: Not a map of exactly one kind's fields, or fields of other types or out of range.
@@ -238,7 +238,7 @@ def decode_header(header: bytes, payload_bytes: int) -> Message:
 
 
 def expect_payload(message: Message, payload_bytes: int, limit: int) -> None:
-    """Raise `ProtocolError` where a payload is longer than this kind's limit: before memory is taken for it."""
+    """Raise `ProtocolError` for a payload that is longer than this kind's limit; called before it is allocated."""
     if payload_bytes > limit:
         raise ProtocolError(f"payload of '{message.kind}' is too long", got=payload_bytes, expected=f"at most {limit}")
 
@@ -246,7 +246,7 @@ def expect_payload(message: Message, payload_bytes: int, limit: int) -> None:
 def _entries(header: bytes) -> list[tuple[Any, Any]]:
     refuse_unbounded(header, "a message header")
     try:
-        # Pairs, not a dict: msgpack lets the last of two equal keys win silently.
+        # Pairs, not a dict, in which the last of two equal keys would win silently.
         unpacked = msgpack.unpackb(
             header, object_pairs_hook=_Pairs, strict_map_key=True, max_array_len=0, max_map_len=16, max_ext_len=0
         )
@@ -258,7 +258,7 @@ def _entries(header: bytes) -> list[tuple[Any, Any]]:
 
 
 class _Pairs(list[tuple[Any, Any]]):
-    """A map's entries in the order of the wire."""
+    """A map's entries in wire order."""
 
 
 def _checked(cls: type[Message], values: dict[Any, Any]) -> Message:
@@ -269,7 +269,7 @@ def _checked(cls: type[Message], values: dict[Any, Any]) -> Message:
         )
     for name, type_name in expected.items():
         value = values[name]
-        if type(value) not in _TYPES[type_name]:  # bool is no int here
+        if type(value) not in _TYPES[type_name]:  # a bool is not an int here
             raise ProtocolError(f"'{cls.kind}.{name}' has a wrong type", got=type(value).__name__, expected=type_name)
         if isinstance(value, int) and not 0 <= value < 1 << 63:
             raise ProtocolError(f"'{cls.kind}.{name}' is out of range", got=value, expected="0..2**63 - 1")
