@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.accumulate.state import Call, State
 from gradengine.arguments import as_float, said
 from gradengine.capture import CapturedWindow
 from gradengine.deferred import DeferredErrors
@@ -99,15 +100,19 @@ class Admission:
             )
         if closing is not None:
             return
-        if self._accumulator.is_interrupted and not self._reducer.is_alone and self._reducer.agreed is not None:
+        if (
+            self._accumulator.state.now is State.HALF_WRITTEN
+            and not self._reducer.is_alone
+            and self._reducer.agreed is not None
+        ):
             raise WindowError(
                 f"step {self._reducer.step} was interrupted while it handed back its gradients: they are half written",
                 do="other workers may have applied theirs: restart all from one checkpoint (with out= it could be run "
                 "again); discard() goes on without this step",
             )
-        self._accumulator.refuse_interrupted()
-        if not self._accumulator.accumulated_count and not self._accumulator.may_be_empty:
+        if self._accumulator.state.now is State.EMPTY:
             raise self._nothing_came(last)
+        self._accumulator.state.ask(Call.STEP)
 
     def of_graph(self, captured: CapturedWindow | None) -> None:
         """A graph is a whole step of one worker's: nothing of one may be under way where it begins."""

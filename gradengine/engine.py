@@ -12,6 +12,7 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import destinations_of, handed_back
 from gradengine.accumulate.gradients import Gradients
+from gradengine.accumulate.state import Event, State
 from gradengine.admission import Admission
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.arrays.buffer import Buffer
@@ -301,9 +302,8 @@ class GradientEngine:
     def has_open_window(self) -> bool:
         """Whether something of a window is there: added, on its way, or handed back by a step that was interrupted."""
         reducer = self._reducer
-        is_kept = reducer.failed or reducer.closing is not None or self.accumulator.is_interrupted
-        has_come = self.accumulator.accumulated_count or self.accumulator.may_be_empty
-        return bool(has_come or reducer.workers.started or is_kept)
+        is_kept = reducer.failed or reducer.closing is not None
+        return bool(self.accumulator.state.now is not State.EMPTY or reducer.workers.started or is_kept)
 
     def tell_all(self, what: str, facts: object) -> list[Any]:
         """Every worker's facts, in rank order, on every worker; what has been told in a step is not told again in it.
@@ -364,7 +364,7 @@ class GradientEngine:
         """
         if self._captured is not None and self._capture is not None:
             self._capture.abandon()
-        self.accumulator.give_up()  # until the end of this, should it be interrupted
+        self.accumulator.state.enter(Event.WRITE)  # until the end of this, should it be interrupted
         self._reducer.discard()
         self.accumulator.zero_all()
 

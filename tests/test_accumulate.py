@@ -69,7 +69,7 @@ def new(layout=ODD, hold=1, backend=HOST):
 def state(accumulator, backend=HOST):
     """All there is to the state, bit for bit; reading it changes nothing."""
     sums = (on_host(accumulator.sums.values).tobytes(), on_host(getattr(accumulator.sums, "non_finite", ())).tobytes())
-    return backend.get(accumulator.arena).tobytes(), sums, frozen(accumulator._window), accumulator._is_changing
+    return backend.get(accumulator.arena).tobytes(), sums, frozen(accumulator._window), accumulator.state.now
 
 
 def frozen(value):

@@ -43,6 +43,7 @@ ORDER = [
     "kernels",
     "tensor_parallel_cost",
     "elementwise",
+    "accumulate.state",
     "accumulate.gradients",
     "accumulate.destinations",
     "accumulate.uncleared",

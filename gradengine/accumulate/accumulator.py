@@ -22,6 +22,7 @@ import numpy.typing as npt
 from gradengine.accumulate.block import BlockGradientSet
 from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
 from gradengine.accumulate.intake import Intake
+from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
@@ -47,6 +48,7 @@ class GradientAccumulator(ABC):
         targets: Each component's part of it, in layout order.
         sums: Squared sums of the components, as far as they were measured.
         changes: How often the arena was written to.
+        state: Where the step stands.
     """
 
     @abstractmethod
@@ -60,7 +62,7 @@ class GradientAccumulator(ABC):
         with self.kernels.in_order(self.sums):
             self.kernels.fill_zero(list(_padding(self.arena, layout)))
         self._window = self._new_window()
-        self._is_changing = False
+        self.state = StepState()
         self.changes = 0
         is_reused = truth_value("reused_buffers", reused_buffers)
         self._arrivals = Intake(kernels, self.arena, holds=self.hold > 1, reused_buffers=is_reused)
@@ -80,11 +82,6 @@ class GradientAccumulator(ABC):
     def accumulated_count(self) -> int:
         """Micro-batches of the window so far, one that is still being added block by block included."""
         return len(self._window.weights)
-
-    @property
-    def may_be_empty(self) -> bool:
-        """Whether it was said that this window may stay without a micro-batch; `zero_all` forgets it."""
-        return self._window.may_be_empty
 
     @property
     def is_even(self) -> bool:
@@ -144,12 +141,11 @@ class GradientAccumulator(ABC):
             >>> accumulator.accumulated_count, accumulator.total_weight
             (1, 2.0)
         """
-        self._add(self.layout.slots, gradients, weight, measure, "the layout")
+        self._add(Call.ADD, self.layout.slots, gradients, weight, measure, "the layout")
 
     def add_nothing(self) -> None:
         """Say that a micro-batch counted nothing: the window may stay empty, as a sum of weight 0 over workers."""
-        self.refuse_interrupted()
-        self._window.may_be_empty = True
+        self.state.enter(Call.ADD_NOTHING)
 
     def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
         """Add one block's part of a micro-batch: a sequence in the block's order, or a mapping by component name.
@@ -160,7 +156,7 @@ class GradientAccumulator(ABC):
             WindowError: The weight is bad, or differs from what other blocks of this micro-batch were given.
         """
         block = self.layout.block(index)
-        self._add(block.slots, gradients, weight, measure, f"block {block.index}", f"{block.name}.")
+        self._add(Call.ADD_PART, block.slots, gradients, weight, measure, f"block {block.index}", f"{block.name}.")
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, measure: bool = False) -> None:
         """Add one component that lies in no block, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
@@ -171,7 +167,7 @@ class GradientAccumulator(ABC):
             WindowError: The weight is bad, or differs from what other parts of this micro-batch were given.
         """
         slot = self.non_block_slot(name)
-        self._add((slot,), [gradient], weight, measure, f"component '{slot.name}'")
+        self._add(Call.ADD_PART, (slot,), [gradient], weight, measure, f"component '{slot.name}'")
 
     def block(self, index: int) -> BlockGradientSet:
         """Block `index` as it stands: views into the arena, held micro-batches folded, zeros where nothing came yet.
@@ -195,7 +191,7 @@ class GradientAccumulator(ABC):
             WindowError: Some component has fewer micro-batches than the others, or their weight is above 2**126; or a
                 call was interrupted while it wrote.
         """
-        self.refuse_interrupted()
+        self.state.ask(Call.VIEW)
         if self._window.weights in ([], [1]):
             return
         factor = self.mean_factor
@@ -206,8 +202,7 @@ class GradientAccumulator(ABC):
 
     def zero_all(self) -> None:
         """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
-        self._window = self._new_window()
-        self._is_changing = False
+        self._window, self.state.now = self._new_window(), self.state.ask(Call.ZERO_ALL)
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
@@ -231,15 +226,11 @@ class GradientAccumulator(ABC):
             WindowError: There is no micro-batch, and nobody said so by `add_nothing`; or some component has fewer than
                 the others. Nothing is folded then.
         """
-        self.refuse_interrupted()
+        self.state.ask(Call.STEP)
         window = self._window
-        if not window.weights and window.may_be_empty:
+        if not window.weights:
             self._fill_with_nothing()
             return
-        if not window.weights:
-            raise WindowError(
-                "step without a micro-batch", got="0 micro-batches", expected="at least 1", do="add() gradients first"
-            )
         lagging = np.flatnonzero(window.counts < len(window.weights)).tolist()
         if lagging:
             slot = self.layout.slots[lagging[0]]
@@ -251,34 +242,15 @@ class GradientAccumulator(ABC):
             )
         self._settle(self._all, measure=measure)
 
-    def changing(self) -> AbstractContextManager[None]:
-        """While the arena is half written: an interrupt in it leaves a window that is good for nothing but zero_all().
+    def changing(self, call: Call | Event = Call.VIEW) -> AbstractContextManager[None]:
+        """While that call writes: an interrupt in it leaves a window that is good for nothing but to be dropped.
 
         What is queued in it comes behind all that was queued before, on whatever stream.
 
         Raises:
-            WindowError: It was interrupted before.
+            WindowError: The call does not fit the step's state.
         """
-        self.refuse_interrupted()
-        return _Changing(self)
-
-    def begin_change(self) -> None:
-        """The arena is about to be written to."""
-        self.changes += 1
-        self.give_up()
-
-    def end_change(self) -> None:
-        """It has been."""
-        self._is_changing = False
-
-    def give_up(self) -> None:
-        """From here on the window is good for nothing but zero_all()."""
-        self._is_changing = True
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a call that was writing did not come to its end."""
-        return self._is_changing
+        return _Changing(self, self.state.ask(call))
 
     def check(self) -> None:
         """Wait for a GPU and raise `BufferRefused` for torch's gradients that were not cleared, as `add` does later."""
@@ -373,9 +345,16 @@ class GradientAccumulator(ABC):
     # ---- inside ----
 
     def _add(
-        self, slots: Sequence[Slot], gradients: Gradients, weight: float, measure: bool, where: str, prefix: str = ""
+        self,
+        call: Call,
+        slots: Sequence[Slot],
+        gradients: Gradients,
+        weight: float,
+        measure: bool,
+        where: str,
+        prefix: str = "",
     ) -> None:
-        self.refuse_interrupted()
+        added = self.state.ask(call)
         scalar, measure = checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
         places = self._places_of(slots)
@@ -384,7 +363,7 @@ class GradientAccumulator(ABC):
         self._refuse_aliases(contribution)
         if self.hold > 1 and (measure or self._window.waiting[places.index].max() + 1 >= self.hold):
             self._before_fold(places)
-        with self.changing():
+        with _Changing(self, added):
             self._window.take(contribution, scalar)
             self._fold(places if measure else self._due(places), measure=measure)
 
@@ -395,14 +374,6 @@ class GradientAccumulator(ABC):
         """Those of these slots that hold as much as they may."""
         is_due = self._window.waiting[places.index] >= self.hold
         return places if is_due.all() else SlotSet(places.index[is_due].tolist())
-
-    def refuse_interrupted(self) -> None:
-        """Raise `WindowError` where a call that was writing did not come to its end."""
-        if self.is_interrupted:
-            raise WindowError(
-                "the window is half written: a call was interrupted, or another thread is in one",
-                do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
-            )
 
     def _refuse_aliases(self, contribution: Contribution) -> None:
         position = self._window.held_already(contribution)
@@ -423,8 +394,11 @@ class GradientAccumulator(ABC):
 
     def _settle(self, places: SlotSet, *, measure: bool = False) -> None:
         """Fold what is held and zero what nothing came for."""
+        settled = self.state.ask(Call.VIEW)
+        if self._window.filled[places.index].all() and not self._window.waiting[places.index].any():
+            return
         self._before_fold(places)
-        with self.changing():
+        with _Changing(self, settled):
             self._fold(places, measure=measure)
             empty = places.index[~self._window.filled[places.index]]
             if empty.size:
@@ -445,7 +419,6 @@ class GradientAccumulator(ABC):
 
     def _before_fold(self, places: SlotSet) -> None:
         """Raise what would otherwise leave the window half written."""
-        self.refuse_interrupted()
         if self._window.waiting[places.index].any():
             self._window.refuse_moved(places, self.layout.slots)
             self.kernels.wait_for(self._window.producers)
@@ -462,21 +435,25 @@ class GradientAccumulator(ABC):
 
 @final
 class _Changing(AbstractContextManager[None]):
-    """No generator: one that an interrupt leaves suspended would end with its traceback, in a later window."""
+    """The state is half written, and the one that the call leads to when it is over.
 
-    def __init__(self, accumulator: GradientAccumulator) -> None:
-        self._accumulator = accumulator
+    No generator: one that an interrupt leaves suspended would end with its traceback, in a later window.
+    """
+
+    def __init__(self, accumulator: GradientAccumulator, over: State) -> None:
+        self._accumulator, self._over = accumulator, over
         self._order = accumulator.kernels.in_order(accumulator.sums)
 
     def __enter__(self) -> None:
         self._order.__enter__()
-        self._accumulator.begin_change()
+        self._accumulator.changes += 1
+        self._accumulator.state.enter(Event.WRITE)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._accumulator.end_change()
+            self._accumulator.state.now = self._over
         self._order.__exit__(kind, fault, trace)
 
 

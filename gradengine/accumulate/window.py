@@ -58,7 +58,6 @@ class Window:
         waiting: How many contributions each slot holds by reference, not yet folded.
         measured: Slots whose squared sums are those of their memory.
         producers: Whose streams its gradients are worked on.
-        may_be_empty: Whether it was said that nothing comes.
     """
 
     def __init__(self, size: int, *, holds: bool = True) -> None:
@@ -70,7 +69,6 @@ class Window:
         self.waiting: npt.NDArray[np.intp] = np.zeros(size, np.intp)
         self.measured: Flags = np.zeros(size, np.bool_)
         self.producers: set[ProducerStream] = set()
-        self.may_be_empty = False
         self._held: dict[int, _Held] = {}
         self._came = itertools.count()
         self._numbers: npt.NDArray[np.intp] = np.zeros((size, 1), np.intp)  # of slot s: the first waiting[s] of row s
