@@ -29,7 +29,6 @@ class CapturedWindow:
     Attributes:
         result: The result of the step that was replayed last, or is recorded; its gradients and device scalars are
             written anew by each replay.
-        launching: The engine's step that was last about to be replayed.
 
     Example:
         >>> def loop(engine, gradients, backward, steps):
@@ -55,7 +54,6 @@ class CapturedWindow:
         self._out: Gradients | None = None
         self._deferred = False
         self.result: StepResult | None = None
-        self.launching: int | None = None
 
     def replay(self, *, check: bool = True) -> StepResult:
         """Run the window and its step on the current stream; returns before they are done.
@@ -99,16 +97,6 @@ class CapturedWindow:
         self._out, self._lenders = fresh._out, fresh._lenders
 
     # ---- told by the engine ----
-
-    def refuse_more(self) -> None:
-        """Raise `WindowError` where the window was closed already."""
-        if self.result is not None:
-            raise WindowError(
-                "a capture holds one window",
-                got="another add() or step()",
-                expected="one step(), last",
-                do="leave its `with`; discard() where an interrupt did",
-            )
 
     def keep(
         self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: float | None = None
@@ -184,31 +172,29 @@ class Capture(AbstractContextManager[CapturedWindow]):
 
     Args:
         window: What is recorded.
-        begin: Told that it begins.
+        begin: Told that it begins, or raises.
         end: Told that it is over, however it ended.
     """
 
-    def __init__(
-        self, window: CapturedWindow, begin: Callable[[CapturedWindow], None], end: Callable[[], None]
-    ) -> None:
-        self._window, self._begin, self._end = window, begin, end
+    def __init__(self, window: CapturedWindow, begin: Callable[[Capture], None], end: Callable[[], None]) -> None:
+        self.window, self._begin, self._end = window, begin, end
         self._recording = window.kernels.recording()
 
     def __enter__(self) -> CapturedWindow:
+        self._begin(self)
         try:
-            self._begin(self._window)
             self._recorded = self._recording.__enter__()
         except BaseException as fault:
             self._leave(type(fault), fault, fault.__traceback__)
             raise
-        return self._window
+        return self.window
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave(kind, fault, trace)
         if kind is None:
-            self._window.recorded(self._recorded)
+            self.window.recorded(self._recorded)
 
     def abandon(self) -> None:
         """Record nothing any more."""

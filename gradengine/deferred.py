@@ -1,4 +1,4 @@
-"""What a GPU's steps came to, told late: verdicts are looked at when they have come, and each is raised once."""
+"""Errors of a GPU's steps, which the host learns behind the device's work: each is raised once, by a later call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DeferredErrors"]
 
 @final
 class DeferredErrors:
-    """The verdicts of one engine's steps, where the host learns them only behind the device's work.
+    """Asynchronous non-finite errors of one engine's steps, each raised once.
 
     On the CPU there are none: each step's decision is known at once.
 
@@ -22,38 +22,36 @@ class DeferredErrors:
         layout: Whose components verdicts name.
         sums: The squared sums that the steps decide from.
         plan: Which components share a norm.
+
+    Attributes:
+        exist: Whether there will be any: on a GPU.
     """
 
     def __init__(self, kernels: Kernels, layout: GradientLayout, sums: SquaredSums, plan: ClipPlan) -> None:
         self._kernels, self._layout = kernels, layout
         self._telemetry = kernels.telemetry(sums, plan)
+        self.exist = self._telemetry is not None
         self._latest: StepStatus | None = None
         self._told_bad_steps = 0
-        self._counted: int | None = 0  # steps, as the device counts them; None where an interrupt left that open
-
-    @property
-    def exist(self) -> bool:
-        """Whether there will be any: on a GPU."""
-        return self._telemetry is not None
+        self._counted = 0  # steps, as the device counts them behind what is queued
 
     def send(self) -> None:
         """A step was queued: have its verdict sent behind it."""
         if self._telemetry is not None:
             self._telemetry.send()
 
-    def count_from(self, step: int) -> None:
-        """A graph's step is to be queued: on the device it gets this number, however others were counted there."""
-        if self._telemetry is not None and self._counted != step:
-            self._telemetry.count_from(step)
-        self._counted = None  # until it is known to be queued
-
-    def note_counted(self, step: int) -> None:
-        """A graph's step of that number was queued."""
+    def note_queued(self, step: int) -> None:
+        """A step of that number is about to be queued, and brings it along; a graph's does not, see `count_from`."""
         self._counted = step + 1
 
-    def forget_count(self) -> None:
-        """A step without a graph is to be queued, which brings its own number."""
-        self._counted = None
+    def count_from(self, step: int) -> None:
+        """A graph's step is about to be queued: on the device it gets this number, however others were counted there.
+
+        Interrupted before it was queued, it comes here again, and not as what the device is thought to have counted.
+        """
+        counted, self._counted = self._counted, step + 1
+        if self._telemetry is not None and counted != step:
+            self._telemetry.count_from(step)
 
     def has_run(self, step: int) -> bool:
         """Whether a graph's step of that number was queued before an interrupt; waits for the device."""

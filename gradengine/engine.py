@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, SupportsIndex, final
-
-import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import destinations_of, handed_back
 from gradengine.accumulate.gradients import Gradients
-from gradengine.accumulate.state import Event, State
-from gradengine.admission import Admission
-from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
+from gradengine.accumulate.state import RECORDING_STATES, Call, Event, Facts, State
+from gradengine.arguments import as_float, refuse_lacking, refuse_other_kind, said, truth_value
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.frameworks import note_written
 from gradengine.capture import Capture, CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
-from gradengine.errors import CallerError, NonFiniteGradient, WindowError, not_copied
+from gradengine.errors import CallerError, WindowError, not_copied
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Decision, Device, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
 from gradengine.layout import GradientLayout
-from gradengine.reduction.reducer import Closing, Reducer
+from gradengine.layout.slots import Span
+from gradengine.reduction.reducer import DecidedStep, Reducer
 from gradengine.reduction.stats import StepStats
 from gradengine.reduction.tensor_parallel import Replicated, TensorParallelGroup
-from gradengine.result import StepResult, result_of
+from gradengine.result import StepResult
 from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale
 
 __all__ = ["GradientEngine"]
@@ -106,15 +103,14 @@ class GradientEngine:
         self.accumulator = PerBlockGradientAccumulator(
             layout, kernels_for(device), hold=hold, reused_buffers=reused_buffers
         )
-        self._kernels = self.accumulator.kernels
+        self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         parts = TensorParallelGroup(self.accumulator, replicated)
         self._reducer = Reducer(
             self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared, parts=parts
         )
         self._late = DeferredErrors(self._kernels, layout, self.accumulator.sums, self._plan)
-        self._admission = Admission(self._settings, self.accumulator, self._reducer, self._late)
-        self._captured: CapturedWindow | None = None
-        self._capture: Capture | None = None
+        self._capture: Capture | None = None  # while a window is captured
+        self._launching: CapturedWindow | None = None  # while a graph is launched
         self._last_result: StepResult | None = None
         self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
         if exchange is not None or tp_exchange is not None:
@@ -154,8 +150,11 @@ class GradientEngine:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        scale = checked_loss_scale(value)
-        self._admission.of_loss_scale(scale)
+        scale, before = checked_loss_scale(value), self._settings.loss_scale
+        if scale != before:
+            count = self.accumulator.accumulated_count
+            change = f"{scale} after {count} micro-batches of {before}"
+            self._state.ask(Call.SET_LOSS_SCALE, lambda: {**self._facts(), "change": change})
         self._settings.loss_scale = scale
 
     @property
@@ -198,16 +197,18 @@ class GradientEngine:
             BufferRefused: A gradient cannot be taken as it lies, or is torch's and was not cleared since the last add.
             WindowError: A bad weight, a window that is full, or a step before this one that failed.
         """
-        self._admission.of_add(self._captured)
+        self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
+        count, room = self.accumulator.accumulated_count, self._settings.micro_batches
+        self._refuse_full("the window", count)
         if gradients is None:
-            self._admission.of_nothing(self._captured, weight)
+            _refuse_weight_of_nothing(weight)
             self.accumulator.add_nothing()
             return
-        last = self.accumulator.accumulated_count + 1 == self.micro_batches
-        self.accumulator.add(gradients, weight, measure=last and self.world_size == 1)
-        if self._captured is not None:
-            self._captured.keep(self.layout.slots, gradients, weight=weight)
-        if last and self.accumulator.is_even:
+        is_last = count + 1 == room
+        self.accumulator.add(gradients, weight, measure=is_last and self.world_size == 1)
+        if self._capture is not None:
+            self._capture.window.keep(self.layout.slots, gradients, weight=weight)
+        if is_last and self.accumulator.is_even:
             self._reducer.start(self.layout.spans)
 
     def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, last: bool = False) -> None:
@@ -223,10 +224,10 @@ class GradientEngine:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
         block, last = self.layout.block(index), truth_value("last", last)
-        self._admission.of_add(self._captured, block)
+        self._ask_part(block)
         self.accumulator.add_block(block.index, gradients, weight, measure=last and self.world_size == 1)
-        if self._captured is not None:
-            self._captured.keep(block.slots, gradients, f"{block.name}.")
+        if self._capture is not None:
+            self._capture.window.keep(block.slots, gradients, f"{block.name}.")
         if last:
             self._reducer.start((block,))
 
@@ -237,10 +238,10 @@ class GradientEngine:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
         span, last = self.layout.spans_by_key[self.accumulator.non_block_slot(name).name], truth_value("last", last)
-        self._admission.of_add(self._captured, span)
+        self._ask_part(span)
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
-        if self._captured is not None:
-            self._captured.keep(span.slots, [gradient])
+        if self._capture is not None:
+            self._capture.window.keep(span.slots, [gradient])
         if last:
             self._reducer.start((span,))
 
@@ -275,35 +276,47 @@ class GradientEngine:
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
             )
         way = "deferred" if deferred else "in place" if out is None else "out"
-        self._admission.of_step(self._captured, way, self._last_result)
+        self._ask(Call.STEP)
+        handed = self._reducer.decided if self._state.now is State.HANDED_BACK else None
+        if handed is not None and handed.way != way:
+            raise WindowError(
+                f"step {handed.step} was interrupted when its gradients had been handed back",
+                got=f"a step whose gradients go {way!r}",
+                expected=repr(handed.way),
+                do="run step() again with the same arguments",
+            )
         destinations = destinations_of(self.layout.slots, self._kernels, self.accumulator.arena, out)
-        closing = self._reducer.closing or self._closing(way)
-        self._hand_back(closing, destinations)
+        decided = handed or self._decide(way)
+        self._hand_back(decided, destinations)
         gradients = handed_back(self.layout.slots, self.accumulator.views(), out)
         if out is not None:
             note_written(gradients.values())
             self.accumulator.note_written(gradients.values())
-        result = self._result(closing, gradients)
+        changes = self.accumulator.changes
+        result = StepResult(
+            decided.step, deferred, decided, gradients, self.accumulator, changes, self._group_names, self._late
+        )
         producers = self.accumulator.producers
-        if self._captured is not None:
+        if self._capture is not None:
             producers = producers | producers_of((destinations or {}).values())
-            self._captured.closed(result, self.layout.slots, out, producers, deferred=deferred)
-            self._clear_window()
+            self._capture.window.closed(result, self.layout.slots, out, producers, deferred=deferred)
+            self._state.enter(Event.HAND_BACK)
+            self.accumulator.zero_all()
             return result
         self._kernels.hand_over(producers)
-        if closing.decision.bad is None:
+        if decided.decision.bad is None:
             self._late.send()
         # Before the step is over: who is interrupted behind that finds it there. Destinations are the caller's to free.
         self._last_result = result if out is None else result.without_arrays()
-        self._begin_next(closing)
+        self._reducer.decided = decided
+        self._state.enter(Event.HAND_BACK)  # interrupted from here on, it is ended by step() or discard()
+        self._reducer.begin(decided.step + 1, decided.window + 1)
         return result
 
     @property
     def has_open_window(self) -> bool:
         """Whether something of a window is there: added, on its way, or handed back by a step that was interrupted."""
-        reducer = self._reducer
-        is_kept = reducer.failed or reducer.closing is not None
-        return bool(self.accumulator.state.now is not State.EMPTY or reducer.workers.started or is_kept)
+        return self._state.now not in {State.EMPTY, State.LAUNCHING}
 
     def tell_all(self, what: str, facts: object) -> list[Any]:
         """Every worker's facts, in rank order, on every worker; what has been told in a step is not told again in it.
@@ -339,10 +352,9 @@ class GradientEngine:
             Traceback (most recent call last):
             gradengine.errors.CallerError: only a GPU's steps can be captured: got device 'cpu', expected ...
         """
-        self._admission.of_graph(self._captured)
+        self._ask_for_graph(Call.CAPTURE)
         window = CapturedWindow(self._kernels, self._launched, self._record_again)
-        self._capture = Capture(window, self._begin_capture, self._end_capture)
-        return self._capture
+        return Capture(window, self._begin_capture, self._end_capture)
 
     def check(self) -> None:
         """Wait for a GPU's steps and raise what no call has raised yet: for the end of training, or a checkpoint.
@@ -352,7 +364,7 @@ class GradientEngine:
             BufferRefused: A torch gradient was not cleared before a later add.
         """
         self._late.wait()
-        self._admission.raise_late()
+        self._raise_late()
         self.accumulator.check()
 
     def discard(self) -> None:
@@ -362,11 +374,10 @@ class GradientEngine:
         its gradients and others dropped it, the next step is an `ExchangeError` on all of them. Where parts of the
         window are on their way already, the exchange cannot take them back and is closed: go on with `reconnect`.
         """
-        if self._captured is not None and self._capture is not None:
+        if self._capture is not None:
             self._capture.abandon()
-        self.accumulator.state.enter(Event.WRITE)  # until the end of this, should it be interrupted
-        self._reducer.discard()
-        self.accumulator.zero_all()
+        if self._state.now is not State.LAUNCHING:  # which has no window: replay() says what became of it
+            self._reducer.discard()
 
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
         """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
@@ -394,43 +405,85 @@ class GradientEngine:
         """
         raise not_copied("a GradientEngine", "build another of the same layout: between windows it holds nothing")
 
-    # ---- the decision ----
+    # ---- what may be called now ----
 
-    def _decide(self, tally: StepStats) -> Decision:
-        divisor, zero_if_bad = self.loss_scale * self._reducer.divisor(tally), self._settings.zero_if_bad
-        refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        if not self._reducer.is_alone:  # all workers decide alike, from the sums that they agreed on
-            return decide(tally.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        if self._captured is not None:  # a graph counts its own steps when it runs
-            return self._finalise(divisor, 0)
-        self._late.forget_count()
-        decision = self._finalise(divisor, self.current_step + 1)
-        self._late.note_counted(self.current_step)
-        return decision
+    def _ask(self, call: Call) -> None:
+        """Raise where a call does not fit the stream or the step's state; or the error of an earlier step, once."""
+        is_recording = self._state.now in RECORDING_STATES
+        if self._kernels.is_capturing() != is_recording:
+            raise CallerError(
+                "the current stream is not the one that is captured"
+                if is_recording
+                else "the current stream records a graph that this engine knows nothing of",
+                do="use this engine's own capture(), on the stream that is current in its `with`; discard() where an "
+                "interrupt left that",
+            )
+        self._state.ask(call, self._facts)
+        if self._late.exist and not is_recording:
+            self._raise_late()
 
-    def _finalise(self, divisor: float, step: int) -> Decision:
-        targets, sums, zero_if_bad = self.accumulator.targets, self.accumulator.sums, self._settings.zero_if_bad
-        return self._kernels.finalise(targets, sums, self._plan, divisor, zero_if_bad=zero_if_bad, step=step)
+    def _ask_part(self, span: Span) -> None:
+        self._ask(Call.ADD_PART)
+        self._reducer.refuse_started(span)
+        self._refuse_full(f"the window of {span.called}", self.accumulator.count_of(span))
 
-    # ---- the way out ----
+    def _ask_for_graph(self, call: Call) -> None:
+        """Raise where no whole step of one worker's can be captured, or replayed."""
+        if not self._late.exist:
+            device = self._kernels.device
+            raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
+        if not self._reducer.is_alone:
+            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+        self._state.ask(call, self._facts)
 
-    def _closing(self, way: str) -> Closing:
+    def _facts(self) -> Facts:
+        """What refusals say besides the state."""
+        step, last, is_alone = self.current_step, self._last_result, self._reducer.is_alone
+        is_over = last is not None and last.step == step - 1
+        over = f"step {step - 1} is over, and engine.last_result has its result; for another one "
+        others = (
+            "other workers may have applied theirs: restart all from one checkpoint (with out= it could be run again)"
+        )
+        return {
+            "step": f"step {step}",
+            "count": self.accumulator.accumulated_count,
+            "last": over if is_over else "",
+            "or_nothing": "" if is_alone else ", or add(None, weight=0) where this worker has none",
+            "others": "" if is_alone else f"{others}; ",
+        }
+
+    def _refuse_full(self, what: str, count: int) -> None:
+        room = self._settings.micro_batches
+        if room is not None and count >= room:
+            raise WindowError(
+                f"{what} is full", got=f"micro-batch {count + 1}", expected=f"step() after {room} micro-batches"
+            )
+
+    def _raise_late(self) -> None:
+        if self._settings.raises:
+            self._late.raise_untold()
+        else:
+            self._late.latest()  # taken, so that the next steps' have room to be sent
+
+    # ---- the step ----
+
+    def _decide(self, way: str) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
-        tally = self._reducer.agree()
-        if not tally.micro_batches:
+        stats = self._reducer.agree()
+        if not stats.micro_batches:
             raise self._nothing_to_step()
-        decision = self._decide(tally)
+        divisor = self._settings.loss_scale * self._reducer.divisor(stats)
+        refuse_bad_divisor(divisor, "the window's weight times the loss scale")
+        self._state.enter(Event.AGREE)
+        decision = self._decision(stats, divisor)
         non_finite = self._reducer.find_non_finite(decision)
         if non_finite is not None and self._settings.raises:
-            self._reducer.failed = True
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        return Closing(tally, decision, non_finite, way, self._reducer.step, self._reducer.window)
+        return DecidedStep(stats, decision, non_finite, way, self.current_step, self._reducer.window)
 
     def _nothing_to_step(self) -> WindowError:
         """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
-        self._reducer.failed = True  # until that has begun
-        self.accumulator.zero_all()
         self._reducer.next_step()
         return WindowError(
             "step without a micro-batch on any worker",
@@ -439,61 +492,37 @@ class GradientEngine:
             do="add() gradients first; all workers go on with the next step",
         )
 
-    def _hand_back(self, closing: Closing, destinations: dict[int, Buffer] | None) -> None:
+    def _decision(self, stats: StepStats, divisor: float) -> Decision:
+        zero_if_bad = self._settings.zero_if_bad
+        if not self._reducer.is_alone:  # all workers decide alike, from the sums that they agreed on
+            return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
+        step = 0  # a graph counts its own steps when it runs
+        if self._capture is None:
+            step = self.current_step + 1
+            self._late.note_queued(self.current_step)
+        targets, sums = self.accumulator.targets, self.accumulator.sums
+        return self._kernels.finalise(targets, sums, self._plan, divisor, zero_if_bad=zero_if_bad, step=step)
+
+    def _hand_back(self, decided: DecidedStep, destinations: dict[int, Buffer] | None) -> None:
         targets = self.accumulator.targets
         if destinations is not None:  # may be written twice: the arena stays as it is
             sources = [targets[position] for position in destinations]
             groups = [self._plan.groups[position] for position in destinations]
             with self._kernels.in_order(self.accumulator.sums):
-                self._kernels.hand_back(sources, closing.decision, groups, list(destinations.values()))
-        elif closing.way == "in place" and closing is not self._reducer.closing:
-            with self.accumulator.changing():
-                self._kernels.hand_back(targets, closing.decision, self._plan.groups, targets)
-                self._reducer.closing = closing  # from here on it is not scaled again
+                self._kernels.hand_back(sources, decided.decision, groups, list(destinations.values()))
+        elif decided.way == "in place" and self._state.now is not State.HANDED_BACK:
+            self._reducer.decided = decided
+            with self.accumulator.changing(Event.HAND_BACK):  # behind it, it is not scaled again
+                self._kernels.hand_back(targets, decided.decision, self._plan.groups, targets)
 
-    def _result(self, closing: Closing, gradients: Mapping[str, Any]) -> StepResult:
-        late, kernels, sums = self._late, self._kernels, self.accumulator.sums  # the engine keeps the result: no cycle
+    # ---- graphs ----
 
-        def find(step: int) -> NonFiniteGradient | None:
-            return late.of_step(step, decision) if decision.bad is None else closing.non_finite
-
-        def raise_found(step: int) -> None:
-            if decision.bad is None:
-                late.raise_of_step(step, decision)
-            elif closing.non_finite is not None:
-                raise copy.copy(closing.non_finite)  # whoever keeps the result keeps no traceback of those who asked
-
-        def follow() -> None:
-            kernels.follow(sums)
-
-        tally, decision, is_deferred = closing.tally, closing.decision, closing.way == "deferred"
-        names, step, current = self._group_names, closing.step, self._still()
-        unused = (self.layout.slots[position].name for position in np.flatnonzero(tally.unused).tolist())
-        return result_of(
-            tally, decision, names, unused, gradients, is_deferred, step, find, raise_found, current, follow
-        )
-
-    def _still(self) -> Callable[[], bool]:
-        """Whether the arena is what it is now, whenever that is asked."""
-        accumulator, changes = self.accumulator, self.accumulator.changes
-        return lambda: accumulator.changes == changes
-
-    def _clear_window(self) -> None:
-        self.accumulator.zero_all()
-        self._reducer.begin(self._reducer.step, self._reducer.window)
-
-    def _begin_next(self, closing: Closing) -> None:
-        """Open the next window; interrupted, it is finished by step() or discard()."""
-        self._reducer.closing = closing
-        self.accumulator.zero_all()
-        self._reducer.begin(closing.step + 1, closing.window + 1)
-
-    def _begin_capture(self, captured: CapturedWindow) -> None:
-        self._captured = captured
+    def _begin_capture(self, capture: Capture) -> None:
+        self._capture, self._state.now = capture, self._state.ask(Call.CAPTURE, self._facts)
 
     def _end_capture(self) -> None:
-        self._captured = self._capture = None  # the graph is the caller's to drop, and what it keeps alive
-        self._clear_window()  # nothing of it has run, whatever it was interrupted by
+        self._capture = None  # the graph is the caller's to drop, and what it keeps alive
+        self._reducer.begin(self._reducer.step, self._reducer.window)  # nothing of it has run, however it ended
 
     def _record_again(
         self, micro_batches: Sequence[Gradients], weights: Sequence[float], out: Gradients | None, deferred: bool
@@ -506,30 +535,41 @@ class GradientEngine:
 
     def _launched(self, captured: CapturedWindow, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""
-        self._admission.of_graph(self._captured)
-        self._admission.raise_late()
+        self._ask_for_graph(Call.REPLAY)
+        self._raise_late()
         step = self.current_step
-        if captured.launching == step and self._late.has_run(step):
-            self._end_replay(captured, recorded, step)
+        if self._launching is not None and self._state.now is State.LAUNCHING and self._late.has_run(step):
+            self._end_replay(self._launching, recorded, step)
             raise WindowError(
                 f"step {step} ran before replay() was interrupted",
                 do="engine.last_result has its result; replay() again is the next step",
             )
-        captured.launching = step  # interrupted from here on, only the device knows whether it ran
         with self._kernels.in_order(self.accumulator.sums):
             captured.wait_for_lenders()
+            # Interrupted from here on, only the device knows whether it ran.
+            self._launching, self._state.now = captured, self._state.ask(Call.REPLAY)
             self._late.count_from(step)
             captured.launch()
-            self._late.note_counted(step)
         self._late.send()
         return self._end_replay(captured, recorded, step)
 
     def _end_replay(self, captured: CapturedWindow, recorded: StepResult, step: int) -> StepResult:
         self.accumulator.changes += 1
-        captured.result = result = recorded.of_replay(step, self._still())
+        captured.result = result = recorded.of_replay(step)
         self._last_result = result.without_arrays() if captured.has_destinations else result
         self._reducer.next_step()
+        self._launching = None
         return result
+
+
+def _refuse_weight_of_nothing(weight: object) -> None:
+    if as_float(weight) != 0:
+        raise WindowError(
+            "a micro-batch without gradients",
+            got=f"weight {said(weight)}",
+            expected="0: it counts nothing",
+            do="add its gradients, or say add(None, weight=0) where there are none",
+        )
 
 
 def _refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:

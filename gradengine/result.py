@@ -7,69 +7,119 @@ device and stream the step was queued on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, SupportsIndex, final
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, SupportsIndex
 
+import numpy as np
+
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NonFiniteGradient, not_copied
 from gradengine.kernels import Decision
-from gradengine.reduction.stats import StepStats
+from gradengine.reduction.reducer import DecidedStep
 
-__all__ = ["StepResult", "result_of"]
+__all__ = ["StepResult"]
+
+_SHOWN = (
+    *("norm", "scale", "factor", "inverse_factor", "weight", "micro_batches", "unused", "skipped"),
+    *("group_norms", "group_scales", "block_norms", "component_norms", "deferred", "step"),
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class StepResult:
     """What a step hands back.
 
     Attributes:
-        norm: Global norm of the averaged gradient, before clipping.
-        scale: Clip scale; with several groups the smallest of theirs.
-        factor: What the sum was multiplied by, in fp32: average, loss unscale and clip in one. After a deferred step
-            what it is still to be multiplied by; with several groups the first one's.
-        inverse_factor: 1 / factor, in fp32: for optimizers that divide, such as torch's fused ones by `grad_scale`.
-        weight: Weight of all micro-batches of all workers.
-        micro_batches: Micro-batches of all workers.
-        unused: Names of the components that no micro-batch of any worker had a gradient for, and on no part of the
-            model: their gradients here are zeros, where torch would have None.
-        skipped: True where the gradient was not finite and the step is to be skipped; the gradients are zero then. On a
-            GPU 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
-        group_norms: Each clip group's norm.
-        group_scales: Each clip group's scale.
-        block_norms: Each block's norm.
-        component_norms: Each component's norm, in layout order.
-        deferred: Whether the step left `sums`, still to be multiplied by `factor`, and no `gradients`.
         step: The step's number, counted from 0.
-        find_non_finite: What finds `non_finite` of a step by its number.
-        raise_non_finite: What raises it.
-        find_current: What finds `is_current`.
-        follow: Has whoever reads next on a GPU come behind the step.
+        deferred: Whether the step left `sums`, still to be multiplied by `factor`, and no `gradients`.
     """
 
-    _arrays: Mapping[str, Any] | None = field(repr=False)
-    norm: Any
-    scale: Any
-    factor: Any
-    inverse_factor: Any
-    weight: float
-    micro_batches: int
-    unused: frozenset[str]
-    skipped: Any
-    group_norms: Mapping[str, Any]
-    group_scales: Mapping[str, Any]
-    block_norms: Sequence[Any]
-    component_norms: Sequence[Any]
-    deferred: bool
     step: int
-    find_non_finite: Callable[[int], NonFiniteGradient | None] = field(repr=False)
-    raise_non_finite: Callable[[int], None] = field(repr=False)
-    find_current: Callable[[], bool] = field(repr=False)
-    follow: Callable[[], None] = field(repr=False)
+    deferred: bool
+    _decided: DecidedStep
+    _arrays: Mapping[str, Any] | None
+    _accumulator: PerBlockGradientAccumulator
+    _changes: int  # of the arena, when the step was over
+    _group_names: Sequence[str]
+    _errors: DeferredErrors
+
+    @property
+    def norm(self) -> Any:
+        """Global norm of the averaged gradient, before clipping."""
+        return self._decision.norm
+
+    @property
+    def scale(self) -> Any:
+        """Clip scale; with several groups the smallest of theirs."""
+        return self._decision.scale
+
+    @property
+    def factor(self) -> Any:
+        """What the sum was multiplied by, in fp32: average, loss unscale and clip in one.
+
+        After a deferred step what it is still to be multiplied by; with several groups the first one's.
+        """
+        return self._decision.factor
+
+    @property
+    def inverse_factor(self) -> Any:
+        """1 / factor, in fp32: for optimizers that divide, such as torch's fused ones by `grad_scale`."""
+        return self._decision.inverse
+
+    @property
+    def skipped(self) -> Any:
+        """True where the gradient was not finite and the step is to be skipped; the gradients are zero then.
+
+        On a GPU 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
+        """
+        return self._decision.skipped
+
+    @property
+    def group_norms(self) -> Mapping[str, Any]:
+        """Each clip group's norm."""
+        return dict(zip(self._group_names, self._decision.group_norms, strict=True))
+
+    @property
+    def group_scales(self) -> Mapping[str, Any]:
+        """Each clip group's scale."""
+        return dict(zip(self._group_names, self._decision.scales, strict=True))
+
+    @property
+    def block_norms(self) -> Sequence[Any]:
+        """Each block's norm."""
+        return self._decision.block_norms
+
+    @property
+    def component_norms(self) -> Sequence[Any]:
+        """Each component's norm, in layout order."""
+        return self._decision.component_norms
+
+    @property
+    def weight(self) -> float:
+        """Weight of all micro-batches of all workers."""
+        return self._decided.stats.weight
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of all workers."""
+        return self._decided.stats.micro_batches
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Names of the components that no micro-batch of any worker had a gradient for, and on no part of the model.
+
+        Their gradients here are zeros, where torch would have None.
+        """
+        slots = self._accumulator.layout.slots
+        return frozenset(slots[position].name for position in np.flatnonzero(self._decided.stats.unused).tolist())
 
     @property
     def is_current(self) -> bool:
         """Whether the gradients are still this step's: no longer after an `add`, step or replay of its engine."""
-        return self.find_current()
+        return self._accumulator.changes == self._changes
 
     @property
     def gradients(self) -> Mapping[str, Any]:
@@ -114,7 +164,8 @@ class StepResult:
         Raises:
             WindowError: On a GPU, where a later step was not finite and perhaps an earlier one as well.
         """
-        return self.find_non_finite(self.step)
+        decision = self._decided.decision
+        return self._errors.of_step(self.step, decision) if decision.bad is None else self._decided.non_finite
 
     def check(self) -> None:
         """Raise the error of a gradient that was not finite, now rather than late; on a GPU a wait for the device.
@@ -123,7 +174,10 @@ class StepResult:
             NonFiniteGradient: The gradient held NaN or Inf.
             WindowError: On a GPU, as for `non_finite`.
         """
-        self.raise_non_finite(self.step)
+        if self._decided.decision.bad is None:
+            self._errors.raise_of_step(self.step, self._decided.decision)
+        elif self._decided.non_finite is not None:
+            raise copy.copy(self._decided.non_finite)  # whoever keeps the result keeps no traceback of those who asked
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refused, for `copy` and `pickle` alike: its gradients are views of an arena, or the caller's own arrays.
@@ -133,86 +187,28 @@ class StepResult:
         """
         raise not_copied("a StepResult", "copy what you need: float(result.norm), result.gradients[name].copy()")
 
-    def of_replay(self, step: int, find_current: Callable[[], bool]) -> StepResult:
-        """The same arrays as the result of another step."""
-        return self._with(step=step, find_current=find_current)
+    def __repr__(self) -> str:
+        return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
+
+    def of_replay(self, step: int) -> StepResult:
+        """The same arrays, as they are now, as the result of another step."""
+        return replace(self, step=step, _changes=self._accumulator.changes)
 
     def without_arrays(self) -> StepResult:
         """The same result, which keeps none of its gradients alive."""
-        return self._with(_arrays=None)
+        return replace(self, _arrays=None)
 
-    def _with(self, **changes: object) -> StepResult:
-        result = object.__new__(StepResult)
-        result.__dict__.update(self.__dict__, **changes)  # replace() would read each field
-        return result
+    @property
+    def _decision(self) -> Decision:
+        """Taking a number of it puts what is read next behind the step, on whatever stream."""
+        self._accumulator.kernels.follow(self._accumulator.sums)
+        return self._decided.decision
 
     def _kept_arrays(self) -> Mapping[str, Any]:
-        arrays = self._arrays
-        if arrays is None:
+        if self._arrays is None:
             raise CallerError(
                 f"the gradients of step {self.step} are not kept here",
                 do="they are in the destinations that were given as out",
             )
-        return arrays
-
-
-@final
-class _OnDevice:
-    """A field that lies on the device: taking it puts what is read next behind the step."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, result: StepResult | None, owner: type[StepResult]) -> Any:
-        if result is None:
-            return self
-        result.follow()
-        return result.__dict__[self._name]
-
-    def __set__(self, result: StepResult, value: Any) -> None:
-        result.__dict__[self._name] = value
-
-
-_ON_DEVICE = (
-    *("_arrays", "norm", "scale", "factor", "inverse_factor", "skipped"),
-    *("group_norms", "group_scales", "block_norms", "component_norms"),
-)
-for _name in _ON_DEVICE:
-    setattr(StepResult, _name, _OnDevice(_name))
-
-
-def result_of(
-    tally: StepStats,
-    decision: Decision,
-    group_names: Sequence[str],
-    unused: Iterable[str],
-    arrays: Mapping[str, Any],
-    deferred: bool,
-    step: int,
-    find_non_finite: Callable[[int], NonFiniteGradient | None],
-    raise_non_finite: Callable[[int], None],
-    find_current: Callable[[], bool],
-    follow: Callable[[], None],
-) -> StepResult:
-    """A step's result, from what the workers counted and what K2 decided."""
-    return StepResult(
-        _arrays=arrays,
-        norm=decision.norm,
-        scale=decision.scale,
-        factor=decision.factor,
-        inverse_factor=decision.inverse,
-        weight=tally.weight,
-        micro_batches=tally.micro_batches,
-        unused=frozenset(unused),
-        skipped=decision.skipped,
-        group_norms=dict(zip(group_names, decision.group_norms, strict=True)),
-        group_scales=dict(zip(group_names, decision.scales, strict=True)),
-        block_norms=decision.block_norms,
-        component_norms=decision.component_norms,
-        deferred=deferred,
-        step=step,
-        find_non_finite=find_non_finite,
-        raise_non_finite=raise_non_finite,
-        find_current=find_current,
-        follow=follow,
-    )
+        self._accumulator.kernels.follow(self._accumulator.sums)
+        return self._arrays

@@ -501,6 +501,7 @@ class TestNonFinite:
         told = msgpack.packb(["finding in step 3", found])
         group = TensorParallelGroup(PerBlockGradientAccumulator(layout_of(config(0, 2))), "same")
         group.group.exchange = types.SimpleNamespace(world_size=2, gather=lambda mine: [mine, told])
+        group.group.is_alone = False
         with pytest.raises(ProtocolError, match=r"in the tensor-parallel group: (what )?rank 1 (found|tells)"):
             group.tell_non_finite(None, "step 3", 3)
 

@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
+from backends import available
 from devices import on_host, put_all
 
-from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, StepResult
+from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
 from gradengine.errors import CallerError
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
+HOST = available("host-1")
 SCALARS = ("norm", "scale", "factor", "inverse_factor", "skipped")
 
 
@@ -142,9 +145,22 @@ class TestVerdict:
 
     def test_whoever_asks_is_told_of_this_step(self):
         """The step's number goes to what finds it, so that a replay's result asks for its own."""
-        asked = []
-        fields = {field.name: None for field in dataclasses.fields(StepResult)}
-        result = StepResult(**{**fields, "step": 3, "find_non_finite": asked.append, "follow": lambda: None})
+        asked, result = [], stepped(HOST)
+        decision = dataclasses.replace(result._decided.decision, bad=None)
+        late = SimpleNamespace(of_step=lambda step, decision: asked.append(step))
+        decided = dataclasses.replace(result._decided, decision=decision)
+        result = dataclasses.replace(result, step=3, _decided=decided, _errors=late)
         assert result.non_finite is None
-        assert result.of_replay(4, lambda: True).non_finite is None
+        assert result.of_replay(4).non_finite is None
         assert asked == [3, 4]
+
+
+def test_it_says_all_that_it_knows():
+    """But no gradients: of a model they would be a million numbers."""
+    engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
+    engine.add({"w": np.array([0, 4], np.float32)}, 2.0)
+    assert repr(engine.step()) == (
+        "StepResult(norm=4.0, scale=0.25, factor=np.float32(0.125), inverse_factor=np.float32(8.0), weight=2.0, "
+        "micro_batches=1, unused=frozenset(), skipped=False, group_norms={'all': 4.0}, group_scales={'all': 0.25}, "
+        "block_norms=(), component_norms=(4.0,), deferred=False, step=0)"
+    )

@@ -369,9 +369,5 @@ class StepState:
 
     def enter(self, happening: Call | Event) -> None:
         """It has happened; raises `WindowError` as `ask`."""
-        self.now = self.ask(happening)
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether a graph is recorded."""
-        return self.now in RECORDING_STATES
+        answer = TABLE[self.now][happening]
+        self.now = answer if isinstance(answer, State) else self.ask(happening)

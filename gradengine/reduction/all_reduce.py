@@ -1,7 +1,8 @@
-"""The sum over one group, which outlives the exchange that it began with: another of the same ranks takes it up."""
+"""All-reduce over one group that outlives the exchange it began with: another of the same ranks takes it up."""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, final
 
 from gradengine.errors import CallerError, PeerLost
@@ -10,7 +11,15 @@ from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import heard, packed
 
-__all__ = ["AllReduce"]
+__all__ = ["AllReduce", "GroupState"]
+
+
+class GroupState(Enum):
+    """Where one rank stands in a group."""
+
+    SUMMING = "spans may leave, and their sums come back"
+    SUMMED = "all spans of the step hold their sums"
+    LEFT = "it dropped a window that was on its way, and closed the exchange"
 
 
 @final
@@ -21,19 +30,17 @@ class AllReduce:
         exchange: What carries them; None before a group is joined.
         progress: How far the step has come, whatever exchange carried it there.
         started: Keys of the spans that this rank has contributed to.
+        is_alone: Whether there is nobody to sum with.
+        state: Where this rank stands in the group.
     """
 
     def __init__(self) -> None:
         self.exchange: Exchange | None = None
         self.progress = Progress()
         self.started: set[int | str] = set()
-        self._is_summed = self._has_left = False
+        self.is_alone = True
+        self.state = GroupState.SUMMING
         self._gathered: dict[str, list[bytes]] = {}  # what was told, kept: the others are past it
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is nobody to sum with."""
-        return self.exchange is None or self.exchange.world_size == 1
 
     @closing_if_interrupted
     def join(self, exchange: Exchange, layout: GradientLayout, arena: Arena, on_reduced: OnReduced) -> None:
@@ -44,7 +51,8 @@ class AllReduce:
         """
         try:
             exchange.bind(layout, arena, self.progress, on_reduced)
-            self.exchange, self._is_summed, self._has_left, self._gathered = exchange, False, False, {}
+            is_alone = exchange.world_size == 1
+            self.exchange, self.is_alone, self.state, self._gathered = exchange, is_alone, GroupState.SUMMING, {}
             for span in layout.spans:
                 if span.key in self.started:
                     exchange.start(span)
@@ -58,7 +66,7 @@ class AllReduce:
     def start(self, span: Span) -> None:
         """This rank's contribution to a span is complete and may travel."""
         self.started.add(span.key)
-        if not self._has_left:
+        if self.state is not GroupState.LEFT:
             self._joined().start(span)
 
     @closing_if_interrupted
@@ -68,8 +76,8 @@ class AllReduce:
         Raises:
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
         """
-        if not self._is_summed:
-            self.progress.bad, self._is_summed = [*self._joined().wait()], True
+        if self.state is not GroupState.SUMMED:
+            self.progress.bad, self.state = [*self._joined().wait()], GroupState.SUMMED
 
     @closing_if_interrupted
     def tell(self, what: str, facts: object) -> list[Any]:
@@ -91,24 +99,22 @@ class AllReduce:
         if self.exchange is not None:
             self.exchange.close()
 
-    def restart(self) -> None:
-        """Nothing of the open step has been contributed, or summed."""
-        self.progress.restart()
-        self.clear()
-
     def drop(self) -> None:
         """The step begins anew. What is under way already the exchange cannot take back: it is closed."""
         if self.started and self.exchange is not None:
             self.close()
-            self._has_left = True
+            self.state = GroupState.LEFT
         self.restart()
 
-    def clear(self) -> None:
-        """Nothing has been contributed."""
-        self.started, self._is_summed, self._gathered = set(), False, {}
+    def restart(self) -> None:
+        """Nothing of the open step has been contributed, or summed."""
+        self.progress.restart()
+        self.started, self._gathered = set(), {}
+        if self.state is GroupState.SUMMED:
+            self.state = GroupState.SUMMING
 
     def _joined(self) -> Exchange:
-        if self.exchange is None or self._has_left:
+        if self.exchange is None or self.state is GroupState.LEFT:
             raise PeerLost(
                 "this rank has left the group: it dropped a window that was on its way",
                 do="reconnect() on all ranks of the group",

@@ -1,4 +1,4 @@
-"""A worker's side of the exchange: which spans have left, whose sums have landed, and what all workers agreed on.
+"""Reducer: spans of an accumulator leave as they are complete, their sums come back, and all ranks agree on stats.
 
 The exchange works in host memory. On the CPU that is the arena itself; a GPU's arena has a staging in pinned memory,
 from which a span leaves when it is complete, and whose sums go back as a whole when they have landed.
@@ -15,9 +15,10 @@ from typing import final
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.errors import CallerError, NonFiniteGradient
+from gradengine.accumulate.state import Call, Event, State, StepState
+from gradengine.errors import CallerError, NonFiniteGradient, WindowError
 from gradengine.exchange.interface import Exchange
-from gradengine.kernels import Decision
+from gradengine.kernels import Decision, Float64
 from gradengine.kernels.staging import StagingBuffer
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
@@ -25,15 +26,18 @@ from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, agree
 from gradengine.reduction.tensor_parallel import TensorParallelGroup
 
-__all__ = ["Closing", "Reducer"]
+__all__ = ["DecidedStep", "Reducer"]
+
+_NO_TOTALS: Float64 = np.empty(0)
+_NONE_TOLD: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
-class Closing:
-    """A step that is summed and decided, and whose gradients are handed back: what is left of it can be done again.
+class DecidedStep:
+    """A step that is summed and decided: its gradients can be handed back, and what is left of it be done again.
 
     Attributes:
-        tally: What all workers counted.
+        stats: What all workers counted.
         decision: What became of their sum.
         non_finite: What was not finite, where the host knows it.
         way: Where to the gradients went: "in place", "out" or "deferred".
@@ -41,7 +45,7 @@ class Closing:
         window: Its window's.
     """
 
-    tally: StepStats
+    stats: StepStats
     decision: Decision
     non_finite: NonFiniteGradient | None
     way: str
@@ -62,9 +66,8 @@ class Reducer:
     Attributes:
         workers: The sum over the workers that hold the same part.
         window: The number of the open window, counted from 0; one that was dropped counts, if others know of it.
-        failed: Whether the window is kept as it is and takes no more.
-        agreed: What all ranks know, once they do.
-        closing: The step whose gradients have been handed back, until the next window is open.
+        agreed: What all ranks know, in a step that is AGREED.
+        decided: What is handed back, in a step that is HANDED_BACK.
     """
 
     def __init__(
@@ -80,16 +83,16 @@ class Reducer:
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
         self.window = 0
-        self.failed = False
         self.agreed: StepStats | None = None
-        self.closing: Closing | None = None
+        self.decided: DecidedStep | None = None
+        self._state = accumulator.state
         self._landed: dict[int | str, int] = {}
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
 
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with: no other worker, and no other part of the model."""
-        return self.workers.is_alone and self.parts.is_alone
+        return self.workers.is_alone and self.parts.group.is_alone
 
     @property
     def step(self) -> int:
@@ -103,7 +106,7 @@ class Reducer:
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
         """Join groups, and let leave again what had left through other exchanges."""
-        self.agreed = None  # it may have reached this rank alone
+        self._state.enter(Call.RECONNECT)
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
@@ -118,7 +121,17 @@ class Reducer:
                 self._accumulator.settle_span(span)
                 self._to_mean(span)
                 self._staging.fetch(span.start, span.stop)
+                self._state.enter(Event.SEND)  # not behind it: an interrupt there would leave a window that is open
                 self.workers.start(span)
+
+    def refuse_started(self, span: Span) -> None:
+        """Raise `WindowError` where the span is on its way already."""
+        if span.key in self.workers.started:
+            raise WindowError(
+                f"{span.called} is on its way to the other workers",
+                got=f"a contribution after the last of {self._accumulator.count_of(span)} micro-batches",
+                expected="step()",
+            )
 
     def agree(self) -> StepStats:
         """Local sums become sums over all workers, and all workers know the same facts about them.
@@ -127,20 +140,22 @@ class Reducer:
             WindowError: The window is not complete, or empty on a worker that is alone.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
         """
-        if self.agreed is not None and not self.is_alone:
+        is_alone, accumulator = self.is_alone, self._accumulator
+        if self.agreed is not None and self._state.now is State.AGREED and not is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
-        self._kernels.wait_for(self._accumulator.producers)  # refuses one that records a graph, before anything is done
-        self._accumulator.close(measure=self.workers.is_alone)
-        if self.is_alone:
-            self._accumulator.measure_rest()
-            self.agreed = self._tally(np.empty(0))
+        self._kernels.wait_for(accumulator.producers)  # refuses one that records a graph, before anything is done
+        accumulator.close(measure=is_alone or self.workers.is_alone)
+        if is_alone:
+            accumulator.measure_rest()
+            self.agreed = self._stats(_NO_TOTALS)
         else:
             self.agreed = self._agree()
+            self._state.enter(Event.AGREE)
         return self.agreed
 
-    def divisor(self, tally: StepStats) -> float:
+    def divisor(self, stats: StepStats) -> float:
         """What makes the sum the average: with one worker its own mean is the mean over all."""
-        return tally.workers if self._per_worker and not self.workers.is_alone else tally.weight
+        return stats.workers if self._per_worker and not self.workers.is_alone else stats.weight
 
     def find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
         """What is not finite, where the host knows it now; of a worker's contribution rather than of the sum.
@@ -150,7 +165,7 @@ class Reducer:
         """
         if not decision.bad:
             return None
-        with _KeptIfItFails(self):
+        with _KeptIfItFails(self._state):
             mine = self._first_found(self.parts.own_of(decision.bad))
             found = self.parts.tell_non_finite(mine, self._place, self.step)
         found = found or self._first_found(decision.bad)  # nobody's own: a sum overflowed, the same on all ranks
@@ -162,23 +177,30 @@ class Reducer:
 
     def discard(self) -> None:
         """Forget the window. What is under way already the exchanges cannot take back: they are closed."""
-        if self.agreed is not None:  # the groups are through with the step, and stand before the next
-            # Others may go on with its gradients: a window number that only those have who dropped it tells them apart.
-            self.begin(self.step + 1, self.window + (2 if self.agreed.micro_batches else 1))
-            return
-        self.failed = self.failed or bool(self.workers.started)  # so that it counts, however often this is begun
-        self.workers.drop()
-        self.parts.group.drop()
-        self.begin(self.step, self.window + self.failed)
+        self._state.enter(Event.WRITE)  # until the next one is open, should this be interrupted
+        step, window = self.step, self.window
+        if self._state.now is State.HALF_HANDED_BACK and self.agreed is not None:
+            # The groups are through with the step, and stand before the next. Others may go on with its gradients: a
+            # window number that only those have who dropped it tells them apart.
+            step, window = step + 1, window + (2 if self.agreed.micro_batches else 1)
+        elif self._state.now is State.HALF_SENT:
+            self.workers.drop()
+            self.parts.group.drop()
+            window += 1
+        self.begin(step, window)
 
     def begin(self, step: int, window: int) -> None:
         """The next window is open. Interrupted, it is to be called again with the same numbers."""
-        self.workers.restart()
-        self.parts.restart(step)
+        for group in (self.workers, self.parts.group):
+            if group.exchange is not None:
+                group.restart()
         self._landed, self._means = {}, set()
-        progress = self.workers.progress
+        self.parts.group.progress.step = step
+        progress, state = self.workers.progress, self._state
+        if state.now is not State.LAUNCHING:  # a replay has no window
+            self._accumulator.zero_all()
         # One statement, the last: before it nothing has begun, and behind it all has.
-        progress.step, self.window, self.failed, self.agreed, self.closing = step, window, False, None, None
+        progress.step, self.window, state.now, self.agreed, self.decided = step, window, State.EMPTY, None, None
 
     # ---- inside ----
 
@@ -188,13 +210,14 @@ class Reducer:
         return f"step {self.step}, window {self.window}"
 
     def _agree(self) -> StepStats:
-        with _KeptIfItFails(self):
+        with _KeptIfItFails(self._state):
             self._sum_over_workers()
-            tally = self.parts.agree(self._tally(self._kernels.totals(self._accumulator.sums)))
+            self._state.enter(Event.SEND)
+            stats = self.parts.agree(self._stats(self._kernels.totals(self._accumulator.sums), self._told))
             if not self.workers.is_alone:
-                tally = agree(self.workers, tally)
+                stats = agree(self.workers, stats)
         self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
-        return tally
+        return stats
 
     def _sum_over_workers(self) -> None:
         if self.workers.is_alone:
@@ -217,12 +240,16 @@ class Reducer:
                 return NonFiniteGradient(self._layout.slots[position].name, *found, step=self.step)
         return None
 
-    def _tally(self, totals: np.ndarray[tuple[int], np.dtype[np.float64]]) -> StepStats:
+    @property
+    def _told(self) -> dict[str, str]:
+        """What all workers must have set alike."""
+        return {**self._settings, "tensor-parallel group": self.parts.described}
+
+    def _stats(self, totals: Float64, settings: Mapping[str, str] = _NONE_TOLD) -> StepStats:
         accumulator = self._accumulator
-        settings = {**self._settings, "tensor-parallel group": self.parts.described}
-        count, unused = accumulator.accumulated_count, accumulator.unused
-        workers = min(count, 1)
-        return StepStats(accumulator.total_weight, count, totals, unused, settings, self._place, workers=workers)
+        count, weight = accumulator.accumulated_count, accumulator.total_weight
+        place = self._place if settings else ""
+        return StepStats(weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1))
 
     def _to_mean(self, span: Span) -> None:
         """Where workers' means are averaged, the span's sum becomes this worker's mean: once, however often asked."""
@@ -268,12 +295,12 @@ class _KeptIfItFails:
     No generator: one that an interrupt leaves suspended would be closed when the traceback goes, in a later step.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
+    def __init__(self, state: StepState) -> None:
+        self._state = state
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is not None and not issubclass(kind, CallerError):  # of the caller's mistake nothing has left
-            self._reducer.failed = True
+            self._state.enter(Event.FAIL)

@@ -48,7 +48,6 @@ class TensorParallelGroup:
 
     Attributes:
         group: The sum over the group.
-        agreed: The tally of the whole model, once the group has one.
 
     Raises:
         CallerError: `replicated` is none of these.
@@ -61,8 +60,6 @@ class TensorParallelGroup:
         self._is_replicated = np.array([slot.partition == "replicated" for slot in self._slots])
         self._travels = replicated != "same" and accumulator.layout.tp_size > 1
         self.group = AllReduce()
-        self.agreed: StepStats | None = None
-        self._told: list[NonFiniteGradient] | None = None  # kept, as one rank may run the step again and the others not
 
     @property
     def is_alone(self) -> bool:
@@ -83,7 +80,6 @@ class TensorParallelGroup:
             HandshakeRefused, PeerLost: The ranks do not come together, or hold parts of different models.
         """
         _refuse_other_group(exchange, self._accumulator.layout)
-        self.agreed = self._told = None  # the old exchange may have brought them to this rank alone
         with _named():
             self.group.join(exchange, self._layout, self._replicas.data, _do_nothing)
 
@@ -97,10 +93,8 @@ class TensorParallelGroup:
         """
         if self.is_alone:
             return mine
-        if self.agreed is None:
-            with _named():
-                self.agreed = self._of_all_parts(mine)
-        return self.agreed
+        with _named():
+            return self._of_all_parts(mine)
 
     def put_back(self) -> None:
         """Have the arena's replicated components be what the group made of them; may be done twice."""
@@ -125,19 +119,11 @@ class TensorParallelGroup:
         """
         if self.is_alone:
             return mine
-        if self._told is None:
-            order = {slot.name: i for i, slot in enumerate(self._slots)}
-            with _named():
-                told = self.group.tell(f"finding in {place}", _facts_of(mine or self._found_in_sums(step)))
-                found = [_found_by(rank, facts, step, order) for rank, facts in enumerate(told)]
-            self._told = sorted((f for f in found if f is not None), key=lambda f: order[f.component])
-        return self._told[0] if self._told else None
-
-    def restart(self, step: int) -> None:
-        """Nothing of the step with this number has been contributed, or told."""
-        self.group.restart()
-        self.group.progress.step = step
-        self.agreed = self._told = None
+        order = {slot.name: i for i, slot in enumerate(self._slots)}
+        with _named():
+            told = self.group.tell(f"finding in {place}", _facts_of(mine or self._found_in_sums(step)))
+            found = [_found_by(rank, facts, step, order) for rank, facts in enumerate(told)]
+        return min((f for f in found if f is not None), key=lambda f: order[f.component], default=None)
 
     # ---- inside ----
 
