@@ -408,7 +408,7 @@ class GradientEngine:
     # ---- what may be called now ----
 
     def _ask(self, call: Call) -> None:
-        """Raise where a call does not fit the stream or the step's state; or the error of an earlier step, once."""
+        """Raise where a call does not fit the stream, or the state; and the error of an earlier step, once."""
         is_recording = self._state.now in RECORDING_STATES
         if self._kernels.is_capturing() != is_recording:
             raise CallerError(
@@ -418,9 +418,9 @@ class GradientEngine:
                 do="use this engine's own capture(), on the stream that is current in its `with`; discard() where an "
                 "interrupt left that",
             )
-        self._state.ask(call, self._facts)
         if self._late.exist and not is_recording:
             self._raise_late()
+        self._state.ask(call, self._facts)
 
     def _ask_part(self, span: Span) -> None:
         self._ask(Call.ADD_PART)

@@ -159,8 +159,9 @@ def test_it_says_all_that_it_knows():
     """But no gradients: of a model they would be a million numbers."""
     engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
     engine.add({"w": np.array([0, 4], np.float32)}, 2.0)
-    assert repr(engine.step()) == (
-        "StepResult(norm=4.0, scale=0.25, factor=np.float32(0.125), inverse_factor=np.float32(8.0), weight=2.0, "
+    result = engine.step()
+    assert repr(result) == (
+        f"StepResult(norm=4.0, scale=0.25, factor={np.float32(0.125)!r}, inverse_factor={np.float32(8)!r}, weight=2.0, "
         "micro_batches=1, unused=frozenset(), skipped=False, group_norms={'all': 4.0}, group_scales={'all': 0.25}, "
         "block_norms=(), component_norms=(4.0,), deferred=False, step=0)"
     )

@@ -100,7 +100,7 @@ class Refusal:
 
 
 #: What an accumulator without an engine does not know.
-_UNKNOWN = {"step": "step", "count": "some", "change": "another", "last": "", "or_nothing": "", "others": ""}
+_UNKNOWN = {"step": "a step", "count": "some", "change": "another", "last": "", "or_nothing": "", "others": ""}
 _NO_MICRO_BATCH = Refusal(
     "{step} without a micro-batch", "0 micro-batches", "at least 1", "{last}add() gradients first{or_nothing}"
 )

@@ -1,0 +1,374 @@
+"""Where a step stands: each state and each call, driven through an engine; a refusal says why, and changes nothing."""
+
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from devices import put_all
+from ranks import on_ranks
+
+from gradengine import GradientEngine, GradientLayout, local_group
+from gradengine.accumulate.state import TABLE, Call, Event, Refusal, State, StepState
+from gradengine.errors import CallerError, NonFiniteGradient, PeerLost, WindowError
+from gradengine.exchange.interface import Exchange
+
+LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
+
+
+def ones(backend):
+    return put_all(backend, [np.ones(slot.shape, np.float32) for slot in LAYOUT.slots])
+
+
+def test_a_window_has_room_for_what_was_said(backend):
+    engine = GradientEngine(LAYOUT, backend.kernels, micro_batches=2)
+    for _ in range(2):
+        engine.add(ones(backend))
+    with pytest.raises(WindowError, match=r"the window is full: got micro-batch 3, expected step\(\) after 2"):
+        engine.add(ones(backend))
+    assert engine.step().micro_batches == 2
+    engine.add(ones(backend))
+    assert engine.step().micro_batches == 1
+
+
+def test_a_window_that_comes_in_parts_has_no_more_room(backend):
+    engine, (block, head) = GradientEngine(LAYOUT, backend.kernels, micro_batches=2), ones(backend)
+    for _ in range(2):
+        engine.add_block(0, [block])
+    with pytest.raises(
+        WindowError, match=r"the window of block 0 is full: got micro-batch 3, expected step\(\) after 2"
+    ):
+        engine.add_block(0, [block])
+    for _ in range(2):
+        engine.add_non_block("head", head)
+    with pytest.raises(
+        WindowError, match=r"the window of component 'head' is full: got micro-batch 3, expected step\(\) after 2"
+    ):
+        engine.add_non_block("head", head)
+    result = engine.step()
+    assert (result.micro_batches, float(result.norm)) == (2, pytest.approx(5**0.5))
+
+
+def test_a_step_that_failed_keeps_its_window():
+    engine = GradientEngine(LAYOUT)
+    engine.add([np.full(3, np.nan, np.float32), np.ones(2, np.float32)])
+    with pytest.raises(Exception, match="not finite"):
+        engine.step()
+    for call in (
+        lambda: engine.add([np.ones(3, np.float32), np.ones(2, np.float32)]),
+        lambda: engine.add_block(0, [np.ones(3, np.float32)]),
+        lambda: engine.add_non_block("head", np.ones(2, np.float32)),
+    ):
+        with pytest.raises(WindowError, match=r"step 0 failed, and its window is kept; run step\(\) again"):
+            call()
+    engine.discard()
+    engine.add([np.ones(3, np.float32), np.ones(2, np.float32)])
+    assert engine.step().norm == pytest.approx(5**0.5)
+
+
+def test_what_is_on_its_way_takes_no_more():
+    def work(exchange):
+        engine = GradientEngine(LAYOUT, exchange=exchange)
+        engine.add_block(0, [np.ones(3, np.float32)], last=True)
+        with pytest.raises(
+            WindowError,
+            match="block 0 is on its way to the other workers: got a contribution after the last of 1 micro-batches",
+        ):
+            engine.add_block(0, [np.ones(3, np.float32)])
+        engine.add_non_block("head", np.ones(2, np.float32))
+        with pytest.raises(WindowError, match="the window is complete and on its way to the other workers"):
+            engine.add([np.ones(3, np.float32), np.ones(2, np.float32)])
+        return engine.step().micro_batches
+
+    exchanges = local_group(2)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, exchanges)) == [2, 2]
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_what_is_on_its_way_is_known_by_its_id_too():
+    """Block 0 has left and the LM head, whose id is 0, has not; then it has."""
+    layout = GradientLayout.transformer(1, 2, 2, 2, 2, embedding=False)
+    gradients = {slot.name: np.ones(slot.shape, np.float32) for slot in layout.slots}
+
+    def work(exchange):
+        engine = GradientEngine(layout, exchange=exchange)
+        engine.add_block(0, [gradients[slot.name] for slot in layout.blocks[0].slots], last=True)
+        engine.add_non_block(0, gradients["lm_head"], last=True)
+        with pytest.raises(WindowError, match="component 'lm_head' is on its way"):
+            engine.add_non_block(0, gradients["lm_head"])
+        engine.add_non_block(1, gradients["final_norm"])
+        return engine.step().micro_batches
+
+    assert on_ranks(work, 2) == [2, 2]
+
+
+def test_a_graph_needs_a_gpu():
+    engine = GradientEngine(LAYOUT)
+    with pytest.raises(CallerError, match="only a GPU's steps can be captured: got device 'cpu'"):
+        engine.capture()
+
+
+def test_a_graph_needs_a_closed_window(device):
+    engine = GradientEngine(LAYOUT, device.kernels)
+    engine.add(ones(device))
+    with pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
+        engine.capture()
+    engine.step()
+    given = ones(device)
+    with engine.capture():
+        with pytest.raises(WindowError, match="a window is being captured"):
+            engine.capture()
+        engine.add(given)
+        engine.step()
+        with pytest.raises(WindowError, match="a capture holds one window"):
+            engine.add(given)
+
+
+def test_the_loss_scale_of_an_open_window(backend):
+    engine = GradientEngine(LAYOUT, backend.kernels)
+    engine.add_block(0, ones(backend)[:1])
+    with pytest.raises(WindowError, match="loss scale of an open window"):
+        engine.loss_scale = 2.0
+    engine.discard()
+    engine.loss_scale = 2.0
+    assert engine.loss_scale == 2.0
+
+
+class Echo(Exchange):
+    """A group of two whose other rank says what this one says; its sums come at once, unless it is `lost`."""
+
+    rank, world_size, url = 0, 2, None
+
+    def __init__(self, lost=False):
+        self.lost = lost
+
+    def bind(self, layout, arena, progress, on_reduced):
+        self.layout, self.on_reduced = layout, on_reduced
+
+    def start(self, span):
+        self.on_reduced(span, span.stop)
+
+    def wait(self):
+        if self.lost:
+            raise PeerLost("the other rank is gone")
+        return ()
+
+    def gather(self, data):
+        return [data, data]
+
+    def close(self):
+        pass
+
+
+class Stand:
+    """A GPU's engine that is brought to a state, as users get there, with a graph that it captured before."""
+
+    def __init__(self, backend, state):
+        self.backend, self.engine = backend, GradientEngine(LAYOUT, backend.kernels)
+        self.of = {value: self.put(value) for value in (1, 2, np.nan)}  # before a stream records
+        with self.engine.capture() as self.graph:
+            self.engine.add(self.of[1])
+            self.engine.step()
+        self.capture = None
+        getattr(self, state.name.lower())()
+        assert self.now is state
+
+    @property
+    def now(self):
+        return self.engine.accumulator.state.now
+
+    def put(self, value):
+        return put_all(self.backend, [np.full(slot.shape, value, np.float32) for slot in LAYOUT.slots])
+
+    def interrupt(self, owner, name, call):
+        method = getattr(owner, name)
+        setattr(owner, name, Mock(side_effect=KeyboardInterrupt))
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        finally:
+            setattr(owner, name, method)
+
+    def leave_half_written(self):
+        with pytest.raises(KeyboardInterrupt), self.engine.accumulator.changing():
+            raise KeyboardInterrupt
+
+    # ---- how each state is reached ----
+
+    def empty(self):
+        pass
+
+    def nothing(self):
+        self.engine.add(None, weight=0)
+
+    def open(self):
+        self.engine.add(self.of[1])
+
+    def sending(self, value=1, lost=False):
+        self.engine.reconnect(Echo(lost))
+        self.engine.add_block(0, self.of[value][:1], last=True)
+
+    def failed(self):
+        self.sending(lost=True)
+        self.engine.add_non_block("head", self.of[1][1])
+        with pytest.raises(PeerLost):
+            self.engine.step()
+        self.engine.exchange.lost = False
+
+    def agreed(self):
+        self.sending(np.nan)
+        self.engine.add_non_block("head", self.of[1][1])
+        with pytest.raises(NonFiniteGradient):
+            self.engine.step()
+
+    def handed_back(self):
+        self.open()
+        self.interrupt(self.engine._reducer, "begin", self.engine.step)
+
+    def half_written(self):
+        self.open()
+        self.leave_half_written()
+
+    def half_sent(self):
+        self.sending()
+        self.leave_half_written()
+
+    def half_handed_back(self):
+        self.open()
+        self.interrupt(self.engine._kernels, "hand_back", self.engine.step)
+
+    def capturing(self):
+        self.capture = self.engine.capture()
+        self.capture.__enter__()
+
+    def recorded(self):
+        self.capturing()
+        self.engine.add(self.of[1])
+
+    def captured(self):
+        self.recorded()
+        self.engine.step()
+
+    def half_captured(self):
+        self.recorded()
+        self.leave_half_written()
+
+    def launching(self):
+        self.interrupt(self.engine._late, "send", self.graph.replay)
+
+    # ---- what is called ----
+
+    def call(self, call):
+        engine = self.engine
+        calls = {
+            Call.ADD: lambda: engine.add(self.of[1]),
+            Call.ADD_PART: lambda: engine.add_non_block("head", self.of[1][1]),
+            Call.ADD_NOTHING: lambda: engine.add(None, weight=0),
+            Call.VIEW: lambda: engine.accumulator.block(0),
+            Call.ZERO_ALL: engine.accumulator.zero_all,
+            Call.STEP: engine.step,
+            Call.SET_LOSS_SCALE: lambda: setattr(engine, "loss_scale", 2.0),
+            Call.CAPTURE: self.capture_more,
+            Call.REPLAY: self.graph.replay,
+            Call.RECONNECT: lambda: engine.reconnect(Echo()),
+            Call.DISCARD: engine.discard,
+        }
+        return calls[call]()
+
+    def capture_more(self):
+        capture = self.engine.capture()
+        capture.__enter__()
+        self.capture = capture
+
+    def leave(self):
+        if self.capture is not None:
+            self.capture.abandon()
+
+
+#: Where a call is over that the table lets begin: what follows are events.
+OVER = {
+    **{(state, Call.STEP): State.EMPTY for state in (State.NOTHING, State.OPEN, State.FAILED, State.HANDED_BACK)},
+    (State.RECORDED, Call.STEP): State.CAPTURED,
+    **{(state, Call.REPLAY): State.EMPTY for state in (State.EMPTY, State.NOTHING, State.LAUNCHING)},
+}
+#: Errors of a call that the state lets begin.
+FAILS = {
+    (State.NOTHING, Call.STEP): "without a micro-batch on any worker",
+    (State.SENDING, Call.STEP): "'head' lacks part of the window",
+    (State.AGREED, Call.STEP): "not finite",
+    (State.LAUNCHING, Call.REPLAY): r"step 0 ran before replay\(\) was interrupted",
+}
+#: Refused before the state is asked.
+NOT_ALONE = {State.SENDING, State.FAILED, State.AGREED, State.HALF_SENT}
+
+
+@pytest.fixture
+def stand(emulated):
+    stands = []
+
+    def build(state):
+        stands.append(Stand(emulated, state))
+        return stands[-1]
+
+    yield build
+    for built in stands:
+        built.leave()
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
+def test_each_call_in_each_state_leads_where_the_table_says_or_is_refused(stand, state, call):
+    stand, answer = stand(state), TABLE[state][call]
+    counts = stand.engine.accumulator.accumulated_count, stand.engine.current_step
+    if call in {Call.CAPTURE, Call.REPLAY} and state in NOT_ALONE:
+        with pytest.raises(CallerError, match="a step with an exchange"):
+            stand.call(call)
+        assert stand.now is state
+    elif isinstance(answer, Refusal):
+        change = f"2.0 after {counts[0]} micro-batches of 1.0"
+        known = {} if call is Call.VIEW else {**stand.engine._facts(), "change": change}  # a view is the accumulator's
+        with pytest.raises(WindowError) as caught:
+            stand.call(call)
+        assert str(caught.value) == str(answer.error(known))
+        assert stand.now is state
+        assert (stand.engine.accumulator.accumulated_count, stand.engine.current_step) == counts
+    else:
+        if (state, call) in FAILS:
+            with pytest.raises((WindowError, NonFiniteGradient), match=FAILS[state, call]):
+                stand.call(call)
+        else:
+            stand.call(call)
+        assert stand.now is OVER.get((state, call), answer)
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+def test_from_each_state_discard_leads_to_a_step_like_any_other(stand, state):
+    stand = stand(state)
+    if stand.engine.exchange is None:
+        stand.engine.discard()
+        stand.engine.add(stand.of[2])
+        assert float(stand.engine.step().norm) == pytest.approx(20**0.5)
+    else:
+        stand.engine.discard()
+        assert not stand.engine.has_open_window
+
+
+def test_every_state_answers_every_call():
+    assert set(TABLE) == set(State)
+    assert [(state.name, call.name) for state in State for call in Call if call not in TABLE[state]] == []
+
+
+def test_every_state_but_an_empty_one_can_be_written_to_and_left():
+    assert [state.name for state in State if Event.WRITE not in TABLE[state]] == []
+    led_to = {state: {answer for answer in row.values() if isinstance(answer, State)} for state, row in TABLE.items()}
+    reached = {State.EMPTY}
+    while more := {state for found in reached for state in led_to[found]} - reached:
+        reached |= more
+    assert reached == set(State)
+
+
+def test_what_cannot_happen_in_a_state_is_no_refusal_but_a_fault():
+    with pytest.raises(KeyError):
+        StepState().enter(Event.HAND_BACK)
