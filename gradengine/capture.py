@@ -181,13 +181,14 @@ class Capture(AbstractContextManager[CapturedWindow]):
         self._recording = window.kernels.recording()
 
     def __enter__(self) -> CapturedWindow:
+        window = self.window
         self._begin(self)
         try:
             self._recorded = self._recording.__enter__()
         except BaseException as fault:
             self._leave(type(fault), fault, fault.__traceback__)
             raise
-        return self.window
+        return window
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
