@@ -1,20 +1,39 @@
-"""What an engine was told to do, checked once, and what of it all workers must have been told alike."""
+"""An engine's options: named once for it and for whoever builds one, checked once, and compared over the workers."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal, TypeAlias, final
+from typing import Literal, TypeAlias, TypedDict, final
 
 from gradengine.arguments import as_float, out_of_range, refuse_unknown, whole_number
+from gradengine.clip import Groups, MaxNorm
 from gradengine.errors import CallerError
-from gradengine.kernels import ClipPlan
+from gradengine.exchange.interface import Exchange
+from gradengine.kernels import ClipPlan, Device
 from gradengine.layout import GradientLayout
+from gradengine.reduction.tensor_parallel import Replicated
 
-__all__ = ["Average", "OnNonFinite", "Settings", "checked_loss_scale"]
+__all__ = ["Average", "EngineOptions", "OnNonFinite", "Settings", "checked_loss_scale"]
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
 Average: TypeAlias = Literal["weighted", "per_worker"]
+
+
+class EngineOptions(TypedDict, total=False):
+    """What `GradientEngine` takes besides a layout and an exchange, for whoever passes it on."""
+
+    device: Device
+    max_norm: MaxNorm
+    on_non_finite: OnNonFinite
+    micro_batches: int | None
+    hold: int
+    groups: Groups
+    average: Average
+    loss_scale: float
+    reused_buffers: bool
+    tp_exchange: Exchange | None
+    replicated: Replicated
 
 
 @final

@@ -1,29 +1,83 @@
-"""Data-parallel training around any local trainer: its shard of the micro-batches in, the same weights everywhere."""
+"""Data-parallel training loop around any local trainer: its shard of micro-batches in, the same weights everywhere."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol, TypeVar, final
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
 
 from gradengine.accumulate.gradients import Gradients
+from gradengine.accumulate.state import Refusal
 from gradengine.accumulate.window import checked_weight, ordered_sum
 from gradengine.arguments import as_float, as_number, iterated, refuse_lacking, said, truth_value, whole_number
 from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
-from gradengine.clip import Groups, MaxNorm
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
 from gradengine.exchange.interface import Exchange, checked_rank
 from gradengine.layout import GradientLayout
-from gradengine.reduction.tensor_parallel import Replicated
 from gradengine.result import StepResult
+from gradengine.settings import EngineOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DistributedTrainer", "LocalTrainer", "shard_batches", "weights_digest"]
 
 _NOTHING = object()
 MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)
+
+
+class Batch(Enum):
+    """Where a batch stands."""
+
+    READY = "there is none"
+    ADDING = "its micro-batches are added"
+    ADDED = "all are in, and the step is to be made"
+    STEPPED = "the step is over, and its gradients are to be applied"
+    APPLYING = "apply_gradients was called, and only its caller knows what it did unless it returns"
+    APPLIED = "the weights are to be compared"
+    FINISHED = "all is done"
+
+
+class _Call(Enum):
+    TRAIN = "train_batch"
+    FINISH = "finish_step"
+    FINISH_APPLIED = "finish_step(applied=...)"
+
+
+_UNFINISHED = Refusal(
+    "step {engine_step} of an earlier batch is not finished",
+    "{count} micro-batches in the window",
+    "none",
+    "run finish_step() again, or drop the batch by discard() on every rank",
+)
+_NO_BATCH = Refusal("there is no batch to finish", "{count} micro-batches in the window", do="{do}")
+_BROKE_OFF = Refusal("a batch broke off", "{count} micro-batches in the window", do="{do}")
+_PERHAPS_APPLIED = Refusal(
+    "apply_gradients of step {step} did not return, and may have changed the weights",
+    expected="finish_step(applied=True) where it did, finish_step(applied=False) to call it again",
+)
+
+
+def _row(train: Batch | Refusal, finish: Batch | Refusal, finish_applied: Batch | Refusal) -> _Row:
+    return {_Call.TRAIN: train, _Call.FINISH: finish, _Call.FINISH_APPLIED: finish_applied}
+
+
+_Row: TypeAlias = Mapping[_Call, Batch | Refusal]
+#: What each call comes to next, or its refusal. A batch of which all or some are in may have been dropped by the
+#: engine's own discard(); then another can begin.
+_BATCHES: Mapping[Batch, _Row] = {
+    Batch.READY: _row(Batch.ADDING, _NO_BATCH, _NO_BATCH),
+    Batch.ADDING: _row(Batch.ADDING, _BROKE_OFF, _BROKE_OFF),
+    Batch.ADDED: _row(Batch.ADDING, Batch.STEPPED, Batch.STEPPED),
+    Batch.STEPPED: _row(_UNFINISHED, Batch.APPLYING, Batch.APPLYING),
+    Batch.APPLYING: _row(_PERHAPS_APPLIED, _PERHAPS_APPLIED, Batch.APPLIED),
+    Batch.APPLIED: _row(_UNFINISHED, Batch.FINISHED, Batch.FINISHED),
+    Batch.FINISHED: _row(Batch.ADDING, Batch.FINISHED, Batch.FINISHED),
+}
 
 
 class LocalTrainer(Protocol[MicroBatchT_contra]):
@@ -58,19 +112,11 @@ class DistributedTrainer:
         trainer: The local trainer; starts with the same weights on every worker.
         exchange: The sum over workers; None for one worker.
         layout: The gradients' layout.
-        max_norm: Bound of the global norm, or one by group name; None, the default, clips nothing.
-        groups: Components that share a norm; None for one global norm.
-        average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means.
-        on_non_finite: "raise", "skip" or "pass", as for `GradientEngine`.
-        micro_batches: Micro-batches of this worker in each step, if known: the exchange starts with the last one.
-        hold: Micro-batches folded in one pass.
-        reused_buffers: The trainer writes each micro-batch's gradients into the same torch tensors, as for
-            `GradientEngine`.
         max_steps: After so many steps `reached_max_steps` is True, and a further one is refused.
         check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
-        tp_exchange: The exchange over the ranks that hold the other parts of this worker's model; all of them train
-            on the same micro-batches.
-        replicated: What these ranks hold of replicated gradients, as for `GradientEngine`.
+        options: Those of `GradientEngine`, by name: `device`, `max_norm`, `groups`, `average`, `on_non_finite`,
+            `micro_batches` (of this worker in each step: the exchange starts with the last one), `hold`, `loss_scale`,
+            `reused_buffers`, and `tp_exchange` and `replicated`, for ranks that train on the same micro-batches.
 
     Raises:
         CallerError: An argument is out of range.
@@ -94,17 +140,9 @@ class DistributedTrainer:
         exchange: Exchange | None,
         layout: GradientLayout,
         *,
-        max_norm: MaxNorm = None,
-        groups: Groups = None,
-        average: Literal["weighted", "per_worker"] = "weighted",
-        on_non_finite: Literal["raise", "skip", "pass"] = "raise",
-        micro_batches: int | None = None,
-        hold: int = 1,
-        reused_buffers: bool = False,
         max_steps: int | None = None,
         check_every: int = 0,
-        tp_exchange: Exchange | None = None,
-        replicated: Replicated = "same",
+        **options: Unpack[EngineOptions],
     ) -> None:
         refuse_lacking("trainer", trainer, ("forward_backward", "apply_gradients"))
         self.trainer, self.check_every = trainer, whole_number("check_every", check_every, 0)
@@ -115,24 +153,10 @@ class DistributedTrainer:
         self._losses: list[tuple[float, float]] = []
         self._loss = 0.0
         self._loss_came_through: object = _NOTHING
-        # Of a batch: "adding" micro-batches, all "added", "stepped", "applying" the result, "applied" and to be
-        # compared, "finished".
-        self._stage: Literal["ready", "adding", "added", "stepped", "applying", "applied", "finished"] = "ready"
+        self._batch = Batch.READY
         self._window_step = 0
         self.last_result: StepResult | None = None
-        self.engine = GradientEngine(
-            layout,
-            max_norm=max_norm,
-            exchange=exchange,
-            on_non_finite=on_non_finite,
-            micro_batches=micro_batches,
-            hold=hold,
-            reused_buffers=reused_buffers,
-            groups=groups,
-            average=average,
-            tp_exchange=tp_exchange,
-            replicated=replicated,
-        )
+        self.engine = GradientEngine(layout, exchange=exchange, **options)
 
     @property
     def rank(self) -> int:
@@ -176,8 +200,7 @@ class DistributedTrainer:
         batches = iterated("micro_batches", micro_batches)
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
-        self._refuse_unfinished()
-        self._stage, self._losses, self._loss_came_through = "adding", [], _NOTHING
+        self._batch, self._losses, self._loss_came_through = self._begun(), [], _NOTHING
         for count, micro_batch in enumerate(batches, start=1):
             weight = self._weight(micro_batch)
             if weight == 0:
@@ -187,7 +210,7 @@ class DistributedTrainer:
             self._losses.append((loss, weight))
         if not self._losses:
             self.engine.add(None, weight=0)
-        self._window_step, self._stage = self.engine.current_step, "added"
+        self._window_step, self._batch = self.engine.current_step, Batch.ADDED
         return self.finish_step()
 
     def finish_step(self, *, applied: bool | None = None) -> float:
@@ -207,20 +230,15 @@ class DistributedTrainer:
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
         applied = None if applied is None else truth_value("applied", applied)
-        if self._stage == "finished":
-            return self._loss
-        if self._stage in {"ready", "adding"}:
-            raise self._nothing_to_finish()
-        if self._stage == "applying" and applied is None:
-            raise self._perhaps_applied()
-        if self._stage == "added":
-            self.last_result, self._stage = self._step(), "stepped"
-        if self._stage == "stepped" or (self._stage == "applying" and not applied):
+        self._ask(_Call.FINISH if applied is None else _Call.FINISH_APPLIED)
+        if self._batch is Batch.ADDED:
+            self.last_result, self._batch = self._step(), Batch.STEPPED
+        if self._batch is Batch.STEPPED or (self._batch is Batch.APPLYING and not applied):
             self._apply()
-        if self._stage == "applying":
+        if self._batch is Batch.APPLYING:
             is_compared = self.check_every and (self.step + 1) % self.check_every == 0
-            self.step, self._stage = self.step + 1, "applied" if is_compared else "finished"
-        return self._compare_weights() if self._stage == "applied" else self._loss
+            self.step, self._batch = self.step + 1, Batch.APPLIED if is_compared else Batch.FINISHED
+        return self._compare_weights() if self._batch is Batch.APPLIED else self._loss
 
     def _step(self) -> StepResult:
         """The result of this batch's step, which an interrupt may have lost between its end and here."""
@@ -238,39 +256,30 @@ class DistributedTrainer:
     def discard(self) -> None:
         """Drop what is not finished of a batch, as `GradientEngine.discard`: on every rank, or their weights differ."""
         self.engine.discard()
-        self._stage = "ready"
+        self._batch = Batch.READY
 
-    def _refuse_unfinished(self) -> None:
-        """Raise `WindowError` unless the next batch may begin: also where `engine.discard()` dropped the last one."""
-        if self._stage == "applying":
-            raise self._perhaps_applied()
-        dropped = self._stage == "adding" or (self._stage == "added" and self._lost_result() is None)
-        if self.engine.has_open_window or not (self._stage in {"ready", "finished"} or dropped):
-            raise WindowError(
-                f"step {self.engine.current_step} of an earlier batch is not finished",
-                got=f"{self.engine.accumulator.accumulated_count} micro-batches in the window",
-                expected="none",
-                do="run finish_step() again, or drop the batch by discard() on every rank",
-            )
+    def _begun(self) -> Batch:
+        """Raises `WindowError` unless the next batch may begin: also where `engine.discard()` dropped the last one."""
+        begun = self._ask(_Call.TRAIN)
+        is_over = self._batch is Batch.ADDED and self._lost_result() is not None
+        if self.engine.has_open_window or is_over:
+            raise self._error(_UNFINISHED)
+        return begun
 
-    def _nothing_to_finish(self) -> WindowError:
-        count = self.engine.accumulator.accumulated_count
-        return WindowError(
-            "a batch broke off" if self._stage == "adding" else "there is no batch to finish",
-            got=f"{count} micro-batches in the window",
-            do="discard() it on every rank, and train_batch() again"
-            if self.engine.has_open_window
-            else "train_batch() first",
-        )
+    def _ask(self, call: _Call) -> Batch:
+        answer = _BATCHES[self._batch][call]
+        if isinstance(answer, Refusal):
+            raise self._error(answer)
+        return answer
 
-    def _perhaps_applied(self) -> WindowError:
-        return WindowError(
-            f"apply_gradients of step {self.step} did not return, and may have changed the weights",
-            expected="finish_step(applied=True) where it did, finish_step(applied=False) to call it again",
-        )
+    def _error(self, refusal: Refusal) -> WindowError:
+        engine = self.engine
+        do = "discard() it on every rank, and train_batch() again" if engine.has_open_window else "train_batch() first"
+        count = engine.accumulator.accumulated_count
+        return refusal.error({"engine_step": engine.current_step, "step": self.step, "count": count, "do": do})
 
     def _apply(self) -> None:
-        result, self._stage = self.last_result, "applying"
+        result, self._batch = self.last_result, Batch.APPLYING
         if result is not None and not result.skipped:
             self.trainer.apply_gradients(result.gradients)
 
@@ -322,7 +331,7 @@ class DistributedTrainer:
         if self.engine.exchange is not None:
             mine = weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
             digests = self.engine.tell_all(f"digest of weights after step {self.step}", mine)
-        self._stage = "finished"
+        self._batch = Batch.FINISHED
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise ExchangeError(

@@ -1,12 +1,15 @@
 """Data-parallel training: the same weights on every worker, whatever the transport and the number of workers."""
 
 import hashlib
+import inspect
 import math
 import re
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from devices import on_host
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +23,8 @@ from gradengine import (
     shard_batches,
 )
 from gradengine.errors import CallerError, ExchangeError, PeerLost, ProtocolError, WindowError
-from gradengine.trainer import weights_digest
+from gradengine.settings import EngineOptions
+from gradengine.trainer import Batch, weights_digest
 
 LAYOUT = GradientLayout.of({"layers.0.w": (4, 3), "layers.0.b": (3,), "head": (1,)})
 
@@ -557,3 +561,109 @@ def test_a_comparison_that_was_lost_is_made_by_finish_step(who):
         return losses, trainer.applied, weights_digest(trainer.weights())
 
     assert run_ranks(groups("local", 2), one) == run_ranks(groups("local", 2), undisturbed)
+
+
+#: Whose method is interrupted to leave a batch in a state.
+BROKEN = {
+    Batch.ADDING: ("trainer", "forward_backward"),
+    Batch.ADDED: ("engine", "step"),
+    Batch.STEPPED: (None, "_apply"),
+    Batch.APPLYING: ("trainer", "apply_gradients"),
+    Batch.APPLIED: (None, "_compare_weights"),
+}
+UNFINISHED, PERHAPS = "of an earlier batch is not finished", "did not return, and may have changed the weights"
+REFUSED = {
+    (Batch.READY, "finish_step"): "there is no batch to finish",
+    (Batch.READY, "finish_step(applied)"): "there is no batch to finish",
+    (Batch.ADDING, "train_batch"): UNFINISHED,
+    (Batch.ADDING, "finish_step"): "a batch broke off",
+    (Batch.ADDING, "finish_step(applied)"): "a batch broke off",
+    (Batch.ADDED, "train_batch"): UNFINISHED,
+    (Batch.STEPPED, "train_batch"): UNFINISHED,
+    (Batch.APPLYING, "train_batch"): PERHAPS,
+    (Batch.APPLYING, "finish_step"): PERHAPS,
+    (Batch.APPLIED, "train_batch"): UNFINISHED,
+}
+
+
+class TestWhereABatchStands:
+    """Each state of a batch and each call: it goes on to the batch's end, or is refused and leaves the state."""
+
+    def trainer_in(self, state):
+        trainer = DistributedTrainer(LinearRegression(), None, LAYOUT, check_every=1)
+        if state is Batch.FINISHED:
+            trainer.train_batch([micro_batch(0)])
+        elif state is not Batch.READY:
+            owner, name = BROKEN[state]
+            owner = getattr(trainer, owner) if owner else trainer
+            method = getattr(owner, name)
+            answers = [method(micro_batch(0))] if state is Batch.ADDING else []
+            setattr(owner, name, Mock(side_effect=[*answers, KeyboardInterrupt]))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train_batch([micro_batch(0), micro_batch(1)])
+            setattr(owner, name, method)
+        assert trainer._batch is state
+        return trainer
+
+    @pytest.mark.parametrize("state", Batch, ids=lambda state: state.name)
+    @pytest.mark.parametrize("name", ["train_batch", "finish_step", "finish_step(applied)"])
+    def test_each_call_in_each_state(self, state, name):
+        trainer = self.trainer_in(state)
+        calls = {
+            "train_batch": lambda: trainer.train_batch([micro_batch(0)]),
+            "finish_step": trainer.finish_step,
+            "finish_step(applied)": lambda: trainer.finish_step(applied=True),
+        }
+        if (state, name) not in REFUSED:
+            calls[name]()
+            assert trainer._batch is Batch.FINISHED
+            return
+        with pytest.raises(WindowError, match=REFUSED[state, name]):
+            calls[name]()
+        assert trainer._batch is state
+
+    @pytest.mark.parametrize("state", Batch, ids=lambda state: state.name)
+    def test_what_is_dropped_makes_room(self, state):
+        trainer = self.trainer_in(state)
+        trainer.discard()
+        trainer.train_batch([micro_batch(0)])
+        assert trainer._batch is Batch.FINISHED
+
+
+class TestOptions:
+    def test_are_the_engines(self):
+        parameters = set(inspect.signature(GradientEngine).parameters)
+        assert set(EngineOptions.__annotations__) == parameters - {"layout", "exchange"}
+
+    def test_that_it_has_not_are_refused_by_name(self):
+        with pytest.raises(TypeError, match="max_nrom"):
+            DistributedTrainer(LinearRegression(), None, LAYOUT, max_nrom=1.0)
+
+    def test_loss_scale_is_undone(self):
+        class Scaled(LinearRegression):
+            def forward_backward(self, micro_batch):
+                loss, gradients = super().forward_backward(micro_batch)
+                return loss, {name: gradient * np.float32(1024) for name, gradient in gradients.items()}
+
+        plain, scaled = LinearRegression(), Scaled()
+        losses = [
+            DistributedTrainer(plain, None, LAYOUT).train_batch([micro_batch(0)]),
+            DistributedTrainer(scaled, None, LAYOUT, loss_scale=1024.0).train_batch([micro_batch(0)]),
+        ]
+        assert losses[0] == losses[1]
+        assert weights_digest(scaled.weights()) == weights_digest(plain.weights())
+
+    def test_gradients_lie_on_the_engines_device(self, device):
+        class OnDevice(LinearRegression):
+            def forward_backward(self, micro_batch):
+                loss, gradients = super().forward_backward(micro_batch)
+                return loss, {
+                    name: device.put(np.asarray(gradient, np.float32)) for name, gradient in gradients.items()
+                }
+
+            def apply_gradients(self, gradients):
+                super().apply_gradients({name: on_host(g) for name, g in gradients.items()})
+
+        trainer = DistributedTrainer(OnDevice(), None, LAYOUT, device=device.kernels)
+        trainer.train_batch([micro_batch(0)])
+        assert trainer.engine.accumulator.kernels is device.kernels
