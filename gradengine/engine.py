@@ -474,7 +474,6 @@ class GradientEngine:
             raise self._nothing_to_step()
         divisor = self._settings.loss_scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        self._state.enter(Event.AGREE)
         decision = self._decision(stats, divisor)
         non_finite = self._reducer.find_non_finite(decision)
         if non_finite is not None and self._settings.raises:

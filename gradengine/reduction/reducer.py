@@ -150,7 +150,7 @@ class Reducer:
             self.agreed = self._stats(_NO_TOTALS)
         else:
             self.agreed = self._agree()
-            self._state.enter(Event.AGREE)
+        self._state.enter(Event.AGREE)
         return self.agreed
 
     def divisor(self, stats: StepStats) -> float:
