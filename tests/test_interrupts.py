@@ -184,6 +184,12 @@ class User:
             self.engine.reconnect(self.spares.pop(0))
 
 
+def timed(call):
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 WAYS = [
     {},
     {"way": "deferred"},
@@ -210,9 +216,8 @@ class TestOneWorker:
     @pytest.mark.parametrize("options", WAYS)
     def test_a_window_interrupted_at_any_time_ends_in_the_same_bits(self, options):
         wanted, seeds, interrupts = User(**options).train(), random.Random(0), 0
-        started = time.perf_counter()
-        User(**options).attempt()
-        lasts = time.perf_counter() - started
+        # The shortest of some: on a busy machine one may last ten times as long, and no interrupt would come in time.
+        lasts = min(timed(User(**options).attempt) for _ in range(5))
         for _ in range(20):
             users = [User(**options) for _ in range(10)]
             try:
