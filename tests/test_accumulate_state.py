@@ -1,7 +1,7 @@
 """Where a step stands: each state and each call, driven through an engine; a refusal says why, and changes nothing."""
 
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -183,13 +183,8 @@ class Stand:
         return put_all(self.backend, [np.full(slot.shape, value, np.float32) for slot in LAYOUT.slots])
 
     def interrupt(self, owner, name, call):
-        method = getattr(owner, name)
-        setattr(owner, name, Mock(side_effect=KeyboardInterrupt))
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                call()
-        finally:
-            setattr(owner, name, method)
+        with patch.object(owner, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            call()
 
     def leave_half_written(self):
         with pytest.raises(KeyboardInterrupt), self.engine.accumulator.changing():
