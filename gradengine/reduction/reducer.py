@@ -120,7 +120,8 @@ class Reducer:
             if span.key not in self.workers.started:
                 self._accumulator.settle_span(span)
                 self._to_mean(span)
-                self._staging.fetch(span.start, span.stop)
+                with self._kernels.in_order(self._accumulator.sums):
+                    self._staging.fetch(span.start, span.stop)
                 self._state.enter(Event.SEND)  # not behind it: an interrupt there would leave a window that is open
                 self.workers.start(span)
 
@@ -274,7 +275,8 @@ class Reducer:
             for span in self._layout.spans:
                 self._take_landed(span, span.stop)
         else:
-            self._staging.put_back()
+            with self._kernels.in_order(self._accumulator.sums):
+                self._staging.put_back()
             self._accumulator.forget_measured()
             self._accumulator.measure_rest()
 
