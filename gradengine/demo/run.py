@@ -90,14 +90,12 @@ def _addresses(settings: Settings, path: str) -> list[Address]:
 class Replays:
     """What the workers are compared with.
 
-    Attributes:
-        weights: Of "one" process with all micro-batches in order and the model in one piece; "reversed", the same in
-            reverse order; and "ranks", one process that adds as the workers and their shards did.
-        comparison: Of the shards with the model in one piece; None where there is one shard.
+    The weights are of "one" process with all micro-batches in order and the model in one piece; "reversed", the same in
+    reverse order; and "ranks", one process that adds as the workers and their shards did.
     """
 
     weights: dict[str, Weights]
-    comparison: Compared | None
+    comparison: Compared | None  # of the shards with the model in one piece; None where there is one shard
 
 
 def replay_all(settings: Settings, texts: Texts) -> Replays:

@@ -23,12 +23,7 @@ class Transport(str, Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of a run; `gradengine demo --help` says what each is.
-
-    Attributes:
-        max_norm: Bound of the gradient's global norm.
-        evaluations: How often the held-out loss is taken, spread evenly over the run.
-    """
+    """The choices of a run; `gradengine demo --help` says what each is."""
 
     workers: int = 2
     tensor_parallel: int = 1
@@ -36,12 +31,12 @@ class Settings:
     steps: int = 400
     batch_size: int = 8
     learning_rate: float = 6e-3
-    max_norm: float = 1.0
+    max_norm: float = 1.0  # bound of the gradient's global norm
     seed: int = 0
     transport: Transport = Transport.TCP
     port: int = 0
     compared_steps: int = 20
-    evaluations: int = 10
+    evaluations: int = 10  # how often the held-out loss is taken, spread evenly over the run
     model: LlamaConfig = field(default_factory=LlamaConfig)
 
     @property

@@ -88,17 +88,11 @@ def _pass_over(span: Span, upto: int) -> None:
 @final
 @dataclass(frozen=True)
 class TensorParallelRank:
-    """A shard's place in its worker; leaving the `with` block closes both exchanges with the other shards.
+    """A shard's place in its worker; leaving the `with` block closes both exchanges with the other shards."""
 
-    Attributes:
-        tp_rank: Which shard.
-        activations: Adds up partial sums inside the model; None where there is one shard.
-        gradients: For the norm and the verdict of a step; None where there is one shard.
-    """
-
-    tp_rank: int = 0
-    activations: Exchange | None = None
-    gradients: Exchange | None = None
+    tp_rank: int = 0  # which shard
+    activations: Exchange | None = None  # adds up partial sums inside the model; None where there is one shard
+    gradients: Exchange | None = None  # for the norm and the verdict of a step; None where there is one shard
 
     def all_reduce(self, max_size: int) -> AllReduce:
         """What adds up this group's partial sums; returns when all shards have come here."""

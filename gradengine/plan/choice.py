@@ -18,19 +18,12 @@ _LONG = 0.2  # of a step: what a wait may take before it is to be said how it is
 
 @dataclass(frozen=True)
 class Choice:
-    """The transport to take.
+    """The transport to take."""
 
-    Attributes:
-        transport: "none" for one worker, "unix://" on one machine, else "tcp://".
-        reason: One sentence.
-        waits_of_step: What a step waits for it, as a share of the step.
-        remedies: What shortens a wait of more than a fifth of the step, each a sentence.
-    """
-
-    transport: str
-    reason: str
-    waits_of_step: float = 0.0
-    remedies: tuple[str, ...] = ()
+    transport: str  # "none" for one worker, "unix://" on one machine, else "tcp://"
+    reason: str  # one sentence
+    waits_of_step: float = 0.0  # what a step waits for it, as a share of the step
+    remedies: tuple[str, ...] = ()  # what shortens a wait of more than a fifth of the step, each a sentence
 
 
 ALONE = Choice("none", "one worker has nobody to exchange with: build the engine without exchange=.")

@@ -52,24 +52,16 @@ _OF_A_SUM = ("check", "add", "copy")
 class Rates:
     """What a machine was measured to do, in bytes a second.
 
-    Attributes:
-        cores: That all processes share.
-        tcp: Through plain TCP sockets between two processes that send and receive at once, both directions summed.
-        unix: The same through Unix sockets.
-        check: One thread's check for NaN and Inf, bytes read.
-        add: One thread's addition to the sum, bytes of one contribution that has just been checked.
-        copy: One thread's copy of a bucket, bytes of one copy.
-
     Raises:
         CallerError: One is not above 0, or not finite.
     """
 
-    cores: int
-    tcp: float
-    unix: float
-    check: float
-    add: float
-    copy: float
+    cores: int  # that all processes share
+    tcp: float  # through plain TCP sockets between two processes that send and receive at once, both directions summed
+    unix: float  # the same through Unix sockets
+    check: float  # one thread's check for NaN and Inf, bytes read
+    add: float  # one thread's addition to the sum, bytes of one contribution that has just been checked
+    copy: float  # one thread's copy of a bucket, bytes of one copy
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

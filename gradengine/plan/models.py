@@ -22,29 +22,19 @@ Embedding: TypeAlias = Literal["own", "tied", "frozen"]  # trained by itself; th
 class Model:
     """A decoder of blocks with nine components: four of attention, three of a gated feed-forward, two norms.
 
-    Args:
-        name: How it is called.
-        source: Where its sizes are from.
-        hidden_size: H.
-        num_blocks: Transformer blocks.
-        num_heads: Query heads.
-        num_kv_heads: Key-value heads.
-        intermediate_size: I.
-        vocab_size: V.
-        embedding: Whether the embedding is trained by itself, tied to the LM head, or frozen.
-
     Raises:
         CallerError: Heads do not divide; both numbers are named.
     """
 
-    name: str
-    source: str
-    hidden_size: int
-    num_blocks: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    vocab_size: int
+    name: str  # how it is called
+    source: str  # where its sizes are from
+    hidden_size: int  # H
+    num_blocks: int  # transformer blocks
+    num_heads: int  # query heads
+    num_kv_heads: int  # key-value heads
+    intermediate_size: int  # I
+    vocab_size: int  # V
+    # Whether the embedding is trained by itself, tied to the LM head, or frozen.
     embedding: Embedding = field(default="own", kw_only=True)
 
     def __post_init__(self) -> None:

@@ -39,51 +39,32 @@ _RANGES = {  # wide, but such that no sum or product of theirs overflows
 class Question:
     """What is to be planned.
 
-    Attributes:
-        model: The transformer.
-        workers: Data-parallel workers, each a group of `tp` ranks.
-        bandwidth: Of each rank's link to the same rank of the other workers, each way; None on one machine.
-        tp: Tensor-parallel ranks of a worker.
-        tp_bandwidth: Of each rank's link within its worker, each way; None for `bandwidth`.
-        latency_seconds: Of a message between workers.
-        tp_latency_seconds: Of a message within a worker.
-        socket_bandwidth: What one process moves through its sockets each way.
-        sum_bandwidth: What one thread of rank 0 checks, or adds to the sum.
-        sequence_length: Tokens of a sequence.
-        batch_size: Sequences of a worker's micro-batch.
-        micro_batches: Of each worker in an optimizer step.
-        dtype: Of weights, gradients and activations.
-        optimizer: A key of `rank.OPTIMIZERS`.
-        tflops: 10^12 operations a second that a rank achieves, where backward was not measured.
-        backward_seconds: Of one micro-batch on one rank, measured with its all-reduces; None to take it from `tflops`.
-        vocab_parallel: Whether the vocabulary is cut too.
-        device: Where the model is.
-        machine: The rates of the one machine that all workers are on, instead of `bandwidth`.
-
     Raises:
         CallerError: A number is out of range, a bandwidth names no unit, or there is not one of `bandwidth` and
             `machine`.
     """
 
-    model: Model
-    workers: int
+    model: Model  # the transformer
+    workers: int  # data-parallel workers, each a group of `tp` ranks
+    # Of each rank's link to the same rank of the other workers, each way; None on one machine.
     bandwidth: Bandwidth | None = None
-    tp: int = 1
-    tp_bandwidth: Bandwidth | None = None
-    latency_seconds: float = 50e-6
-    tp_latency_seconds: float = 10e-6
-    socket_bandwidth: Bandwidth = SOCKETS
-    sum_bandwidth: Bandwidth = SUMMED
-    sequence_length: int = 1024
-    batch_size: int = 1
-    micro_batches: int = 1
-    dtype: str = "float32"
-    optimizer: str = "adamw"
-    tflops: float = 100.0
+    tp: int = 1  # tensor-parallel ranks of a worker
+    tp_bandwidth: Bandwidth | None = None  # of each rank's link within its worker, each way; None for `bandwidth`
+    latency_seconds: float = 50e-6  # of a message between workers
+    tp_latency_seconds: float = 10e-6  # of a message within a worker
+    socket_bandwidth: Bandwidth = SOCKETS  # what one process moves through its sockets each way
+    sum_bandwidth: Bandwidth = SUMMED  # what one thread of rank 0 checks, or adds to the sum
+    sequence_length: int = 1024  # tokens of a sequence
+    batch_size: int = 1  # sequences of a worker's micro-batch
+    micro_batches: int = 1  # of each worker in an optimizer step
+    dtype: str = "float32"  # of weights, gradients and activations
+    optimizer: str = "adamw"  # a key of `rank.OPTIMIZERS`
+    tflops: float = 100.0  # 10^12 operations a second that a rank achieves, where backward was not measured
+    # Of one micro-batch on one rank, measured with its all-reduces; None to take it from `tflops`.
     backward_seconds: float | None = None
-    vocab_parallel: bool = False
-    device: str = "cuda"
-    machine: Rates | None = None
+    vocab_parallel: bool = False  # whether the vocabulary is cut too
+    device: str = "cuda"  # where the model is
+    machine: Rates | None = None  # the rates of the one machine that all workers are on, instead of `bandwidth`
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -147,23 +128,15 @@ def _refuse_outside(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be.
+    """What will be."""
 
-    Attributes:
-        question: What was asked.
-        layout: Of one rank's gradients.
-        memory: Of one rank.
-        compute: Of one micro-batch.
-        exchanges: Algorithm, or transport on one machine -> its traffic, and what of it backward hides.
-        choice: The transport to take.
-    """
-
-    question: Question
-    layout: GradientLayout
-    memory: rank.Memory
-    compute: rank.Compute
+    question: Question  # what was asked
+    layout: GradientLayout  # of one rank's gradients
+    memory: rank.Memory  # of one rank
+    compute: rank.Compute  # of one micro-batch
+    # Algorithm, or transport on one machine -> its traffic, and what of it backward hides.
     exchanges: Mapping[str, tuple[Traffic, Overlap]]
-    choice: Choice
+    choice: Choice  # the transport to take
 
     @property
     def compute_seconds(self) -> float:

@@ -20,25 +20,15 @@ OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "lion": 4, "momentum": 4, "sgd": 0}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, activations not counted.
+    """Bytes of one rank, activations not counted."""
 
-    Attributes:
-        weights: In the gradients' dtype, those that are not trained among them.
-        gradients: As backward leaves them, in their dtype.
-        arena: The fp32 sum of micro-batches and workers.
-        master_weights: A copy of the trained weights in fp32, where they are kept in less.
-        optimizer: Its state in fp32.
-        host_mirror: Pinned host memory through which a GPU's arena is exchanged.
-        coordinator: Host memory that rank 0 of a tcp:// group needs beyond the others'.
-    """
-
-    weights: int
-    gradients: int
-    arena: int
-    master_weights: int
-    optimizer: int
-    host_mirror: int
-    coordinator: int
+    weights: int  # in the gradients' dtype, those that are not trained among them
+    gradients: int  # as backward leaves them, in their dtype
+    arena: int  # the fp32 sum of micro-batches and workers
+    master_weights: int  # a copy of the trained weights in fp32, where they are kept in less
+    optimizer: int  # its state in fp32
+    host_mirror: int  # pinned host memory through which a GPU's arena is exchanged
+    coordinator: int  # host memory that rank 0 of a tcp:// group needs beyond the others'
 
     @property
     def on_device(self) -> int:
@@ -81,17 +71,11 @@ def coordinator_bytes(layout: GradientLayout, workers: int) -> int:
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds of one micro-batch on one rank, all-reduces of tensor parallelism included.
+    """Seconds of one micro-batch on one rank, all-reduces of tensor parallelism included."""
 
-    Attributes:
-        forward_seconds: Its forward.
-        backward_seconds: Its backward, twice the forward's arithmetic.
-        source: Where the figures are from, as the table says it.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    source: str
+    forward_seconds: float  # its forward
+    backward_seconds: float  # its backward, twice the forward's arithmetic
+    source: str  # where the figures are from, as the table says it
 
     @property
     def seconds(self) -> float:

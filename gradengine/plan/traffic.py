@@ -27,44 +27,27 @@ _AGREEMENT = 2  # messages one after the other: what a rank knows goes to the co
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the workers.
+    """What connects the workers."""
 
-    Attributes:
-        bandwidth: Of each rank's link, each way.
-        latency_seconds: From sending a small message to having it.
-        socket_bandwidth: What one process moves through its sockets each way, however fast the link is.
-        sum_bandwidth: What one thread of rank 0 checks for NaN and Inf, or adds to the sum.
-    """
-
-    bandwidth: Bandwidth
-    latency_seconds: float
+    bandwidth: Bandwidth  # of each rank's link, each way
+    latency_seconds: float  # from sending a small message to having it
+    # What one process moves through its sockets each way, however fast the link is.
     socket_bandwidth: Bandwidth = SOCKETS
-    sum_bandwidth: Bandwidth = SUMMED
+    sum_bandwidth: Bandwidth = SUMMED  # what one thread of rank 0 checks for NaN and Inf, or adds to the sum
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes, messages and seconds of one algorithm in one step.
+    """Bytes, messages and seconds of one algorithm in one step."""
 
-    Attributes:
-        algorithm: A key of `ALGORITHMS`, or a transport on one machine.
-        busiest_link_bytes: Each way, on the link that carries most.
-        other_link_bytes: Each way, on the link that carries least.
-        total_bytes: Sent by all ranks.
-        messages: Sent by the busiest rank.
-        latency_steps: Messages that wait for each other.
-        span_seconds: For each span, how long it holds the busiest link.
-        tail_seconds: From the last span's last byte to the end of the step.
-    """
-
-    algorithm: str
-    busiest_link_bytes: int
-    other_link_bytes: int
-    total_bytes: int
-    messages: int
-    latency_steps: int
-    span_seconds: tuple[float, ...]
-    tail_seconds: float
+    algorithm: str  # a key of `ALGORITHMS`, or a transport on one machine
+    busiest_link_bytes: int  # each way, on the link that carries most
+    other_link_bytes: int  # each way, on the link that carries least
+    total_bytes: int  # sent by all ranks
+    messages: int  # sent by the busiest rank
+    latency_steps: int  # messages that wait for each other
+    span_seconds: tuple[float, ...]  # for each span, how long it holds the busiest link
+    tail_seconds: float  # from the last span's last byte to the end of the step
 
     @property
     def seconds(self) -> float:
@@ -203,15 +186,10 @@ def _fastest(name: str, spans: Sequence[int], workers: int, network: Network, *w
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of an exchange beside the backward of a step's last micro-batch.
+    """Seconds of an exchange beside the backward of a step's last micro-batch."""
 
-    Attributes:
-        seconds: Of the exchange, if nothing hid it.
-        exposed_seconds: After the end of backward: what the step waits; on one machine for its engine, too.
-    """
-
-    seconds: float
-    exposed_seconds: float
+    seconds: float  # of the exchange, if nothing hid it
+    exposed_seconds: float  # after the end of backward: what the step waits; on one machine for its engine, too
 
     @property
     def hidden_seconds(self) -> float:
