@@ -10,7 +10,7 @@ import pytest
 from gradengine.bench import parts
 from gradengine.bench.case import Absent, Benchmark, Case, Missing, Variant, check, relative_error
 from gradengine.bench.crew import ProcessCrew
-from gradengine.bench.device import open_host, peak_growth
+from gradengine.bench.device import Host, open_host, peak_growth
 from gradengine.bench.exchange import exchange_variants
 from gradengine.bench.peers import ByHand
 from gradengine.bench.reduction import Reduction, span_layout
@@ -105,6 +105,12 @@ def test_yardsticks():
     variants = Yardsticks(dataclasses.replace(HOST, copied=1024)).variants
     checked(variants, 0.0)
     assert counted(variants) == {"copy": 2 * 4096, "triad": 3 * 4096}
+
+
+def test_a_copy_that_copies_nothing_is_no_yardstick(monkeypatch):
+    monkeypatch.setattr(Host, "spread", lambda self, work, size: None)
+    yardsticks = Yardsticks(dataclasses.replace(HOST, copied=1024))
+    assert check(Benchmark("fake", yardsticks.variants, 1e-6, {}))[2] == ["copy", "triad"]
 
 
 def test_missing_torch_is_named():

@@ -55,8 +55,9 @@ class Yardsticks:
     def _arrays(self) -> list[Array]:
         arrays = self._device.empty([(_PIECES, self._piece.size)] * 3, np.float32)
         piece = self._device.xp.asarray(self._piece)
-        for array in arrays:
+        for array in arrays[:2]:
             array[...] = piece
+        self._device.poison(arrays[2:])
         return [self._device.by_hand(array.reshape(-1)) for array in arrays]
 
     def _copy(self) -> None:
