@@ -53,6 +53,7 @@ class Shard(ABC):
     """
 
     partition: ClassVar[Partition]
+    _dimension: ClassVar[int] = 0  # along which a matrix is sharded
     full_shape: Shape
     tp_rank: int
     tp_size: int
@@ -95,7 +96,8 @@ class Shard(ABC):
             out: The destination, which must not overlap them; None for a new array.
 
         Returns:
-            The whole component, of the shards' own type; or `out`.
+            The whole component, of the shards' own type; or `out`. Of a replicated component rank 0's values, which
+            are not compared with the others'.
 
         Raises:
             LayoutMismatch: There are not `tp_size` shards, or one has another shape or dtype.
@@ -114,31 +116,24 @@ class Shard(ABC):
         for rank, part in enumerate(parts):
             _refuse_other_shape(part, self.local_shape, f"rank {rank}'s part is")
             refuse_other_kind(part, parts[0], f"rank {rank}'s part")
-        if out is None and is_jax(parts[0]):
-            return self._joined_by_jax(parts)
+        if self.partition == "replicated":
+            parts = parts[:1]
+        if out is None and is_jax(parts[0]):  # immutable
+            return parts[0] if len(parts) == 1 else joined_by_jax(parts, self._dimension)
         whole = empty_like(parts[0], self.full_shape) if out is None else as_writable(out, "the destination")
         _refuse_other_shape(whole, self.full_shape, "the parts are merged into")
         refuse_other_kind(whole, parts[0], "the destination")
-        self._write(whole, parts)
+        for rank, part in enumerate(parts):
+            assign(whole, self._index_of(rank), part, "the destination")
         return whole if out is None else out
 
     @abstractmethod
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         """The index of a rank's shard in the whole component."""
 
-    @abstractmethod
-    def _write(self, whole: AnyArray, parts: Sequence[AnyArray]) -> None:
-        """Write all shards into the whole component."""
-
-    @abstractmethod
-    def _joined_by_jax(self, parts: Sequence[AnyArray]) -> AnyArray:
-        """The whole component of immutable shards."""
-
 
 class _MatrixShard(Shard):
     """A shard of a matrix along one of its dimensions."""
-
-    _dimension: ClassVar[int]
 
     def __init__(self, rows: int, columns: int, tp_rank: int, tp_size: int) -> None:
         self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
@@ -164,13 +159,6 @@ class _MatrixShard(Shard):
         index = [slice(None), slice(None)]
         index[self._dimension] = slice(rank * self._part, (rank + 1) * self._part)
         return tuple(index)
-
-    def _write(self, whole: AnyArray, parts: Sequence[AnyArray]) -> None:
-        for rank, part in enumerate(parts):
-            assign(whole, self._index_of(rank), part, "the destination")
-
-    def _joined_by_jax(self, parts: Sequence[AnyArray]) -> AnyArray:
-        return joined_by_jax(parts, self._dimension)
 
 
 @final
@@ -216,7 +204,6 @@ class RowParallelShard(_MatrixShard):
     """
 
     partition = "row"
-    _dimension = 0
 
 
 @final
@@ -242,18 +229,8 @@ class Replica(Shard):
     def __repr__(self) -> str:
         return f"Replica({self.full_shape}, {self.tp_rank}, {self.tp_size})"
 
-    def merge_shards(self, arrays: Sequence[AnyArray], out: AnyArray | None = None) -> AnyArray:
-        """Rank 0's replica; the others must have its shape, their values are not compared."""
-        return super().merge_shards(arrays, out)
-
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         return (...,)  # a view also of an array without dimensions
-
-    def _write(self, whole: AnyArray, parts: Sequence[AnyArray]) -> None:
-        assign(whole, (...,), parts[0], "the destination")
-
-    def _joined_by_jax(self, parts: Sequence[AnyArray]) -> AnyArray:
-        return parts[0]
 
 
 def checked_tp_rank(tp_rank: int, tp_size: int) -> tuple[int, int]:
