@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradengine.demo import run
 from gradengine.demo.comparison import distance
 from gradengine.demo.model import LlamaConfig
-from gradengine.demo.plot import refuse_bad_path, save_plot
+from gradengine.demo.plot import drawn
 from gradengine.demo.proofs import prove
 from gradengine.demo.record import Evaluated, Finished, Record, Step, Stepped
 from gradengine.demo.run import train
@@ -266,26 +266,7 @@ def test_the_layout_leaves_in_the_order_of_backward():
 def test_the_plot_is_an_image(tmp_path, steps):
     record = Record(dataclasses.replace(SETTINGS, steps=steps), evaluations={steps: 2.0})
     record.steps = [Step(number, 5.0 / number, 1.0, 0.001) for number in range(1, steps + 1)]
-    path = tmp_path / "new" / "loss.png"
-    refuse_bad_path(path)
-    save_plot(path, record, 3.0)
+    path = tmp_path / "loss.png"
+    drawn(record, 3.0).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
-
-
-def test_a_plots_folder_is_made_before_the_run_and_no_empty_file_is_left_where_it_breaks_off(tmp_path):
-    new, old = tmp_path / "far" / "away" / "loss.png", tmp_path / "old.png"
-    old.write_bytes(b"a picture")
-    refuse_bad_path(new)
-    refuse_bad_path(old)
-    assert (list(new.parent.iterdir()), old.read_bytes()) == ([], b"a picture")
-
-
-def test_a_plot_that_cannot_be_saved_is_refused_before_the_run(tmp_path):
-    with pytest.raises(CallerError, match=r"cannot plot to .*: got a folder, expected a file, such as '.*loss\.png'"):
-        refuse_bad_path(tmp_path)
-    with pytest.raises(CallerError, match=r"got '\.doc', expected one of .*png"):
-        refuse_bad_path(tmp_path / "loss.doc")
-    (tmp_path / "file").touch()
-    with pytest.raises(CallerError, match="cannot write"):
-        refuse_bad_path(tmp_path / "file" / "loss.png")

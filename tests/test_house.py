@@ -85,6 +85,7 @@ FREE = (
     "demo",
     "plan",
     "processes",
+    "options",
     "doctor",
     "cli",
     "__main__",

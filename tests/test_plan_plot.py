@@ -9,10 +9,9 @@ pytest.importorskip("matplotlib")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.errors import CallerError
 from gradengine.plan.machine import Rates
 from gradengine.plan.models import load_model
-from gradengine.plan.plot import drawn, refuse_unknown_kind, worker_counts
+from gradengine.plan.plot import drawn, worker_counts
 from gradengine.plan.prediction import Question, predict
 from gradengine.tensor_parallel_cost import Bandwidth
 
@@ -77,8 +76,3 @@ def test_it_is_saved_in_the_kind_that_its_name_says(tmp_path, kind):
     drawn(predict(QUESTION)).savefig(tmp_path / f"plan.{kind}")
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind]
     assert (tmp_path / f"plan.{kind}").read_bytes().startswith(begins)
-
-
-def test_a_path_that_cannot_be_drawn_to_is_refused_before_the_plan(tmp_path):
-    with pytest.raises(CallerError, match="cannot plot to"):
-        refuse_unknown_kind(tmp_path / "plan.nothing")

@@ -14,7 +14,6 @@ from gradengine.bench.case import Benchmark
 from gradengine.bench.device import Device, open_gpu, open_host
 from gradengine.bench.exchange import exchange_variants
 from gradengine.bench.launches import LaunchReport
-from gradengine.bench.options import DTYPES, STDOUT, one_of, print_or_save, writable_json
 from gradengine.bench.parts import accumulate as accumulate_variants
 from gradengine.bench.parts import clip as clip_variants
 from gradengine.bench.report import Report, measure
@@ -23,9 +22,11 @@ from gradengine.bench.table import launch_table, table_of
 from gradengine.bench.workload import Workload, block_layout, equal_layout
 from gradengine.bench.yardstick import Yardsticks
 from gradengine.errors import CallerError
+from gradengine.options import STDOUT, one_of, print_or_save, writable_json
 
 __all__ = ["bench"]
 
+_DTYPES = ("float32", "bfloat16")
 _MAIN = ("accumulate", "norm", "step", "lora", "host")
 
 # Relative to fp64. PyTorch takes the norm in fp32: at 91 million elements it is 7e-5 off, ours 1e-7 (column "error").
@@ -46,7 +47,7 @@ Tensors = Annotated[int | None, typer.Option(min=1, help="Instead of blocks: as 
 Elements = Annotated[int | None, typer.Option(min=1, help="Of each of --tensors.")]
 MicroBatches = Annotated[int, typer.Option("--k", min=1, help="Micro-batches of a step.")]
 Hold = Annotated[int | None, typer.Option(min=1, help="Micro-batches held and folded in one pass; K if not given.")]
-Dtype = Annotated[str, typer.Option(help="Of the gradients.", metavar="|".join(DTYPES), callback=one_of(*DTYPES))]
+Dtype = Annotated[str, typer.Option(help="Of the gradients.", metavar="|".join(_DTYPES), callback=one_of(*_DTYPES))]
 Json = Annotated[
     Path | None,
     typer.Option("--json", callback=writable_json, help="Write every sample here; -: to stdout, and no table."),

@@ -20,6 +20,7 @@ from gradengine.demo.screen import Screen
 from gradengine.demo.settings import Settings, Texts, Transport, counted, divide
 from gradengine.demo.text import read_text, standard_library_text, unigram_entropy
 from gradengine.errors import CallerError
+from gradengine.options import refuse_bad_plot, save
 
 __all__ = ["demo"]
 
@@ -149,13 +150,13 @@ def _plotter(path: Path | None) -> Callable[[Record, float], str]:
     """What draws a run and says where; a plot that was asked for and cannot be drawn is noticed before the run."""
     if path is None and importlib.util.find_spec("matplotlib") is None:
         return lambda *_: "none without matplotlib: pip install 'gradengine[plot]'"
-    from gradengine.demo.plot import refuse_bad_path, save_plot  # noqa: PLC0415  (takes as long as all other imports)
-
     place = path or _PLOT
-    refuse_bad_path(place)
+    refuse_bad_plot(place)
 
-    def save(record: Record, entropy: float) -> str:
-        save_plot(place, record, entropy)
+    def save_plot(record: Record, entropy: float) -> str:
+        from gradengine.demo.plot import drawn  # noqa: PLC0415  (matplotlib's import takes longer than all others)
+
+        save(place, "--plot", drawn(record, entropy).savefig)
         return str(place)
 
-    return save
+    return save_plot

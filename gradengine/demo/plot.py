@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from gradengine.demo.settings import counted
-from gradengine.errors import CallerError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -17,34 +15,13 @@ if TYPE_CHECKING:
 
     from gradengine.demo.record import Record
 
-__all__ = ["refuse_bad_path", "save_plot"]
+__all__ = ["drawn"]
 
 _TRAIN, _HELD_OUT, _ENTROPY = "#4c72b0", "#c44e52", "#555555"
 
 
-def refuse_bad_path(path: Path) -> None:
-    """Make the plot's folder, and see that a file can be written there: before the run and not after it.
-
-    Raises:
-        CallerError: No plot can be saved there.
-    """
-    failure, kinds = f"cannot plot to {str(path)!r}", Figure().canvas.get_supported_filetypes()
-    if path.is_dir():
-        raise CallerError(failure, got="a folder", expected=f"a file, such as {str(path / 'loss.png')!r}")
-    if path.suffix.lstrip(".") not in kinds:
-        raise CallerError(failure, got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        was_there = path.exists()
-        path.open("ab").close()
-        if not was_there:
-            path.unlink()  # a run that is interrupted leaves no empty picture
-    except OSError as fault:
-        raise CallerError(f"cannot write {str(path)!r}: {fault.strerror}", do="pass another --plot FILE") from None
-
-
-def save_plot(path: Path, record: Record, entropy: float) -> None:
-    """Draw the run and save it."""
+def drawn(record: Record, entropy: float) -> Figure:
+    """The picture of a run."""
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     _draw_losses(axes, record)
@@ -55,7 +32,7 @@ def save_plot(path: Path, record: Record, entropy: float) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_losses(axes: Axes, record: Record) -> None:

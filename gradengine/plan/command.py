@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradengine.bench.options import STDOUT, print_or_save, refuse_unwritable, save, writable_json
 from gradengine.errors import CallerError
+from gradengine.options import STDOUT, print_or_save, refuse_bad_plot, save, writable_json
 from gradengine.plan.machine import Rates, measure_rates
 from gradengine.plan.models import NAMED, load_model
 from gradengine.plan.prediction import Plan, Question, predict
@@ -122,11 +122,7 @@ def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:
     writable_json(json)
     if plot is None:
         return
-    # Only a plot needs matplotlib, whose import takes longer than all else.
-    from gradengine.plan.plot import refuse_unknown_kind  # noqa: PLC0415
-
-    refuse_unknown_kind(plot)
-    refuse_unwritable(plot, "--plot")
+    refuse_bad_plot(plot)
     if json is not None and json.resolve() == plot.resolve():
         raise CallerError("--json and --plot are one file", got=repr(str(plot)), expected="two")
 
@@ -134,6 +130,6 @@ def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:
 def _write(found: Plan, json: Path | None, plot: Path | None) -> None:
     print_or_save(json_format.dumps(found.as_json(), indent=1, allow_nan=False), json)
     if plot is not None:
-        from gradengine.plan.plot import drawn  # noqa: PLC0415
+        from gradengine.plan.plot import drawn  # noqa: PLC0415  (matplotlib's import takes longer than all else)
 
         save(plot, "--plot", lambda file: drawn(found).savefig(file))

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, ScalarFormatter
 
-from gradengine.errors import CallerError
-
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.axes import Axes
 
     from gradengine.plan.prediction import Plan
 
-__all__ = ["drawn", "refuse_unknown_kind", "worker_counts"]
+__all__ = ["drawn", "worker_counts"]
 
 _STYLES: dict[str, tuple[str, str, Any, float]] = {
     "star": ("star, tcp://", "#c44e52", "-", 2.2),
@@ -29,13 +25,6 @@ _STYLES: dict[str, tuple[str, str, Any, float]] = {
 }
 _GREY = "#555555"
 _MOST_POINTS = 24
-
-
-def refuse_unknown_kind(path: Path) -> None:
-    """Raise `CallerError` if no plot is saved by a name that ends so."""
-    kinds = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".") not in kinds:
-        raise CallerError(f"cannot plot to {str(path)!r}", got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
 
 
 def drawn(plan: Plan) -> Figure:

@@ -1,7 +1,8 @@
-"""Options that several commands have: of several words one, and a file that can be written, or stdout."""
+"""Options that several commands have: of several words one; a file that can be written, or stdout; a plot."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,9 @@ import typer
 
 from gradengine.errors import CallerError
 
-__all__ = ["DTYPES", "STDOUT", "one_of", "print_or_save", "refuse_unwritable", "save", "writable_json"]
+__all__ = ["STDOUT", "one_of", "print_or_save", "refuse_bad_plot", "save", "writable_json"]
 
 STDOUT = Path("-")
-DTYPES = ("float32", "bfloat16")
 
 Given = TypeVar("Given", str, list[str] | None)
 
@@ -42,16 +42,12 @@ def writable_json(path: Path | None) -> Path | None:
         CallerError: It is a file that cannot be written.
     """
     if path is not None and path != STDOUT:
-        refuse_unwritable(path, "--json")
+        _refuse_unwritable(path, "--json")
     return path
 
 
-def refuse_unwritable(path: Path, option: str) -> None:
-    """A file that is there can be written; or the nearest folder that is there can be written to.
-
-    Raises:
-        CallerError: Neither; the option is named.
-    """
+def _refuse_unwritable(path: Path, option: str) -> None:
+    """A file that is there can be written; or the nearest folder that is there can be written to."""
     there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     reason = None
     if there == path:
@@ -60,6 +56,18 @@ def refuse_unwritable(path: Path, option: str) -> None:
         reason = f"{str(there)!r} is no folder"
     if reason or not os.access(there, os.W_OK):
         raise _unwritable(path, option, reason or "permission denied")
+
+
+def refuse_bad_plot(path: Path) -> None:
+    """See that a plot can be saved where --plot names, before anything is run; imports matplotlib.
+
+    Raises:
+        CallerError: No file can be written there, or plots of that kind cannot be drawn.
+    """
+    _refuse_unwritable(path, "--plot")
+    kinds = importlib.import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in kinds:
+        raise CallerError(f"cannot plot to {str(path)!r}", got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
 
 
 def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
