@@ -1,6 +1,6 @@
-"""Any framework's array, or a raw pointer, becomes a `Buffer`: a checked, flat, zero-copy view.
+"""Views of any framework's array, or of a raw pointer: checked, flat and zero-copy.
 
-In: NumPy, PyTorch, JAX and CuPy arrays, DLPack producers, CUDA array interfaces, `RawBuffer`. Out: pointer, size,
-dtype, shape, device, owner, and the stream that the memory is worked on; nothing after this asks what an object is.
-`host.py` takes host memory, `device.py` a GPU's. Imports nothing but errors and argument checks; no framework.
+In: NumPy, PyTorch, JAX and CuPy arrays, DLPack producers, CUDA array interfaces, `RawBuffer`. Out: a `Buffer`: pointer,
+size, dtype, shape, device, owner, and the stream that it is produced on; no other folder looks at an array's type.
+`host.py` views host memory, `device.py` a GPU's; `dtypes.py` is the table of dtypes. Imports `arguments` and `errors`.
 """

@@ -20,9 +20,9 @@ from gradengine.arrays.buffer import (
     refuse_other_device,
     refuse_strided,
 )
-from gradengine.arrays.dlpack import MAX_DIMENSIONS, Exported, contiguous_strides, exported, exporting_device
+from gradengine.arrays.dlpack import MAX_DIMENSIONS, Exported, contiguous_strides, exporting_device
 from gradengine.arrays.dtypes import DTYPES, numpy_dtype_name, unsupported_dtype
-from gradengine.arrays.frameworks import is_jax, is_torch, jax_device, refuse_indirect, torch_buffer, torch_device
+from gradengine.arrays.frameworks import dlpack_view, is_jax, is_torch, jax_device, torch_buffer, torch_device
 from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
 
@@ -87,18 +87,11 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
             source, component, device, UnknownStream() if source.stream is None else NamedStream(source.stream)
         )
     if has(source, "__dlpack__"):
-        refuse_indirect(source, component)
         if is_jax(source):
             refuse_other_device(jax_device(source, component), component, (device,))
             _refuse_to_record_immutable(component, stream)
-        ordinal = device.removeprefix("cuda:")
-        devices = (device, f"cuda_managed:{ordinal}")
-        refuse_other_device(exporting_device(source, component), component, devices)
-        tensor = exported(source, component, stream)
-        refuse_other_device(tensor.device, component, devices)
-        view = exported_view(tensor, component, device, UnknownStream())
-        view.writable &= not is_jax(source)  # JAX exports its immutable arrays as writable
-        return view
+        devices = (device, device.replace("cuda", "cuda_managed"))
+        return dlpack_view(source, component, devices, stream, UnknownStream())
     if has(source, "__cuda_array_interface__"):
         return exported_view(_interface_of(source, component, device), component, device, UnknownStream())
     raise BufferRefused(

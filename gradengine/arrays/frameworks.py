@@ -16,8 +16,15 @@ from typing import Any, Protocol, TypeAlias, final
 import numpy as np
 
 from gradengine.arguments import has, said
-from gradengine.arrays.buffer import Array, Buffer, not_contiguous, wrong_device
-from gradengine.arrays.dlpack import dlpack_device
+from gradengine.arrays.buffer import (
+    Array,
+    Buffer,
+    exported_view,
+    not_contiguous,
+    refuse_other_device,
+    wrong_device,
+)
+from gradengine.arrays.dlpack import dlpack_device, exported, exporting_device
 from gradengine.arrays.dtypes import DTYPES, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, LayoutMismatch
@@ -32,6 +39,7 @@ __all__ = [
     "assign",
     "copied",
     "device_name",
+    "dlpack_view",
     "empty_like",
     "fills_flat_buffer",
     "is_jax",
@@ -40,7 +48,6 @@ __all__ = [
     "jax_on_host",
     "joined_by_jax",
     "note_written",
-    "refuse_indirect",
     "refuse_other_kind",
     "torch_buffer",
     "torch_device",
@@ -161,7 +168,35 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     return Buffer(pointer, tensor.numel(), dtype, shape, not tensor.requires_grad, tensor, device, None, producer)
 
 
-def refuse_indirect(source: object, component: str) -> None:
+def dlpack_view(
+    source: object,
+    component: str,
+    devices: Sequence[str],
+    stream: int | None = None,
+    producer: ProducerStream | None = None,
+) -> Buffer:
+    """A view of a DLPack producer's array; read-only of a JAX array, which JAX exports as writable.
+
+    Args:
+        source: An object with `__dlpack__`.
+        component: Its component's name, for errors.
+        devices: Names of the one device that is allowed, as DLPack has them: "cuda:0", "cuda_managed:0".
+        stream: As for `exported`.
+        producer: The view's.
+
+    Raises:
+        BufferRefused: Another device or dtype, gaps in memory, or memory that does not hold the array's values.
+    """
+    _refuse_indirect(source, component)
+    refuse_other_device(exporting_device(source, component), component, devices)
+    tensor = exported(source, component, stream)
+    refuse_other_device(tensor.device, component, devices)
+    view = exported_view(tensor, component, devices[0], producer)
+    view.writable &= not is_jax(source)
+    return view
+
+
+def _refuse_indirect(source: object, component: str) -> None:
     """Raise `BufferRefused` for tensors whose memory does not hold their values: DTensor, a lazily negated subclass."""
     is_neg = getattr(source, "is_neg", None)
     if callable(is_neg) and is_neg():

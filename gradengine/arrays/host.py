@@ -13,15 +13,12 @@ from gradengine.arrays.buffer import (
     Array,
     Buffer,
     RawBuffer,
-    exported_view,
     not_contiguous,
     raw_view,
     refuse_invalid_address,
-    refuse_other_device,
 )
-from gradengine.arrays.dlpack import exported, exporting_device
 from gradengine.arrays.dtypes import DTYPES, numpy_dtype_name, unsupported_dtype
-from gradengine.arrays.frameworks import is_jax, is_torch, jax_on_host, refuse_indirect, torch_buffer
+from gradengine.arrays.frameworks import dlpack_view, is_jax, is_torch, jax_on_host, torch_buffer
 from gradengine.errors import BufferRefused
 
 __all__ = ["host_buffer", "without_owner"]
@@ -59,7 +56,7 @@ def host_buffer(source: object, component: str) -> Buffer:
         array: Any = source
         return _from_numpy(jax_on_host(array, component), component, array, array.unsafe_buffer_pointer())
     if has(source, "__dlpack__"):
-        return _from_dlpack(source, component)
+        return _with_elements(dlpack_view(source, component, ("cpu",)))
     raise BufferRefused(
         f"component '{component}' is not an array",
         got=type(source).__name__,
@@ -104,14 +101,6 @@ def _from_torch(tensor: Any, component: str) -> Buffer:
     buffer = torch_buffer(tensor, component, ("cpu",))
     refuse_invalid_address(buffer.pointer, buffer.size, DTYPES[buffer.dtype].itemsize, component)
     return _with_elements(buffer)
-
-
-def _from_dlpack(source: Any, component: str) -> Buffer:
-    refuse_indirect(source, component)
-    refuse_other_device(exporting_device(source, component), component)
-    tensor = exported(source, component)
-    refuse_other_device(tensor.device, component)
-    return _with_elements(exported_view(tensor, component, "cpu"))
 
 
 def without_owner(buffer: Buffer) -> Buffer:
