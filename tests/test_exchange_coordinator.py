@@ -144,14 +144,14 @@ def test_another_step_is_refused():
 )
 def test_a_worker_that_is_back_lacks_what_it_has_not(summed, torn, lacks):
     coordinator = opened(2, 3, step=10, summed=2)
-    assert list(coordinator.lacks(1, Progress(10, summed, torn, contributed=4))) == list(lacks)
+    assert list(coordinator.missing_sums(1, Progress(10, summed, torn, contributed=4))) == list(lacks)
 
 
 @pytest.mark.parametrize(("summed", "torn", "got"), [(2, True, 3), (3, False, 3), (3, True, 4)])
 def test_sums_that_only_a_worker_has_are_lost(summed, torn, got):
     coordinator = opened(2, 4, step=10, summed=2)
     with pytest.raises(HandshakeRefused, match=rf"rank 1 has sums of step 10 .* got {got} .* at most 2; .*discard\(\)"):
-        coordinator.lacks(1, Progress(10, summed, torn, contributed=4))
+        coordinator.missing_sums(1, Progress(10, summed, torn, contributed=4))
 
 
 def test_who_does_not_take_its_sums_is_late_where_no_bucket_is():

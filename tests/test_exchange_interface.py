@@ -22,8 +22,8 @@ from gradengine.exchange.interface import (
     checked_rank,
     checked_seconds,
     find_non_finite,
-    place,
     refuse_bad_arena,
+    wire_key,
 )
 
 
@@ -53,7 +53,7 @@ def test_bucket_without_an_element_is_refused(bucket_bytes):
 
 
 def test_buckets_have_names_of_their_own():
-    places = [place(bucket) for bucket in buckets_of(SMALL, 64)]
+    places = [wire_key(bucket) for bucket in buckets_of(SMALL, 64)]
     assert len(set(places)) == len(places)
 
 

@@ -31,7 +31,7 @@ from transports import (
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient, connect
 from gradengine.exchange.handshake import new_nonce, proof
-from gradengine.exchange.interface import buckets_of, place
+from gradengine.exchange.interface import buckets_of, wire_key
 from gradengine.exchange.wire import (
     Abort,
     Challenge,
@@ -291,7 +291,7 @@ def test_layout_larger_than_the_server_takes():
 
 
 def gradient(index, **changes):
-    key, offset, dtype = place(BUCKETS[index])
+    key, offset, dtype = wire_key(BUCKETS[index])
     return Gradient(**{"step": 0, "key": key, "offset": offset, "dtype": dtype, **changes})
 
 
@@ -310,7 +310,7 @@ def size_of(index):
         (gradient(0), bytes(size_of(0) - 4), "rank 1 sent another gradient"),
         (gradient(0), b"", "rank 1 sent another gradient"),
         (gradient(0), bytes(1 << 20), "rank 1 sent another gradient"),
-        (Sum(0, *place(BUCKETS[0])), bytes(size_of(0)), "rank 1 sent another message: got sum"),
+        (Sum(0, *wire_key(BUCKETS[0])), bytes(size_of(0)), "rank 1 sent another message: got sum"),
         (Hello(1, 2, "", bytes(32)), b"", "rank 1 sent another message: got hello"),
         (Abort("PeerLost"), b"", "rank 1 sent another message: got abort"),
         (Gather(), bytes((16 << 20) + 1), "payload of 'gather' is too long"),
@@ -376,7 +376,7 @@ def test_worker_that_takes_no_sums_is_found_late(tmp_path):
         for span in layout.spans:
             hosting.start(span)
         for bucket in buckets:
-            channel.send(Gradient(0, *place(bucket)), data[bucket.start : bucket.stop].data)
+            channel.send(Gradient(0, *wire_key(bucket)), data[bucket.start : bucket.stop].data)
         with pytest.raises(DeadlineExceeded, match="rank 1 is late for taking the sums, rank 0 is waiting"):
             hosting.wait()
         channel.close()

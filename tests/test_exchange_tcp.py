@@ -22,7 +22,7 @@ from gradengine.errors import (
 from gradengine.exchange import GradientServer, NonFiniteValue, Progress, WorkerClient, tcp
 from gradengine.exchange.channel import Channel, listen_socket
 from gradengine.exchange.handshake import answer_hello
-from gradengine.exchange.interface import buckets_of, place
+from gradengine.exchange.interface import buckets_of, wire_key
 from gradengine.exchange.wire import (
     Abort,
     Challenge,
@@ -43,7 +43,7 @@ BUCKET = 128
 GROUP = bytes(range(16))
 LAYOUT = GradientLayout.of({"a": (32,), "b": (40,)})
 BUCKETS = buckets_of(LAYOUT, BUCKET)
-SUMS = [Sum(0, *place(bucket)) for bucket in BUCKETS]
+SUMS = [Sum(0, *wire_key(bucket)) for bucket in BUCKETS]
 
 
 @contextlib.contextmanager
@@ -98,12 +98,12 @@ def send_sums(channel):
     ("message", "data", "says"),
     [
         (SUMS[1], payload(1), "sent another sum: got"),
-        (Sum(1, *place(BUCKETS[0])), payload(0), "sent another sum"),
+        (Sum(1, *wire_key(BUCKETS[0])), payload(0), "sent another sum"),
         (Sum(0, "b", 0, "<f8"), payload(0), "sent another sum"),
         (SUMS[0], payload(0)[:-4], "sent another sum"),
         (SUMS[0], payload(0) + bytes(1 << 20), "sent another sum"),
         (Verdict(0), msgpack.packb([]), "ended a step that is not over"),
-        (Gradient(0, *place(BUCKETS[0])), b"", "sent another message: got gradient"),
+        (Gradient(0, *wire_key(BUCKETS[0])), b"", "sent another message: got gradient"),
         (Hello(0, 1, "", b""), b"", "sent another message: got hello"),
         (Gathered(), b"", "a payload of rows cannot be read"),
         (Gathered(), msgpack.packb(7), "a payload is no list of rows: got int"),
@@ -426,7 +426,7 @@ def test_gradients_leave_in_backward_order_from_the_arena():
         with contextlib.suppress(ExchangeError):
             worker.exchange.barrier()
         arena = worker.arena
-    assert got == [(Gradient(0, *place(b)), arena[b.start : b.stop].tobytes()) for b in BUCKETS]
+    assert got == [(Gradient(0, *wire_key(b)), arena[b.start : b.stop].tobytes()) for b in BUCKETS]
 
 
 def test_closed_from_elsewhere_while_it_binds(monkeypatch):

@@ -72,7 +72,7 @@ class Coordinator:
         self.summed = self.step * self.num_buckets + summed
         self._contributed = dict.fromkeys(self._contributed, self.summed)
 
-    def lacks(self, rank: int, progress: Progress) -> range:
+    def missing_sums(self, rank: int, progress: Progress) -> range:
         """Positions whose sum must be sent again to a worker that reconnected.
 
         Raises:

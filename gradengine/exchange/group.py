@@ -30,8 +30,8 @@ from gradengine.exchange.interface import (
     checked_bucket,
     checked_rank,
     checked_seconds,
-    count_in,
     find_non_finite,
+    set_bucket_bytes,
 )
 from gradengine.layout import GradientLayout
 from gradengine.threads import Condition
@@ -235,7 +235,7 @@ class Group:
         if self.coordinator is None:
             self.coordinator = Coordinator(self.world_size, len(self.buckets), member.progress.step)
         self.coordinator.join(member.rank, member.progress.step)
-        count_in(self.bucket_bytes, member.progress, member.rank)
+        set_bucket_bytes(self.bucket_bytes, member.progress, member.rank)
         self.members[member.rank] = member
         if arena is not None:
             self._store = arena
@@ -248,7 +248,7 @@ class Group:
         # Sums are in rank 0's arena; a group with its own memory starts without any.
         summed = 0 if self._store is None else self.members[0].progress.summed
         coordinator.open(summed)
-        lacking = {rank: coordinator.lacks(rank, progress) for rank, progress in progresses.items()}
+        lacking = {rank: coordinator.missing_sums(rank, progress) for rank, progress in progresses.items()}
         if self._store is None and self.layout is not None:
             self._store = np.empty(self.layout.arena_size, np.float32)
         for rank, member in self.members.items():

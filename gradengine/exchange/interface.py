@@ -321,10 +321,10 @@ def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
     ]
 
 
-def place(bucket: Bucket) -> tuple[int | str, int, str]:
+def wire_key(bucket: Bucket) -> tuple[int | str, int, str]:
     """A bucket in message headers: the span's key, the offset in it in elements, and the dtype on the wire.
 
-    >>> place(buckets_of(GradientLayout.of([(40,)]), 128)[1])
+    >>> wire_key(buckets_of(GradientLayout.of([(40,)]), 128)[1])
     ('0', 32, '<f4')
     """
     return bucket.span.key, bucket.start - bucket.span.start, "<f4"
@@ -378,7 +378,7 @@ def nothing_started(rank: int) -> WindowError:
     return WindowError(f"rank {rank} waits for sums and has started nothing", do="start() every span of the step first")
 
 
-def count_in(bucket_bytes: int, progress: Progress, rank: int) -> None:
+def set_bucket_bytes(bucket_bytes: int, progress: Progress, rank: int) -> None:
     """Set the bucket size of `progress`.
 
     Raises:

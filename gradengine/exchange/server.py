@@ -52,7 +52,7 @@ from gradengine.exchange.interface import (
     NonFiniteValue,
     Progress,
     again_if_interrupted,
-    place,
+    wire_key,
 )
 from gradengine.exchange.wire import (
     Abort,
@@ -341,7 +341,7 @@ class _RemoteMember(Member):
                 self._free.append(self._summing)
                 self._summing = None
             self._unsent += 1
-            self._outgoing.put((Sum(step, *place(bucket)), total.data))
+            self._outgoing.put((Sum(step, *wire_key(bucket)), total.data))
             self._group.changed.notify_all()
 
     def end_step(self, step: int, bad: Sequence[NonFiniteValue]) -> None:
@@ -395,7 +395,7 @@ class _RemoteMember(Member):
                 raise ProtocolError(f"rank {self.rank} sent a gradient", got=message, expected="none: nothing to sum")
             step, index = group.opened().bucket_of(group.opened().expects(self.rank))
             bucket = group.buckets[index]
-            expected = (Gradient(step, *place(bucket)), 4 * (bucket.stop - bucket.start))
+            expected = (Gradient(step, *wire_key(bucket)), 4 * (bucket.stop - bucket.start))
             if (message, payload_bytes) != expected:
                 raise ProtocolError(
                     f"rank {self.rank} sent another gradient", got=(message, payload_bytes), expected=expected

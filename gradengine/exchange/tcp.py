@@ -36,12 +36,12 @@ from gradengine.exchange.interface import (
     checked_rank,
     checked_seconds,
     closing_if_interrupted,
-    count_in,
     not_bound,
     nothing_started,
-    place,
     refuse_bad_arena,
     refuse_long_part,
+    set_bucket_bytes,
+    wire_key,
 )
 from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.wire import (
@@ -145,7 +145,7 @@ class WorkerClient(Exchange):
         self._progress.contributed = max(self._progress.contributed, leaving.stop)
         for index in leaving:
             bucket = self._buckets[index]
-            message = Gradient(self._progress.step, *place(bucket))
+            message = Gradient(self._progress.step, *wire_key(bucket))
             self._outgoing.put((message, self._arena[bucket.start : bucket.stop].data))
 
     @closing_if_interrupted
@@ -209,7 +209,7 @@ class WorkerClient(Exchange):
         own_proof = proof(self._token, "worker", hello, challenge.nonce)
         channel.send(join_of(progress, own_proof), layout.table())
         welcome = _answer(channel, Welcome)
-        count_in(welcome.bucket_bytes, progress, self.rank)
+        set_bucket_bytes(welcome.bucket_bytes, progress, self.rank)
         self._buckets = buckets_of(layout, max(4, welcome.bucket_bytes))
         has = progress.summed + progress.partially_written
         if (
@@ -272,7 +272,7 @@ class WorkerClient(Exchange):
         if progress.summed >= len(self._buckets):
             raise ProtocolError(f"{channel.peer} sent a sum too many", got=message)
         bucket = self._buckets[progress.summed]
-        expected = (Sum(progress.step, *place(bucket)), 4 * (bucket.stop - bucket.start))
+        expected = (Sum(progress.step, *wire_key(bucket)), 4 * (bucket.stop - bucket.start))
         if (message, payload_bytes) != expected:
             raise ProtocolError(f"{channel.peer} sent another sum", got=(message, payload_bytes), expected=expected)
         progress.partially_written = True

@@ -14,7 +14,7 @@ from gradengine.arguments import as_index, has, listed, refuse_other_kind, said,
 from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
 from gradengine.layout.components import ParameterHolder, named_components, refuse_unsupported
 from gradengine.layout.shards import Partition, Shape, checked_tp_rank
-from gradengine.layout.slots import Block, Row, Slot, Span, place, refuse_bad_rows
+from gradengine.layout.slots import Block, Row, Slot, Span, refuse_bad_rows, slots_of
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 from gradengine.unpacking import unpack
 
@@ -65,7 +65,7 @@ class GradientLayout:
         refuse_bad_rows(rows)
         self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
         self._rows = tuple(rows)
-        self.blocks, non_block = place(rows)
+        self.blocks, non_block = slots_of(rows)
         by_key: dict[int | str, Span] = {span.key: span for span in (*self.blocks, *non_block)}
         by_name = {slot.name: slot for span in by_key.values() for slot in span.slots}
         self.slots = tuple(by_name[row.name] for row in rows)

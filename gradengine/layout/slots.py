@@ -15,7 +15,7 @@ from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import LayoutMismatch
 from gradengine.layout.shards import Partition, Shape
 
-__all__ = ["Block", "Row", "Slot", "Span", "place", "refuse_bad_rows"]
+__all__ = ["Block", "Row", "Slot", "Span", "refuse_bad_rows", "slots_of"]
 
 _MOST_DIGITS = 18  # in a block's number
 ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
@@ -120,7 +120,7 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def place(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
+def slots_of(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
     """Aligned slots: blocks first, by their numbers, then the other components in the order given."""
     members: dict[str, list[Row]] = {}
     for row in rows:
