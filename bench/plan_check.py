@@ -28,9 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gradengine import local_group
-from gradengine.bench.crew import Crew, ProcessCrew, ThreadCrew
 from gradengine.bench.machine import load, machine, versions
-from gradengine.bench.reduction import ExchangeReduction, free_port, span_layout
+from gradengine.bench.workers import Crew, ExchangeReduction, ProcessCrew, ThreadCrew, free_port, span_layout
 from gradengine.errors import GradientError
 from gradengine.plan.machine import (
     ON_ONE_MACHINE,

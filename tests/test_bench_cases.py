@@ -9,12 +9,11 @@ import pytest
 
 from gradengine.bench import parts
 from gradengine.bench.case import Absent, Benchmark, Case, Missing, Variant, check, relative_error
-from gradengine.bench.crew import ProcessCrew
 from gradengine.bench.device import Host, open_host, peak_growth
 from gradengine.bench.exchange import exchange_variants
 from gradengine.bench.peers import ByHand
-from gradengine.bench.reduction import Reduction, span_layout
 from gradengine.bench.step import step
+from gradengine.bench.workers import ProcessCrew, Reduction, span_layout
 from gradengine.bench.workload import Workload, block_layout, equal_layout, model_layout, widened
 from gradengine.bench.yardstick import Yardsticks
 from gradengine.errors import CallerError, ExchangeError

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.bench.crew import ProcessCrew
+from gradengine.bench.workers import ProcessCrew
 from gradengine.errors import CallerError
 from gradengine.kernels.host import available_cpus
 from gradengine.plan import machine

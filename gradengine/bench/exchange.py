@@ -12,9 +12,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gradengine.bench.case import Case, Variant
-from gradengine.bench.crew import Crew, ProcessCrew, ThreadCrew
 from gradengine.bench.device import Host
-from gradengine.bench.reduction import ExchangeReduction, GlooReduction, Reduction, SocketReduction, free_port
+from gradengine.bench.workers import (
+    Crew,
+    ExchangeReduction,
+    GlooReduction,
+    ProcessCrew,
+    Reduction,
+    SocketReduction,
+    ThreadCrew,
+    free_port,
+)
 from gradengine.exchange import local_group
 
 __all__ = ["exchange_variants"]

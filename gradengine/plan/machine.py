@@ -22,10 +22,9 @@ from typing import final
 import numpy as np
 
 from gradengine.arguments import as_float, said
-from gradengine.bench.crew import Crew, ProcessCrew
-from gradengine.bench.reduction import Reduction, contribution, free_port, receive_all
+from gradengine.bench.workers import Crew, ProcessCrew, Reduction, contribution, free_port, receive_all, sockets_of
 from gradengine.errors import CallerError
-from gradengine.exchange.channel import Address, Channel, connect_socket, listen_socket
+from gradengine.exchange.channel import Address, Channel
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, find_non_finite
 from gradengine.kernels.host import available_cpus
 from gradengine.plan.traffic import Overlap, Traffic, buckets_in, no_traffic, overlapped
@@ -42,7 +41,6 @@ __all__ = [
 ]
 
 _THREADS_OF_A_PAIR = 4  # of two processes, each sending and receiving at once
-_JOIN_SECONDS = 60.0
 _BUCKET = DEFAULT_BUCKET_BYTES // 4
 _ELEMENTS, _ROUNDS = 1 << 23, 5  # 34 MB: beyond the caches, and a second in all
 _OF_A_SUM = ("check", "add", "copy")
@@ -158,22 +156,11 @@ def overlap_on_one_machine(
 
 @final
 class Duplex(Reduction):
-    """One of two processes that send each other a whole set at once, through one plain socket.
-
-    Args:
-        address: Where rank 0 listens.
-        elements: fp32 elements of the set.
-        rank: 0 or 1.
-    """
+    """One of two processes that send each other a whole set at once, through one plain socket."""
 
     def __init__(self, address: Address, elements: int, rank: int) -> None:
         super().__init__(rank, 2, elements)
-        if rank:
-            self._socket = connect_socket(address, _JOIN_SECONDS)
-        else:
-            with listen_socket(address) as listener:
-                self._socket = listener.accept()[0]
-        self._socket.settimeout(_JOIN_SECONDS)
+        (self._socket,) = sockets_of(address, 2, rank)
         Channel(self._socket, "the other process")  # the options that the exchange sets
 
     def run(self) -> None:

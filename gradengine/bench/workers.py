@@ -1,13 +1,17 @@
-"""One worker's part of a sum over workers: ours, and what it is compared with."""
+"""Workers of this machine that sum a gradient set: what each of them does, and the crew that does it together."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
 import sys
 from abc import ABC, abstractmethod
-from typing import final
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +20,12 @@ from gradengine.bench.case import relative_error
 from gradengine.exchange import Exchange, Progress, connect
 from gradengine.exchange.channel import Address, connect_socket, listen_socket
 from gradengine.layout import GradientLayout
+from gradengine.processes import ProcessPool, Reporter
 
 __all__ = [
-    "ExchangeReduction",
-    "GlooReduction",
-    "Reduction",
-    "SocketReduction",
-    "contribution",
-    "free_port",
-    "receive_all",
-    "span_layout",
-]
+    "Crew", "ExchangeReduction", "GlooReduction", "ProcessCrew", "Reduction", "SocketReduction", "ThreadCrew",
+    "contribution", "free_port", "receive_all", "sockets_of", "span_layout",
+]  # fmt: skip
 
 _SPAN = 1 << 20  # elements: 4 MB, a weight matrix of the 350M model
 _JOIN_SECONDS = 60.0
@@ -107,14 +106,8 @@ class SocketReduction(Reduction):
 
     def __init__(self, address: Address, world_size: int, elements: int, rank: int) -> None:
         super().__init__(rank, world_size, elements)
-        self._others: list[socket.socket] = []
-        if rank:
-            self._others.append(connect_socket(address, _JOIN_SECONDS))
-            self._others[0].settimeout(_JOIN_SECONDS)
-            return
+        self._others = sockets_of(address, world_size, rank)
         self._received = np.empty_like(self.arena)
-        with listen_socket(address) as listener:
-            self._others = [listener.accept()[0] for _ in range(world_size - 1)]
 
     def run(self) -> None:
         """Send and wait; or, on rank 0, receive, add, and send to each."""
@@ -156,6 +149,18 @@ class GlooReduction(Reduction):
         self._distributed.destroy_process_group()
 
 
+def sockets_of(address: Address, world_size: int, rank: int) -> list[socket.socket]:
+    """Plain connections: of rank 0, which listens at the address, one with each other rank; of those one with it."""
+    if rank:
+        connections = [connect_socket(address, _JOIN_SECONDS)]
+    else:
+        with listen_socket(address) as listener:
+            connections = [listener.accept()[0] for _ in range(world_size - 1)]
+    for connection in connections:
+        connection.settimeout(_JOIN_SECONDS)
+    return connections
+
+
 def receive_all(connection: socket.socket, memory: npt.NDArray[np.float32]) -> None:
     """Fill an array from a socket."""
     view, filled = memory.data.cast("B"), 0
@@ -176,3 +181,96 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+Build: TypeAlias = Callable[[int], Reduction]  # rank -> its worker; of a process: importable and picklable
+
+
+class Crew(ABC):
+    """Workers 0..world_size - 1 of one group."""
+
+    @abstractmethod
+    def tell(self, method: str) -> list[Any]:
+        """Have every worker call one of its methods; what each returned, in rank order, once all have.
+
+        Raises:
+            ExchangeError: A worker failed.
+        """
+
+    def prepare(self) -> None:
+        """Have every worker put its contribution back."""
+        self.tell("prepare")
+
+    def run(self) -> None:
+        """Have the workers sum."""
+        self.tell("run")
+
+    def error(self) -> float:
+        """The largest error of any worker's result; NaN where one is."""
+        errors: list[float] = self.tell("error")
+        return next((error for error in errors if not error <= max(errors)), max(errors))
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the workers."""
+
+
+@final
+class ThreadCrew(Crew):
+    """A thread of this process for each worker, which is built there."""
+
+    def __init__(self, build: Build, world_size: int) -> None:
+        self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="gradengine-bench")
+        self._workers = list(self._pool.map(build, range(world_size)))
+
+    def tell(self, method: str) -> list[Any]:
+        """See `Crew.tell`."""
+        return list(self._pool.map(lambda worker: getattr(worker, method)(), self._workers))
+
+    def close(self) -> None:
+        """See `Crew.close`."""
+        for worker in self._workers:
+            worker.close()
+        self._pool.shutdown()
+
+
+@final
+class ProcessCrew(Crew):
+    """A process for each worker, which is built there: started anew, so that it shares nothing with this one.
+
+    Raises:
+        ExchangeError: A worker could not be made.
+    """
+
+    def __init__(self, build: Build, world_size: int) -> None:
+        self._pool = ProcessPool()
+        self._workers = [self._pool.start(f"rank {rank}") for rank in range(world_size)]
+        self._all([partial(_serve, build, rank) for rank in range(world_size)])
+
+    def tell(self, method: str) -> list[Any]:
+        """See `Crew.tell`."""
+        return self._all([method] * len(self._workers))
+
+    def close(self) -> None:
+        """See `Crew.close`."""
+        self._pool.close()
+
+    def _all(self, jobs: Sequence[Any]) -> list[Any]:
+        """Give each worker a job; if one fails, or Ctrl-C comes, all are ended, as they may wait for each other."""
+        try:
+            for worker, job in zip(self._workers, jobs, strict=True):
+                self._pool.give(worker, job)
+            return self._pool.answers()
+        except BaseException:
+            self._pool.terminate()
+            raise
+
+
+def _serve(build: Build, rank: int, report: Reporter) -> None:
+    """A worker's process: call the methods it is told, until the other end of the pipe is gone."""
+    gc.disable()
+    worker = build(rank)
+    report(None)
+    for method in report:
+        report(getattr(worker, method)())
+    worker.close()
