@@ -1168,7 +1168,8 @@ class TestStepFused:
 
         module = net()
         given = accumulated(module, [0], [4.0], max_norm=0.05).step(deferred=True)
-        result = dataclasses.replace(given, inverse_factor=OnGpu(given.inverse_factor), skipped=OnGpu(0.0))
+        there = dataclasses.replace(given._decided.decision, inverse=OnGpu(given.inverse_factor), skipped=OnGpu(0.0))
+        result = dataclasses.replace(given, _decided=dataclasses.replace(given._decided, decision=there))
         optimizer, seen = torch.optim.AdamW(module.parameters(), fused=True), []
         optimizer.register_step_pre_hook(lambda own, *_: seen.extend((own.grad_scale, own.found_inf)))
         from_dlpack = gradengine.torch.from_dlpack

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from gradengine.errors import WindowError
 
@@ -55,11 +55,11 @@ class Call(Enum):
     ADD_PART = "add_block, add_non_block"
     ADD_NOTHING = "add(None, weight=0)"
     VIEW = "block, average, has_non_finite, and what else works on the arena"
-    ZERO_ALL = "the accumulator's zero_all"
     STEP = "step"
     SET_LOSS_SCALE = "loss_scale ="
     CAPTURE = "capture"
     REPLAY = "replay"
+    ZERO_ALL = "the accumulator's zero_all"
     RECONNECT = "reconnect"
     DISCARD = "discard"
 
@@ -101,236 +101,105 @@ class Refusal:
 
 #: What an accumulator without an engine does not know.
 _UNKNOWN = {"step": "a step", "count": "some", "change": "another", "last": "", "or_nothing": "", "others": ""}
-_NO_MICRO_BATCH = Refusal(
+_none = Refusal(
     "{step} without a micro-batch", "0 micro-batches", "at least 1", "{last}add() gradients first{or_nothing}"
 )
-_ON_ITS_WAY = Refusal(
+_sent = Refusal(
     "the window is complete and on its way to the other workers",
     "a contribution after the last of {count} micro-batches",
     "step()",
 )
-_KEPT = Refusal(
+_kept = Refusal(
     "{step} failed, and its window is kept",
     do="run step() again (after reconnect() where the exchange was lost), or discard() it",
 )
-_HANDED_BACK = Refusal(
+_over = Refusal(
     "{step} was interrupted when its gradients had been handed back",
     do="run step() again with the same arguments for its result, or discard() it",
 )
-_HALF_WRITTEN = Refusal(
+_half = Refusal(
     "the window is half written: a call was interrupted, or another thread is in one",
     do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
 )
-_HALF_HANDED_BACK = Refusal(
+_back = Refusal(
     "{step} was interrupted while it handed back its gradients: they are half written",
     do="{others}discard() goes on without this step",
 )
-_OPEN = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
-_SCALED = Refusal(
+_open = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
+_scale = Refusal(
     "the loss scale of an open window cannot be changed",
     "{change}",
     do="set it after step() or discard()",
 )
-_BEING_CAPTURED = Refusal("a window is being captured", do="leave its `with` first; discard() where an interrupt did")
-_ONE_WINDOW = Refusal(
+_graph = Refusal("a window is being captured", do="leave its `with` first; discard() where an interrupt did")
+_one = Refusal(
     "a capture holds one window",
     "another add() or step()",
     "one step(), last",
     "leave its `with`; discard() where an interrupt did",
 )
-_HALF_CAPTURED = Refusal("a call was interrupted while it was captured", do="leave its `with`, or discard() it")
-_COUNTS_NOTHING = Refusal("a captured window has micro-batches that count", "add(None, weight=0)")
-_PERHAPS_RUN = Refusal(
-    "a replay was interrupted, and {step} may have run", do="replay() again: it says whether that was so"
-)
+_cut = Refusal("a call was interrupted while it was captured", do="leave its `with`, or discard() it")
+_zero = Refusal("a captured window has micro-batches that count", "add(None, weight=0)")
+_ran = Refusal("a replay was interrupted, and {step} may have run", do="replay() again: it says whether that was so")
 
-Row: TypeAlias = Mapping[Call | Event, State | Refusal]
+Cell: TypeAlias = State | Refusal | None
+SAME: Final = None  # the call leaves the state as it is
+_: Final = None  # the event does not come there
 
+# fmt: off
+(
+    EMPTY, NOTHING, OPEN, SENDING, FAILED, AGREED, HANDED_BACK, HALF_WRITTEN, HALF_SENT, HALF_HANDED_BACK, CAPTURING,
+    RECORDED, CAPTURED, HALF_CAPTURED, LAUNCHING,
+) = State
+#: The state that a call leads to when it is over, or its refusal. For a step it says whether it may begin: what it does
+#: on its way is events. A part may come while others have left; of which span, the reducer knows.
+_CALLS: Mapping[State, tuple[Cell, ...]] = {
+    #                  ADD       ADD_PART  NOTHING  VIEW   STEP   SCALE   CAPTURE    REPLAY     ZERO_ALL   RECONNECT
+    EMPTY:            (OPEN,     OPEN,     NOTHING, SAME,  _none, SAME,   CAPTURING, LAUNCHING, SAME,      SAME),
+    NOTHING:          (OPEN,     OPEN,     SAME,    SAME,  SAME,  SAME,   CAPTURING, LAUNCHING, EMPTY,     SAME),
+    OPEN:             (SAME,     SAME,     SAME,    SAME,  SAME,  _scale, _open,     _open,     EMPTY,     SAME),
+    SENDING:          (_sent,    SAME,     _sent,   SAME,  SAME,  _scale, _open,     _open,     HALF_SENT, SAME),
+    FAILED:           (_kept,    _kept,    _kept,   SAME,  SAME,  _scale, _open,     _open,     HALF_SENT, SAME),
+    AGREED:           (_kept,    _kept,    _kept,   SAME,  SAME,  _scale, _open,     _open,     SAME,      FAILED),
+    HANDED_BACK:      (_over,    _over,    _over,   _over, SAME,  _over,  _over,     _over,     SAME,      SAME),
+    HALF_WRITTEN:     (_half,    _half,    _half,   _half, _half, _half,  _half,     _half,     EMPTY,     SAME),
+    HALF_SENT:        (_half,    _half,    _half,   _half, _half, _half,  _half,     _half,     SAME,      SAME),
+    HALF_HANDED_BACK: (_back,    _back,    _back,   _back, _back, _back,  _back,     _back,     SAME,      HALF_SENT),
+    CAPTURING:        (RECORDED, RECORDED, _zero,   SAME,  _none, SAME,   _graph,    _graph,    SAME,      SAME),
+    RECORDED:         (SAME,     SAME,     _zero,   SAME,  SAME,  _scale, _graph,    _graph,    CAPTURING, SAME),
+    CAPTURED:         (_one,     _one,     _one,    _one,  _one,  _one,   _graph,    _graph,    SAME,      SAME),
+    HALF_CAPTURED:    (_cut,     _cut,     _cut,    _cut,  _cut,  _cut,   _cut,      _cut,      SAME,      SAME),
+    LAUNCHING:        (OPEN,     OPEN,     NOTHING, SAME,  _none, SAME,   _ran,      SAME,      SAME,      SAME),
+}
+#: The state that an event leads to.
+_EVENTS: Mapping[State, tuple[Cell, ...]] = {
+    #                  WRITE             SEND     FAIL              AGREE     HAND_BACK
+    EMPTY:            (HALF_WRITTEN,     _,       _,                _,        _),
+    NOTHING:          (HALF_WRITTEN,     SENDING, FAILED,           AGREED,   _),
+    OPEN:             (HALF_WRITTEN,     SENDING, FAILED,           AGREED,   _),
+    SENDING:          (HALF_SENT,        SENDING, FAILED,           AGREED,   _),
+    FAILED:           (HALF_SENT,        FAILED,  FAILED,           AGREED,   _),
+    AGREED:           (HALF_HANDED_BACK, _,       AGREED,           AGREED,   HANDED_BACK),
+    HANDED_BACK:      (HALF_HANDED_BACK, _,       _,                _,        HANDED_BACK),
+    HALF_WRITTEN:     (HALF_WRITTEN,     _,       HALF_SENT,        _,        _),
+    HALF_SENT:        (HALF_SENT,        _,       HALF_SENT,        _,        _),
+    HALF_HANDED_BACK: (HALF_HANDED_BACK, _,       HALF_HANDED_BACK, _,        _),
+    CAPTURING:        (HALF_CAPTURED,    _,       _,                _,        _),
+    RECORDED:         (HALF_CAPTURED,    _,       _,                RECORDED, CAPTURED),
+    CAPTURED:         (HALF_CAPTURED,    _,       _,                _,        CAPTURED),
+    HALF_CAPTURED:    (HALF_CAPTURED,    _,       _,                _,        _),
+    LAUNCHING:        (HALF_WRITTEN,     _,       _,                _,        _),
+}
+# fmt: on
 
-def _every(refusal: Refusal) -> dict[Call | Event, State | Refusal]:
-    """A row of refusals, for what a state does not name; every state can be discarded."""
-    return {**dict.fromkeys(Call, refusal), Call.DISCARD: State.EMPTY}
-
-
-#: For each state, what a call or an event leads to: the state when it is over, or its refusal. An event that a state
-#: does not name cannot come there. What a step does on its way is events; its row says whether it may begin.
-TABLE: Mapping[State, Row] = {
-    State.EMPTY: {
-        Call.ADD: State.OPEN,
-        Call.ADD_PART: State.OPEN,
-        Call.ADD_NOTHING: State.NOTHING,
-        Call.VIEW: State.EMPTY,
-        Call.ZERO_ALL: State.EMPTY,
-        Call.STEP: _NO_MICRO_BATCH,
-        Call.SET_LOSS_SCALE: State.EMPTY,
-        Call.CAPTURE: State.CAPTURING,
-        Call.REPLAY: State.LAUNCHING,
-        Call.RECONNECT: State.EMPTY,
-        Call.DISCARD: State.EMPTY,
-        Event.WRITE: State.HALF_WRITTEN,
-    },
-    State.NOTHING: {
-        Call.ADD: State.OPEN,
-        Call.ADD_PART: State.OPEN,
-        Call.ADD_NOTHING: State.NOTHING,
-        Call.VIEW: State.NOTHING,
-        Call.ZERO_ALL: State.EMPTY,
-        Call.STEP: State.NOTHING,
-        Call.SET_LOSS_SCALE: State.NOTHING,
-        Call.CAPTURE: State.CAPTURING,
-        Call.REPLAY: State.LAUNCHING,
-        Call.RECONNECT: State.NOTHING,
-        Call.DISCARD: State.EMPTY,
-        Event.WRITE: State.HALF_WRITTEN,
-        Event.SEND: State.SENDING,
-        Event.FAIL: State.FAILED,
-        Event.AGREE: State.AGREED,
-    },
-    State.OPEN: {
-        Call.ADD: State.OPEN,
-        Call.ADD_PART: State.OPEN,
-        Call.ADD_NOTHING: State.OPEN,
-        Call.VIEW: State.OPEN,
-        Call.ZERO_ALL: State.EMPTY,
-        Call.STEP: State.OPEN,
-        Call.SET_LOSS_SCALE: _SCALED,
-        Call.CAPTURE: _OPEN,
-        Call.REPLAY: _OPEN,
-        Call.RECONNECT: State.OPEN,
-        Call.DISCARD: State.EMPTY,
-        Event.WRITE: State.HALF_WRITTEN,
-        Event.SEND: State.SENDING,
-        Event.FAIL: State.FAILED,
-        Event.AGREE: State.AGREED,
-    },
-    State.SENDING: {
-        **_every(_ON_ITS_WAY),
-        Call.ADD_PART: State.SENDING,  # of a span that has not left, which the spans know
-        Call.VIEW: State.SENDING,
-        Call.ZERO_ALL: State.HALF_SENT,  # the others have it, or wait for the rest
-        Call.STEP: State.SENDING,
-        Call.SET_LOSS_SCALE: _SCALED,
-        Call.CAPTURE: _OPEN,
-        Call.REPLAY: _OPEN,
-        Call.RECONNECT: State.SENDING,
-        Event.WRITE: State.HALF_SENT,
-        Event.SEND: State.SENDING,
-        Event.FAIL: State.FAILED,
-        Event.AGREE: State.AGREED,
-    },
-    State.FAILED: {
-        **_every(_KEPT),
-        Call.VIEW: State.FAILED,
-        Call.ZERO_ALL: State.HALF_SENT,
-        Call.STEP: State.FAILED,
-        Call.SET_LOSS_SCALE: _SCALED,
-        Call.CAPTURE: _OPEN,
-        Call.REPLAY: _OPEN,
-        Call.RECONNECT: State.FAILED,
-        Event.WRITE: State.HALF_SENT,
-        Event.SEND: State.FAILED,
-        Event.FAIL: State.FAILED,
-        Event.AGREE: State.AGREED,
-    },
-    State.AGREED: {
-        **_every(_KEPT),
-        Call.VIEW: State.AGREED,
-        Call.ZERO_ALL: State.AGREED,  # nothing is written, and the stats are known
-        Call.STEP: State.AGREED,
-        Call.SET_LOSS_SCALE: _SCALED,
-        Call.CAPTURE: _OPEN,
-        Call.REPLAY: _OPEN,
-        Call.RECONNECT: State.FAILED,  # the agreement may have reached this rank alone
-        Event.WRITE: State.HALF_HANDED_BACK,
-        Event.FAIL: State.AGREED,
-        Event.AGREE: State.AGREED,
-        Event.HAND_BACK: State.HANDED_BACK,
-    },
-    State.HANDED_BACK: {
-        **_every(_HANDED_BACK),
-        Call.ZERO_ALL: State.HANDED_BACK,
-        Call.STEP: State.HANDED_BACK,
-        Call.RECONNECT: State.HANDED_BACK,
-        Event.WRITE: State.HALF_HANDED_BACK,
-        Event.HAND_BACK: State.HANDED_BACK,
-    },
-    State.HALF_WRITTEN: {
-        **_every(_HALF_WRITTEN),
-        Call.ZERO_ALL: State.EMPTY,
-        Call.RECONNECT: State.HALF_WRITTEN,
-        Event.WRITE: State.HALF_WRITTEN,
-        Event.FAIL: State.HALF_SENT,
-    },
-    State.HALF_SENT: {
-        **_every(_HALF_WRITTEN),
-        Call.ZERO_ALL: State.HALF_SENT,
-        Call.RECONNECT: State.HALF_SENT,
-        Event.WRITE: State.HALF_SENT,
-        Event.FAIL: State.HALF_SENT,
-    },
-    State.HALF_HANDED_BACK: {
-        **_every(_HALF_HANDED_BACK),
-        Call.ZERO_ALL: State.HALF_HANDED_BACK,
-        Call.RECONNECT: State.HALF_SENT,
-        Event.WRITE: State.HALF_HANDED_BACK,
-        Event.FAIL: State.HALF_HANDED_BACK,
-    },
-    State.CAPTURING: {
-        **_every(_BEING_CAPTURED),
-        Call.ADD: State.RECORDED,
-        Call.ADD_PART: State.RECORDED,
-        Call.ADD_NOTHING: _COUNTS_NOTHING,
-        Call.VIEW: State.CAPTURING,
-        Call.ZERO_ALL: State.CAPTURING,
-        Call.STEP: _NO_MICRO_BATCH,
-        Call.SET_LOSS_SCALE: State.CAPTURING,
-        Call.RECONNECT: State.CAPTURING,
-        Event.WRITE: State.HALF_CAPTURED,
-    },
-    State.RECORDED: {
-        **_every(_BEING_CAPTURED),
-        Call.ADD: State.RECORDED,
-        Call.ADD_PART: State.RECORDED,
-        Call.ADD_NOTHING: _COUNTS_NOTHING,
-        Call.VIEW: State.RECORDED,
-        Call.ZERO_ALL: State.CAPTURING,
-        Call.STEP: State.RECORDED,
-        Call.SET_LOSS_SCALE: _SCALED,
-        Call.RECONNECT: State.RECORDED,
-        Event.WRITE: State.HALF_CAPTURED,
-        Event.AGREE: State.RECORDED,
-        Event.HAND_BACK: State.CAPTURED,
-    },
-    State.CAPTURED: {
-        **_every(_BEING_CAPTURED),
-        **dict.fromkeys((Call.ADD, Call.ADD_PART, Call.ADD_NOTHING, Call.VIEW, Call.STEP), _ONE_WINDOW),
-        Call.ZERO_ALL: State.CAPTURED,
-        Call.RECONNECT: State.CAPTURED,
-        Event.WRITE: State.HALF_CAPTURED,
-        Event.HAND_BACK: State.CAPTURED,
-    },
-    State.HALF_CAPTURED: {
-        **_every(_HALF_CAPTURED),
-        Call.CAPTURE: _BEING_CAPTURED,
-        Call.REPLAY: _BEING_CAPTURED,
-        Call.ZERO_ALL: State.HALF_CAPTURED,
-        Call.RECONNECT: State.HALF_CAPTURED,
-        Event.WRITE: State.HALF_CAPTURED,
-    },
-    State.LAUNCHING: {
-        Call.ADD: State.OPEN,
-        Call.ADD_PART: State.OPEN,
-        Call.ADD_NOTHING: State.NOTHING,
-        Call.VIEW: State.LAUNCHING,
-        Call.ZERO_ALL: State.LAUNCHING,
-        Call.STEP: _NO_MICRO_BATCH,
-        Call.SET_LOSS_SCALE: State.LAUNCHING,
-        Call.CAPTURE: _PERHAPS_RUN,
-        Call.REPLAY: State.LAUNCHING,
-        Call.RECONNECT: State.LAUNCHING,
-        Call.DISCARD: State.LAUNCHING,  # it drops a window, and a replay has none
-        Event.WRITE: State.HALF_WRITTEN,
-    },
+#: For each state what a call or an event leads to.
+TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
+    state: {
+        **{call: answer or state for call, answer in zip(Call, answers, strict=False)},
+        Call.DISCARD: EMPTY if state is not LAUNCHING else LAUNCHING,  # it drops a window, and a replay has none
+        **{event: answer for event, answer in zip(Event, _EVENTS[state], strict=True) if answer},
+    }
+    for state, answers in _CALLS.items()
 }
 
 #: Those in which the current stream records a graph, and nothing runs.
