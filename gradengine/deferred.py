@@ -32,7 +32,7 @@ class DeferredErrors:
         self._telemetry = kernels.telemetry(sums, plan)
         self.exist = self._telemetry is not None
         self._latest: StepStatus | None = None
-        self._told_bad_steps = 0
+        self._raised_bad_steps = 0
         self._counted = 0  # steps, as the device counts them behind what is queued
 
     def send(self) -> None:
@@ -40,9 +40,10 @@ class DeferredErrors:
         if self._telemetry is not None:
             self._telemetry.send()
 
-    def note_queued(self, step: int) -> None:
-        """A step of that number is about to be queued, and brings it along; a graph's does not, see `count_from`."""
+    def note_queued(self, step: int) -> int:
+        """A step of that number is about to be queued, and brings along how many there are then, which is returned."""
         self._counted = step + 1
+        return self._counted
 
     def count_from(self, step: int) -> None:
         """A graph's step is about to be queued: on the device it gets this number, however others were counted there.
@@ -69,11 +70,11 @@ class DeferredErrors:
         if self._telemetry is not None:
             self._latest = self._telemetry.read()
 
-    def raise_untold(self) -> None:
+    def raise_pending(self) -> None:
         """Raise the error of the last bad step, where its verdict has come and nobody was told of it yet."""
         verdict = self.latest()
         # A verdict may also be older than what check() has read since.
-        if verdict is not None and verdict.bad_steps > self._told_bad_steps:
+        if verdict is not None and verdict.bad_steps > self._raised_bad_steps:
             self._raise(verdict)
 
     def of_step(self, step: int, decision: Decision) -> NonFiniteGradient | None:
@@ -86,7 +87,7 @@ class DeferredErrors:
         if verdict is None:
             return None
         error = self._blamed(verdict)
-        self._told_bad_steps = verdict.bad_steps
+        self._raised_bad_steps = verdict.bad_steps
         return error
 
     def raise_of_step(self, step: int, decision: Decision) -> None:
@@ -110,7 +111,7 @@ class DeferredErrors:
     def _raise(self, verdict: StepStatus) -> NoReturn:
         error = self._blamed(verdict)
         # Told once the error is on its way: Python looks for signals behind calls, and between these two is none.
-        self._told_bad_steps = verdict.bad_steps
+        self._raised_bad_steps = verdict.bad_steps
         raise error
 
     def _blamed(self, verdict: StepStatus) -> NonFiniteGradient:

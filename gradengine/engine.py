@@ -277,25 +277,12 @@ class GradientEngine:
             )
         way = "deferred" if deferred else "in place" if out is None else "out"
         self._ask(Call.STEP)
-        handed = self._reducer.decided if self._state.now is State.HANDED_BACK else None
-        if handed is not None and handed.way != way:
-            raise WindowError(
-                f"step {handed.step} was interrupted when its gradients had been handed back",
-                got=f"a step whose gradients go {way!r}",
-                expected=repr(handed.way),
-                do="run step() again with the same arguments",
-            )
-        destinations = destinations_of(self.layout.slots, self._kernels, self.accumulator.arena, out)
-        decided = handed or self._decide(way)
+        interrupted = self._handed_back(way) if self._state.now is State.HANDED_BACK else None
+        arena = self.accumulator.arena
+        destinations = None if out is None else destinations_of(self.layout.slots, self._kernels, arena, out)
+        decided = interrupted or self._decide(way)
         self._hand_back(decided, destinations)
-        gradients = handed_back(self.layout.slots, self.accumulator.views(), out)
-        if out is not None:
-            note_written(gradients.values())
-            self.accumulator.note_written(gradients.values())
-        changes = self.accumulator.changes
-        result = StepResult(
-            decided.step, deferred, decided, gradients, self.accumulator, changes, self._group_names, self._late
-        )
+        result = self._result(decided, out)
         producers = self.accumulator.producers
         if self._capture is not None:
             producers = producers | producers_of((destinations or {}).values())
@@ -461,11 +448,23 @@ class GradientEngine:
 
     def _raise_late(self) -> None:
         if self._settings.raises:
-            self._late.raise_untold()
+            self._late.raise_pending()
         else:
             self._late.latest()  # taken, so that the next steps' have room to be sent
 
     # ---- the step ----
+
+    def _handed_back(self, way: str) -> DecidedStep | None:
+        """The step that an interrupt left handed back; raises `WindowError` where its gradients went another way."""
+        decided = self._reducer.decided
+        if decided is not None and decided.way != way:
+            raise WindowError(
+                f"step {decided.step} was interrupted when its gradients had been handed back",
+                got=f"a step whose gradients go {way!r}",
+                expected=repr(decided.way),
+                do="run step() again with the same arguments",
+            )
+        return decided
 
     def _decide(self, way: str) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
@@ -474,12 +473,13 @@ class GradientEngine:
             raise self._nothing_to_step()
         divisor = self._settings.loss_scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        decision = self._decision(stats, divisor)
-        non_finite = self._reducer.find_non_finite(decision)
+        step = self._reducer.step
+        decision = self._decision(stats, divisor, step)
+        non_finite = self._reducer.find_non_finite(decision) if decision.bad else None
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        return DecidedStep(stats, decision, non_finite, way, self.current_step, self._reducer.window)
+        return DecidedStep(stats, decision, non_finite, way, step, self._reducer.window)
 
     def _nothing_to_step(self) -> WindowError:
         """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
@@ -491,16 +491,15 @@ class GradientEngine:
             do="add() gradients first; all workers go on with the next step",
         )
 
-    def _decision(self, stats: StepStats, divisor: float) -> Decision:
+    def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
         zero_if_bad = self._settings.zero_if_bad
         if not self._reducer.is_alone:  # all workers decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        step = 0  # a graph counts its own steps when it runs
+        counted = 0  # a graph counts its own steps when it runs
         if self._capture is None:
-            step = self.current_step + 1
-            self._late.note_queued(self.current_step)
+            counted = self._late.note_queued(step)
         targets, sums = self.accumulator.targets, self.accumulator.sums
-        return self._kernels.finalise(targets, sums, self._plan, divisor, zero_if_bad=zero_if_bad, step=step)
+        return self._kernels.finalise(targets, sums, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
 
     def _hand_back(self, decided: DecidedStep, destinations: dict[int, Buffer] | None) -> None:
         targets = self.accumulator.targets
@@ -513,6 +512,15 @@ class GradientEngine:
             self._reducer.decided = decided
             with self.accumulator.changing(Event.HAND_BACK):  # behind it, it is not scaled again
                 self._kernels.hand_back(targets, decided.decision, self._plan.groups, targets)
+
+    def _result(self, decided: DecidedStep, out: Gradients | None) -> StepResult:
+        accumulator, is_deferred = self.accumulator, decided.way == "deferred"
+        arrays = accumulator.views() if out is None else handed_back(self.layout.slots, out)
+        if out is not None:
+            note_written(arrays.values())
+            accumulator.note_written(arrays.values())
+        changes, names = accumulator.changes, self._group_names
+        return StepResult(decided.step, is_deferred, decided, arrays, accumulator, changes, names, self._late)
 
     # ---- graphs ----
 

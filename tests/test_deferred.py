@@ -36,7 +36,7 @@ class Device:
 def told(late):
     """The error that whoever calls next is told, or None."""
     try:
-        late.raise_untold()
+        late.raise_pending()
     except NonFiniteGradient as error:
         return error
     return None

@@ -427,7 +427,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 
         engine = GradientEngine(SMALL, exchange=join(), micro_batches=micro_batches, max_norm=1.0)
         if rank == 1:
-            land, landed = engine._reducer._take_landed, []
+            land, landed = engine._reducer._on_reduced, []
 
             def take(span, upto):
                 land(span, upto)
@@ -457,7 +457,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 def test_engines_discard_where_the_coordinator_lost_its_sums():
     with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
         engines = on_all(lambda exchange: GradientEngine(SMALL, exchange=exchange, max_norm=1.0), exchanges)
-        land, landed = engines[1]._reducer._take_landed, []
+        land, landed = engines[1]._reducer._on_reduced, []
 
         def take(span, upto):
             land(span, upto)

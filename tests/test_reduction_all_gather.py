@@ -10,7 +10,7 @@ from ranks import on_ranks
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange import Progress
 from gradengine.layout import GradientLayout
-from gradengine.reduction.all_gather import heard, in_group, packed
+from gradengine.reduction.all_gather import gathered, in_group, packed
 from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS
 
 facts = st.recursive(
@@ -33,7 +33,7 @@ class Telling:
 
 
 def tell_all(exchange, what, facts):
-    return heard(exchange.gather(packed(what, facts)))
+    return gathered(exchange.gather(packed(what, facts)))
 
 
 def told(what, facts):
@@ -57,10 +57,10 @@ def test_through_an_exchange():
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        ("tally of step 3", "rank 1 is elsewhere than rank 0: got its tally of step 3, expected its loss of step 3"),
+        ("tally of step 3", "rank 1 is out of sync with rank 0: got its tally of step 3, expected its loss of step 3"),
         (
             "loss of step 2",
-            "rank 1 is elsewhere than rank 0: got its loss of step 2, expected its loss of step 3; .*restart",
+            "rank 1 is out of sync with rank 0: got its loss of step 2, expected its loss of step 3; .*restart",
         ),
     ],
 )
@@ -92,7 +92,7 @@ def test_deep_facts_are_a_protocol_error(depth):
 
 
 def test_long_words_of_a_peer_are_a_few_printable_lines():
-    with pytest.raises(ExchangeError, match="rank 1 is elsewhere than rank 0: got its ") as raised:
+    with pytest.raises(ExchangeError, match="rank 1 is out of sync with rank 0: got its ") as raised:
         tell_all(Telling(msgpack.packb(["\x1b[2J\n" * 10**5, 1.0])), "loss of step 3", 1.0)
     lines = str(raised.value).split("\n")
     assert len(lines) <= 12
@@ -201,4 +201,4 @@ def test_whatever_is_told_is_refused_here_or_read_by_all(fact):
         part = packed("loss", fact)
     except CallerError:
         return
-    heard([part])
+    gathered([part])

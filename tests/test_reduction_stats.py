@@ -1,4 +1,4 @@
-"""The same tally on all ranks, or an error that says whose is wrong."""
+"""The same stats on all ranks, or an error that says whose is wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tally_of(*facts, place=""):
     return msgpack.packb([f"tally of {place}", facts])
 
 
-UNREADABLE = r"(rank 1's tally|what rank 1 tells) (cannot be|has no name|has too many|is nested)"
+UNREADABLE = r"(rank 1's stats|what rank 1 tells) (cannot be|are invalid|has no name|has too many|is nested)"
 NONE = np.zeros(2, np.bool_)  # unused
 MINE = StepStats(1.0, 1, np.array([4.0, 9.0]), NONE)
 
@@ -130,14 +130,14 @@ def test_random_tally_is_a_protocol_error(part):
     ],
 )
 def test_tally_that_cannot_be(part, says):
-    with pytest.raises(ProtocolError, match=f"rank 1's tally cannot be: .*{says}"):
+    with pytest.raises(ProtocolError, match=f"rank 1's stats are invalid: .*{says}"):
         agree(group_of(None, part), MINE)
 
 
 def test_a_rank_at_another_step_is_named():
     """A window that some ranks finished and others dropped: their next tallies would be of two windows."""
     mine = StepStats(1.0, 1, np.array([4.0, 9.0]), NONE, place="step 7")
-    message = "rank 1 is elsewhere than rank 0: got its tally of step 6, expected its tally of step 7; .*checkpoint"
+    message = "rank 1 is out of sync with rank 0: got its tally of step 6, expected its tally of step 7; .*checkpoint"
     with pytest.raises(ExchangeError, match=message):
         agree(group_of(None, packed(place="step 6")), mine)
 

@@ -1,4 +1,4 @@
-"""Where a step hands its gradients back to: the arena itself, or the caller's memory."""
+"""Destinations of a step in the caller's memory, checked before anything is written there."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from gradengine.layout import Slot
 __all__ = ["destinations_of", "handed_back"]
 
 
-def destinations_of(
-    slots: Sequence[Slot], kernels: Kernels, arena: Buffer, out: Gradients | None
-) -> dict[int, Buffer] | None:
-    """Where each target is handed back to, by position; None for the arena itself. Checked before anything is written.
+def destinations_of(slots: Sequence[Slot], kernels: Kernels, arena: Buffer, out: Gradients) -> dict[int, Buffer]:
+    """Where each target is handed back to, by position. Checked before anything is written.
 
     Raises:
         LayoutMismatch: `out` does not fit the layout.
         BufferRefused: A destination cannot be written, or two share memory.
     """
-    if out is None:
-        return None
     given = {i: array for i, array in enumerate(in_slot_order(slots, out, "out")) if array is not None}
     if not given:
         raise LayoutMismatch("out names no destination at all", got=f"{len(slots)} times None", expected="an array")
@@ -36,9 +32,7 @@ def destinations_of(
     return found
 
 
-def handed_back(slots: Sequence[Slot], views: Mapping[str, Any], out: Gradients | None) -> Mapping[str, Any]:
-    """Name -> what was written: views of the arena, or the caller's own destinations."""
-    if out is None:
-        return views
+def handed_back(slots: Sequence[Slot], out: Gradients) -> Mapping[str, Any]:
+    """Name -> what was written, of the caller's own destinations."""
     arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
     return {slot.name: array for slot, array in arrays if array is not None}

@@ -1,7 +1,7 @@
-"""Small facts that all ranks of a group tell each other, each with what it is and of which step.
+"""All-gather of small objects, each tagged with what it is and of which step.
 
 A group that was lost and joined anew may find its ranks at different places: without these words one rank's loss would
-be read as another's tally, or a tally of one window be added to that of the next.
+be read as another's stats, or the stats of one window be added to that of the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradengine.exchange.interface import refuse_long_part
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
 
-__all__ = ["heard", "in_group", "packed"]
+__all__ = ["gathered", "in_group", "packed"]
 
 
 def packed(what: str, facts: object) -> bytes:
@@ -50,7 +50,7 @@ def packed(what: str, facts: object) -> bytes:
     return data
 
 
-def heard(parts: Sequence[bytes]) -> list[Any]:
+def gathered(parts: Sequence[bytes]) -> list[Any]:
     """Every rank's facts, in rank order, of what a gather brought.
 
     Raises:
@@ -58,14 +58,14 @@ def heard(parts: Sequence[bytes]) -> list[Any]:
         ProtocolError: What a rank tells cannot be read.
 
     Example:
-        >>> heard([packed("loss of step 0", [2.5, 1.0]), packed("loss of step 0", None)])
+        >>> gathered([packed("loss of step 0", [2.5, 1.0]), packed("loss of step 0", None)])
         [[2.5, 1.0], None]
     """
     told = [_unpacked(rank, part) for rank, part in enumerate(parts)]
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
             raise ExchangeError(
-                f"rank {rank} is elsewhere than rank 0",
+                f"rank {rank} is out of sync with rank 0",
                 got=f"its {theirs}",
                 expected=f"its {told[0][0]}",
                 do="a window was finished or dropped on some ranks only: restart all from one checkpoint",

@@ -9,7 +9,7 @@ from gradengine.errors import CallerError, PeerLost
 from gradengine.exchange.interface import Arena, Exchange, OnReduced, Progress, closing_if_interrupted
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
-from gradengine.reduction.all_gather import heard, packed
+from gradengine.reduction.all_gather import gathered, packed
 
 __all__ = ["AllReduce", "GroupState"]
 
@@ -81,18 +81,18 @@ class AllReduce:
 
     @closing_if_interrupted
     def tell(self, what: str, facts: object) -> list[Any]:
-        """Every rank's facts, in rank order; see `heard`. What is told once in a step is not told again.
+        """Every rank's facts, in rank order; see `gathered`. What is told once in a step is not told again.
 
         Raises:
-            CallerError: The facts cannot be told; nobody has heard of them.
+            CallerError: The facts cannot be told; nothing has been told.
             ExchangeError: A rank tells something else than rank 0.
         """
         mine = packed(what, facts)
         if self.exchange is None:
-            return heard([mine])
+            return gathered([mine])
         if what not in self._gathered:
             self._gathered[what] = self._joined().gather(mine)
-        return heard(self._gathered[what])
+        return gathered(self._gathered[what])
 
     def close(self) -> None:
         """Leave the group."""

@@ -1,7 +1,7 @@
 """Reducer: spans of an accumulator leave as they are complete, their sums come back, and all ranks agree on stats.
 
 The exchange works in host memory. On the CPU that is the arena itself; a GPU's arena has a staging in pinned memory,
-from which a span leaves when it is complete, and whose sums go back as a whole when they have landed.
+from which a span leaves when it is complete, and whose sums go back as a whole once they are whole.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Reducer:
         self.agreed: StepStats | None = None
         self.decided: DecidedStep | None = None
         self._state = accumulator.state
-        self._landed: dict[int | str, int] = {}
+        self._measured_upto: dict[int | str, int] = {}
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
 
     @property
@@ -101,7 +101,7 @@ class Reducer:
 
     @cached_property
     def _staging(self) -> StagingBuffer:
-        """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have landed."""
+        """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have come."""
         return self._kernels.staging(self._accumulator.arena)
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
@@ -110,7 +110,7 @@ class Reducer:
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
-            self.workers.join(exchange, self._layout, self._staging.data, self._take_landed)
+            self.workers.join(exchange, self._layout, self._staging.data, self._on_reduced)
 
     def start(self, spans: Iterable[Span]) -> None:
         """The spans hold all that this worker contributes: they may leave."""
@@ -195,7 +195,7 @@ class Reducer:
         for group in (self.workers, self.parts.group):
             if group.exchange is not None:
                 group.restart()
-        self._landed, self._means = {}, set()
+        self._measured_upto, self._means = {}, set()
         self.parts.group.progress.step = step
         progress, state = self.workers.progress, self._state
         if state.now is not State.LAUNCHING:  # a replay has no window
@@ -226,7 +226,7 @@ class Reducer:
             return
         self.start(self._layout.spans)
         self.workers.wait()
-        self._measure_landed()
+        self._measure_sums()
 
     def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
         for bad in self.workers.progress.bad:
@@ -263,17 +263,17 @@ class Reducer:
                 self._kernels.scale(targets, factor, targets)
             self._means.add(span.key)
 
-    def _take_landed(self, span: Span, upto: int) -> None:
+    def _on_reduced(self, span: Span, upto: int) -> None:
         """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""
         if self._staging.is_arena:
-            first = self._landed.get(span.key, span.start)
+            first = self._measured_upto.get(span.key, span.start)
             self._measure(span, first, upto)
-            self._landed[span.key] = upto  # not before: what was interrupted is measured again
+            self._measured_upto[span.key] = upto  # not before: what was interrupted is measured again
 
-    def _measure_landed(self) -> None:
+    def _measure_sums(self) -> None:
         if self._staging.is_arena:
             for span in self._layout.spans:
-                self._take_landed(span, span.stop)
+                self._on_reduced(span, span.stop)
         else:
             with self._kernels.in_order(self._accumulator.sums):
                 self._staging.put_back()

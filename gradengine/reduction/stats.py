@@ -1,4 +1,4 @@
-"""What the workers tell each other at the end of a step: weights, counts and the squared sums that all of them use."""
+"""Step statistics that all ranks agree on: weights, counts, and the squared sums that all of them use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradengine.errors import ExchangeError, ProtocolError
 from gradengine.kernels import Float64
 from gradengine.reduction.all_reduce import AllReduce
 
-__all__ = ["StepStats", "agree", "refuse_diverged", "same_sums", "tallies_of", "unused_by_all"]
+__all__ = ["StepStats", "agree", "refuse_diverged", "same_sums", "stats_of_all", "unused_by_all"]
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
@@ -45,7 +45,7 @@ class StepStats:
 
 
 def agree(group: AllReduce, mine: StepStats) -> StepStats:
-    """The same tally on all ranks: weights and counts summed in rank order, rank 0's squared sums.
+    """The same stats on all ranks: weights and counts summed in rank order, rank 0's squared sums.
 
     All ranks hold the same sums, but a CPU with other vector units may round their squares differently in the last
     bit; one rank's figures make the norm, and with it every byte handed back, the same everywhere.
@@ -54,26 +54,26 @@ def agree(group: AllReduce, mine: StepStats) -> StepStats:
         ExchangeError: A rank has other settings than rank 0; or other sums: memory or the network corrupted a gradient.
         PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
     """
-    tallies = tallies_of(group, mine)
-    for rank, tally in enumerate(tallies):
-        refuse_diverged(rank, tally.totals, tallies[0].totals)
+    stats = stats_of_all(group, mine)
+    for rank, theirs in enumerate(stats):
+        refuse_diverged(rank, theirs.totals, stats[0].totals)
     return StepStats(
-        weight=ordered_sum(tally.weight for tally in tallies),
-        micro_batches=sum(tally.micro_batches for tally in tallies),
-        totals=tallies[0].totals,
-        unused=unused_by_all(tallies),
-        workers=sum(tally.workers for tally in tallies),
+        weight=ordered_sum(one.weight for one in stats),
+        micro_batches=sum(one.micro_batches for one in stats),
+        totals=stats[0].totals,
+        unused=unused_by_all(stats),
+        workers=sum(one.workers for one in stats),
     )
 
 
-def unused_by_all(tallies: Sequence[StepStats]) -> Flags:
+def unused_by_all(stats: Sequence[StepStats]) -> Flags:
     """Which components got no gradient on any rank: what another rank used is not unused."""
-    flags: Flags = np.logical_and.reduce([tally.unused for tally in tallies])
+    flags: Flags = np.logical_and.reduce([one.unused for one in stats])
     return flags
 
 
-def tallies_of(group: AllReduce, mine: StepStats) -> list[StepStats]:
-    """Each rank's tally, in rank order, once it is known that all are of one window and have the same settings.
+def stats_of_all(group: AllReduce, mine: StepStats) -> list[StepStats]:
+    """Each rank's stats, in rank order, once it is known that all are of one window and have the same settings.
 
     Raises:
         ExchangeError: A rank is at another window than rank 0, or has other settings.
@@ -81,10 +81,10 @@ def tallies_of(group: AllReduce, mine: StepStats) -> list[StepStats]:
     """
     totals, unused = mine.totals.astype("<f8").tobytes(), mine.unused.tobytes()
     told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, unused, dict(mine.settings)])
-    tallies = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]
-    for rank, tally in enumerate(tallies):
-        _refuse_other_settings(rank, tally.settings, tallies[0].settings)
-    return tallies
+    stats = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]
+    for rank, theirs in enumerate(stats):
+        _refuse_other_settings(rank, theirs.settings, stats[0].settings)
+    return stats
 
 
 def same_sums(totals: Float64, first: Float64) -> npt.NDArray[np.bool_]:
@@ -96,17 +96,17 @@ def _checked(rank: int, facts: Any, mine: StepStats) -> StepStats:
     try:
         weight, micro_batches, totals, unused, settings = facts
         count, squares, flags = int(micro_batches), np.frombuffer(totals, "<f8"), np.frombuffer(unused, np.uint8) != 0
-        tally = StepStats(float(weight), count, squares, flags, dict(settings), mine.place, workers=min(count, 1))
+        stats = StepStats(float(weight), count, squares, flags, dict(settings), mine.place, workers=min(count, 1))
     except (ValueError, TypeError, OverflowError) as fault:
-        raise ProtocolError(f"rank {rank}'s tally cannot be read ({fault})") from None
-    is_weighed = 0 < tally.weight < np.inf if count > 0 else (tally.weight, count) == (0, 0)
+        raise ProtocolError(f"rank {rank}'s stats cannot be read ({fault})") from None
+    is_weighed = 0 < stats.weight < np.inf if count > 0 else (stats.weight, count) == (0, 0)
     if squares.size != mine.totals.size or flags.size != mine.unused.size or not is_weighed:
         raise ProtocolError(
-            f"rank {rank}'s tally cannot be",
-            got=f"weight {tally.weight}, {count} micro-batches, {squares.size} components, {flags.size} flags",
+            f"rank {rank}'s stats are invalid",
+            got=f"weight {stats.weight}, {count} micro-batches, {squares.size} components, {flags.size} flags",
             expected=f"weight above 0 and micro-batches, or 0 and none, {mine.totals.size} components",
         )
-    return tally
+    return stats
 
 
 def _refuse_other_settings(rank: int, settings: Mapping[str, str], first: Mapping[str, str]) -> None:

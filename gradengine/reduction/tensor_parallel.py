@@ -28,7 +28,7 @@ from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Slot, Span
 from gradengine.reduction.all_gather import in_group
 from gradengine.reduction.all_reduce import AllReduce
-from gradengine.reduction.stats import StepStats, refuse_diverged, same_sums, tallies_of, unused_by_all
+from gradengine.reduction.stats import StepStats, refuse_diverged, same_sums, stats_of_all, unused_by_all
 
 __all__ = ["Replicated", "TensorParallelGroup"]
 
@@ -84,7 +84,7 @@ class TensorParallelGroup:
             self.group.join(exchange, self._layout, self._replicas.data, _do_nothing)
 
     def agree(self, mine: StepStats) -> StepStats:
-        """The whole model's tally from this rank's: the same on all ranks of the group.
+        """The whole model's stats from this rank's: the same on all ranks of the group.
 
         Raises:
             ExchangeError: A rank has another window or other settings, or another replicated gradient where it must be
@@ -111,7 +111,7 @@ class TensorParallelGroup:
 
         Args:
             mine: What this rank found in what is its own.
-            place: The engine's step and window, as in its tally.
+            place: The engine's step and window, as in its stats.
             step: The engine's step, for the error.
 
         Raises:
@@ -159,9 +159,9 @@ class TensorParallelGroup:
         if self._travels:
             self._sum_replicas()
             totals[self._is_replicated] = self._replicas.totals()
-        tallies = tallies_of(self.group, replace(mine, totals=totals, settings=settings))
-        totals = self._totals_of_the_model([tally.totals for tally in tallies])
-        return replace(mine, totals=totals, unused=unused_by_all(tallies))
+        parts = stats_of_all(self.group, replace(mine, totals=totals, settings=settings))
+        totals = self._totals_of_the_model([part.totals for part in parts])
+        return replace(mine, totals=totals, unused=unused_by_all(parts))
 
     def _sum_replicas(self) -> None:
         if not self.group.started:
@@ -255,7 +255,7 @@ class _Replicas:
 
 
 def _do_nothing(span: Span, upto: int) -> None:
-    """Sums are measured when all have landed: there are few."""
+    """Sums are measured when all have come: there are few."""
 
 
 def _refuse_other_group(exchange: Exchange, layout: GradientLayout) -> None:
