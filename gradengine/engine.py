@@ -475,7 +475,7 @@ class GradientEngine:
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         step = self._reducer.step
         decision = self._decision(stats, divisor, step)
-        non_finite = self._reducer.find_non_finite(decision) if decision.bad else None
+        non_finite = self._reducer.find_non_finite(decision.bad) if decision.bad else None
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite

@@ -158,19 +158,17 @@ class Reducer:
         """What makes the sum the average: with one worker its own mean is the mean over all."""
         return stats.workers if self._per_worker and not self.workers.is_alone else stats.weight
 
-    def find_non_finite(self, decision: Decision) -> NonFiniteGradient | None:
-        """What is not finite, where the host knows it now; of a worker's contribution rather than of the sum.
+    def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
+        """What is not finite in the components at these positions: of a worker's contribution rather than of the sum.
 
         Raises:
             PeerLost, ProtocolError, DeadlineExceeded: The tensor-parallel group failed; the window is kept.
         """
-        if not decision.bad:
-            return None
         with _KeptIfItFails(self._state):
-            mine = self._first_found(self.parts.own_of(decision.bad))
+            mine = self._first_found(self.parts.own_of(bad))
             found = self.parts.tell_non_finite(mine, self._place, self.step)
-        found = found or self._first_found(decision.bad)  # nobody's own: a sum overflowed, the same on all ranks
-        return found or NonFiniteGradient(self._layout.slots[decision.bad[0]].name, 0, math.nan, step=self.step)
+        found = found or self._first_found(bad)  # nobody's own: a sum overflowed, the same on all ranks
+        return found or NonFiniteGradient(self._layout.slots[bad[0]].name, 0, math.nan, step=self.step)
 
     def next_step(self) -> None:
         """The step is over on this rank."""
