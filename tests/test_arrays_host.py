@@ -1,4 +1,4 @@
-"""The door: what comes in without a copy, what is refused and how, and that memory stays alive behind a view."""
+"""Views of host memory: no copy, what is refused and how, and that memory stays alive behind a view."""
 
 import gc
 import weakref

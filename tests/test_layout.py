@@ -270,6 +270,8 @@ class TestOf:
             ({"w": 5}, "component 'w' has no shape: got 5"),
             ({"w": None}, "component 'w' has no shape: got None"),
             ([(2,), 3], "component '1' has no shape: got 3"),
+            ({"w": b"ab"}, "component 'w' has no shape: got bytes"),  # two whole numbers, 97 and 98
+            ({"w": {2, 3}}, "component 'w' has no shape: got set"),  # in which order?
             ({7: (2,)}, "a component's name is not text: got 7"),
             ("ab", "made of several arrays or shapes: got str, expected a mapping by name, a sequence, or a torch"),
             (b"ab", "several arrays or shapes: got bytes"),

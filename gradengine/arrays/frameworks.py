@@ -48,7 +48,7 @@ __all__ = [
     "jax_on_host",
     "joined_by_jax",
     "note_written",
-    "refuse_other_kind",
+    "refuse_mixed",
     "torch_buffer",
     "torch_device",
     "torch_versions",
@@ -414,10 +414,10 @@ def assign(whole: AnyArray, index: tuple[Any, ...], part: AnyArray, what: str) -
         raise BufferRefused(f"{what} cannot be written to ({said(fault)})", got=type(whole).__name__) from None
 
 
-def refuse_other_kind(array: AnyArray, first: AnyArray, what: str) -> None:
+def refuse_mixed(array: AnyArray, first: AnyArray, what: str) -> None:
     """Raise `LayoutMismatch` unless both are of one framework and dtype.
 
-    >>> refuse_other_kind(np.zeros(1), np.zeros(1, np.float32), "rank 1's part")
+    >>> refuse_mixed(np.zeros(1), np.zeros(1, np.float32), "rank 1's part")
     Traceback (most recent call last):
     gradengine.errors.LayoutMismatch: rank 1's part is of another framework or dtype than rank 0's: got numpy...
     """

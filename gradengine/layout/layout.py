@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property
 from typing import Any, TypeAlias, get_args
 
@@ -312,6 +313,8 @@ def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence
 
 def _shape_of(name: str, array: Any) -> Shape:
     dimensions = array.shape if has(array, "shape") else array
+    if isinstance(dimensions, (bytes, bytearray, AbstractSet)):  # their items are whole numbers, but not dimensions
+        dimensions = None
     try:
         given = [as_index(dimension) for dimension in itertools.islice(dimensions, MAX_DIMENSIONS + 1)]
     except TypeError:  # not iterable

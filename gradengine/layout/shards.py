@@ -21,7 +21,7 @@ from gradengine.arrays.frameworks import (
     empty_like,
     is_jax,
     joined_by_jax,
-    refuse_other_kind,
+    refuse_mixed,
 )
 from gradengine.errors import CallerError, LayoutMismatch
 
@@ -115,14 +115,14 @@ class Shard(ABC):
             )
         for rank, part in enumerate(parts):
             _refuse_other_shape(part, self.local_shape, f"rank {rank}'s part is")
-            refuse_other_kind(part, parts[0], f"rank {rank}'s part")
+            refuse_mixed(part, parts[0], f"rank {rank}'s part")
         if self.partition == "replicated":
             parts = parts[:1]
         if out is None and is_jax(parts[0]):  # immutable
             return parts[0] if len(parts) == 1 else joined_by_jax(parts, self._dimension)
         whole = empty_like(parts[0], self.full_shape) if out is None else as_writable(out, "the destination")
         _refuse_other_shape(whole, self.full_shape, "the parts are merged into")
-        refuse_other_kind(whole, parts[0], "the destination")
+        refuse_mixed(whole, parts[0], "the destination")
         for rank, part in enumerate(parts):
             assign(whole, self._index_of(rank), part, "the destination")
         return whole if out is None else out
