@@ -73,7 +73,10 @@ def by_dlpack_code(code: int, bits: int) -> str | None:
     >>> by_dlpack_code(4, 16)
     'bfloat16'
     """
-    return next((dtype.name for dtype in DTYPES.values() if dtype.dlpack == (code, bits)), None)
+    for dtype in DTYPES.values():  # not next(...): 0.8 us instead of 0.4
+        if dtype.dlpack == (code, bits):
+            return dtype.name
+    return None
 
 
 def unsupported_dtype(component: str, got: str) -> BufferRefused:
