@@ -88,7 +88,7 @@ def exported(source: Any, component: str, stream: int | None = None) -> Exported
             got=f"{dimensions} dimensions{'' if tensor.shape else ' and a null pointer for them'}",
             expected=f"0 to {MAX_DIMENSIONS}",
         )
-    shape = tuple(tensor.shape[:dimensions])
+    shape = tuple(tensor.shape[:dimensions])  # a ctypes pointer has no bounds: hence the check above
     strides = tuple(tensor.strides[:dimensions]) if tensor.strides else contiguous_strides(shape)
     return Exported(
         pointer=tensor.data + tensor.byte_offset if tensor.data else 0,

@@ -59,7 +59,7 @@ class Channel:
         parts = [memoryview(encode_head(message, body.nbytes)), body]
         try:
             while parts:
-                sent = self._socket.sendmsg(parts)
+                sent = self._socket.sendmsg(parts)  # header and payload in one call, which may send a part
                 while parts and sent >= parts[0].nbytes:
                     sent -= parts.pop(0).nbytes
                 if parts:
@@ -209,7 +209,7 @@ def connect_socket(address: Address, timeout: float) -> socket.socket:
         CallerError: The system has no POSIX sockets.
     """
     deadline, family = time.monotonic() + timeout, _family(address)
-    while True:
+    while True:  # ranks start in any order, so the coordinator may not listen yet
         connection = socket.socket(family, socket.SOCK_STREAM)
         connection.settimeout(max(_RETRY_SECONDS, deadline - time.monotonic()))
         try:

@@ -278,6 +278,7 @@ class Group:
         """The next bucket to sum, claimed for this thread; None if there is none."""
         with self.lock:
             position = self.opened().ready()
+            # One thread at a time, since members must get buckets in order; it continues with those that follow.
             if position is None or self._summing_thread is not None or self.failure is not None:
                 return None
             self._summing_thread = threading.get_ident()
@@ -318,7 +319,7 @@ def _sum_in_rank_order(parts: Sequence[Arena], total: Arena, start: int) -> list
     if parts[0].ctypes.data != total.ctypes.data:
         np.copyto(total, parts[0])
     with np.errstate(all="ignore"):  # NaN and Inf are reported by rank and index
-        for part in parts[1:]:
+        for part in parts[1:]:  # not in order of arrival: fp32 addition is not associative
             np.add(total, part, out=total)
     return bad
 

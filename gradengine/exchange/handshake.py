@@ -127,6 +127,7 @@ def check_challenge(token: str | None, hello: Hello, challenge: Challenge) -> No
 
 def check_proof(token: str | None, hello: Hello, challenge: Challenge, join: Join) -> None:
     """Raise `HandshakeRefused` unless the worker has the token."""
+    # Not !=, whose duration shows how many leading bytes of a forged proof are right.
     if not hmac.compare_digest(join.proof, proof(token, "worker", hello, challenge.nonce)):
         raise HandshakeRefused(f"rank {hello.rank} has another token", do="start all with the same token=")
 

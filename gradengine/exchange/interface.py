@@ -297,6 +297,7 @@ class Outbox:
             raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
         self._started.add(span.key)
         first = self._sent
+        # All ranks send the same sequence, whatever the order in which spans are started.
         while self._sent < len(self._buckets) and self._buckets[self._sent].span.key in self._started:
             self._sent += 1
         return range(first, self._sent)
@@ -314,6 +315,7 @@ def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
         [(0, 32), (32, 64)]
     """
     size = checked_bucket(bucket_bytes) // 4
+    # No bucket crosses spans: a span is sent while backward computes the next one.
     return [
         Bucket(span, start, min(span.stop, start + size))
         for span in layout.spans
