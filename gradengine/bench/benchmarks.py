@@ -115,11 +115,7 @@ def run(
 ) -> list[str]:
     """Run benchmarks one by one; one that fails leaves the others their turn.
 
-    Args:
-        benchmarks: All of them.
-        names: Which.
-        json: Where the reports go, after each benchmark anew.
-        show: Shows each report as soon as it is there.
+    Each report is shown as soon as it is there, and all so far go to the file `json` anew.
 
     Returns:
         What failed.

@@ -23,11 +23,7 @@ _BASE = "cupy arrays"  # with which the others are compared
 
 @final
 class Lent:
-    """An array of which DLPack alone is to be seen: what ours gets of a framework that it does not know.
-
-    Args:
-        array: Any that has DLPack.
-    """
+    """An array of which DLPack alone is to be seen: what ours gets of a framework that it does not know."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -41,11 +37,7 @@ class Lent:
 
 
 def calls(workload: Workload) -> list[Variant]:
-    """The call that takes one micro-batch, by what the gradients come as; and a whole window replayed.
-
-    Args:
-        workload: Micro-batches of fp32 on a GPU.
-    """
+    """The call that takes one micro-batch of fp32, by what the gradients come as; and a whole window replayed."""
     gpu, count = workload.device, workload.count
     assert isinstance(gpu, Gpu)
 

@@ -91,13 +91,7 @@ class Device(ABC):
         return [self.tensor(array) for array in arrays] if self.torch else []
 
     def empty(self, shapes: Sequence[tuple[int, ...]], dtype: npt.DTypeLike, *, odd: bool = False) -> list[Array]:
-        """Arrays of undefined contents, each in memory of its own.
-
-        Args:
-            shapes: Of each.
-            dtype: As it is stored; bfloat16 is its bits.
-            odd: Each off an aligned address by 1, 3, 5 or 7 elements.
-        """
+        """Arrays of undefined contents, each in memory of its own; `odd` ones 1, 3, 5 or 7 elements off its start."""
         shifts = [_ODD_SHIFTS[number % len(_ODD_SHIFTS)] if odd else 0 for number in range(len(shapes))]
         return [
             self.xp.empty(shift + int(np.prod(shape)), dtype)[shift:].reshape(shape)

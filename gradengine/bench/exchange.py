@@ -32,12 +32,7 @@ __all__ = ["exchange_variants"]
 def exchange_variants(host: Host, world_size: int, elements: int) -> Iterator[list[Variant]]:
     """Ours over TCP, over a Unix socket and between threads; a star of sockets by hand; and gloo.
 
-    All but the threads run in processes, which live until the context ends.
-
-    Args:
-        host: This machine.
-        world_size: Workers.
-        elements: fp32 elements of the set, a multiple of 32.
+    All but the threads run in processes, which live until the context ends; the set is a multiple of 32 elements.
     """
     size = (world_size, elements)
     with ExitStack() as stack:

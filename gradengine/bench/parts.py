@@ -43,12 +43,9 @@ _TO_BF16 = 2.0**-8  # relative error of one rounding to bfloat16
 
 
 def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 0) -> list[Variant]:
-    """Micro-batches become one fp32 sum.
+    """Micro-batches become one fp32 sum, ours in passes of so many as each variant holds.
 
-    Args:
-        workload: The micro-batches.
-        holds: Micro-batches that ours folds in one pass, for each of its variants.
-        begun: Micro-batches that are in the sum already; the others alone are timed.
+    As many as have `begun` are in the sum already; the others alone are timed.
     """
     device, by_passes = workload.device, bytes_of_adding(workload, begun=begun)
     ours = [

@@ -67,14 +67,7 @@ class Report:
 
 
 def measure(device: Device, benchmark: Benchmark, rounds: int, yardsticks: Yardsticks | None = None) -> Report:
-    """Check every variant's result, then time those that compute the same, and the yardsticks, in one interleaved run.
-
-    Args:
-        device: Where.
-        benchmark: What.
-        rounds: Samples of each variant.
-        yardsticks: The device's, if its bandwidth is to be taken too.
-    """
+    """Check every variant's result, then time those that are right, and the yardsticks, in one interleaved run."""
     load_before = load()
     variants = [*benchmark.variants, *(yardsticks.variants if yardsticks else [])]
     checked, absent, failed = check(replace(benchmark, variants=variants))
@@ -96,16 +89,10 @@ def measure(device: Device, benchmark: Benchmark, rounds: int, yardsticks: Yards
 def interleave(
     cases: Sequence[Case], rounds: int, sample: Callable[[Case], Sample], *, warm_up: int
 ) -> list[list[Sample]]:
-    """Time the cases in turn, so that what slows the machine slows them alike.
-
-    Args:
-        cases: First, second, ..., last, first, second, ....
-        rounds: Samples of each.
-        sample: Prepares and runs a case, and takes its times.
-        warm_up: Rounds before them whose samples are dropped.
+    """Sample each case once in each round, so that what slows the machine slows them alike.
 
     Returns:
-        For each case its samples, round by round.
+        For each case its samples, round by round, those of the `warm_up` rounds before them dropped.
 
     Raises:
         CallerError: There is no round.

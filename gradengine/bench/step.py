@@ -47,10 +47,6 @@ def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
     """Ours without holding and with it, by hand, and torch; on a GPU ours and torch as CUDA graphs too.
 
     Torch is given the average for nothing (as where the loss was divided by K), and once more with a pass for it.
-
-    Args:
-        workload: The micro-batches.
-        holds: Micro-batches that ours folds in one pass, for each of its variants.
     """
     device, by_passes = workload.device, _bytes(workload, 3)
     torch, bound = torch_name(device, workload.dtype), workload.max_norm  # the benchmark's own work and memory

@@ -23,11 +23,7 @@ _PIECES = 32
 
 @final
 class Yardsticks:
-    """Three arrays of random numbers, the same piece again and again, which all benchmarks of a device share.
-
-    Args:
-        device: Whose memory; zeros would be faster there than real data.
-    """
+    """Three arrays that all benchmarks of a device share: of random numbers, as zeros would be faster than data."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
