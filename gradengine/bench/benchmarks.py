@@ -57,13 +57,13 @@ class Benchmarks:
         return {
             "accumulate": lambda: self._timed("accumulate", accumulate(self._workload.first(2), begun=1)),
             "norm": lambda: self._timed("norm", norm(self._workload.first(1))),
-            "hand-back": lambda: self._timed("hand-back", hand_back(self._sums, to_bf16=False)),
-            "hand-back-bf16": lambda: self._timed("hand-back-bf16", hand_back(self._sums, to_bf16=True)),
+            "hand-back": lambda: self._timed("hand-back", hand_back(self._in_fp32.first(1), to_bf16=False)),
+            "hand-back-bf16": lambda: self._timed("hand-back-bf16", hand_back(self._in_fp32.first(1), to_bf16=True)),
             "clip": lambda: self._timed("clip", clip(self._workload.first(1))),
             "step": lambda: self._timed("step", step(self._workload, (1, self.options.k))),
             "compiled": lambda: self._timed("compiled", compiled(self._workload, self.options.compile_limit)),
             "lora": lambda: self._timed("lora", lora(self._lora), "wall"),
-            "host": lambda: self._timed("host", calls(self._workload), "host"),
+            "host": lambda: self._timed("host", calls(self._in_fp32), "host"),
             "launches": lambda: count_launches(
                 self.gpu, self._benchmark("launches", step(self._workload, (1, self.options.k))), self._count
             ),
@@ -85,12 +85,11 @@ class Benchmarks:
         return Workload.drawn(self.gpu, layout, options.k, options.dtype, odd=options.odd)
 
     @property
-    def _sums(self) -> Workload:
+    def _in_fp32(self) -> Workload:
+        """The same, of which one micro-batch may be taken for a sum, or as raw memory of fp32."""
         if self.options.dtype != "float32":
-            raise CallerError(
-                "a hand back starts from the sum in fp32", got=self.options.dtype, expected="--dtype float32"
-            )
-        return self._workload.first(1)
+            raise CallerError("no such benchmark of this dtype", got=self.options.dtype, expected="--dtype float32")
+        return self._workload
 
     @property
     def _lora(self) -> Workload:
