@@ -6,6 +6,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from devices import put_all
+from interrupts import interrupted_at, places_of
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, local_group
@@ -348,6 +349,19 @@ def test_from_each_state_discard_leads_to_a_step_like_any_other(stand, state):
     else:
         stand.engine.discard()
         assert not stand.engine.has_open_window
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+def test_a_discard_that_is_interrupted_at_any_line_is_over_or_can_be_called_again(stand, state):
+    for at in places_of(stand(state).engine.discard):
+        interrupted = stand(state)
+        interrupted_at(at, interrupted.engine.discard)
+        if interrupted.engine.has_open_window:
+            interrupted.engine.discard()
+        assert interrupted.now in {State.EMPTY, State.LAUNCHING}, at
+        if interrupted.engine.exchange is None:
+            interrupted.engine.add(interrupted.of[2])
+            assert float(interrupted.engine.step().norm) == pytest.approx(20**0.5), at
 
 
 def test_every_state_answers_every_call():

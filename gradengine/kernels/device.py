@@ -567,8 +567,8 @@ class _Recording(AbstractContextManager[Recorded]):
             if self._has_begun:
                 with suppress(Exception):  # it may say that the capture is void; why it is, the caller is told
                     self._stream.end_capture()
+                self._has_begun = False  # not where an interrupt came before: it is ended when this is called again
         finally:
-            self._has_begun = False
             self._close()
 
     def _close(self) -> None:
