@@ -17,6 +17,7 @@ __all__ = [
     "as_index",
     "as_number",
     "as_text",
+    "checked_rank",
     "has",
     "iterated",
     "listed",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 MOST = (1 << 63) - 1  # the largest of C's and NumPy's integers
+MOST_RANKS = 1 << 16  # of a group
 MOST_LISTED = 1 << 20  # items of an iterable; an endless one would fill the memory
 _LONGEST_TUPLE = 8  # items shown
 _LONGEST_FAULT = 300  # characters shown of another library's error
@@ -63,6 +65,22 @@ def whole_number(name: str, value: object, least: int, most: int = MOST, kind: t
     fault = "is not a whole number" if number is None else "is out of range"
     expected = f"a whole number >= {least}" if is_small else f"a whole number in {least}..{most}"
     raise kind(f"{name} {fault}", got=said(value), expected=expected)
+
+
+def checked_rank(rank: int, size: int, names: tuple[str, str] = ("rank", "world_size")) -> tuple[int, int]:
+    """A rank and the size of its group as plain integers.
+
+    Raises:
+        CallerError: Not 0 <= rank < size, or the size is not in 1..65536.
+
+    Example:
+        >>> checked_rank(2, 2)
+        Traceback (most recent call last):
+        gradengine.errors.CallerError: rank of world_size=2 is out of range: got 2, expected a whole number in 0..1
+    """
+    rank_name, size_name = names
+    count = whole_number(size_name, size, 1, MOST_RANKS)
+    return whole_number(f"{rank_name} of {size_name}={count}", rank, 0, count - 1), count
 
 
 def as_index(value: Any) -> int | None:

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
 from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Refusal
 from gradengine.accumulate.window import checked_weight, ordered_sum
-from gradengine.arguments import as_float, as_number, iterated, refuse_lacking, said, truth_value, whole_number
+from gradengine.arguments import (
+    as_float,
+    as_number,
+    checked_rank,
+    iterated,
+    refuse_lacking,
+    said,
+    truth_value,
+    whole_number,
+)
 from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
-from gradengine.exchange.interface import Exchange, checked_rank
+from gradengine.exchange.interface import Exchange
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
 from gradengine.settings import EngineOptions

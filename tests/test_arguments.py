@@ -36,7 +36,16 @@ from gradengine import (
     local_group,
     shard_batches,
 )
-from gradengine.arguments import as_float, as_index, as_number, listed, said, truth_value, whole_number
+from gradengine.arguments import (
+    as_float,
+    as_index,
+    as_number,
+    checked_rank,
+    listed,
+    said,
+    truth_value,
+    whole_number,
+)
 from gradengine.elementwise import add, cast, fill, scale
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange import Progress
@@ -118,6 +127,16 @@ def test_what_is_an_integer_by_its_index_is_used_as_one():
     assert DistributedTrainer(trainer(), None, LAYOUT, hold=Index(2), check_every=Index(0)).engine.accumulator.hold == 2
     for exchange in local_group(Index(1), bucket_bytes=Index(8)):
         exchange.close()
+
+
+class TestCheckedRank:
+    @pytest.mark.parametrize(("rank", "size"), [(-1, 1), (1, 1), (0, 0), (0, -1), (0, 65537)])
+    def test_refused(self, rank, size):
+        with pytest.raises(CallerError, match="out of range"):
+            checked_rank(rank, size)
+
+    def test_integers_of_any_kind(self):
+        assert [type(number) for number in checked_rank(np.int64(1), np.uint8(3))] == [int, int]
 
 
 class TestNumber:

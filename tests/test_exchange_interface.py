@@ -19,7 +19,6 @@ from gradengine.exchange.interface import (
     Progress,
     buckets_of,
     checked_bucket,
-    checked_rank,
     checked_seconds,
     find_non_finite,
     refuse_bad_arena,
@@ -100,14 +99,7 @@ def test_next_step_forgets_the_last():
     assert progress == Progress(step=4)
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(-1, 1), (1, 1), (0, 0), (0, -1)])
-def test_bad_rank_is_refused(rank, world_size):
-    with pytest.raises(CallerError, match="out of range"):
-        checked_rank(rank, world_size)
-
-
-def test_ranks_and_sizes_are_integers_of_any_kind_and_times_are_numbers():
-    assert [type(number) for number in checked_rank(np.int64(1), np.uint8(3))] == [int, int]
+def test_sizes_are_integers_of_any_kind_and_times_are_numbers():
     assert type(checked_seconds("timeout", np.float32(2))) is float
     assert type(checked_bucket(np.int32(4096))) is int
     exchanges = local_group(np.int64(2), timeout=np.float32(5), bucket_bytes=np.int64(64))

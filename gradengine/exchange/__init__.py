@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from gradengine.arguments import said, truth_value
+from gradengine.arguments import checked_rank, said, truth_value
 from gradengine.errors import CallerError
 from gradengine.exchange.channel import Address
 from gradengine.exchange.interface import (
@@ -18,7 +18,6 @@ from gradengine.exchange.interface import (
     Exchange,
     NonFiniteValue,
     Progress,
-    checked_rank,
 )
 from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.local import LocalExchange, local_group

@@ -15,6 +15,7 @@ from typing import final
 
 import numpy as np
 
+from gradengine.arguments import checked_rank
 from gradengine.errors import DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange.coordinator import Coordinator
 from gradengine.exchange.handshake import differing_rows
@@ -28,7 +29,6 @@ from gradengine.exchange.interface import (
     again_if_interrupted,
     buckets_of,
     checked_bucket,
-    checked_rank,
     checked_seconds,
     find_non_finite,
     set_bucket_bytes,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
+from gradengine.arguments import checked_rank
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange.channel import (
     Address,
@@ -33,7 +34,6 @@ from gradengine.exchange.interface import (
     Progress,
     again_if_interrupted,
     buckets_of,
-    checked_rank,
     checked_seconds,
     closing_if_interrupted,
     not_bound,

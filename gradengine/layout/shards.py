@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
-from gradengine.arguments import listed, said, truth_value, whole_number
+from gradengine.arguments import checked_rank, listed, said, truth_value, whole_number
 from gradengine.arrays.frameworks import (
     AnyArray,
     as_sliceable,
@@ -38,8 +38,6 @@ __all__ = [
 
 Partition: TypeAlias = Literal["column", "row", "replicated"]
 Shape: TypeAlias = tuple[int, ...]
-
-_MOST_RANKS = 1 << 16
 
 
 class Shard(ABC):
@@ -234,14 +232,8 @@ class Replica(Shard):
 
 
 def checked_tp_rank(tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Both as plain integers; raises `CallerError` unless 0 <= tp_rank < tp_size.
-
-    >>> checked_tp_rank(2, 2)
-    Traceback (most recent call last):
-    gradengine.errors.CallerError: tp_rank of tp_size=2 is out of range: got 2, expected a whole number in 0..1
-    """
-    size = whole_number("tp_size", tp_size, 1, _MOST_RANKS)
-    return whole_number(f"tp_rank of tp_size={size}", tp_rank, 0, size - 1), size
+    """`checked_rank` of a tensor-parallel group."""
+    return checked_rank(tp_rank, tp_size, ("tp_rank", "tp_size"))
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:
