@@ -327,6 +327,7 @@ class TestRefused:
 
 def test_shards_are_compared_by_what_they_are():
     assert ColumnParallelShard(4, 6, 0, 2) == ColumnParallelShard(4, 6, 0, 2)
+    assert Replica((4,), 0, 2) == Replica((4,), 0, 2) != Replica((4,), 1, 2)
     different = {ColumnParallelShard(4, 6, 0, 2), ColumnParallelShard(4, 6, 1, 2), RowParallelShard(4, 6, 0, 2)}
     assert len(different) == 3
     assert repr(RowParallelShard(4, 6, 0, 2)) == "RowParallelShard(4, 6, 0, 2)"

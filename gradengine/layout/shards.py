@@ -125,6 +125,12 @@ class Shard(ABC):
             assign(whole, self._index_of(rank), part, "the destination")
         return whole if out is None else out
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     @abstractmethod
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         """The index of a rank's shard in the whole component."""
@@ -146,12 +152,6 @@ class _MatrixShard(Shard):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.full_shape[0]}, {self.full_shape[1]}, {self.tp_rank}, {self.tp_size})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         index = [slice(None), slice(None)]
