@@ -15,7 +15,7 @@ import numpy as np
 from gradengine import GradientEngine, GradientLayout
 from gradengine.arrays.buffer import RawBuffer
 from gradengine.clip import FusedClipState, clip_gradients_fused
-from gradengine.kernels import CudaKernels, Fold
+from gradengine.kernels import Contribution, CudaKernels, FoldPass, SlotSet
 from gradengine.kernels.cuda import cuda_kernels
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,26 +56,27 @@ def accumulates(kernels: CudaKernels, components: int, sources: int) -> None:
     """K1: folds of `sources` micro-batches of mixed dtypes into targets of odd sizes, bit for bit."""
     xp = kernels.xp
     sizes = sizes_of(components)
-    targets = [kernels.allocate(size) for size in sizes]
-    expected, folds = [], []
+    targets = [kernels.device.allocate(size) for size in sizes]
+    expected, columns = [], []
+    weights = [np.float32(weight) for weight in (1, 0.3, 2, 1, 0.7)[:sources]]
     for position, size in enumerate(sizes):
         dtypes = [DTYPES[(position + j) % 3] for j in range(sources)]
         stored = [random(size, dtype, 7 * position + j) for j, dtype in enumerate(dtypes)]
         pairs = zip(stored, dtypes, strict=True)
         views = [
-            kernels.view(on_device(xp, values, dtype, (position + j) % 8)[0], "w")
+            kernels.device.view(on_device(xp, values, dtype, (position + j) % 8)[0], "w")
             for j, (values, dtype) in enumerate(pairs)
         ]
-        weights = tuple(np.float32(weight) for weight in (1, 0.3, 2, 1, 0.7)[:sources])
-        folds.append(Fold(position, True, tuple(views), weights))
+        columns.append(views)
         terms = [weight * widened(values) for weight, values in zip(weights, stored, strict=True)]
         expected.append(list(itertools.accumulate(terms))[-1])
-    sums = kernels.squared_sums(sizes)
-    kernels.accumulate(targets, folds, sums)
+    arena, slots = kernels.arena(targets), SlotSet(range(len(targets)))
+    contributions = [Contribution.of(slots, views) for views in zip(*columns, strict=True)]
+    kernels.accumulate(arena, FoldPass(slots, np.ones(len(targets), np.bool_), contributions, weights), measure=True)
     for target, values in zip(targets, expected, strict=True):
-        np.testing.assert_array_equal(kernels.array(target, (target.size,)).get(), values)
+        np.testing.assert_array_equal(kernels.device.array(target, (target.size,)).get(), values)
     squares = [np.vdot(values.astype(np.float64), values) for values in expected]
-    np.testing.assert_allclose(kernels.totals(sums), squares, rtol=1e-6)
+    np.testing.assert_allclose(kernels.totals(arena), squares, rtol=1e-6)
 
 
 def clips(kernels: CudaKernels, components: int) -> None:

@@ -84,10 +84,10 @@ def cases(count: int) -> dict[str, Callable[[], list[Any]]]:
 
 def measured(count: int, rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds a tensor: framework -> {"same", "new"}."""
-    kernels, layout, places = kernels_for("cpu"), GradientLayout.of([SHAPE] * count), SlotSet(range(count))
+    device, layout, places = kernels_for("cpu").device, GradientLayout.of([SHAPE] * count), SlotSet(range(count))
     makers = cases(count)
     kinds = [(framework, kind) for framework in makers for kind in ("same", "new")]
-    arrivals = {which: Intake(kernels, kernels.allocate(1)) for which in kinds}
+    arrivals = {which: Intake(device, device.allocate(1)) for which in kinds}
     kept = {framework: make() for framework, make in makers.items()}
     samples: dict[str, dict[str, list[float]]] = {framework: {"same": [], "new": []} for framework in makers}
     for _ in range(rounds):

@@ -46,7 +46,9 @@ class CapturedWindow:
         launched: Callable[[CapturedWindow, StepResult], StepResult],
         record_again: Callable[..., CapturedWindow],
     ) -> None:
-        self.kernels, self._launched, self._record_again = kernels, launched, record_again
+        graphs = kernels.device.graphs
+        assert graphs is not None  # noqa: S101  (the engine looked)
+        self.kernels, self._graphs, self._launched, self._record_again = kernels, graphs, launched, record_again
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Recorded | None = None
@@ -108,15 +110,19 @@ class CapturedWindow:
         elif self._weights is not None:
             self._weights.append(weight)
 
+    def recording(self) -> AbstractContextManager[Recorded]:
+        """Within it, work is recorded and not done."""
+        return self._graphs.recording()
+
     def wait_for_lenders(self) -> None:
         """What is queued next comes behind what the arrays' producers have queued; one that records is refused."""
-        self.kernels.wait_for(self._lenders)
+        self.kernels.device.wait_for(self._lenders)
 
     def launch(self) -> None:
         """Queue the graph, before what the arrays' producers will."""
         assert self._recorded is not None  # noqa: S101  (replay looked)
-        self.kernels.replay(self._recorded)
-        self.kernels.hand_over(self._lenders)
+        self._graphs.replay(self._recorded)
+        self.kernels.device.hand_over(self._lenders)
 
     def closed(
         self,
@@ -178,7 +184,7 @@ class Capture(AbstractContextManager[CapturedWindow]):
 
     def __init__(self, window: CapturedWindow, begin: Callable[[Capture], None], end: Callable[[], None]) -> None:
         self.window, self._begin, self._end = window, begin, end
-        self._recording = window.kernels.recording()
+        self._recording = window.recording()
 
     def __enter__(self) -> CapturedWindow:
         window = self.window

@@ -19,7 +19,7 @@ from gradengine.arrays.buffer import Buffer, overlapping
 from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import note_written
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
-from gradengine.kernels import ClipPlan, Decision, Device, Kernels, kernels_for
+from gradengine.kernels import Arena, ClipPlan, Decision, DeviceLike, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 
 __all__ = [
@@ -65,10 +65,10 @@ class FusedClipState:
         (5.0, 0.2, array([0.6, 0.8], dtype=float32))
     """
 
-    def __init__(self, sizes: Sequence[int], device: Device = "cpu") -> None:
+    def __init__(self, sizes: Sequence[int], device: DeviceLike = "cpu") -> None:
         self.kernels = kernels_for(device)
         counts = [whole_number("a buffer's size", size, 0, _MOST_ELEMENTS) for size in listed("sizes", sizes)]
-        self.sums = self.kernels.squared_sums(counts)
+        self.partials = self.kernels.partial_sums(counts)
         self._last: Decision | None = None
 
     @property
@@ -76,7 +76,7 @@ class FusedClipState:
         """The last global norm."""
         if self._last is None:
             return math.nan
-        self.kernels.follow(self.sums)
+        self.partials.order.follow()
         return self._last.norm
 
     @property
@@ -84,7 +84,7 @@ class FusedClipState:
         """The last clip scale."""
         if self._last is None:
             return 1.0
-        self.kernels.follow(self.sums)
+        self.partials.order.follow()
         return self._last.scale
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -119,7 +119,7 @@ def clip_gradients_fused(
     _refuse_lone_array(buffers)
     given = listed("buffers", buffers)
     names = [f"buffers[{i}]" for i in range(len(given))]
-    with state.kernels.on(stream):
+    with state.kernels.device.on(stream):
         _clip(_writable(given, names, state), max_norm, state)
     note_written(given)
 
@@ -152,12 +152,12 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     for name in named:
         refuse_other_kind("a gradient's name", name, str)
     kernels = kernels_for(device_of(next(iter(named.values()), None)))
-    views = kernels.writable_views(list(named.values()), list(named))
+    views = kernels.device.writable_views(list(named.values()), list(named))
     _refuse_overlap(views, list(named))
     state = _states.of(tuple(view.size for view in views), kernels)
-    _clip(views, max_norm, state)
+    decision = _clip(views, max_norm, state)
     note_written(named.values())
-    return kernels.copied(state.norm, state.sums)  # the next clip writes the state's anew
+    return decision.kept_norm()  # the next clip writes the state's anew
 
 
 class _States(threading.local):
@@ -170,7 +170,7 @@ class _States(threading.local):
 _states = _States()
 
 
-def init_lora_fused_clip(workspace: object, device: Device | None = None) -> FusedClipState:
+def init_lora_fused_clip(workspace: object, device: DeviceLike | None = None) -> FusedClipState:
     """Clip state for the six gradients of a LoRA block.
 
     Args:
@@ -192,7 +192,7 @@ def init_lora_fused_clip(workspace: object, device: Device | None = None) -> Fus
     given = [array for name in LORA_COMPONENTS if (array := _component(workspace, name)) is not None]
     kernels = kernels_for(device_of(next(iter(given), None)) if device is None else device)
     present = _lora_buffers(workspace, kernels)
-    return FusedClipState([view.size for view in kernels.views(list(present.values()), list(present))], kernels)
+    return FusedClipState([view.size for view in kernels.device.views(list(present.values()), list(present))], kernels)
 
 
 def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedClipState) -> None:
@@ -285,24 +285,25 @@ def checked_max_norm(max_norm: float | None) -> float:
     return bound
 
 
-def _clip(views: Sequence[Buffer], max_norm: float, state: FusedClipState) -> None:
-    kernels, sums = state.kernels, state.sums
+def _clip(views: Sequence[Buffer], max_norm: float, state: FusedClipState) -> Decision:
+    kernels, arena = state.kernels, Arena(tuple(views), state.partials)
     plan = ClipPlan((0,) * len(views), (checked_max_norm(max_norm),))
-    kernels.measure_all(views, sums)
-    decision = kernels.finalise(None, sums, plan, 1.0, zero_if_bad=False)
-    kernels.hand_back(views, decision, plan.groups, views)
+    kernels.measure(arena)
+    decision = kernels.finalise(arena, plan, 1.0, zero_if_bad=False)
+    kernels.hand_back(arena, decision, plan)
     state._last = decision
+    return decision
 
 
 def _writable(buffers: Sequence[object], names: Sequence[str], state: FusedClipState) -> list[Buffer]:
-    if len(buffers) != len(state.sums.sizes):
+    if len(buffers) != len(state.partials.sizes):
         raise LayoutMismatch(
             "another number of buffers than the clip state was made for",
             got=len(buffers),
-            expected=len(state.sums.sizes),
+            expected=len(state.partials.sizes),
         )
-    views = state.kernels.writable_views(buffers, names)
-    for view, name, size in zip(views, names, state.sums.sizes, strict=True):
+    views = state.kernels.device.writable_views(buffers, names)
+    for view, name, size in zip(views, names, state.partials.sizes, strict=True):
         if view.size != size:
             raise LayoutMismatch(
                 f"{name} has another size than the clip state was made for", got=view.size, expected=size
@@ -335,7 +336,7 @@ def _lora_buffers(workspace: object, kernels: Kernels) -> dict[str, object]:
     present = {}
     for name in LORA_COMPONENTS:
         array = _component(workspace, name)
-        if array is not None and kernels.view(array, name).size:
+        if array is not None and kernels.device.view(array, name).size:
             present[name] = array
     if not present:
         raise LayoutMismatch("the workspace has none of the LoRA gradients", expected=", ".join(LORA_COMPONENTS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn, final
 
 from gradengine.errors import NonFiniteGradient, WindowError
-from gradengine.kernels import ClipPlan, Decision, Kernels, SquaredSums, StepStatus
+from gradengine.kernels import Arena, ClipPlan, Decision, Kernels, StepStatus
 from gradengine.layout import GradientLayout
 
 __all__ = ["DeferredErrors"]
@@ -20,16 +20,16 @@ class DeferredErrors:
     Args:
         kernels: The device's kernels.
         layout: Whose components verdicts name.
-        sums: The squared sums that the steps decide from.
+        arena: What the steps decide from.
         plan: Which components share a norm.
 
     Attributes:
         exist: Whether there will be any: on a GPU.
     """
 
-    def __init__(self, kernels: Kernels, layout: GradientLayout, sums: SquaredSums, plan: ClipPlan) -> None:
+    def __init__(self, kernels: Kernels, layout: GradientLayout, arena: Arena, plan: ClipPlan) -> None:
         self._kernels, self._layout = kernels, layout
-        self._telemetry = kernels.telemetry(sums, plan)
+        self._telemetry = kernels.status_readback(arena, plan)
         self.exist = self._telemetry is not None
         self._latest: StepStatus | None = None
         self._raised_bad_steps = 0
@@ -98,7 +98,8 @@ class DeferredErrors:
 
     def _of_step(self, step: int, decision: Decision) -> StepStatus | None:
         """The verdict of a bad step; None of a good one. Where another step was bad, that one is still to be told."""
-        verdict = self._kernels.read_verdict(decision)
+        assert self._telemetry is not None  # noqa: S101  (a decision that the host does not know is a device's)
+        verdict = self._telemetry.read()
         # The device keeps what the last bad step found, and their number: before an only one, none was bad.
         if verdict.bad_step > step + 1 and verdict.bad_steps > 1:
             raise WindowError(

@@ -16,7 +16,17 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.device import device_of
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
-from gradengine.kernels import CudaKernels, Device, Fold, Kernels, arithmetic, kernels_for
+from gradengine.kernels import (
+    Contribution,
+    CudaKernels,
+    DeviceLike,
+    FoldPass,
+    Kernels,
+    SlotSet,
+    arithmetic,
+    kernels_for,
+    producers_of,
+)
 
 __all__ = ["add", "cast", "fill", "scale"]
 
@@ -38,7 +48,7 @@ def add(
     source: object,
     weight: float = 1.0,
     *,
-    device: Device | None = None,
+    device: DeviceLike | None = None,
     stream: object | None = None,
 ) -> None:
     """Add in place, target += weight * source: the product rounded to fp32, then the sum.
@@ -62,7 +72,7 @@ def add(
         array([ 6., 12.], dtype=float32)
     """
     kernels, by = kernels_for(device_of(target) if device is None else device), _fp32("weight", weight)
-    with kernels.on(stream):
+    with kernels.device.on(stream):
         to, of = _pair(kernels, target, source)
         if to.dtype != "float32":
             raise BufferRefused("'target' accumulates and must be fp32", got=to.dtype, expected="float32")
@@ -71,10 +81,10 @@ def add(
             value = sum_of.format(_READ[of.dtype].format("source"))
             _run(kernels, "add", value, (of, by), to, "float32 weight")
         else:
-            kernels.accumulate([to], [Fold(0, False, (of,), (by,))])
+            _add_on_host(kernels, to, of, by)
 
 
-def scale(buffer: object, factor: float, *, device: Device | None = None, stream: object | None = None) -> None:
+def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
     """Multiply in place, buffer *= factor: rounded to fp32, then to the buffer's dtype; exactly 1 writes nothing.
 
     Args:
@@ -94,8 +104,8 @@ def scale(buffer: object, factor: float, *, device: Device | None = None, stream
         array([0.5, 1. ], dtype=float16)
     """
     kernels, by = kernels_for(device_of(buffer) if device is None else device), _fp32("factor", factor)
-    with kernels.on(stream):
-        to = kernels.writable_view(buffer, "buffer")
+    with kernels.device.on(stream):
+        to = kernels.device.writable_view(buffer, "buffer")
         if not isinstance(kernels, CudaKernels):
             kernels.scale([to], by, [to])
         elif by != 1:
@@ -103,7 +113,7 @@ def scale(buffer: object, factor: float, *, device: Device | None = None, stream
             _run(kernels, "scale", value, (by,), to, "float32 factor")
 
 
-def fill(buffer: object, value: float, *, device: Device | None = None, stream: object | None = None) -> None:
+def fill(buffer: object, value: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
     """Every element becomes `value`, rounded to fp32 and then to the buffer's dtype.
 
     Args:
@@ -123,17 +133,19 @@ def fill(buffer: object, value: float, *, device: Device | None = None, stream: 
         array([3., 3.], dtype=float32)
     """
     kernels, constant = kernels_for(device_of(buffer) if device is None else device), _fp32("value", value)
-    with kernels.on(stream):
-        to = kernels.writable_view(buffer, "buffer")
+    with kernels.device.on(stream):
+        to = kernels.device.writable_view(buffer, "buffer")
         if isinstance(kernels, CudaKernels):
             _run(kernels, "fill", "value", (constant,), to, "float32 value")
         elif to.size:
-            one = kernels.view(np.full(1, constant), "value")
+            one = kernels.device.view(np.full(1, constant), "value")
             kernels.scale([one], np.float32(1), [to.part(0, 1)])
             to.data.fill(to.data[0])
 
 
-def cast(source: object, destination: object, *, device: Device | None = None, stream: object | None = None) -> None:
+def cast(
+    source: object, destination: object, *, device: DeviceLike | None = None, stream: object | None = None
+) -> None:
     """Copy, destination = source in the destination's dtype: widened exactly, or rounded to nearest, ties to even.
 
     NaN stays NaN, a signalling one too: 0x7fc0 in bf16, and in fp16 and fp32 with whatever sign and payload the device
@@ -156,12 +168,18 @@ def cast(source: object, destination: object, *, device: Device | None = None, s
         array([1.000e+00, 2.048e+03], dtype=float16)
     """
     kernels = kernels_for(device_of(destination) if device is None else device)
-    with kernels.on(stream):
+    with kernels.device.on(stream):
         to, of = _pair(kernels, destination, source)
         if isinstance(kernels, CudaKernels):
             _run(kernels, "cast", _READ[of.dtype].format("source"), (of,), to, "")
         else:
             kernels.scale([of], np.float32(1), [to])
+
+
+def _add_on_host(kernels: Kernels, to: Buffer, of: Buffer, by: np.float32) -> None:
+    slots = SlotSet([0])
+    fold = FoldPass(slots, np.zeros(1, np.bool_), [Contribution.of(slots, [of])], [by])
+    kernels.accumulate(kernels.arena([to]), fold)
 
 
 def _fp32(name: str, value: float) -> np.float32:
@@ -175,7 +193,7 @@ def _fp32(name: str, value: float) -> np.float32:
 
 
 def _pair(kernels: Kernels, destination: object, source: object) -> tuple[Buffer, Buffer]:
-    to, of = kernels.writable_view(destination, "destination"), kernels.view(source, "source")
+    to, of = kernels.device.writable_view(destination, "destination"), kernels.device.view(source, "source")
     if to.size != of.size:
         raise LayoutMismatch("source and destination differ in size", got=of.size, expected=to.size)
     if to.overlaps(of) and not (to.pointer == of.pointer and to.dtype == of.dtype):
@@ -187,13 +205,14 @@ def _run(kernels: CudaKernels, name: str, value: str, inputs: tuple[Any, ...], t
     """target[i] = value, with `source` (where the first input is a buffer) and the scalars by name."""
     if not target.size:
         return
-    arrays = [kernels.storage_array(given) if isinstance(given, Buffer) else given for given in inputs]
+    arrays = [kernels.device.storage_array(given) if isinstance(given, Buffer) else given for given in inputs]
     of = next((_storage_name(given) for given in inputs if isinstance(given, Buffer)), "")
     operation = _WRITE[target.dtype].format("target", value)
     kernel = _kernel(kernels.xp, name, of, _storage_name(target), scalars, operation)
-    with kernels.active():
-        kernel(*arrays, kernels.storage_array(target))
-    kernels.give_back(target, *(given for given in inputs if isinstance(given, Buffer)))
+    with kernels.device.runtime.active():
+        kernel(*arrays, kernels.device.storage_array(target))
+    borrowed = [target, *(given for given in inputs if isinstance(given, Buffer))]
+    kernels.device.give_back(producers_of(borrowed), borrowed)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, WindowError, not_copied
 from gradengine.exchange.interface import Exchange
-from gradengine.kernels import Decision, Device, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
+from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import DecidedStep, Reducer
@@ -79,7 +79,7 @@ class GradientEngine:
     def __init__(
         self,
         layout: GradientLayout,
-        device: Device = "cpu",
+        device: DeviceLike = "cpu",
         max_norm: MaxNorm = None,
         exchange: Exchange | None = None,
         on_non_finite: OnNonFinite = "raise",
@@ -108,11 +108,11 @@ class GradientEngine:
         self._reducer = Reducer(
             self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared, parts=parts
         )
-        self._late = DeferredErrors(self._kernels, layout, self.accumulator.sums, self._plan)
+        self._late = DeferredErrors(self._kernels, layout, self.accumulator.arena, self._plan)
         self._capture: Capture | None = None  # while a window is captured
         self._launching: CapturedWindow | None = None  # while a graph is launched
         self._last_result: StepResult | None = None
-        self._kernels.prepare(self.accumulator.targets, self.accumulator.sums, (), self._plan)
+        self._kernels.prepare(self.accumulator.arena, (), self._plan)
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
 
@@ -278,8 +278,8 @@ class GradientEngine:
         way = "deferred" if deferred else "in place" if out is None else "out"
         self._ask(Call.STEP)
         interrupted = self._handed_back(way) if self._state.now is State.HANDED_BACK else None
-        arena = self.accumulator.arena
-        destinations = None if out is None else destinations_of(self.layout.slots, self._kernels, arena, out)
+        device, memory = self._kernels.device, self.accumulator.memory
+        destinations = None if out is None else destinations_of(self.layout.slots, device, memory, out)
         decided = interrupted or self._decide(way)
         self._hand_back(decided, destinations)
         result = self._result(decided, out)
@@ -290,7 +290,7 @@ class GradientEngine:
             self._state.enter(Event.HAND_BACK)
             self.accumulator.zero_all()
             return result
-        self._kernels.hand_over(producers)
+        self._kernels.device.hand_over(producers)
         if decided.decision.bad is None:
             self._late.send()
         # Before the step is over: who is interrupted behind that finds it there. Destinations are the caller's to free.
@@ -397,7 +397,7 @@ class GradientEngine:
     def _ask(self, call: Call) -> None:
         """Raise where a call does not fit the stream, or the state; and the error of an earlier step, once."""
         is_recording = self._state.now in RECORDING_STATES
-        if self._kernels.is_capturing() != is_recording:
+        if self._kernels.device.is_capturing() != is_recording:
             raise CallerError(
                 "the current stream is not the one that is captured"
                 if is_recording
@@ -417,7 +417,7 @@ class GradientEngine:
     def _ask_for_graph(self, call: Call) -> None:
         """Raise where no whole step of one worker's can be captured, or replayed."""
         if not self._late.exist:
-            device = self._kernels.device
+            device = self._kernels.device.name
             raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
         if not self._reducer.is_alone:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
@@ -498,20 +498,18 @@ class GradientEngine:
         counted = 0  # a graph counts its own steps when it runs
         if self._capture is None:
             counted = self._late.note_queued(step)
-        targets, sums = self.accumulator.targets, self.accumulator.sums
-        return self._kernels.finalise(targets, sums, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
+        arena = self.accumulator.arena
+        return self._kernels.finalise(arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
 
     def _hand_back(self, decided: DecidedStep, destinations: dict[int, Buffer] | None) -> None:
-        targets = self.accumulator.targets
+        arena = self.accumulator.arena
         if destinations is not None:  # may be written twice: the arena stays as it is
-            sources = [targets[position] for position in destinations]
-            groups = [self._plan.groups[position] for position in destinations]
-            with self._kernels.in_order(self.accumulator.sums):
-                self._kernels.hand_back(sources, decided.decision, groups, list(destinations.values()))
+            with arena.in_order():
+                self._kernels.hand_back(arena, decided.decision, self._plan, destinations)
         elif decided.way == "in place" and self._state.now is not State.HANDED_BACK:
             self._reducer.decided = decided
             with self.accumulator.changing(Event.HAND_BACK):  # behind it, it is not scaled again
-                self._kernels.hand_back(targets, decided.decision, self._plan.groups, targets)
+                self._kernels.hand_back(arena, decided.decision, self._plan)
 
     def _result(self, decided: DecidedStep, out: Gradients | None) -> StepResult:
         accumulator, is_deferred = self.accumulator, decided.way == "deferred"
@@ -551,7 +549,7 @@ class GradientEngine:
                 f"step {step} ran before replay() was interrupted",
                 do="engine.last_result has its result; replay() again is the next step",
             )
-        with self._kernels.in_order(self.accumulator.sums):
+        with self.accumulator.arena.in_order():
             captured.wait_for_lenders()
             # Interrupted from here on, only the device knows whether it ran.
             self._launching, self._state.now = captured, self._state.ask(Call.REPLAY)

@@ -172,10 +172,10 @@ def _decide(leaves: Leaves, bound: float) -> Decision:
     kernels = kernels_for(_device_of(leaves.values()))
     for name, leaf in leaves.items():
         _refuse_foreign(name, leaf)
-    views = [kernels.view(leaf, name) for name, leaf in leaves.items()]
-    sums = kernels.squared_sums([view.size for view in views])
-    kernels.measure_all(views, sums)
-    return decide(kernels.totals(sums), ClipPlan((0,) * len(views), (bound,)), 1.0)
+    views = [kernels.device.view(leaf, name) for name, leaf in leaves.items()]
+    arena = kernels.arena(views)
+    kernels.measure(arena)
+    return decide(kernels.totals(arena), ClipPlan((0,) * len(views), (bound,)), 1.0)
 
 
 def _refuse_foreign(name: str, leaf: Any) -> None:

@@ -201,7 +201,7 @@ class StepResult:
     @property
     def _decision(self) -> Decision:
         """Taking a number of it puts what is read next behind the step, on whatever stream."""
-        self._accumulator.kernels.follow(self._accumulator.sums)
+        self._accumulator.arena.follow()
         return self._decided.decision
 
     def _kept_arrays(self) -> Mapping[str, Any]:
@@ -210,5 +210,5 @@ class StepResult:
                 f"the gradients of step {self.step} are not kept here",
                 do="they are in the destinations that were given as out",
             )
-        self._accumulator.kernels.follow(self._accumulator.sums)
+        self._accumulator.arena.follow()
         return self._arrays

@@ -10,7 +10,7 @@ from gradengine.arguments import as_float, out_of_range, refuse_unknown, whole_n
 from gradengine.clip import Groups, MaxNorm
 from gradengine.errors import CallerError
 from gradengine.exchange.interface import Exchange
-from gradengine.kernels import ClipPlan, Device
+from gradengine.kernels import ClipPlan, DeviceLike
 from gradengine.layout import GradientLayout
 from gradengine.reduction.tensor_parallel import Replicated
 
@@ -23,7 +23,7 @@ Average: TypeAlias = Literal["weighted", "per_worker"]
 class EngineOptions(TypedDict, total=False):
     """What `GradientEngine` takes besides a layout and an exchange, for whoever passes it on."""
 
-    device: Device
+    device: DeviceLike
     max_norm: MaxNorm
     on_non_finite: OnNonFinite
     micro_batches: int | None

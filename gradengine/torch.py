@@ -314,7 +314,7 @@ def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
     device = next(iter(gradients.values())).device
     views = {name: _plain(gradient, name) for name, gradient in gradients.items()}
     # On torch's current stream the kernels run between torch's work before and after, without events.
-    with kernels_for(str(device)).on(torch.cuda.current_stream(device) if device.type == "cuda" else None):
+    with kernels_for(str(device)).device.on(torch.cuda.current_stream(device) if device.type == "cuda" else None):
         return _as_tensor(clip_by_global_norm(views, bound))
 
 

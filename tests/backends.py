@@ -55,11 +55,11 @@ class Backend:
     @property
     def is_host(self) -> bool:
         """Whether there is no device to wait for."""
-        return self.kernels.device == "cpu"
+        return self.kernels.device.name == "cpu"
 
     def buffer(self, array: np.ndarray) -> Buffer:
         """A writable buffer on the device with the array's values; the array itself stays as it is."""
-        return self.kernels.writable_view(self.put(array.copy()), "buffer")
+        return self.kernels.device.writable_view(self.put(array.copy()), "buffer")
 
     def buffers_in_one(self, arrays: list[np.ndarray], offset: int = 0) -> tuple[Buffer, list[Buffer]]:
         """Arrays of one dtype one after the other in one piece of memory, from `offset` on; the whole, and each.

@@ -13,6 +13,7 @@ import pytest
 import strategies as draw
 from backends import DEVICE_BACKENDS, available, host_backend, runnable
 from devices import all_on_host, assign, nothing_is_launched, on_host, put_all, raw
+from folds import totals_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -43,16 +44,24 @@ HOST, HOST_WITH_THREADS = host_backend(1), host_backend(3)
 
 @Kernels.register
 class PoisonedKernels:
-    """Kernels whose fresh memory is full of NaN, as fresh memory may be."""
+    """Kernels on a device whose fresh memory is full of NaN, as fresh memory may be."""
 
     def __init__(self, kernels):
-        self._kernels = kernels
+        self._kernels, self.device = kernels, PoisonedDevice(kernels)
 
     def __getattr__(self, name):
         return getattr(self._kernels, name)
 
+
+class PoisonedDevice:
+    def __init__(self, kernels):
+        self._kernels = kernels
+
+    def __getattr__(self, name):
+        return getattr(self._kernels.device, name)
+
     def allocate(self, size):
-        buffer = self._kernels.allocate(size)
+        buffer = self._kernels.device.allocate(size)
         if buffer.device == "cpu":
             buffer.data.fill(NAN)
         else:
@@ -68,8 +77,9 @@ def new(layout=ODD, hold=1, backend=HOST):
 
 def state(accumulator, backend=HOST):
     """All there is to the state, bit for bit; reading it changes nothing."""
-    sums = (on_host(accumulator.sums.values).tobytes(), on_host(getattr(accumulator.sums, "non_finite", ())).tobytes())
-    return backend.get(accumulator.arena).tobytes(), sums, frozen(accumulator._window), accumulator.state.now
+    partials = accumulator.arena.partials
+    sums = (on_host(partials.values).tobytes(), on_host(getattr(partials, "non_finite", ())).tobytes())
+    return backend.get(accumulator.memory).tobytes(), sums, frozen(accumulator._window), accumulator.state.now
 
 
 def frozen(value):
@@ -111,7 +121,7 @@ def assert_padding_is_zero(accumulator, backend=HOST):
     covered = np.zeros(accumulator.layout.arena_size, bool)
     for slot in accumulator.layout.slots:
         covered[slot.offset : slot.stop] = True
-    assert (draw.storage_bits(backend.get(accumulator.arena))[~covered] == 0).all()
+    assert (draw.storage_bits(backend.get(accumulator.memory))[~covered] == 0).all()
 
 
 class TestAdd:
@@ -201,7 +211,7 @@ class TestAdd:
         batch = draw.random_gradients(0, ODD.slots)
         arrays = put_all(backend, batch)
         flat = [array.reshape(-1) for array in arrays]
-        pointers = [raw(backend.kernels.view(array, "gradient")) for array in flat]
+        pointers = [raw(backend.kernels.device.view(array, "gradient")) for array in flat]
         named = {slot.name: array for slot, array in reversed(list(zip(ODD.slots, arrays, strict=True)))}
         for gradients in (flat, pointers, named, tuple(arrays)):
             accumulator = new(backend=backend)
@@ -249,8 +259,8 @@ class TestAdd:
         with nothing_is_launched(backend):
             measured.measure_rest()
         rest.measure_rest()
-        draw.assert_same_bits(on_host(measured.sums.values), on_host(rest.sums.values))
-        draw.assert_same_bits(backend.get(measured.arena), backend.get(rest.arena))
+        draw.assert_same_bits(on_host(measured.arena.partials.values), on_host(rest.arena.partials.values))
+        draw.assert_same_bits(backend.get(measured.memory), backend.get(rest.memory))
 
 
 class TestHold:
@@ -271,7 +281,7 @@ class TestHold:
             holding.add(put_all(backend, batch), weight)
         for accumulator in (plain, holding):
             accumulator.close()
-        draw.assert_same_bits(backend.get(holding.arena), plain.arena.data)
+        draw.assert_same_bits(backend.get(holding.memory), plain.memory.data)
         assert holding.total_weight == plain.total_weight
 
     def test_is_by_reference_until_the_fold(self, backend):
@@ -536,7 +546,9 @@ class TestAtomicity:
         accumulator = new(SMALL, backend=backend)
         accumulator.add(put_all(backend, draw.random_gradients(0, SMALL.slots)))
         before, slot = state(accumulator, backend), SMALL.slots[1]
-        own = raw(accumulator.targets[1].part(0, slot.size), pointer=accumulator.targets[1].pointer + 4 * shift)
+        own = raw(
+            accumulator.arena.targets[1].part(0, slot.size), pointer=accumulator.arena.targets[1].pointer + 4 * shift
+        )
         for source in (own, *([accumulator.views()[slot.name]] if shift == 0 else [])):
             gradients = put_all(backend, draw.random_gradients(1, SMALL.slots))
             gradients[1] = source
@@ -547,7 +559,7 @@ class TestAtomicity:
 
     def test_an_empty_view_of_its_own_arena_is_nothing(self):
         accumulator = new(GradientLayout.of({"empty": (0,), "w": (2,)}))
-        accumulator.add([accumulator.arena.data[:0], np.ones(2, np.float32)])
+        accumulator.add([accumulator.memory.data[:0], np.ones(2, np.float32)])
         assert accumulator.accumulated_count == 1
 
 
@@ -672,7 +684,7 @@ class AnyCalls(RuleBasedStateMachine):
     def close(self, measure):
         self.accumulator.close(measure=measure)
         self.accumulator.measure_rest()
-        squares = self.accumulator.kernels.totals(self.accumulator.sums)
+        squares = totals_of(self.accumulator.kernels, self.accumulator.arena.partials)
         for slot, square in zip(ODD.slots, squares, strict=True):
             if self.values[slot.name] is None:
                 self.values[slot.name] = np.zeros(slot.size, np.float32)
@@ -819,7 +831,7 @@ class TestBlock:
         for slot in self.BLOCK.slots:
             start = slot.offset - self.BLOCK.start
             assert on_host(block.components[slot.name.split(".")[-1]]).reshape(-1)[0] == start
-        views = [backend.kernels.view(array, "flat") for array in (flat, block.flatten())]
+        views = [backend.kernels.device.view(array, "flat") for array in (flat, block.flatten())]
         assert views[0].pointer == views[1].pointer
 
     def test_the_components_cannot_be_replaced(self):
@@ -831,8 +843,8 @@ class TestBlock:
         accumulator = new(SMALL, hold=2, backend=backend)
         accumulator.add(put_all(backend, draw.random_gradients(0, SMALL.slots)))
         block = accumulator.block(1)
-        view = backend.kernels.view(block.flatten(), "flat")
-        assert view.pointer == accumulator.arena.pointer + 4 * self.BLOCK.start
+        view = backend.kernels.device.view(block.flatten(), "flat")
+        assert view.pointer == accumulator.memory.pointer + 4 * self.BLOCK.start
         block.scale(2)
         assign(block.components["gate"], 3)
         assert (closed(accumulator)["blocks.1.gate"] == 3).all()
@@ -843,7 +855,7 @@ class TestBlock:
         assign(accumulator.block(1).components["gate"], 3)
         accumulator.measure_rest()
         position = [slot.name for slot in SMALL.slots].index("blocks.1.gate")
-        assert accumulator.kernels.totals(accumulator.sums)[position] == 9 * 8 * 12
+        assert totals_of(accumulator.kernels, accumulator.arena.partials)[position] == 9 * 8 * 12
 
     def test_a_block_before_its_first_micro_batch_is_zero_and_takes_what_is_written(self, backend):
         accumulator = new(SMALL, backend=backend)
@@ -961,7 +973,7 @@ class TestMemory:
     def test_a_step_takes_next_to_nothing_beside_the_arena(self, dtype, hold):
         kernels = HostKernels(2)
         accumulator = PerBlockGradientAccumulator(self.LAYOUT, kernels, hold=hold)
-        assert accumulator.arena.nbytes == self.LAYOUT.nbytes > 12e6
+        assert accumulator.memory.nbytes == self.LAYOUT.nbytes > 12e6
         batches = [draw.random_gradients(seed, self.LAYOUT.slots, dtype) for seed in range(2)]
 
         def step():
@@ -980,21 +992,21 @@ class TestMemory:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         scratch = 2 * 4 * CHUNK  # a thread takes its own at its first chunk, which may be in any of the steps
-        assert peak < 0.05 * accumulator.arena.nbytes + scratch
+        assert peak < 0.05 * accumulator.memory.nbytes + scratch
 
     def test_the_arena_is_the_only_memory(self):
         tracemalloc.start()
         accumulator = PerBlockGradientAccumulator(self.LAYOUT, HostKernels(1))
         taken = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        assert accumulator.arena.nbytes <= taken < 1.02 * accumulator.arena.nbytes
+        assert accumulator.memory.nbytes <= taken < 1.02 * accumulator.memory.nbytes
 
     def test_views_are_views(self):
         accumulator = new()
         accumulator.add(draw.random_gradients(0, ODD.slots))
         for slot, view in zip(ODD.slots, accumulator.views().values(), strict=True):
             assert view.shape == slot.shape
-            assert not view.size or np.shares_memory(view, accumulator.arena.data)
+            assert not view.size or np.shares_memory(view, accumulator.memory.data)
 
 
 def test_torch_gradients_as_backward_leaves_them():
@@ -1033,7 +1045,7 @@ class TestHeldPointers:
             closed = False
 
         array, owner = backend.put(np.ones(3, np.float32)), Owner()
-        view = backend.kernels.view(array, "w")
+        view = backend.kernels.device.view(array, "w")
         pointer = raw(view, owner=owner if kind == "map" else weakref.ref(owner))
         accumulator = PerBlockGradientAccumulator(GradientLayout.of([(3,)]), backend.kernels, hold=2)
         if is_known:
@@ -1050,4 +1062,4 @@ class TestHeldPointers:
         accumulator.zero_all()
         accumulator.add([array])
         accumulator.close()
-        assert backend.get(accumulator.arena)[:3].tolist() == [1, 1, 1]
+        assert backend.get(accumulator.memory)[:3].tolist() == [1, 1, 1]

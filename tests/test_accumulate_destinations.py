@@ -15,10 +15,10 @@ NAMES = [slot.name for slot in LAYOUT.slots]
 @pytest.fixture
 def found(backend):
     """`destinations_of` with an arena on that device."""
-    arena = backend.kernels.allocate(LAYOUT.arena_size)
+    arena = backend.kernels.device.allocate(LAYOUT.arena_size)
 
     def find(out):
-        return destinations_of(LAYOUT.slots, backend.kernels, arena, out)
+        return destinations_of(LAYOUT.slots, backend.kernels.device, arena, out)
 
     find.arena = arena
     return find
@@ -29,7 +29,7 @@ def out_on(backend, dtype=np.float32):
 
 
 def pointers(backend, arrays):
-    return [backend.kernels.view(array, "array").pointer for array in arrays]
+    return [backend.kernels.device.view(array, "array").pointer for array in arrays]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -62,7 +62,7 @@ def test_flat_ones(found, backend):
 def test_refused_as_a_whole(found, backend):
     good = out_on(backend)
     memory = backend.put(np.ones(22, np.float32))
-    last = backend.kernels.view(good[3], "last")
+    last = backend.kernels.device.view(good[3], "last")
     own = raw(found.arena.part(LAYOUT.slots[1].offset, LAYOUT.slots[1].stop))
     for out, message in (
         (good[:3], "another number of gradients than out has: got 3, expected 4"),

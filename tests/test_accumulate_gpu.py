@@ -179,7 +179,7 @@ class TestMemory:
         with cuda_emulator.options(device_memory=pool.total_bytes() + (8 << 20)):
             unused = xp.empty(6 << 20, np.uint8)
             del unused
-            assert new(emulated, layout).arena.size == 1 << 20
+            assert new(emulated, layout).memory.size == 1 << 20
 
     def test_it_is_given_back(self, emulated):
         pool = emulated.xp.get_default_memory_pool()
@@ -222,7 +222,7 @@ class TestAsynchronous:
         for array, got in zip(gaps, accumulator.views().values(), strict=True):
             draw.assert_same_bits(on_host(got), np.zeros_like(on_host(got)) if array is None else array)
         assert accumulator.has_non_finite() is False
-        assert np.isfinite(device.get(accumulator.arena)).all()
+        assert np.isfinite(device.get(accumulator.memory)).all()
 
     def test_gradients_may_go_as_soon_as_they_were_added(self, device):
         batches = batches_of(3)
@@ -289,7 +289,7 @@ class TestCopies:
     def bad_workspaces(self, device, accumulator):
         block = LAYOUT.blocks[0]
         good = put_all(device, [np.full(slot.shape, 9, np.float32) for slot in block.slots])
-        last, own = device.kernels.view(good[8], "last"), accumulator.target_of(block.slots[8])
+        last, own = device.kernels.device.view(good[8], "last"), accumulator.target_of(block.slots[8])
         yield good[:8], "got 8, expected 9"
         yield [*good[:8], device.put(np.empty(9, np.float32))], "'blocks.0.post_attn_norm' has another shape"
         yield [*good[:8], np.empty(8, np.float32)], "'blocks.0.post_attn_norm' is on another device: got cpu"

@@ -21,27 +21,27 @@ PLACES = SlotSet(range(2))
 
 
 class Looked:
-    """Kernels that count how often an array is looked at."""
+    """A device that counts how often an array is looked at."""
 
-    def __init__(self, kernels):
-        self._kernels, self.looked = kernels, 0
+    def __init__(self, device):
+        self._device, self.looked = device, 0
 
     def __getattr__(self, name):
-        return getattr(self._kernels, name)
+        return getattr(self._device, name)
 
     def views(self, sources, components):
         self.looked += len(sources)
-        return self._kernels.views(sources, components)
+        return self._device.views(sources, components)
 
 
 @pytest.fixture
-def kernels(device):
-    return Looked(device.kernels)
+def lookup(device):
+    return Looked(device.kernels.device)
 
 
 @pytest.fixture
-def arrivals(kernels):
-    return Intake(kernels, kernels.allocate(64))
+def arrivals(lookup):
+    return Intake(lookup, lookup.allocate(64))
 
 
 def arrays_of(device, value=1.0):
@@ -52,22 +52,22 @@ def pointers(contribution):
     return [int(address) & ADDRESS for address in contribution.addresses]
 
 
-def test_the_second_time_nothing_is_looked_at(device, kernels, arrivals):
+def test_the_second_time_nothing_is_looked_at(device, lookup, arrivals):
     arrays = arrays_of(device)
     for _ in range(3):
         contribution = arrivals.contribution(PLACES, LAYOUT.slots, list(arrays))
         assert pointers(contribution) == [array.data.ptr for array in arrays]
-    assert kernels.looked == 2
+    assert lookup.looked == 2
 
 
-def test_several_sets_are_known(device, kernels, arrivals):
+def test_several_sets_are_known(device, lookup, arrivals):
     sets = [arrays_of(device) for _ in range(4)]
     for arrays in sets * 3:
         arrivals.contribution(PLACES, LAYOUT.slots, arrays)
-    assert kernels.looked == 4 * 2
+    assert lookup.looked == 4 * 2
 
 
-def test_other_arrays_in_the_same_list_are_others(device, kernels, arrivals):
+def test_other_arrays_in_the_same_list_are_others(device, lookup, arrivals):
     arrays = arrays_of(device)
     arrivals.contribution(PLACES, LAYOUT.slots, arrays)
     arrays[1] = arrays_of(device)[1]
@@ -88,19 +88,19 @@ def tensors(device, monkeypatch):
     return tensors_of(arrays_of(device))
 
 
-def test_tensors_are_known_again(kernels, arrivals, tensors):
+def test_tensors_are_known_again(lookup, arrivals, tensors):
     for _ in range(3):
         contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors)
         assert pointers(contribution) == [tensor.data_ptr() for tensor in tensors]
-    assert kernels.looked == 2
+    assert lookup.looked == 2
 
 
-def test_a_tensor_that_moved_is_looked_at_again(device, kernels, arrivals, tensors):
+def test_a_tensor_that_moved_is_looked_at_again(device, lookup, arrivals, tensors):
     arrivals.contribution(PLACES, LAYOUT.slots, tensors)
     tensors[0].array = arrays_of(device)[0]
     contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors)
     assert pointers(contribution) == [tensor.data_ptr() for tensor in tensors]
-    assert kernels.looked == 4
+    assert lookup.looked == 4
 
 
 def test_a_tensor_of_another_dtype_now_is_looked_at_again(arrivals, tensors):
@@ -110,15 +110,15 @@ def test_a_tensor_of_another_dtype_now_is_looked_at_again(arrivals, tensors):
         arrivals.contribution(PLACES, LAYOUT.slots, tensors)
 
 
-def test_new_tensors_at_the_same_addresses_are_looked_at(device, kernels, arrivals, tensors):
+def test_new_tensors_at_the_same_addresses_are_looked_at(device, lookup, arrivals, tensors):
     """As torch makes them where gradients are set to None between micro-batches."""
     arrivals.contribution(PLACES, LAYOUT.slots, tensors)
     again = [Tensor(tensor.array) for tensor in tensors]
     assert pointers(arrivals.contribution(PLACES, LAYOUT.slots, again)) == [tensor.data_ptr() for tensor in tensors]
-    assert kernels.looked == 4
+    assert lookup.looked == 4
 
 
-def test_a_loop_that_makes_new_arrays_is_noticed(device, kernels, arrivals, tensors):
+def test_a_loop_that_makes_new_arrays_is_noticed(device, lookup, arrivals, tensors):
     """To remember them costs as much as to look at them, and nothing comes of it."""
     for _ in range(100):
         arrivals.contribution(PLACES, LAYOUT.slots, [Tensor(tensor.array) for tensor in tensors])
@@ -126,30 +126,30 @@ def test_a_loop_that_makes_new_arrays_is_noticed(device, kernels, arrivals, tens
     for _ in range(2):
         contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors)
         assert pointers(contribution) == [tensor.data_ptr() for tensor in tensors]
-    assert kernels.looked == 102 * 2
+    assert lookup.looked == 102 * 2
 
 
-def test_sets_that_came_again_before_they_went_are_no_reason_to_give_up(device, kernels, arrivals):
+def test_sets_that_came_again_before_they_went_are_no_reason_to_give_up(device, lookup, arrivals):
     """As a loop that changes its buffers now and then."""
     for _ in range(100):
         arrays = arrays_of(device)
         for _ in range(2):
             arrivals.contribution(PLACES, LAYOUT.slots, arrays)
-    assert kernels.looked == 100 * 2
+    assert lookup.looked == 100 * 2
 
 
-def test_pointers_are_known_again_while_their_owner_lives(device, kernels, arrivals):
+def test_pointers_are_known_again_while_their_owner_lives(device, lookup, arrivals):
     arrays, owner = arrays_of(device), mmap.mmap(-1, 4096)
-    pointing = [raw(device.kernels.view(array, "w"), owner=owner) for array in arrays]
+    pointing = [raw(device.kernels.device.view(array, "w"), owner=owner) for array in arrays]
     for _ in range(3):
         arrivals.contribution(PLACES, LAYOUT.slots, pointing)
-    assert kernels.looked == 2
+    assert lookup.looked == 2
     owner.close()
     with pytest.raises(BufferRefused, match="'0' is in memory that its owner has freed: got a mmap that is closed"):
         arrivals.contribution(PLACES, LAYOUT.slots, pointing)
 
 
-def test_exports_are_asked_for_each_time(device, kernels, arrivals):
+def test_exports_are_asked_for_each_time(device, lookup, arrivals):
     """An export is what orders the producer's work before ours."""
     arrays = arrays_of(device)
     producers = [Producer(np.empty(a.shape, a.dtype), data=a.data.ptr, device=(2, a.device.id)) for a in arrays]
@@ -167,14 +167,14 @@ def test_nobodys_memory_is_kept(device, arrivals):
     assert gone() is None
 
 
-def test_a_set_of_which_one_is_gone_is_not_known_any_more(device, kernels, arrivals):
+def test_a_set_of_which_one_is_gone_is_not_known_any_more(device, lookup, arrivals):
     """Its id may be another array's from then on."""
     for value in range(20):
         arrays = arrays_of(device, value)
         contribution = arrivals.contribution(PLACES, LAYOUT.slots, arrays)
         assert pointers(contribution) == [array.data.ptr for array in arrays]
         del arrays, contribution
-    assert kernels.looked == 20 * 2
+    assert lookup.looked == 20 * 2
 
 
 def test_what_is_refused_is_refused_again(device, arrivals):

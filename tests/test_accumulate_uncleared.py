@@ -40,11 +40,11 @@ def tensors(new_tensors):
 @pytest.fixture
 def add(device):
     """A micro-batch for an accumulator."""
-    return adding(device.kernels)
+    return adding(device.kernels.device)
 
 
-def adding(kernels, **options):
-    arrivals = Intake(kernels, kernels.allocate(64), **options)
+def adding(device, **options):
+    arrivals = Intake(device, device.allocate(64), **options)
 
     def add(tensors):
         arrivals.contribution(PLACES, LAYOUT.slots, tensors)
@@ -135,7 +135,7 @@ class TestTaken:
             clear(tensors)
 
     def test_what_is_the_callers_own_buffer_where_the_caller_says_so(self, device, tensors, given):
-        add = adding(device.kernels, reused_buffers=True)
+        add = adding(device.kernels.device, reused_buffers=True)
         for _ in range(3):
             add(given(tensors))
             change(tensors)
@@ -162,7 +162,7 @@ class TestTaken:
 
         class Recording:
             def __getattr__(self, name):
-                return getattr(device.kernels, name)
+                return getattr(device.kernels.device, name)
 
             def is_capturing(self):
                 return True

@@ -5,19 +5,20 @@ import math
 import numpy as np
 import pytest
 import strategies as draw
+from folds import folds_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arrays.host import host_buffer
 from gradengine.errors import WindowError
-from gradengine.kernels import SlotSet, kernels_for
+from gradengine.kernels import Contribution, SlotSet
 
 ONE, TWO = np.float32(1), np.float32(2)
 
 
 def given_to(places, *views):
-    return kernels_for("cpu").contribution(places, views)
+    return Contribution.of(places, views)
 
 
 def view(size=1):
@@ -35,7 +36,7 @@ def took(window, places, weight=ONE, holes=()):
 
 
 def folds(window, places):
-    return {fold.position: fold for batch in window.batches(places) for fold in batch.folds()}
+    return {fold.position: fold for batch in window.batches(places) for fold in folds_of(batch)}
 
 
 class TestCounting:
@@ -93,8 +94,8 @@ class TestFolding:
         for _ in range(3):
             took(window, whole, holes=[2])
         (batch,) = window.batches(whole)
-        assert batch.places is whole
-        assert [fold.position for fold in batch.folds()] == [0, 1, 3]
+        assert batch.slots is whole
+        assert [fold.position for fold in folds_of(batch)] == [0, 1, 3]
         window.folded(whole)
         assert window.filled.tolist() == [True, True, False, True]
 

@@ -62,14 +62,14 @@ def producer(array, **fields):
 
 
 def pointer_to(device, array):
-    return raw(device.kernels.view(array, "array"))
+    return raw(device.kernels.device.view(array, "array"))
 
 
 WAYS = {
     "the device's own": lambda device, array: array,
     "pointer": pointer_to,
     "pointer on 'cuda'": lambda device, array: raw(
-        device.kernels.view(array, "array"), device=device.kernels.device.removesuffix(":0")
+        device.kernels.device.view(array, "array"), device=device.kernels.device.name.removesuffix(":0")
     ),
     "DLPack": lambda device, array: Forwarding(array),
     "DLPack before 1.0": lambda device, array: Forwarding(array, knows_versions=False),
@@ -91,24 +91,24 @@ class TestZeroCopy:
     def test_the_same_memory_by_every_way(self, device, way):
         array = device.put(draw.random_array(0, (3, 5)))
         with nothing_is_launched(device):
-            view = device.kernels.view(WAYS[way](device, array), "w")
+            view = device.kernels.device.view(WAYS[way](device, array), "w")
         assert (view.pointer, view.dtype, view.size, view.nbytes) == (array.data.ptr, "float32", 15, 60)
         assert view.shape in {(3, 5), (15,)}  # a raw pointer has no shape but its size
-        assert (view.writable, view.device) == (True, device.kernels.device)
+        assert (view.writable, view.device) == (True, device.kernels.device.name)
 
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     def test_dtypes(self, device, way, dtype):
         array = device.put(draw.random_array(0, (4, 2), dtype))
         if dtype == "bfloat16" and way.startswith("CUDA array interface"):  # which has no name for it
             with pytest.raises(BufferRefused, match="'w' has an unsupported dtype: got void16"):
-                device.kernels.view(WAYS[way](device, array), "w")
+                device.kernels.device.view(WAYS[way](device, array), "w")
             return
-        view = device.kernels.view(WAYS[way](device, array), "w")
+        view = device.kernels.device.view(WAYS[way](device, array), "w")
         assert (view.pointer, view.dtype, view.nbytes) == (array.data.ptr, dtype, array.nbytes)
 
     @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 1, 3), (1, 1)])
     def test_any_shape(self, device, way, shape):
-        view = device.kernels.view(WAYS[way](device, device.put(np.ones(shape, np.float32))), "w")
+        view = device.kernels.device.view(WAYS[way](device, device.put(np.ones(shape, np.float32))), "w")
         assert view.size == math.prod(shape)
 
     @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -124,16 +124,16 @@ class TestZeroCopy:
 
     def test_byte_offsets_and_slices(self, device):
         array = device.put(np.arange(8, dtype=np.float32))
-        assert device.kernels.view(producer(array[:5], byte_offset=8), "w").pointer == array.data.ptr + 8
+        assert device.kernels.device.view(producer(array[:5], byte_offset=8), "w").pointer == array.data.ptr + 8
         for source in (array[3:], Forwarding(array[3:]), Interface(array[3:])):
-            view = device.kernels.view(source, "w")
+            view = device.kernels.device.view(source, "w")
             assert (view.pointer, view.size) == (array.data.ptr + 12, 5)
 
     def test_memory_lives_as_long_as_the_view(self, device):
         values = draw.random_array(0, 1000)
         for way in WAYS.values():
             array = device.put(values)
-            view = device.kernels.view(way(device, array), "w")
+            view = device.kernels.device.view(way(device, array), "w")
             if isinstance(view.owner, tuple) and isinstance(view.owner[1], Producer):
                 continue  # a capsule made by hand keeps nothing
             del array
@@ -168,14 +168,14 @@ class TestStreams:
     def test_the_default_stream_is_1(self, device, knows_versions):
         tensor = Forwarding(device.put(np.ones(3, np.float32)), knows_versions)
         with device.xp.cuda.Stream.null:
-            device.kernels.view(tensor, "w")
+            device.kernels.device.view(tensor, "w")
         assert tensor.asked == [{"stream": 1, **({"max_version": (1, 0)} if knows_versions else {})}]
 
     @pytest.mark.parametrize("knows_versions", [True, False])
     def test_another_is_its_handle(self, device, knows_versions):
         tensor = Forwarding(device.put(np.ones(3, np.float32)), knows_versions)
         with device.xp.cuda.Stream(non_blocking=True) as stream:
-            device.kernels.view(tensor, "w")
+            device.kernels.device.view(tensor, "w")
             stream.synchronize()
         assert [asked["stream"] for asked in tensor.asked] == [stream.ptr]
 
@@ -229,7 +229,7 @@ def seven(device, dtype=np.float32):
 
 def pointer_to_pinned_memory(device):
     memory = device.xp.cuda.alloc_pinned_memory(64)
-    return RawBuffer(memory.ptr, 7, "float32", device.kernels.device, owner=memory)
+    return RawBuffer(memory.ptr, 7, "float32", device.kernels.device.name, owner=memory)
 
 
 class Unexportable:
@@ -253,11 +253,11 @@ REFUSED = {
         "is on another device: got cpu",
     ),
     "a pointer to another device": (
-        lambda d: raw(d.kernels.view(seven(d), "x"), device="cuda:7"),
+        lambda d: raw(d.kernels.device.view(seven(d), "x"), device="cuda:7"),
         "is on another device: got cuda:7",
     ),
     "host memory said to be the device's": (
-        lambda d: RawBuffer(HOST_MEMORY.ctypes.data, 7, "float32", d.kernels.device),
+        lambda d: RawBuffer(HOST_MEMORY.ctypes.data, 7, "float32", d.kernels.device.name),
         "does not lie on cuda:0 as a whole: got host memory, or memory that was freed at 0x",
     ),
     "pinned memory said to be the device's": (
@@ -265,27 +265,27 @@ REFUSED = {
         "does not lie on cuda:0 as a whole: got host memory",
     ),
     "a pointer with too many elements": (
-        lambda d: raw(d.kernels.view(seven(d), "x"), size=1 << 44),
+        lambda d: raw(d.kernels.device.view(seven(d), "x"), size=1 << 44),
         "does not lie on cuda:0 as a whole: got .*, expected 70368744177664 bytes from 0x",
     ),
     "a null pointer": (
-        lambda d: RawBuffer(0, 7, "float32", d.kernels.device),
+        lambda d: RawBuffer(0, 7, "float32", d.kernels.device.name),
         "is not at a valid address: got pointer 0x0, size 7",
     ),
     "a negative size": (
-        lambda d: raw(d.kernels.view(seven(d), "x"), size=-7),
+        lambda d: raw(d.kernels.device.view(seven(d), "x"), size=-7),
         "is not at a valid address: got pointer 0x.*, size -7",
     ),
     "a pointer beside an element": (
-        lambda d: raw(d.kernels.view(seven(d), "x"), pointer=d.kernels.view(seven(d), "x").pointer + 2),
+        lambda d: raw(d.kernels.device.view(seven(d), "x"), pointer=d.kernels.device.view(seven(d), "x").pointer + 2),
         "is not aligned to its elements: got pointer 0x.*, expected a multiple of 4",
     ),
     "no pointer": (
-        lambda d: RawBuffer(None, 7, "float32", d.kernels.device),
+        lambda d: RawBuffer(None, 7, "float32", d.kernels.device.name),
         "is not at a valid address: got pointer None",
     ),
     "a pointer of another dtype": (
-        lambda d: raw(d.kernels.view(seven(d), "x"), dtype="float64"),
+        lambda d: raw(d.kernels.device.view(seven(d), "x"), dtype="float64"),
         "has an unsupported dtype: got float64",
     ),
     "another shape": (lambda d: d.put(np.ones(8, np.float32)), r"has another shape: got \(8,\), 8 elements"),
@@ -339,7 +339,7 @@ class TestRefused:
     @pytest.mark.parametrize("hold", [1, 2])
     def test_a_gradient_is_named_and_nothing_is_launched(self, device, what, hold):
         engine, (make, message) = new_engine(device, hold=hold), REFUSED[what]
-        message = message.replace("cuda:0", device.kernels.device)
+        message = message.replace("cuda:0", device.kernels.device.name)
         gradients = in_place_of_the_second(device, make(device))
         with nothing_is_launched(device), pytest.raises((BufferRefused, LayoutMismatch)) as caught:
             engine.add(gradients)
@@ -364,7 +364,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         "make",
         [
-            lambda d, array: raw(d.kernels.view(array, "x"), writable=False),
+            lambda d, array: raw(d.kernels.device.view(array, "x"), writable=False),
             lambda d, array: producer(array, flags=1),
             lambda d, array: Interface(array, data=(array.data.ptr, True)),
         ],
@@ -412,7 +412,7 @@ class TestRefused:
         with nothing_is_launched(device), pytest.raises(BufferRefused) as caught:
             engine.add([first, WAYS[way](device, source), last])
         assert "component 'layers.1.w' " in str(caught.value)
-        assert device.kernels.device in str(caught.value) or "is not an array" in str(caught.value)
+        assert device.kernels.device.name in str(caught.value) or "is not an array" in str(caught.value)
         assert engine.accumulator.accumulated_count == 0
 
     def test_gradients_in_the_arena(self, device):
@@ -483,13 +483,13 @@ class TestStreamsOfInterfaces:
     def test_what_is_no_stream_is_refused_by_name(self, device, stream):
         said = Interface(seven(device), version=3, stream=stream)
         with nothing_is_launched(device), pytest.raises(BufferRefused, match=r"'w' has .* with an invalid stream: got"):
-            device.kernels.view(said, "w")
+            device.kernels.device.view(said, "w")
 
     def test_a_handle_of_nothing_is_refused(self, emulated):
         """On a GPU the driver need not find out."""
         said = Interface(seven(emulated), version=3, stream=0x7EADBEEF0)
         with pytest.raises(CallerError, match="none of cuda:0, nor of another device: got handle 0x7eadbeef0"):
-            emulated.kernels.view(said, "w")
+            emulated.kernels.device.view(said, "w")
 
 
 class TestTwoDevices:
@@ -504,31 +504,33 @@ class TestTwoDevices:
         mine, other = devices
         for way in WAYS.values():
             array = seven(other)  # which a capsule made by hand does not keep
-            self.refused(mine, way(other, array), other.kernels.device)
+            self.refused(mine, way(other, array), other.kernels.device.name)
 
     def test_a_pointer_to_the_others_memory_that_is_called_ours_is_refused(self, devices):
         mine, other = devices
-        pointer = raw(other.kernels.view(seven(other), "x"), device=mine.kernels.device)
-        self.refused(mine, pointer, f"memory of {other.kernels.device}")
+        pointer = raw(other.kernels.device.view(seven(other), "x"), device=mine.kernels.device.name)
+        self.refused(mine, pointer, f"memory of {other.kernels.device.name}")
 
     def refused(self, mine, source, lies_on):
         engine, gradients = new_engine(mine), in_place_of_the_second(mine, source)
         with nothing_is_launched(mine), pytest.raises(BufferRefused, match=r"'layers\.1\.w' ") as caught:
             engine.add(gradients)
         assert lies_on in caught.value.got.replace("cuda_managed", "cuda")
-        assert mine.kernels.device in str(caught.value)
+        assert mine.kernels.device.name in str(caught.value)
 
     @pytest.mark.parametrize("way", ["interface", "pointer"])
     def test_a_stream_of_the_other_is_waited_for(self, devices, way):
         """CuPy names the current device's stream, wherever the array lies."""
         mine, other = devices
         array, threes = (mine.put(np.full(7, value, np.float32)) for value in (0, 3))
-        with other.kernels.active():
+        with other.kernels.device.runtime.active():
             stream = other.kernels.xp.cuda.Stream(non_blocking=True)
         synchronize(mine)
-        with other.kernels.active(), stream:
+        with other.kernels.device.runtime.active(), stream:
             queue_copy(mine, array, threes, stream.ptr)
-            said = Interface(array) if way == "interface" else raw(mine.kernels.view(array, "x"), stream=stream.ptr)
+            said = (
+                Interface(array) if way == "interface" else raw(mine.kernels.device.view(array, "x"), stream=stream.ptr)
+            )
         assert way == "pointer" or said.__cuda_array_interface__["stream"] == stream.ptr
         assert read_by_an_engine(mine, said) == [3] * 7
 
@@ -536,12 +538,12 @@ class TestTwoDevices:
         mine, other = devices
         engine, array = new_engine(mine), mine.put(np.ones(7, np.float32))
         nans = mine.put(np.full(7, np.nan, np.float32))
-        with other.kernels.active():
+        with other.kernels.device.runtime.active():
             stream = other.kernels.xp.cuda.Stream(non_blocking=True)
-        gradients = in_place_of_the_second(mine, raw(mine.kernels.view(array, "x"), stream=stream.ptr))
+        gradients = in_place_of_the_second(mine, raw(mine.kernels.device.view(array, "x"), stream=stream.ptr))
         synchronize(mine)
         engine.add(gradients)
-        with other.kernels.active():
+        with other.kernels.device.runtime.active():
             queue_copy(mine, array, nans, stream.ptr)
             stream.synchronize()
         assert (on_host(engine.step().gradients["layers.1.w"]) == 1).all()
@@ -578,8 +580,8 @@ class TestDeviceOf:
     def test_arrays_there(self, device):
         array = device.put(np.ones(3, np.float32))
         for source in (array, Forwarding(array), producer(array), Interface(array)):
-            assert device_of(source) == device.kernels.device
-        assert device_of(pointer_to(device, array)) == device.kernels.device
+            assert device_of(source) == device.kernels.device.name
+        assert device_of(pointer_to(device, array)) == device.kernels.device.name
 
     @pytest.mark.parametrize("source", [np.ones(3), np.float32(1), [1.0], None, object(), Producer(HOST_MEMORY)])
     def test_what_the_host_takes_or_refuses(self, source):

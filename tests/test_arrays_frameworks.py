@@ -24,7 +24,7 @@ from gradengine.arrays.host import host_buffer
 from gradengine.errors import BufferRefused, GradientError
 from gradengine.kernels import HostKernels
 
-writable_host_buffer = HostKernels(1).writable_view  # as a step takes its destinations
+writable_host_buffer = HostKernels(1).device.writable_view  # as a step takes its destinations
 
 
 def test_nothing_is_a_frameworks_where_none_is_loaded(monkeypatch):
@@ -64,7 +64,7 @@ class TestDeviceName:
         monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(device=Device))
         devices = [Device("cpu"), Device("cpu", 0), Device("cuda"), Device("cuda", 1), "cuda:1", None]
         assert [device_name(device) for device in devices] == ["cpu", "cpu", "cuda", "cuda:1", "cuda:1", None]
-        assert GradientEngine(GradientLayout.of([(2,)]), device=Device("cpu")).accumulator.kernels.device == "cpu"
+        assert GradientEngine(GradientLayout.of([(2,)]), device=Device("cpu")).accumulator.kernels.device.name == "cpu"
 
     def test_half_imported_torch_has_none(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace())
@@ -259,7 +259,7 @@ class TestTorch:
                 return self.array
 
         with pytest.raises(BufferRefused, match="'w' is a distributed tensor: got DTensor"):
-            backend.kernels.view(DTensor(np.ones(3, np.float32)), "w")
+            backend.kernels.device.view(DTensor(np.ones(3, np.float32)), "w")
 
     def test_subclasses_go_by_dlpack(self):
         """What one stands for only its own protocol can say."""
@@ -284,7 +284,7 @@ class TestTorch:
         engine.add({name: 3 * tensor for name, tensor in gradients.items()})
         there = {name: torch.from_dlpack(array) for name, array in engine.step().gradients.items()}
         pointers = [tensor.data_ptr() for tensor in there.values()]
-        assert pointers == [target.pointer for target in engine.accumulator.targets]
+        assert pointers == [target.pointer for target in engine.accumulator.arena.targets]
         assert (there["a"] == 6).all()
         assert (there["b"] == 12).all()
 
@@ -297,7 +297,7 @@ class TestTorchOnAGpu:
         torch = emulated_torch(stream)
         monkeypatch.setitem(sys.modules, "torch", torch)
         tensor = Tensor(device.put(np.ones((2, 3), np.float16)))
-        view = device.kernels.view(tensor, "w")
+        view = device.kernels.device.view(tensor, "w")
         assert (view.pointer, view.size, view.dtype, view.shape) == (tensor.data_ptr(), 6, "float16", (2, 3))
         assert view.producer == TorchStream(torch, device.kernels.ordinal)
         assert view.producer.stream() == stream.ptr
@@ -314,7 +314,7 @@ class TestTorchOnAGpu:
     def test_asked_once_for_a_whole_micro_batch(self, device, monkeypatch):
         torch = emulated_torch(device.xp.cuda.Stream(non_blocking=True))
         monkeypatch.setitem(sys.modules, "torch", torch)
-        device.kernels.views([Tensor(device.put(np.ones(3, np.float32))) for _ in range(20)], ["w"] * 20)
+        device.kernels.device.views([Tensor(device.put(np.ones(3, np.float32))) for _ in range(20)], ["w"] * 20)
         assert torch.asked == [device.kernels.ordinal]
 
     @pytest.mark.parametrize(
@@ -335,8 +335,8 @@ class TestTorchOnAGpu:
     )
     def test_refused(self, device, monkeypatch, change, message):
         monkeypatch.setitem(sys.modules, "torch", emulated_torch(device.xp.cuda.Stream(non_blocking=True)))
-        with pytest.raises(BufferRefused, match=message.replace("cuda:0", device.kernels.device)):
-            device.kernels.view(Tensor(device.put(np.ones(3, np.float32)), **change), "w")
+        with pytest.raises(BufferRefused, match=message.replace("cuda:0", device.kernels.device.name)):
+            device.kernels.device.view(Tensor(device.put(np.ones(3, np.float32)), **change), "w")
 
 
 class TestJax:

@@ -15,7 +15,7 @@ from gradengine.arrays.host import host_buffer
 from gradengine.errors import BufferRefused
 from gradengine.kernels import HostKernels
 
-writable_host_buffer = HostKernels(1).writable_view  # as a step takes its destinations
+writable_host_buffer = HostKernels(1).device.writable_view  # as a step takes its destinations
 
 
 def raw(array, **change):

@@ -226,13 +226,13 @@ class TestDropped:
 
     def taken_by_others(self, device):
         """Whatever memory was freed, pinned or the device's, whichever stream it came from."""
-        xp, place = device.xp, device.kernels._place
+        xp, place = device.xp, device.kernels.device.runtime
         gc.collect()
         for nbytes in (512, 4096, 8192, 65536):
             for pinned in [xp.cuda.alloc_pinned_memory(nbytes) for _ in range(20)]:
                 np.frombuffer(pinned, np.uint8)[:] = 0x11
         for stream in (place._uploads, place.current_stream()):
-            with device.kernels.on(stream):
+            with device.kernels.device.on(stream):
                 others = [xp.empty(512, np.uint8) for _ in range(2 * self.COUNT)]
                 others += [xp.empty(size, np.uint8) for size in (1024, 4096, 4608, 8192) for _ in range(20)]
                 for other in others:
@@ -246,9 +246,9 @@ class TestDropped:
         values = [1 + position % 7 for position in range(self.COUNT)]
         scratch = device.put(np.zeros(8, np.float32))
         xp = device.kernels.xp
-        with device.kernels.active():
+        with device.kernels.device.runtime.active():
             own = xp.cuda.Stream(non_blocking=True)
-        with device.kernels.on(own if stream == "its own" else None), device.kernels.active():
+        with device.kernels.device.on(own if stream == "its own" else None), device.kernels.device.runtime.active():
             for _ in range(100):  # so much to do that no look at an event comes to the end of it
                 xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
             graph.replay()
@@ -263,13 +263,13 @@ class TestDropped:
 
     def test_is_let_go_when_that_is_done(self, device):
         graph, gradients, _ = self.window(device)
-        place, reference = device.kernels._place, weakref.ref(graph._recorded)
+        place, reference = device.kernels.device.runtime, weakref.ref(graph._recorded)
         graph.replay()
         del graph
         gc.collect()
         assert reference() is None
         synchronize(device)
-        device.kernels.allocate(1)
+        device.kernels.device.allocate(1)
         assert not place.kept
         assert gradients  # which are the caller's
 
@@ -375,7 +375,7 @@ class TestMoved:
 
         engine, arrays, owner = new_engine(device), arrays_of(device, 0), Owner()
         memory = arrays_of(device, 1)
-        pointers = [raw(device.kernels.view(array, "w"), owner=weakref.ref(owner)) for array in memory]
+        pointers = [raw(device.kernels.device.view(array, "w"), owner=weakref.ref(owner)) for array in memory]
         options = {"out": [None, *pointers[1:]]} if what == "destinations" else {}
         graph = captured_window(engine, [arrays if options else [arrays[0], *pointers[1:]]], **options)
         graph.replay()

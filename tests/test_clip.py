@@ -274,13 +274,13 @@ class TestState:
     def test_is_used_again_and_again(self):
         state = FusedClipState([3, 2])
         assert math.isnan(state.norm)
-        values = state.sums.values
+        values = state.partials.values
         for scale in (4.0, 2.0, 0.5):
             arrays = [np.full(3, scale, np.float32), np.full(2, -scale, np.float32)]
             clip_gradients_fused(arrays, 3.0, state)
             assert state.norm == pytest.approx(scale * math.sqrt(5))
             assert state.scale == pytest.approx(min(1.0, 3.0 / (scale * math.sqrt(5))))
-        assert state.sums.values is values
+        assert state.partials.values is values
 
     @pytest.mark.parametrize("bound", [NAN, -1.0])
     def test_a_failing_call_leaves_the_last_norm(self, bound):
@@ -436,7 +436,7 @@ class TestOnADevice:
         """Gradients that cannot be clipped, with what the error says."""
         _, good = self.gradients(device)
         first, last = good[0], good[-1]
-        pointer = device.kernels.view(last, "last")
+        pointer = device.kernels.device.view(last, "last")
         yield [*good[:-1], on_host(last)], r"'buffers\[5\]' is on another device: got cpu, expected cuda:\d"
         yield [*good[:-1], first[:3].reshape(-1)[:12]], r"'buffers\[0\]' and 'buffers\[5\]' overlap in memory"
         yield [*good[:-1], device.put(np.ones(12))], r"'buffers\[5\]' has an unsupported dtype: got float64"
@@ -461,7 +461,7 @@ class TestOnADevice:
 
     def test_a_pointer_is_as_good_as_an_array(self, device):
         arrays, there = self.gradients(device)
-        pointers = [raw(device.kernels.view(array, "gradient")) for array in there]
+        pointers = [raw(device.kernels.device.view(array, "gradient")) for array in there]
         state = self.state(device)
         clip_gradients_fused(pointers, 0.5, state)
         assert draw.exact_norm([on_host(array) for array in there]) == pytest.approx(0.5, rel=1e-6)
@@ -511,7 +511,7 @@ class TestLora:
             del workspace[name]
         present = [array.copy() for key, array in workspace.items() if key != name]
         state = init_lora_fused_clip(workspace)
-        assert len(state.sums.sizes) == 5
+        assert len(state.partials.sizes) == 5
         clip_lora_gradients_fused(workspace, 0.5, state)
         assert state.norm == pytest.approx(draw.exact_norm(present), rel=1e-6)
 

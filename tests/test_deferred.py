@@ -23,14 +23,12 @@ class Device:
     def __init__(self):
         self.arrived, self.now, self.sent = [], verdict(0), 0
 
-    def telemetry(self, sums, plan):
-        return SimpleNamespace(newest=lambda: self.arrived.pop(0) if self.arrived else None, send=self.send)
+    def status_readback(self, arena, plan):
+        newest = lambda: self.arrived.pop(0) if self.arrived else None  # noqa: E731
+        return SimpleNamespace(newest=newest, send=self.send, read=lambda: self.now)
 
     def send(self):
         self.sent += 1
-
-    def read_verdict(self, decision):
-        return self.now
 
 
 def told(late):
@@ -114,6 +112,6 @@ def test_sending(device, late):
 
 def test_on_the_cpu_there_are_none():
     kernels = HostKernels(1)
-    late = DeferredErrors(kernels, LAYOUT, kernels.squared_sums([4, 2]), ClipPlan((0, 0), (1.0,)))
+    late = DeferredErrors(kernels, LAYOUT, kernels.partial_sums([4, 2]), ClipPlan((0, 0), (1.0,)))
     late.send()
     assert (late.exist, late.latest(), told(late)) == (False, None, None)

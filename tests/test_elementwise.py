@@ -180,7 +180,7 @@ class TestRefused:
             for call in self.calls(to, of):
                 with nothing_is_launched(on), pytest.raises(BufferRefused, match="overlap in memory"):
                     call()
-        buffer = on.kernels.view(array, "array")
+        buffer = on.kernels.device.view(array, "array")
         as_half = raw(buffer, dtype="float16")
         with nothing_is_launched(on), pytest.raises(BufferRefused, match="overlap in memory"):
             elementwise.cast(raw(buffer), as_half)

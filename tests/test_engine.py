@@ -127,8 +127,8 @@ class TestOneWorker:
         add_to(engine, backend, random_gradients(0))
         result = engine.step()
         for slot, gradient in zip(SMALL.slots, result.gradients.values(), strict=True):
-            view = backend.kernels.view(gradient, slot.name)
-            assert view.pointer == engine.accumulator.arena.pointer + 4 * slot.offset
+            view = backend.kernels.device.view(gradient, slot.name)
+            assert view.pointer == engine.accumulator.memory.pointer + 4 * slot.offset
             assert gradient.shape == slot.shape
 
     def test_a_deferred_step_leaves_the_sum_and_its_factor(self, backend):
@@ -350,7 +350,7 @@ def test_bad_arguments_are_refused_before_any_memory_is_taken(backend, monkeypat
     def taken(self, size):
         raise AssertionError("memory was taken")
 
-    monkeypatch.setattr(type(backend.kernels), "allocate", taken)
+    monkeypatch.setattr(type(backend.kernels.device), "allocate", taken)
     with pytest.raises(CallerError):
         GradientEngine(SMALL, backend.kernels, **options)
 
@@ -367,14 +367,14 @@ class TestBeyondFp32:
     ):
         engine = new_engine(backend, max_norm=None, loss_scale=loss_scale)
         add_to(engine, backend, random_gradients(0), weight)
-        before = backend.get(engine.accumulator.arena).tobytes()
+        before = backend.get(engine.accumulator.memory).tobytes()
         for _ in range(2):
             with pytest.raises(
                 WindowError, match=r"weight times the loss scale is out of range: got .*, expected 2\*\*"
             ):
                 engine.step(**options)
         assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 1)
-        assert backend.get(engine.accumulator.arena).tobytes() == before
+        assert backend.get(engine.accumulator.memory).tobytes() == before
         engine.discard()
         add_to(engine, backend, [np.full(slot.shape, loss_scale, np.float32) for slot in SMALL.slots])
         assert float(engine.step().norm) == pytest.approx(math.sqrt(23), rel=1e-6)
@@ -1238,9 +1238,9 @@ class Interrupting:
         if not name.startswith(self._operation):
             return real
 
-        def interrupted(*arguments):
+        def interrupted(*arguments, **options):
             self._operation = "nothing more"
-            real(*arguments)
+            real(*arguments, **options)
             raise KeyboardInterrupt
 
         return interrupted

@@ -185,7 +185,7 @@ def test_producers_may_go_right_after_add(framework, dtype, hold):
 def test_the_result_is_the_frameworks_without_a_copy(framework):
     engine = GradientEngine(LAYOUT, max_norm=None)
     engine.add(values("float32"))
-    for array, target in zip(engine.step().gradients.values(), engine.accumulator.targets, strict=True):
+    for array, target in zip(engine.step().gradients.values(), engine.accumulator.arena.targets, strict=True):
         theirs = framework.imported(array)
         assert NumPy.address(framework, np.asarray(theirs)) == target.pointer
 

@@ -90,7 +90,7 @@ def values(dtype, seed=0):
 def test_gradients_are_read_where_they_lie(gpu, framework, dtype):
     for name, array in values(dtype).items():
         theirs = framework.put(array)
-        view = gpu.kernels.view(theirs, name)
+        view = gpu.kernels.device.view(theirs, name)
         assert (view.pointer, view.dtype, view.size) == (framework.address(theirs), dtype, array.size)
         assert view.writable is framework.writable
 
@@ -115,7 +115,7 @@ def test_the_result_is_the_frameworks_without_a_copy(gpu, framework):
     gradients = values("float32")
     engine.add({name: framework.put(array) for name, array in gradients.items()})
     result = engine.step()
-    for (name, array), target in zip(result.gradients.items(), engine.accumulator.targets, strict=True):
+    for (name, array), target in zip(result.gradients.items(), engine.accumulator.arena.targets, strict=True):
         theirs = framework.imported(array)
         assert framework.address(theirs) == target.pointer
         draw.assert_same_bits(framework.get(theirs), gradients[name])

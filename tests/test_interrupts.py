@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from backends import available
 from devices import assign, bits_of, on_host, put_all, synchronize
+from folds import Fold, accumulate
 from interrupts import interrupted_at, kept_interrupt, places_of, signalled
 from ranks import on_ranks
 from transports import Transport, group, on_all
@@ -19,7 +20,7 @@ from transports import Transport, group, on_all
 from gradengine import DistributedTrainer, GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
 from gradengine.accumulate.state import State
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NonFiniteGradient, WindowError
-from gradengine.kernels import CHUNK, Fold
+from gradengine.kernels import CHUNK
 from gradengine.kernels.host import HostKernels
 
 ONE = (np.float32(1),)
@@ -30,12 +31,12 @@ class TestHelpers:
 
     def setup_method(self):
         self.kernels = HostKernels(3)
-        self.targets = [self.kernels.allocate(CHUNK) for _ in range(24)]
-        source = self.kernels.view(np.ones(CHUNK, np.float32), "w")
+        self.targets = [self.kernels.device.allocate(CHUNK) for _ in range(24)]
+        source = self.kernels.device.view(np.ones(CHUNK, np.float32), "w")
         self.folds = [Fold(i, True, (source,), ONE) for i in range(24)]
 
     def accumulate(self):
-        self.kernels.accumulate(self.targets, self.folds)
+        accumulate(self.kernels, self.targets, self.folds)
 
     def assert_nobody_writes(self):
         for target in self.targets:
@@ -375,7 +376,7 @@ class TestOtherCalls:
                     accumulator.average()
             else:
                 accumulator.average()  # a second time it changes nothing
-                assert accumulator.arena.data.tobytes() == wanted.arena.data.tobytes(), at
+                assert accumulator.memory.data.tobytes() == wanted.memory.data.tobytes(), at
             endings.add(accumulator.state.now)
         assert endings == {State.HALF_WRITTEN, State.OPEN}
 

@@ -206,7 +206,7 @@ class TestIn:
     @pytest.mark.parametrize("dtype", draw.DTYPES)
     def test_the_engine_reads_them_where_they_lie(self, dtype):
         leaf = array(0, (5, 7), dtype)
-        view = kernels_for("cpu").view(leaf, "w")
+        view = kernels_for("cpu").device.view(leaf, "w")
         assert (view.pointer, view.size, view.dtype) == (leaf.unsafe_buffer_pointer(), 35, dtype)
         assert not view.writable
 

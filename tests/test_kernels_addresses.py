@@ -6,8 +6,8 @@ import cuda_emulator
 import numpy as np
 import pytest
 from devices import launched
+from folds import Fold, accumulate, measure_chunks, totals_of
 
-from gradengine.kernels import Fold
 from gradengine.kernels.addresses import CAPACITIES, Addresses
 
 MANY = CAPACITIES["small"] + 1
@@ -42,14 +42,15 @@ class Counting:
 
     def __init__(self, backend):
         self.backend, self.kernels = backend, backend.kernels
-        self.arena = self.kernels.allocate(32 * MANY)
+        self.arena = self.kernels.device.allocate(32 * MANY)
         self.targets = [self.arena.part(32 * p, 32 * p + 1) for p in range(MANY)]
+        self.partials = self.kernels.partial_sums([1] * MANY)
         self.sources = [backend.buffer(np.full(MANY, number, np.float32)) for number in range(LAUNCHES)]
 
     def fold(self, number, overwrite):
         source, weight = self.sources[number], np.float32(1)
         folds = [Fold(p, overwrite, (source.part(p, p + 1),), (weight,)) for p in range(MANY)]
-        self.kernels.accumulate(self.targets, folds)
+        accumulate(self.kernels, self.targets, folds, self.partials, measure=False)
 
     def values(self):
         return set(self.backend.get(self.arena)[::32].tolist())
@@ -79,7 +80,7 @@ class TestThroughMemory:
             assert record.waits == []
         assert counting.values() == {sum(range(LAUNCHES))}
         counting.fold(0, overwrite=False)
-        assert len(counting.kernels._place.kept) <= 1  # what was sent before is let go
+        assert len(counting.kernels.device.runtime.kept) <= 1  # what was sent before is let go
 
     def test_streams_do_not_share_them(self, device):
         """One stream's addresses are not written over by those of another that is ahead of it."""
@@ -88,7 +89,7 @@ class TestThroughMemory:
         device.get(one.arena)
         for number in range(4):
             one.fold(number, overwrite=number == 0)
-            with kernels.on(stream):
+            with kernels.device.on(stream):
                 two.fold(3 - number, overwrite=number == 0)
         stream.synchronize()
         assert one.values() == two.values() == {6}
@@ -97,7 +98,7 @@ class TestThroughMemory:
         """What a later launch sends, and what the host frees, is nothing to a graph that was recorded before."""
         counting, kernels = Counting(device), device.kernels
         counting.fold(0, overwrite=True)
-        with kernels.recording() as recorded:
+        with kernels.device.graphs.recording() as recorded:
             counting.fold(5, overwrite=False)
         counting.fold(1, overwrite=False)
         for _ in range(3):
@@ -111,8 +112,8 @@ class TestThroughMemory:
         kernels, count = device.kernels, MANY
         whole = device.buffer(np.full(2 * count, 3, np.float16))
         parts = [whole.part(2 * p, 2 * p + 1) for p in range(count)]
-        sums = kernels.squared_sums([1] * count)
-        kernels.measure(parts, sums, sums.all_chunks(range(count)))
+        sums = kernels.partial_sums([1] * count)
+        measure_chunks(kernels, parts, sums, sums.chunks(range(count)))
         kernels.scale(parts, np.float32(0.5), parts)
-        assert set(kernels.totals(sums).tolist()) == {9}
+        assert set(totals_of(kernels, sums).tolist()) == {9}
         assert device.get(whole).view(np.float16).tolist() == [1.5, 3] * count

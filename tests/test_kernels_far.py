@@ -15,10 +15,11 @@ import pytest
 import strategies as draw
 from backends import available
 from cuda_emulator.native import LOCK, register, unregister
+from folds import finalise, status_of
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
-from gradengine.kernels import ClipPlan
+from gradengine.kernels import Arena, ClipPlan
 from gradengine.kernels.tables import _ROW, OVERWRITE, Entry, Tables, tagged
 
 CHUNK = 32768
@@ -63,8 +64,8 @@ def only(kernels, table, chunks):
 
 
 def sums_of_nothing(kernels):
-    sums = kernels.squared_sums([SIZE])
-    kernels.zero_sums(sums, [0])
+    sums = kernels.partial_sums([SIZE])
+    kernels.zero_sums(Arena((), sums), [0])
     return sums
 
 
@@ -102,7 +103,9 @@ def test_chunks_of_8_billion_elements_are_accumulated_where_they_lie(kernels, fa
     addresses = np.array([[tagged(source)] for _, _, source in given] + [[0], [0]], np.uint64)
     addresses[0] |= np.uint64(OVERWRITE if overwrite else 0)
     weights = [np.float32(w) for w in (0.3, 1, 1, 1)]
-    kernels._accumulate(only(kernels, table, CHUNKS), addresses, weights, sums)
+    arguments = (np.uint32(table.entries), np.int64(table.chunk), sums.values, sums.non_finite)
+    work = only(kernels, table, CHUNKS)
+    kernels._launches.over(work, "accumulate_4", arguments, addresses.reshape(-1), weights)
     cuda_emulator.cuda.runtime.deviceSynchronize()
     expected_squares = np.zeros(LAST + 1)
     for chunk, start, stop, first, last in stretches():
@@ -169,23 +172,23 @@ def test_factor_1_copies_to_memory_whose_address_differs_by_4_gib_alone(kernels,
 def test_bad_element_is_found_and_shown_wherever_it_lies(kernels, far_memory, index, dtype):
     elements, buffer = far_memory(dtype)
     elements[index] = draw.storage_bits(np.array(-np.inf, draw.DTYPES[dtype])).view(DTYPES[dtype].storage)[0]
-    sums = kernels.squared_sums([SIZE])
+    sums = kernels.partial_sums([SIZE])
     squares, counts = np.zeros(LAST + 1), np.zeros(LAST + 1, np.uint32)
     squares[index // CHUNK], counts[index // CHUNK] = np.inf, 1
     sums.values.set(squares)
     sums.non_finite.set(counts)
-    verdict = kernels.read_verdict(kernels.finalise([buffer], sums, ClipPlan((0,), (1.0,)), 1.0, zero_if_bad=False))
+    verdict = status_of(finalise(kernels, [buffer], sums, ClipPlan((0,), (1.0,)), 1.0, zero_if_bad=False))
     assert (verdict.bad_component, verdict.bad_index, verdict.non_finite) == (0, index, 1)
     assert verdict.bad_value == -np.inf
 
 
 def test_every_chunk_of_8_billion_elements_is_in_the_norm(kernels):
-    sums = kernels.squared_sums([SIZE, 1])
+    sums = kernels.partial_sums([SIZE, 1])
     squares = np.zeros(LAST + 2)
     squares[[0, 2**31 // CHUNK, 2**32 // CHUNK, LAST]] = 1.0, 4.0, 16.0, 64.0
     squares[LAST + 1] = 144.0
     sums.values.set(squares)
-    decision = kernels.finalise(None, sums, ClipPlan((0, 0), (1.0,)), 1.0, zero_if_bad=False)
+    decision = finalise(kernels, None, sums, ClipPlan((0, 0), (1.0,)), 1.0, zero_if_bad=False)
     assert [float(norm) for norm in decision.component_norms] == [85**0.5, 12.0]
     assert float(decision.norm) == 229**0.5
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import strategies as draw
 from backends import Backend, available, device_backend
+from folds import Fold, accumulate, finalise, hand_back, measure_chunks, status_of
 
-from gradengine.kernels import ClipPlan, CudaKernels, Fold, tables, toolchain
+from gradengine.kernels import Arena, ClipPlan, CudaKernels, tables, toolchain
 
 NAN, INF = np.nan, np.inf
 CHUNK = 4096  # of the scenarios: two units for each thread, so that the step from one to the next counts
@@ -41,7 +42,7 @@ def assert_sums(sums, arrays: list[np.ndarray]) -> None:
     """Each chunk's squared sum and count of non-finite elements, each at its place."""
     squares, counts = sums.values.get(), sums.non_finite.get()
     for position, array in enumerate(arrays):
-        for index, start, stop in sums.chunks(position):
+        for _, index, start, stop in sums.chunks([position]):
             part = array[start:stop].astype(np.longdouble)
             assert counts[index] == np.count_nonzero(~np.isfinite(part))
             if counts[index]:
@@ -52,7 +53,7 @@ def assert_sums(sums, arrays: list[np.ndarray]) -> None:
 
 def accumulates(backend: Backend) -> None:
     kernels, weights = backend.kernels, (0.3, 1 + 2.0**-12, 1.0)
-    sums, folds, expected = kernels.squared_sums(SIZES), [], []
+    sums, folds, expected = kernels.partial_sums(SIZES), [], []
     assert sums.chunk == CHUNK
     targets = [values_of(p, size, "float32") for p, size in enumerate(SIZES)]
     targets[0][5000], targets[1][:2] = NAN, (INF, -INF)
@@ -66,7 +67,7 @@ def accumulates(backend: Backend) -> None:
         with np.errstate(all="ignore"):
             expected.append(draw.folded(targets[p], mine, mine_weights, p % 3 == 0))
     buffers = [backend.buffer(target) for target in targets]
-    kernels.accumulate(buffers, folds, sums)
+    accumulate(kernels, buffers, folds, sums)
     for buffer, values in zip(buffers, expected, strict=True):
         draw.assert_same_values(backend.get(buffer), values)
     assert_sums(sums, expected)
@@ -79,9 +80,9 @@ def measures(backend: Backend) -> None:
     arrays[8][16:32] = np.exp2([-60, *[-64] * 7] * 2)  # squares of which fp32 keeps the largest
     arrays[0][[3, 5000, 8999]] = NAN
     arrays[2][[0, 20]] = -INF
-    sums = kernels.squared_sums(SIZES)
+    sums = kernels.partial_sums(SIZES)
     buffers = [backend.buffer_at(array, p % 8 + 1) for p, array in enumerate(arrays)]
-    kernels.measure(buffers, sums, sums.all_chunks(range(len(SIZES))))
+    measure_chunks(kernels, buffers, sums, sums.chunks(range(len(SIZES))))
     assert_sums(sums, arrays)
 
 
@@ -94,12 +95,12 @@ def finalises(backend: Backend) -> None:
     bad[18][:] = bad[2][1:] = NAN  # 2 and 18 are of one warp
     late = [array.copy() for array in arrays]
     late[0][[4096 + 700, 4096 + 700 + 512, 8500]] = -INF  # of one thread, and of another chunk
-    kernels, sums = backend.kernels, backend.kernels.squared_sums(sizes)
-    targets = [kernels.allocate(size) for size in sizes]
+    kernels, sums = backend.kernels, backend.kernels.partial_sums(sizes)
+    targets = [kernels.device.allocate(size) for size in sizes]
     for step, given in enumerate((arrays, bad, late, arrays), 1):
         fold_into(backend, targets, given, sums)
-        decision = kernels.finalise(targets, sums, plan, 2.0, zero_if_bad=True)
-        verdict = kernels.read_verdict(decision)
+        decision = finalise(kernels, targets, sums, plan, 2.0, zero_if_bad=True)
+        verdict = status_of(decision)
         is_bad = given is not arrays
         assert (verdict.step, verdict.skipped, verdict.is_bad) == (step, is_bad, is_bad)
         where = {1: (0, 0, 0), 2: (2, 1, 1 + 4), 3: (0, 4096 + 700, 3), 4: (0, 4096 + 700, 3)}[step]
@@ -110,7 +111,7 @@ def finalises(backend: Backend) -> None:
 
 def fold_into(backend, targets, arrays, sums) -> None:
     folds = [Fold(p, True, (backend.buffer(array),), (np.float32(1),)) for p, array in enumerate(arrays)]
-    backend.kernels.accumulate(targets, folds, sums)
+    accumulate(backend.kernels, targets, folds, sums)
 
 
 def assert_norms(decision, verdict, arrays, plan) -> None:
@@ -164,10 +165,10 @@ def scales_to_other_memory(backend: Backend) -> None:
 def scales_by_group(backend: Backend) -> None:
     arrays, plan = [np.full(40, 2, np.float32), np.full(30, 5, np.float32)], ClipPlan((1, 0), (3.0, 1.0))
     buffers = [backend.buffer(array) for array in arrays]
-    sums = backend.kernels.squared_sums([40, 30])
-    backend.kernels.measure(buffers, sums, sums.all_chunks([0, 1]))
-    decision = backend.kernels.finalise(None, sums, plan, 1.0, zero_if_bad=True)
-    backend.kernels.hand_back(buffers, decision, plan.groups, buffers)
+    sums = backend.kernels.partial_sums([40, 30])
+    measure_chunks(backend.kernels, buffers, sums, sums.chunks([0, 1]))
+    decision = finalise(backend.kernels, None, sums, plan, 1.0, zero_if_bad=True)
+    hand_back(backend.kernels, buffers, decision, plan.groups, buffers)
     factors = [np.float32(bound / np.sqrt(size) / value) for bound, size, value in ((1.0, 40, 2), (3.0, 30, 5))]
     for buffer, array, factor in zip(buffers, arrays, factors, strict=True):
         np.testing.assert_allclose(backend.get(buffer), array * factor, rtol=2e-7)
@@ -177,24 +178,24 @@ def scales_in_place(backend: Backend) -> None:
     """Factor 1 leaves even a signalling NaN as it is; ties go to even, NaN stays NaN."""
     signalling = np.full(50, 0x7F800001, np.uint32).view(np.float32)
     buffer, plan = backend.buffer(signalling), ClipPlan((0,), (INF,))
-    sums = backend.kernels.squared_sums([50])
-    backend.kernels.zero_sums(sums, [0])
-    decision = backend.kernels.finalise(None, sums, plan, 1.0, zero_if_bad=True)
-    backend.kernels.hand_back([buffer], decision, [0], [buffer])
+    sums = backend.kernels.partial_sums([50])
+    backend.kernels.zero_sums(Arena((), sums), [0])
+    decision = finalise(backend.kernels, None, sums, plan, 1.0, zero_if_bad=True)
+    hand_back(backend.kernels, [buffer], decision, [0], [buffer])
     draw.assert_same_bits(backend.get(buffer), signalling)
     ties = np.tile(np.array([0x3F808000, 0x3F818000, 0x7FFFFFFF, 0xFF800001, 0x3F808001], np.uint32), 9)
     there = backend.buffer(np.full(45, 7, draw.DTYPES["bfloat16"]))
-    backend.kernels.hand_back([backend.buffer(ties.view(np.float32))], decision, [0], [there])
+    hand_back(backend.kernels, [backend.buffer(ties.view(np.float32))], decision, [0], [there])
     draw.assert_same_values(backend.get(there), draw.scaled(ties.view(np.float32), 1, "bfloat16"))
 
 
 def skips(backend: Backend) -> None:
     arrays = [np.full(size, NAN, np.float32) for size in (40, 4096)]
-    sums, plan = backend.kernels.squared_sums([40, 4096]), ClipPlan((0, 1), (INF, INF))
+    sums, plan = backend.kernels.partial_sums([40, 4096]), ClipPlan((0, 1), (INF, INF))
     buffers = [backend.buffer_at(array, 1) for array in arrays]
-    backend.kernels.measure(buffers, sums, sums.all_chunks([0, 1]))
-    decision = backend.kernels.finalise(None, sums, plan, 1.0, zero_if_bad=True)
-    backend.kernels.hand_back(buffers, decision, plan.groups, buffers)
+    measure_chunks(backend.kernels, buffers, sums, sums.chunks([0, 1]))
+    decision = finalise(backend.kernels, None, sums, plan, 1.0, zero_if_bad=True)
+    hand_back(backend.kernels, buffers, decision, plan.groups, buffers)
     for buffer in buffers:
         assert not backend.get(buffer).any()
 

@@ -8,30 +8,29 @@ import pytest
 import strategies as draw
 from backends import on_the_stand_in
 from devices import synchronize
+from folds import Fold, accumulate
 from hypothesis import given
 from hypothesis import strategies as st
-
-from gradengine.kernels import Fold
 
 SIZE = 1000
 
 
 def arena_of(backend, values):
-    arena = backend.kernels.allocate(values.size)
+    arena = backend.kernels.device.allocate(values.size)
     write(backend, arena, values)
     return arena
 
 
 def write(backend, arena, values):
-    fold = Fold(0, True, (backend.kernels.view(backend.put(values.copy()), "w"),), (np.float32(1),))
-    backend.kernels.accumulate([arena], [fold])
+    fold = Fold(0, True, (backend.kernels.device.view(backend.put(values.copy()), "w"),), (np.float32(1),))
+    accumulate(backend.kernels, [arena], [fold])
 
 
 class TestEveryMirror:
     def test_all_of_it_there_and_back(self, backend):
         values = draw.random_array(0, SIZE)
         arena = arena_of(backend, values)
-        staging = backend.kernels.staging(arena)
+        staging = backend.kernels.device.staging(arena)
         assert (staging.data.dtype, staging.data.shape) == (np.float32, (SIZE,))
         assert staging.is_arena is backend.is_host
         staging.fetch(0, SIZE)
@@ -43,7 +42,7 @@ class TestEveryMirror:
     @given(cuts=st.lists(st.integers(0, SIZE), max_size=5))
     def test_piece_by_piece(self, backend, cuts):
         values = draw.random_array(0, SIZE)
-        staging = backend.kernels.staging(arena_of(backend, values))
+        staging = backend.kernels.device.staging(arena_of(backend, values))
         limits = [0, *sorted(cuts), SIZE]
         for start, stop in itertools.pairwise(limits):
             staging.fetch(start, stop)
@@ -52,7 +51,7 @@ class TestEveryMirror:
     def test_behind_the_work_that_makes_it(self, backend):
         """The fold is queued and nobody has waited for it; what is put back is there for the work that follows."""
         arena = arena_of(backend, np.zeros(SIZE, np.float32))
-        staging = backend.kernels.staging(arena)
+        staging = backend.kernels.device.staging(arena)
         for step in range(1, 4):
             write(backend, arena, np.full(SIZE, step, np.float32))
             staging.fetch(0, SIZE)
@@ -64,7 +63,7 @@ class TestEveryMirror:
             assert (backend.get(arena) == 20 * step).all()
 
     def test_of_nothing(self, backend):
-        staging = backend.kernels.staging(backend.kernels.allocate(0))
+        staging = backend.kernels.device.staging(backend.kernels.device.allocate(0))
         staging.fetch(0, 0)
         staging.put_back()
         assert staging.data.size == 0
@@ -72,7 +71,7 @@ class TestEveryMirror:
 
 class TestOfADevice:
     def test_only_the_stretch_asked_for_is_copied(self, device):
-        staging = device.kernels.staging(arena_of(device, np.ones(SIZE, np.float32)))
+        staging = device.kernels.device.staging(arena_of(device, np.ones(SIZE, np.float32)))
         staging.data[:] = 7
         staging.fetch(10, 20)
         expected = np.full(SIZE, 7, np.float32)
@@ -81,7 +80,7 @@ class TestOfADevice:
 
     @pytest.mark.parametrize(("start", "stop"), [(0, SIZE), (3, 3), (999, 1000)])
     def test_one_copy_and_one_wait(self, emulated, start, stop):
-        staging = emulated.kernels.staging(arena_of(emulated, np.ones(SIZE, np.float32)))
+        staging = emulated.kernels.device.staging(arena_of(emulated, np.ones(SIZE, np.float32)))
         with cuda_emulator.recorded() as record:
             staging.fetch(start, stop)
         assert record.operations == ["copy device to host"]
@@ -96,15 +95,15 @@ class TestOfADevice:
     @pytest.mark.parametrize("size", [(1 << 18) + 1, 3 << 18])
     def test_takes_as_much_pinned_memory_as_its_arena_has(self, emulated, size):
         """CuPy's pool would round up to a power of two: 2 GB for 1.6."""
-        arena = emulated.kernels.allocate(size)
+        arena = emulated.kernels.device.allocate(size)
         with cuda_emulator.recorded() as record:
-            staging = emulated.kernels.staging(arena)
+            staging = emulated.kernels.device.staging(arena)
         assert staging.data.size == size
         pool = emulated.kernels.xp is not cuda_emulator  # of real CuPy only what the pool gives is recorded
         assert record.pinned_allocations == ([] if pool else [4 * size])
 
     def test_large_memory_is_pinned(self, device):
-        xp, staging = device.xp, device.kernels.staging(device.kernels.allocate(3 << 18))
+        xp, staging = device.xp, device.kernels.device.staging(device.kernels.device.allocate(3 << 18))
         kinds = {xp.cuda.runtime.pointerGetAttributes(staging.data[at:].ctypes.data).type for at in (0, -1)}
         assert kinds == {xp.cuda.runtime.memoryTypeHost}
 
@@ -112,16 +111,16 @@ class TestOfADevice:
         """Work of a stream of its own is waited for, and seen."""
         xp, kernels = device.xp, device.kernels
         arena = arena_of(device, np.ones(SIZE, np.float32))
-        staging, stream = kernels.staging(arena), xp.cuda.Stream(non_blocking=True)
+        staging, stream = kernels.device.staging(arena), xp.cuda.Stream(non_blocking=True)
         synchronize(device)
-        with kernels.on(stream):
+        with kernels.device.on(stream):
             kernels.scale([arena], np.float32(3), [arena])
             staging.fetch(0, SIZE)
             assert (staging.data == 3).all()
 
     def test_it_lives_as_long_as_its_arena_is_needed(self, device):
-        staging = device.kernels.staging(arena_of(device, np.ones(SIZE, np.float32)))
-        others = [device.kernels.allocate(SIZE) for _ in range(4)]
+        staging = device.kernels.device.staging(arena_of(device, np.ones(SIZE, np.float32)))
+        others = [device.kernels.device.allocate(SIZE) for _ in range(4)]
         device.kernels.fill_zero(others)
         staging.fetch(0, SIZE)
         assert (staging.data == 1).all()

@@ -4,8 +4,9 @@ import cuda_emulator
 import numpy as np
 import pytest
 from devices import number_of, on_host, synchronize
+from folds import Fold, accumulate, finalise
 
-from gradengine.kernels import ClipPlan, Fold, toolchain
+from gradengine.kernels import Arena, ClipPlan, toolchain
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.status import RECORD, StatusReadback, StepStatus
 
@@ -29,7 +30,7 @@ extern "C" __global__ void write_all(StepStatus* verdict, u64* size) {{ {writes}
 
     def test_every_field_reaches_the_host(self, device):
         kernels = device.kernels
-        memory = kernels.decision(kernels.squared_sums([1]), PLAN).memory
+        memory = kernels.decision(Arena((), kernels.partial_sums([1])), PLAN).memory
         record = np.zeros(1, RECORD)
         record[0] = tuple(range(1, len(RECORD.names) + 1))
         with device.active():  # CuPy writes, too, behind the current stream of the current device
@@ -61,8 +62,8 @@ class Steps:
 
     def __init__(self, backend):
         self.backend, self.kernels = backend, backend.kernels
-        self.target, self.sums = self.kernels.allocate(4), self.kernels.squared_sums([4])
-        self.telemetry = self.kernels.telemetry(self.sums, PLAN)
+        self.target, self.sums = self.kernels.device.allocate(4), self.kernels.partial_sums([4])
+        self.telemetry = self.kernels.status_readback(Arena((), self.sums), PLAN)
         self.views = {}
 
     def prepare(self, *values):
@@ -70,16 +71,16 @@ class Steps:
         for value in values:
             self.views[value] = self.backend.buffer(np.full(4, value, np.float32))
         self.fold(values[0])
-        self.kernels.finalise([self.target], self.sums, PLAN, 1.0, zero_if_bad=True)
+        finalise(self.kernels, [self.target], self.sums, PLAN, 1.0, zero_if_bad=True)
         self.backend.get(self.target)
 
     def fold(self, value):
         fold = Fold(0, True, (self.views[value],), (np.float32(1),))
-        self.kernels.accumulate([self.target], [fold], self.sums)
+        accumulate(self.kernels, [self.target], [fold], self.sums)
 
     def step(self, value):
         self.fold(value)
-        self.kernels.finalise([self.target], self.sums, PLAN, 1.0, zero_if_bad=True)
+        finalise(self.kernels, [self.target], self.sums, PLAN, 1.0, zero_if_bad=True)
         self.telemetry.send()
 
     def wait(self):
@@ -157,8 +158,8 @@ class TestTelemetry:
             other[:] = 7
         synchronize(device)
         assert all((other == 7).all() for other in others)
-        device.kernels.allocate(1)  # whoever takes memory next lets go of what is done
-        assert not device.kernels._place.kept
+        device.kernels.device.allocate(1)  # whoever takes memory next lets go of what is done
+        assert not device.kernels.device.runtime.kept
 
     @pytest.mark.usefixtures("lazy")
     def test_each_verdict_is_that_of_its_step(self, emulated):
@@ -175,21 +176,21 @@ class TestTelemetry:
 
     def test_the_host_needs_none(self):
         kernels = HostKernels(1)
-        assert kernels.telemetry(kernels.squared_sums([1]), PLAN) is None
+        assert kernels.status_readback(Arena((), kernels.partial_sums([1])), PLAN) is None
 
 
 class TestDecisionMemory:
     def test_each_plan_has_its_own(self, device):
         kernels = device.kernels
-        sums = kernels.squared_sums([3, 3])
+        sums = kernels.partial_sums([3, 3])
         plans = [ClipPlan((0, 0), (1.0,)), ClipPlan((0, 1), (1.0, 2.0))]
-        first, second = (kernels.decision(sums, plan) for plan in plans)
-        assert kernels.decision(sums, ClipPlan((0, 0), (1.0,))) is first
+        first, second = (kernels.decision(Arena((), sums), plan) for plan in plans)
+        assert kernels.decision(Arena((), sums), ClipPlan((0, 0), (1.0,))) is first
         assert first.memory is not second.memory
         assert (len(first.factors), len(second.factors)) == (1, 2)
 
     def test_before_the_first_step_nothing_is_clipped(self, device):
-        decision = device.kernels.decision(device.kernels.squared_sums([3]), PLAN)
+        decision = device.kernels.decision(Arena((), device.kernels.partial_sums([3])), PLAN)
         assert (
             [number_of(scale) for scale in decision.scales] == [number_of(factor) for factor in decision.factors] == [1]
         )
@@ -199,7 +200,7 @@ class TestDecisionMemory:
     def test_scalars_are_views_that_the_next_step_writes(self, device):
         steps = Steps(device)
         steps.prepare(2, 8)
-        decision = steps.kernels.decision(steps.sums, PLAN)
+        decision = steps.kernels.decision(Arena((), steps.sums), PLAN)
         norm, scale, factor, inverse = decision.norm, decision.scale, decision.factor, decision.inverse
         for value in (2, 8):
             steps.step(value)

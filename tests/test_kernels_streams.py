@@ -18,7 +18,7 @@ from gradengine import GradientEngine, GradientLayout, clip_by_global_norm, elem
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
-from gradengine.kernels.device import Kept
+from gradengine.kernels.cuda_runtime import Kept
 from gradengine.kernels.streams import ForeignStreams
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
@@ -52,7 +52,7 @@ class ProducerStream:
             return self.kept if arrays is self.arrays else tensors_of(arrays)
         if self.way.startswith("torch"):
             return tensors_of(arrays)
-        return [raw(self.device.kernels.view(array, "w"), stream=self.stream.ptr) for array in arrays]
+        return [raw(self.device.kernels.device.view(array, "w"), stream=self.stream.ptr) for array in arrays]
 
     def writes(self, value):
         """Queue new values on the lender's stream; all that is needed for it is there before."""
@@ -361,14 +361,14 @@ class TestKept:
         engine = GradientEngine(layout, emulated.kernels)
         synchronize(emulated)
         keep_busy(emulated)
-        engine.add([raw(emulated.kernels.view(array, "w"), owner=owner)])
+        engine.add([raw(emulated.kernels.device.view(array, "w"), owner=owner)])
         engine.step()
         reference = weakref.ref(owner, freed.append)
         del owner
         gc.collect()
         assert reference() is not None
         synchronize(emulated)
-        engine.add([raw(emulated.kernels.view(array, "w"), owner=None)])
+        engine.add([raw(emulated.kernels.device.view(array, "w"), owner=None)])
         gc.collect()
         # What is known again holds weak references only.
         assert reference() is None
@@ -389,7 +389,7 @@ class TestKept:
             engine.add(capsules(arrays)[0])
             engine.step()
             synchronize(emulated)
-        assert len(emulated.kernels._place.kept) <= 2
+        assert len(emulated.kernels.device.runtime.kept) <= 2
 
 
 class JaxArray(Producer):
@@ -579,20 +579,20 @@ class TestLoans:
     """Told how often streams wait for each other."""
 
     def test_nothing_is_recorded_on_one_stream(self, emulated):
-        foreign_streams = ForeignStreams(emulated.kernels._place)
+        foreign_streams = ForeignStreams(emulated.kernels.device.runtime)
         current = emulated.xp.cuda.get_current_stream()
-        emulated.kernels._place.kept.wait()
+        emulated.kernels.device.runtime.kept.wait()
         with cuda_emulator.recorded() as record:
             foreign_streams.wait_for([NamedStream(current.ptr)])
             foreign_streams.give_back([NamedStream(current.ptr)], [1])
         assert record.operations == []
-        assert not emulated.kernels._place.kept
+        assert not emulated.kernels.device.runtime.kept
 
     def test_a_lender_without_memory_keeps_nothing(self, emulated):
-        foreign_streams = ForeignStreams(emulated.kernels._place)
-        emulated.kernels._place.kept.wait()
+        foreign_streams = ForeignStreams(emulated.kernels.device.runtime)
+        emulated.kernels.device.runtime.kept.wait()
         foreign_streams.give_back([UnknownStream()])
-        assert not emulated.kernels._place.kept
+        assert not emulated.kernels.device.runtime.kept
 
 
 def test_a_window_forgets_its_lenders(device, monkeypatch):

@@ -14,7 +14,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels import tables, toolchain
 from gradengine.kernels.tables import (
     OVERWRITE,
-    DeviceSums,
+    CudaPartialSums,
     Entry,
     Tables,
     chunk_for,
@@ -129,10 +129,10 @@ class NoOrder:
         pass
 
 
-class TestDeviceSums:
+class TestCudaPartialSums:
     def test_each_chunk_has_its_place(self):
         uploads = Uploads()
-        sums = DeviceSums([5000, 0, 1], uploads, NoOrder())
+        sums = CudaPartialSums([5000, 0, 1], uploads, NoOrder())
         assert (sums.chunk, sums.first, sums.counts) == (2048, [0, 3, 3], [3, 0, 1])
         assert [array.dtype for array in uploads] == [np.float64, np.uint32]
         assert np.isnan(sums.values).all()  # unmeasured can never pass
@@ -140,8 +140,8 @@ class TestDeviceSums:
 
     def test_the_chunk_depends_on_the_whole_set(self, monkeypatch):
         monkeypatch.setattr(tables, "_WANTED_CHUNKS", 1)
-        assert DeviceSums([5000], Uploads(), NoOrder()).chunk == 4096
-        assert DeviceSums([5000, 5000], Uploads(), NoOrder()).chunk == 8192
+        assert CudaPartialSums([5000], Uploads(), NoOrder()).chunk == 4096
+        assert CudaPartialSums([5000, 5000], Uploads(), NoOrder()).chunk == 8192
 
 
 def test_threads_share_tables():

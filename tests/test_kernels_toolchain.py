@@ -192,7 +192,7 @@ class TestKernelsFor:
     def test_cuda_is_the_first_gpu_and_made_once(self, cupy, emulated):
         kernels = kernels_for("cuda")
         assert isinstance(kernels, CudaKernels)
-        assert kernels.device == "cuda:0"
+        assert kernels.device.name == "cuda:0"
         assert kernels_for("cuda:0") is kernels
 
 
@@ -205,22 +205,22 @@ class TestMemory:
                 cuda_emulator.recorded() as record,
                 pytest.raises(OutOfDeviceMemory, match="does not fit on the device") as caught,
             ):
-                emulated.kernels.allocate(1 << 30)
+                emulated.kernels.device.allocate(1 << 30)
             assert record.allocations == []
             assert f"expected {4 << 30} bytes" in str(caught.value)
             assert int(str(caught.value).split("got ")[1].split(" ")[0]) >= room
-            assert emulated.kernels.allocate(room // 8).size == room // 8
+            assert emulated.kernels.device.allocate(room // 8).size == room // 8
 
     @on_the_stand_in
     def test_what_the_pool_holds_unused_is_free(self, emulated):
         cuda_emulator.get_default_memory_pool().free_all_blocks()
-        unused = emulated.kernels.allocate(1 << 18)
+        unused = emulated.kernels.device.allocate(1 << 18)
         pool = cuda_emulator.get_default_memory_pool()
         with cuda_emulator.options(device_memory=pool.total_bytes()):
             with pytest.raises(OutOfDeviceMemory):
-                emulated.kernels.allocate(1 << 18)
+                emulated.kernels.device.allocate(1 << 18)
             del unused
-            assert emulated.kernels.allocate(1 << 18).size == 1 << 18
+            assert emulated.kernels.device.allocate(1 << 18).size == 1 << 18
 
     @on_the_stand_in
     def test_a_limit_of_the_pool_is_told_in_its_own_words(self, emulated):
@@ -229,6 +229,6 @@ class TestMemory:
         pool.set_limit(pool.total_bytes() + 4096)
         try:
             with pytest.raises(OutOfDeviceMemory, match=r"Out of memory allocating .* expected 4194304 bytes"):
-                emulated.kernels.allocate(1 << 20)
+                emulated.kernels.device.allocate(1 << 20)
         finally:
             pool.set_limit(0)

@@ -69,7 +69,7 @@ def test_memory_grows_with_the_workers_on_rank_0_alone(workers, dtype, optimizer
 def test_the_arena_is_the_one_that_an_engine_takes(tp):
     layout = Model("tiny", "", 64, 2, 4, 4, 128, 256).layout(tp)
     engine = GradientEngine(layout, max_norm=None)
-    assert memory_of(layout, "float32", "sgd", 1).arena == engine.accumulator.arena.nbytes
+    assert memory_of(layout, "float32", "sgd", 1).arena == engine.accumulator.memory.nbytes
 
 
 def test_a_gpus_arena_is_what_its_accumulator_says_that_it_needs():

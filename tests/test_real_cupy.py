@@ -13,7 +13,7 @@ from backends import available
 from devices import on_host, put_all, synchronize
 
 from gradengine import GradientEngine, GradientLayout
-from gradengine.kernels.device import CudaDevice
+from gradengine.kernels.cuda_runtime import CudaRuntime
 
 ROOT = Path(__file__).parent.parent
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
@@ -55,9 +55,9 @@ def a_step_over_two_streams(device):
     engine, gradients = GradientEngine(LAYOUT, device.kernels, max_norm=None), ones(device)
     streams = [device.xp.cuda.Stream(non_blocking=True) for _ in range(2)]
     synchronize(device)
-    with device.kernels.on(streams[0]):
+    with device.kernels.device.on(streams[0]):
         engine.add(gradients)
-    with device.kernels.on(streams[1]):
+    with device.kernels.device.on(streams[1]):
         result = engine.step()
         seen = [on_host(array) for array in result.gradients.values()]
     synchronize(device)
@@ -112,7 +112,7 @@ class TestPlantedBugs:
         synchronize(device)
         pinned = np.frombuffer(xp.cuda.alloc_pinned_memory(20_000), np.float32, 5000)
         pinned[:] = 1
-        place = CudaDevice(xp, 0)
+        place = CudaRuntime(xp, 0)
         place.copy_to(target, pinned)
         del pinned
         assert np.isnan(on_host(target)).all()

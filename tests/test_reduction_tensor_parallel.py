@@ -137,7 +137,7 @@ class TestOneGroup:
                 engine.add(part_of(contribution(step, 0), c, "sum"))
                 norms.append(engine.step().norm)
             exchange.barrier()
-            return norms, engine.accumulator.arena.data.tobytes()
+            return norms, engine.accumulator.memory.data.tobytes()
 
         with group(transport, 2, timeout=20.0) as exchanges:
             found = on_all(work, exchanges)
@@ -260,7 +260,7 @@ class TestOneGroup:
         whole = GradientEngine(WHOLE, max_norm=1.0)
         whole.add(contribution(0, 0))
         assert alone.step().norm == whole.step().norm
-        assert alone.accumulator.arena.data.tobytes() == whole.accumulator.arena.data.tobytes()
+        assert alone.accumulator.memory.data.tobytes() == whole.accumulator.memory.data.tobytes()
 
     def test_what_is_the_same_takes_no_memory_and_what_travels_only_its_own(self):
         travellers = sum(slot.size for slot in layout_of(config(0, 2)).slots if slot.partition == "replicated")
@@ -280,8 +280,8 @@ class TestOneGroup:
             return buffer
 
         accumulator = PerBlockGradientAccumulator(layout_of(config(0, 2)))
-        allocate = accumulator.kernels.allocate
-        monkeypatch.setattr(accumulator.kernels, "allocate", poisoned)
+        allocate = accumulator.kernels.device.allocate
+        monkeypatch.setattr(accumulator.kernels.device, "allocate", poisoned)
         assert not TensorParallelGroup(accumulator, "sum")._replicas.data.any()
 
 
@@ -832,7 +832,7 @@ class TestRunAgain:
                         else:
                             engine.reconnect(tp_exchange=spares["tensor"])
                         result = engine.step()
-                return failures, figures(result), engine.accumulator.arena.data.tobytes()
+                return failures, figures(result), engine.accumulator.memory.data.tobytes()
 
             return on_grid(work, 2, 2)
 

@@ -12,6 +12,7 @@ import pytest
 from backends import on_the_stand_in
 from devices import churned, named_cuda, on_host, put_all, raw, synchronize
 from emulated_torch import copy_on
+from folds import finalise, hand_back, measure
 from ranks import on_ranks
 
 from gradengine import (
@@ -25,8 +26,8 @@ from gradengine import (
 )
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels import ClipPlan, tables
-from gradengine.kernels.device import StreamOrder
+from gradengine.kernels import Arena, ClipPlan, tables
+from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.tables import Entry, chunk_for
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
@@ -95,7 +96,7 @@ class TestStreams:
         array = device.xp.zeros(8, np.float32)
         interface = {**array.__cuda_array_interface__, "shape": (4,), "strides": (6,), "stream": None}
         with pytest.raises(BufferRefused, match="not contiguous"):
-            device.kernels.view(SimpleNamespace(__cuda_array_interface__=interface), "w")
+            device.kernels.device.view(SimpleNamespace(__cuda_array_interface__=interface), "w")
 
 
 class Sides:
@@ -257,20 +258,20 @@ class TestTwoStreams:
 
 def stream_on(device):
     """A stream of the device that the kernels are on, whichever is the current one."""
-    with device.kernels.active():
+    with device.kernels.device.runtime.active():
         return stream_of(device)
 
 
 @contextlib.contextmanager
 def current_there(device, stream):
     """A stream is the current one of its device, whichever device is the current one."""
-    with device.kernels.active():
+    with device.kernels.device.runtime.active():
         before = device.kernels.xp.cuda.get_current_stream()
         stream.use()
     try:
         yield
     finally:
-        with device.kernels.active():
+        with device.kernels.device.runtime.active():
             before.use()
 
 
@@ -282,12 +283,12 @@ class TestALenderOnTheDefaultStream:
         lent, values = put_all(device, ones(0)), put_all(device, ones(5))
         synchronize(device)
         default = device.xp.cuda.Stream.null
-        with device.kernels.active():
+        with device.kernels.device.runtime.active():
             mine.__enter__()
         try:
             for target, source in zip(lent, values, strict=True):
                 copy_on(device.xp, default, target, source)
-            engine.add([raw(device.kernels.view(array, "w"), stream=default.ptr) for array in lent])
+            engine.add([raw(device.kernels.device.view(array, "w"), stream=default.ptr) for array in lent])
             assert all((on_host(array) == 5).all() for array in engine.step().gradients.values())
         finally:
             mine.__exit__()
@@ -302,11 +303,11 @@ def read_there(array):
 @contextlib.contextmanager
 def taken_by_others(device):
     """Behind it memory that was freed in it is taken by others and full of NaN, whichever stream it came from."""
-    xp, place = device.kernels.xp, device.kernels._place
+    xp, place = device.kernels.xp, device.kernels.device.runtime
     yield
     gc.collect()
     for stream in (None, place._uploads):
-        with device.kernels.on(stream), device.kernels.active():
+        with device.kernels.device.on(stream), device.kernels.device.runtime.active():
             current = xp.cuda.get_current_stream()
             others = [xp.empty(size, np.uint8) for size in (512, 1024, 4096, 20480, 20992, 65536) for _ in range(4)]
             for other in others:
@@ -364,7 +365,7 @@ class TestWhoeverLooks:
         with contextlib.suppress(NonFiniteGradient):
             engine.check()
         synchronize(device)
-        with device.kernels.on(stream_on(device)):
+        with device.kernels.device.on(stream_on(device)):
             engine.add(bad if is_bad else good)
             result = engine.step()
         assert elsewhere(lambda: LOOKS[what](engine, result)) is is_bad
@@ -378,7 +379,7 @@ class TestWhoeverLooks:
         graph.replay()
         bad, stream = put_all(device, ones(math.nan)), stream_on(device)
         synchronize(device)
-        with device.kernels.on(stream):
+        with device.kernels.device.on(stream):
             for to, of in zip(gradients, bad, strict=True):
                 copy_on(device.xp, stream, to, of)
             result = graph.replay()
@@ -412,7 +413,7 @@ class TestWhoeverLooks:
         accumulator.zero_all()
         now = put_all(device, ones(values[1]))
         synchronize(device)
-        with device.kernels.on(stream_on(device)):
+        with device.kernels.device.on(stream_on(device)):
             accumulator.add(now)
         assert elsewhere(accumulator.has_non_finite) is math.isnan(values[1])
 
@@ -420,7 +421,7 @@ class TestWhoeverLooks:
     def test_at_a_block(self, device, elsewhere, what):
         accumulator, gradients = GpuGradientAccumulator(LAYOUT, device.kernels), put_all(device, ones(3))
         synchronize(device)
-        with device.kernels.on(stream_on(device)):
+        with device.kernels.device.on(stream_on(device)):
             accumulator.add(gradients)
             block = accumulator.block(0)
 
@@ -435,10 +436,10 @@ class TestWhoeverLooks:
         good, bad = put_all(device, ones()), put_all(device, ones(math.nan))
         first, second = stream_on(device), stream_on(device)
         synchronize(device)
-        with device.kernels.on(first):
+        with device.kernels.device.on(first):
             engine.add(bad)
             engine.step()
-        with device.kernels.on(second), pytest.MonkeyPatch.context() as patch:
+        with device.kernels.device.on(second), pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine._late._telemetry, "send", lambda: telemetry.append("not sent"))
             engine.add(good)
             engine.step()
@@ -457,7 +458,7 @@ class TestAStreamThatIsGone:
 
         def run(what):
             stream = stream_on(device)
-            with device.kernels.on(stream.ptr):
+            with device.kernels.device.on(stream.ptr):
                 what()
             del stream
             gc.collect()
@@ -488,8 +489,8 @@ class TestAStreamThatIsGone:
         engines.clear()
         gc.collect()
         synchronize(device)
-        device.kernels.allocate(1)
-        assert not device.kernels._place.kept
+        device.kernels.device.allocate(1)
+        assert not device.kernels.device.runtime.kept
 
     def test_keeps_what_its_work_uses(self, device, work):
         """Memory that came from the default stream, dropped while the work of one that is gone still runs."""
@@ -568,7 +569,7 @@ def test_threads_with_their_own_default_streams(device):
     synchronize(device)
 
     def on_default_of_thread(what):
-        with device.kernels.active(), xp.cuda.Stream.ptds:
+        with device.kernels.device.runtime.active(), xp.cuda.Stream.ptds:
             return what()
 
     on_ranks(lambda _: on_default_of_thread(lambda: engine.add(gradients)), 1)
@@ -585,7 +586,7 @@ class TestDropped:
         engine, out, gradients = new_engine(device), put_all(device, ones(0)), put_all(device, ones(3))
         engine.add(gradients)
         synchronize(device)
-        with device.kernels.on(stream_on(device)):
+        with device.kernels.device.on(stream_on(device)):
             engine.step(out=out)
         with taken_by_others(device):
             del engine
@@ -599,12 +600,12 @@ class TestDropped:
         gradient = device.put(np.ones(1 << 20, np.float32))
         engine = GradientEngine(layout, kernels, max_norm=None)
         synchronize(device)
-        kernels._place.kept.wait()
+        kernels.device.runtime.kept.wait()
         pool.free_all_blocks()
-        with kernels.active():
+        with kernels.device.runtime.active():
             pool.set_limit(size=pool.total_bytes() + (1 << 20))
         try:
-            with kernels.on(stream_on(device)):
+            with kernels.device.on(stream_on(device)):
                 engine.add([gradient])
                 engine.step()
             del engine
@@ -612,23 +613,23 @@ class TestDropped:
             engine.add([gradient])
             assert float(engine.step().norm) == 1024
         finally:
-            with kernels.active():
+            with kernels.device.runtime.active():
                 pool.set_limit(size=0)
 
     def test_a_plan(self, device):
         """More plans than are remembered, each of which the last stream's work still reads."""
         kernels = device.kernels
-        state, stream = kernels.squared_sums([4]), stream_on(device)
+        state, stream = kernels.partial_sums([4]), stream_on(device)
         buffers = [device.buffer(np.full(4, 8, np.float32)) for _ in range(20)]
         synchronize(device)
         plans = [ClipPlan((0,), (1.0, float(number))) for number in range(20)]
         for plan, buffer in zip(plans, buffers, strict=True):
             with taken_by_others(device):
-                kernels.decision(state, plan)
-            with kernels.on(stream):
-                kernels.measure_all([buffer], state)
-                decision = kernels.finalise(None, state, plan, 1.0, zero_if_bad=False)
-                kernels.hand_back([buffer], decision, [0], [buffer])
+                kernels.decision(Arena((), state), plan)
+            with kernels.device.on(stream):
+                measure(kernels, [buffer], state)
+                decision = finalise(kernels, None, state, plan, 1.0, zero_if_bad=False)
+                hand_back(kernels, [buffer], decision, [0], [buffer])
         synchronize(device)
         assert all((device.get(buffer).view(np.float32) == 0.5).all() for buffer in buffers)
 
@@ -640,7 +641,7 @@ class TestDropped:
         synchronize(device)
         for source in sources:
             kernels._launches.table([Entry(0, source.size, 0, 0)], chunk_for(source.size))
-            with kernels.on(stream):
+            with kernels.device.on(stream):
                 kernels.scale([source], np.float32(0.5), [source])
             with taken_by_others(device):
                 kernels._launches.table([Entry(0, 1, 0, 0)], 2048)
@@ -722,7 +723,7 @@ class TestSteps:
         pool.set_limit(size=pool.used_bytes())
         try:
             with pytest.raises(OutOfDeviceMemory, match="expected"):
-                emulated.kernels.squared_sums([10**6])
+                emulated.kernels.partial_sums([10**6])
             engine.add(gradients)
             engine.add_block(0, gradients[:1])
             engine.add_non_block("head", gradients[1])

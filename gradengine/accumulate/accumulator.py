@@ -44,9 +44,8 @@ class GradientAccumulator(ABC):
         layout: Where each component lies.
         kernels: The device's kernels.
         hold: Micro-batches kept by reference and folded in one pass.
-        arena: The whole gradient set, flat.
-        targets: Each component's part of it, in layout order.
-        sums: Squared sums of the components, as far as they were measured.
+        arena: The components' sums in layout order, their squared sums as far as they were measured, and the flat
+            memory of the whole gradient set.
         changes: How often the arena was written to.
         state: Where the step stands.
     """
@@ -56,22 +55,27 @@ class GradientAccumulator(ABC):
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
         self.kernels = kernels
-        self.arena = self.kernels.allocate(layout.arena_size)
-        self.targets = tuple(self.arena.part(slot.offset, slot.stop) for slot in layout.slots)
-        self.sums = self.kernels.squared_sums([slot.size for slot in layout.slots], self.arena)
-        with self.kernels.in_order(self.sums):
-            self.kernels.fill_zero(list(_padding(self.arena, layout)))
+        memory = kernels.device.allocate(layout.arena_size)
+        self.arena = kernels.arena([memory.part(slot.offset, slot.stop) for slot in layout.slots], memory)
+        with self.arena.in_order():
+            kernels.fill_zero(list(_padding(memory, layout)))
         self._window = self._new_window()
         self.state = StepState()
         self.changes = 0
         is_reused = truth_value("reused_buffers", reused_buffers)
-        self._arrivals = Intake(kernels, self.arena, holds=self.hold > 1, reused_buffers=is_reused)
+        self._arrivals = Intake(kernels.device, memory, holds=self.hold > 1, reused_buffers=is_reused)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._places: dict[tuple[str, int], SlotSet] = {}
         self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
         self._all = self._places_of(layout.slots)
-        kernels.prepare(self.targets, self.sums, [self._all, *(self._places_of(s.slots) for s in layout.spans)])
+        kernels.prepare(self.arena, [self._all, *(self._places_of(s.slots) for s in layout.spans)])
+
+    @property
+    def memory(self) -> Buffer:
+        """The whole gradient set, flat, its padding included."""
+        assert self.arena.memory is not None  # noqa: S101  (given above)
+        return self.arena.memory
 
     @property
     def num_blocks(self) -> int:
@@ -180,7 +184,7 @@ class GradientAccumulator(ABC):
         self._settle(places)
         self._exposed[places.index] = True
         self._window.measured[places.index] = False
-        return BlockGradientSet(block, self.kernels, self.arena.part(block.start, block.stop), self.sums)
+        return BlockGradientSet(block, self.kernels, self.arena)
 
     def average(self) -> None:
         """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.
@@ -197,7 +201,7 @@ class GradientAccumulator(ABC):
         factor = self.mean_factor
         self.close()
         with self.changing():
-            self.kernels.scale(self.targets, factor, self.targets)
+            self.kernels.scale(self.arena.targets, factor, self.arena.targets)
             self._window.become_one()
 
     def zero_all(self) -> None:
@@ -211,8 +215,8 @@ class GradientAccumulator(ABC):
             self._fold(self._all, measure=False)
         # All that came is read anew: views from block() may have been written to since it was measured.
         filled = np.flatnonzero(self._window.filled).tolist()
-        self.kernels.measure_all(self.targets, self.sums, filled)
-        return not np.isfinite(self.kernels.totals(self.sums)[filled]).all()
+        self.kernels.measure(self.arena, filled)
+        return not np.isfinite(self.kernels.totals(self.arena)[filled]).all()
 
     def close(self, *, measure: bool = False) -> None:
         """Fold what is held; afterwards the arena holds the window's weighted sum.
@@ -271,7 +275,7 @@ class GradientAccumulator(ABC):
     def measure_rest(self) -> None:
         """Take the squared sums that no fold has taken: one read of those components."""
         unknown = np.flatnonzero(~self._window.measured).tolist()
-        self.kernels.measure_all(self.targets, self.sums, unknown)
+        self.kernels.measure(self.arena, unknown)
         self._window.measured[:] = ~self._exposed
 
     def forget_measured(self) -> None:
@@ -284,7 +288,7 @@ class GradientAccumulator(ABC):
 
     def target_of(self, slot: Slot) -> Buffer:
         """A slot's part of the arena."""
-        return self.targets[self._position[slot.name]]
+        return self.arena.targets[self._position[slot.name]]
 
     def slots_of(self, span: Span) -> list[tuple[int, Slot]]:
         """Position and slot of each component of a span."""
@@ -302,7 +306,7 @@ class GradientAccumulator(ABC):
 
     def targets_of(self, span: Span) -> list[Buffer]:
         """The components of a span, in the arena."""
-        return [self.targets[position] for position, _ in self.slots_of(span)]
+        return [self.arena.targets[position] for position, _ in self.slots_of(span)]
 
     def non_block_slot(self, name: str | int) -> Slot:
         """The slot of a component that lies in no block, by name or id.
@@ -326,13 +330,13 @@ class GradientAccumulator(ABC):
 
         On a GPU they may be read on the streams that are current now.
         """
-        self.kernels.follow(self.sums)
+        self.arena.follow()
         return self._views
 
     @cached_property
     def _views(self) -> Mapping[str, Any]:
-        pairs = zip(self.layout.slots, self.targets, strict=True)
-        return NamedArrays({slot.name: self.kernels.array(target, slot.shape) for slot, target in pairs})
+        pairs = zip(self.layout.slots, self.arena.targets, strict=True)
+        return NamedArrays({slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs})
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its arena.
@@ -378,7 +382,7 @@ class GradientAccumulator(ABC):
     def _refuse_aliases(self, contribution: Contribution) -> None:
         position = self._window.held_already(contribution)
         if position is not None:
-            address = int(contribution.addresses[contribution.places.column[position]]) & ADDRESS
+            address = int(contribution.addresses[contribution.slots.column[position]]) & ADDRESS
             raise BufferRefused(
                 f"component '{self.layout.slots[position].name}' is held already at the same address",
                 got=f"address {address:#x} twice in one fold of hold={self.hold}",
@@ -402,8 +406,8 @@ class GradientAccumulator(ABC):
             self._fold(places, measure=measure)
             empty = places.index[~self._window.filled[places.index]]
             if empty.size:
-                self.kernels.fill_zero([self.targets[p] for p in empty])
-                self.kernels.zero_sums(self.sums, empty.tolist())
+                self.kernels.fill_zero([self.arena.targets[p] for p in empty])
+                self.kernels.zero_sums(self.arena, empty.tolist())
                 self._window.filled[empty] = True
                 self._window.measured[empty] = ~self._exposed[empty]
 
@@ -411,9 +415,10 @@ class GradientAccumulator(ABC):
         if self._window.filled.all():
             return  # and it may be a sum over workers by now
         with self.changing():
-            self.kernels.fill_zero(self.targets)
-            self.kernels.scale(self.targets, np.float32(-1), self.targets)
-            self.kernels.zero_sums(self.sums, range(len(self.targets)))
+            targets = self.arena.targets
+            self.kernels.fill_zero(targets)
+            self.kernels.scale(targets, np.float32(-1), targets)
+            self.kernels.zero_sums(self.arena, range(len(targets)))
             self._window.filled[:] = True
             self._window.measured[:] = ~self._exposed
 
@@ -421,14 +426,14 @@ class GradientAccumulator(ABC):
         """Raise what would otherwise leave the window half written."""
         if self._window.waiting[places.index].any():
             self._window.refuse_moved(places, self.layout.slots)
-            self.kernels.wait_for(self._window.producers)
+            self.kernels.device.wait_for(self._window.producers)
 
     def _fold(self, places: SlotSet, *, measure: bool) -> None:
         measure = measure or self.kernels.measures_in_passing
         for batch in self._window.batches(places):
-            self.kernels.accumulate_batch(self.targets, batch, self.sums if measure else None)
+            self.kernels.accumulate(self.arena, batch, measure=measure)
             if measure:
-                folded = batch.places.index[batch.present]
+                folded = batch.slots.index[batch.present]
                 self._window.measured[folded] = ~self._exposed[folded]
         self._window.folded(places)
 
@@ -442,7 +447,7 @@ class _Changing(AbstractContextManager[None]):
 
     def __init__(self, accumulator: GradientAccumulator, over: State) -> None:
         self._accumulator, self._over = accumulator, over
-        self._order = accumulator.kernels.in_order(accumulator.sums)
+        self._order = accumulator.arena.in_order()
 
     def __enter__(self) -> None:
         self._order.__enter__()

@@ -11,7 +11,7 @@ from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_orde
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, LayoutMismatch, not_copied
-from gradengine.kernels import Fold, Kernels, SquaredSums, kernels_for
+from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, SlotSet, kernels_for
 from gradengine.kernels.decision import SMALLEST_FACTOR
 from gradengine.layout import Block, Slot
 
@@ -27,8 +27,7 @@ class BlockGradientSet:
     Args:
         block: The block, from `layout.blocks`.
         kernels: The device's kernels; NumPy on the CPU by default.
-        memory: The block's stretch of an arena; zeroed memory of its own by default.
-        order: Whose place in the order of work over a GPU's streams it shares; its own by default.
+        arena: The layout's arena, of which the block is a stretch; zeroed memory of its own by default.
 
     Example:
         >>> from gradengine import GradientLayout
@@ -42,18 +41,18 @@ class BlockGradientSet:
         self,
         block: Block,
         kernels: Kernels | None = None,
-        memory: Buffer | None = None,
-        order: SquaredSums | None = None,
+        arena: Arena | None = None,
     ) -> None:
         refuse_other_kind("block", block, Block, do="pass one of layout.blocks")
         self._block, self._kernels = block, kernels_for("cpu" if kernels is None else kernels)
-        self._memory = memory if memory is not None else self._kernels.allocate(block.stop - block.start)
-        self._order = order if order is not None else self._kernels.squared_sums([1], self._memory)
-        self._targets = tuple(
-            self._memory.part(slot.offset - block.start, slot.stop - block.start) for slot in block.slots
-        )
-        if memory is None:
+        whole, start, stop = None if arena is None else arena.memory, block.start, block.stop
+        self._memory = self._kernels.device.allocate(stop - start) if whole is None else whole.part(start, stop)
+        targets = [self._memory.part(slot.offset - start, slot.stop - start) for slot in block.slots]
+        if arena is None:
+            self._arena = self._kernels.arena(targets, self._memory)
             self.zero()
+        else:  # the order of work on it is the whole arena's
+            self._arena = Arena(tuple(targets), arena.partials, self._memory)
 
     @property
     def components(self) -> Mapping[str, Any]:
@@ -61,9 +60,11 @@ class BlockGradientSet:
 
         On a GPU it may be read on the streams that are current now; so may `flatten`.
         """
-        self._kernels.follow(self._order)
-        pairs = zip(self._block.slots, self._targets, strict=True)
-        return NamedArrays({self._short(slot): self._kernels.array(target, slot.shape) for slot, target in pairs})
+        self._arena.follow()
+        pairs = zip(self._block.slots, self._arena.targets, strict=True)
+        return NamedArrays(
+            {self._short(slot): self._kernels.device.array(target, slot.shape) for slot, target in pairs}
+        )
 
     @property
     def component_sizes(self) -> tuple[int, ...]:
@@ -75,8 +76,8 @@ class BlockGradientSet:
 
         Between components whose sizes are no multiple of 32 it holds padding, which is zero.
         """
-        self._kernels.follow(self._order)
-        return self._kernels.array(self._memory, (self._memory.size,))
+        self._arena.follow()
+        return self._kernels.device.array(self._memory, (self._memory.size,))
 
     def from_flat(self, flat: object) -> None:
         """Replace the block's gradients by those of a flat array as `flatten` gives it; padding is not taken over.
@@ -85,7 +86,7 @@ class BlockGradientSet:
             LayoutMismatch: Another length.
             BufferRefused: Not contiguous fp32, fp16 or bf16 on this device.
         """
-        view = self._kernels.view(flat, self._block.name)
+        view = self._kernels.device.view(flat, self._block.name)
         if view.size != self._memory.size:
             raise LayoutMismatch(
                 f"flat gradient of block {self._block.index} has another length",
@@ -106,7 +107,7 @@ class BlockGradientSet:
         slots = self._block.slots
         sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
         given = {i: source for i, source in enumerate(sources) if source is not None}
-        views = self._kernels.views(list(given.values()), [slots[i].name for i in given])
+        views = self._kernels.device.views(list(given.values()), [slots[i].name for i in given])
         found = dict(zip(given, views, strict=True))
         for i, view in found.items():
             refuse_other_shape(view, slots[i])
@@ -122,18 +123,18 @@ class BlockGradientSet:
         if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
             raise out_of_range("a divisor", divisor, "a finite number in +-(2**-126..2**126)")
         factor = np.float32(1 / number)
-        with self._kernels.in_order(self._order):
-            self._kernels.scale(self._targets, factor, self._targets)
+        with self._arena.in_order():
+            self._kernels.scale(self._arena.targets, factor, self._arena.targets)
 
     def zero(self) -> None:
         """Write zeros, padding included."""
-        with self._kernels.in_order(self._order):
+        with self._arena.in_order():
             self._kernels.fill_zero([self._memory])
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
-        with self._kernels.in_order(self._order):
-            return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
+        with self._arena.in_order():
+            return any(self._kernels.first_non_finite(target) is not None for target in self._arena.targets)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its memory.
@@ -144,7 +145,7 @@ class BlockGradientSet:
         raise not_copied("a BlockGradientSet", "make another of the same block, and give it flatten() by from_flat()")
 
     def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
-        for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
+        for slot, source, target in zip(self._block.slots, sources, self._arena.targets, strict=True):
             if source and source.pointer != target.pointer and source.overlaps(self._memory):
                 raise BufferRefused(
                     f"component '{slot.name}' lies elsewhere in this block's own memory",
@@ -152,9 +153,11 @@ class BlockGradientSet:
                     expected="memory of the caller's",
                     do="pass a copy",
                 )
-        one = (np.float32(1),)
-        with self._kernels.in_order(self._order):
-            self._kernels.accumulate(self._targets, [Fold(i, overwrite, (s,), one) for i, s in enumerate(sources) if s])
+        slots = SlotSet([position for position, source in enumerate(sources) if source])
+        contribution = Contribution.of(slots, [source for source in sources if source])
+        is_first = np.full(len(slots.positions), overwrite)
+        with self._arena.in_order():
+            self._kernels.accumulate(self._arena, FoldPass(slots, is_first, [contribution], [np.float32(1)]))
 
     def _short(self, slot: Slot) -> str:
         return slot.name.removeprefix(f"{self._block.name}.")

@@ -8,13 +8,13 @@ from typing import Any
 from gradengine.accumulate.gradients import Gradients, in_slot_order, refuse_other_shape
 from gradengine.arrays.buffer import Buffer, refuse_overlapping_destinations
 from gradengine.errors import LayoutMismatch
-from gradengine.kernels import Kernels
+from gradengine.kernels import Device
 from gradengine.layout import Slot
 
 __all__ = ["destinations_of", "handed_back"]
 
 
-def destinations_of(slots: Sequence[Slot], kernels: Kernels, arena: Buffer, out: Gradients) -> dict[int, Buffer]:
+def destinations_of(slots: Sequence[Slot], device: Device, arena: Buffer, out: Gradients) -> dict[int, Buffer]:
     """Where each target is handed back to, by position. Checked before anything is written.
 
     Raises:
@@ -24,7 +24,7 @@ def destinations_of(slots: Sequence[Slot], kernels: Kernels, arena: Buffer, out:
     given = {i: array for i, array in enumerate(in_slot_order(slots, out, "out")) if array is not None}
     if not given:
         raise LayoutMismatch("out names no destination at all", got=f"{len(slots)} times None", expected="an array")
-    views = kernels.writable_views(list(given.values()), [slots[position].name for position in given])
+    views = device.writable_views(list(given.values()), [slots[position].name for position in given])
     found = dict(zip(given, views, strict=True))
     for position, view in found.items():
         refuse_other_shape(view, slots[position])

@@ -12,7 +12,7 @@ from gradengine.accumulate.gradients import Gradients, in_slot_order, refuse_oth
 from gradengine.arguments import refuse_other_kind
 from gradengine.arrays.buffer import refuse_overlapping_destinations
 from gradengine.errors import CallerError
-from gradengine.kernels import Device, HostKernels, chunk_for, kernels_for
+from gradengine.kernels import DeviceLike, HostKernels, chunk_for, kernels_for
 from gradengine.layout import GradientLayout, Slot
 
 __all__ = ["GpuGradientAccumulator"]
@@ -47,12 +47,12 @@ class GpuGradientAccumulator(GradientAccumulator):
     """
 
     def __init__(
-        self, layout: GradientLayout, device: Device = "cuda", *, hold: int = 1, reused_buffers: bool = False
+        self, layout: GradientLayout, device: DeviceLike = "cuda", *, hold: int = 1, reused_buffers: bool = False
     ) -> None:
         kernels = kernels_for(device)
         if isinstance(kernels, HostKernels):
             raise CallerError("this accumulator is a GPU's", got="device 'cpu'", do="use PerBlockGradientAccumulator")
-        kernels.refuse_to_exceed(self.memory_needed(layout), f"the accumulator of {layout!r}")
+        kernels.device.refuse_to_exceed(self.memory_needed(layout), f"the accumulator of {layout!r}")
         super().__init__(layout, kernels, hold, reused_buffers=reused_buffers)
 
     @staticmethod
@@ -114,13 +114,15 @@ class GpuGradientAccumulator(GradientAccumulator):
     def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:
         pairs = zip(slots, in_slot_order(slots, workspace, where, prefix), strict=True)
         wanted = [(slot, array) for slot, array in pairs if array is not None]
-        destinations = self.kernels.writable_views([array for _, array in wanted], [slot.name for slot, _ in wanted])
+        destinations = self.kernels.device.writable_views(
+            [array for _, array in wanted], [slot.name for slot, _ in wanted]
+        )
         for (slot, _), destination in zip(wanted, destinations, strict=True):
             refuse_other_shape(destination, slot)
         named = {slot.name: destination for (slot, _), destination in zip(wanted, destinations, strict=True)}
-        refuse_overlapping_destinations(named, self.arena, "accumulator")
+        refuse_overlapping_destinations(named, self.memory, "accumulator")
         self.settle([slot for slot, _ in wanted])  # and be behind all that was queued, whatever the stream
-        with self.kernels.in_order(self.sums):
+        with self.arena.in_order():
             self.kernels.scale([self.target_of(slot) for slot, _ in wanted], np.float32(1), destinations)
 
 

@@ -18,7 +18,7 @@ from gradengine.arrays.buffer import Buffer, RawBuffer, freed
 from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import without_owner
 from gradengine.errors import BufferRefused
-from gradengine.kernels import AddressCheck, Contribution, Kernels, SlotSet, as_of_now
+from gradengine.kernels import AddressCheck, Contribution, Device, SlotSet, as_of_now
 from gradengine.layout import Slot
 
 __all__ = ["Intake", "Reader", "reader_of"]
@@ -33,15 +33,15 @@ class Intake:
     """The way in of one accumulator.
 
     Args:
-        kernels: The device's kernels.
+        device: Where the gradients lie.
         arena: The accumulator's own memory, which no gradient may lie in.
         holds: Whether gradients are read later than they come, so that they may have moved by then.
         reused_buffers: Whether the caller writes each micro-batch into the same torch tensors.
     """
 
-    def __init__(self, kernels: Kernels, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
-        self._kernels, self._arena, self._holds = kernels, arena, holds
-        self._uncleared = None if reused_buffers else Uncleared(kernels)
+    def __init__(self, device: Device, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
+        self._device, self._arena, self._holds = device, arena, holds
+        self._uncleared = None if reused_buffers else Uncleared(device)
         self._known: dict[SlotSet, list[_Known]] = {}
         self._in_vain = 0
 
@@ -56,11 +56,11 @@ class Intake:
         known = self._known.setdefault(places, [])
         met = next((candidate for candidate in known if candidate.is_again(sources)), None)
         if met is None:
-            looked_at = self._kernels.contribution(places, self._views(slots, sources))
+            looked_at = Contribution.of(places, self._views(slots, sources))
             met = self._remember(known, sources, looked_at)
             contribution = self._as_it_came(looked_at, sources)
         else:
-            self._kernels.wait_for(met.producers)
+            self._device.wait_for(met.producers)
             contribution = met.contribution(places, tuple(sources))
         if self._uncleared is not None:
             versions = self._uncleared.refuse(places, slots, sources, None if met is None else met.versions)
@@ -101,7 +101,7 @@ class Intake:
 
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
         given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
-        found = self._kernels.views([source for _, source in given], [slot.name for slot, _ in given])
+        found = self._device.views([source for _, source in given], [slot.name for slot, _ in given])
         start, stop = self._arena.pointer, self._arena.pointer + self._arena.nbytes
         for (slot, _), view in zip(given, found, strict=True):
             if view.shape != slot.shape:
@@ -134,7 +134,7 @@ class _Known:
         """That of the same arrays come again."""
         self.was_met = True
         address_check = AddressCheck(self._reader, sources, self._then)
-        return Contribution(places, sources, self.addresses, as_of_now(self.producers), self.views, address_check)
+        return Contribution(places, self.views, self.addresses, as_of_now(self.producers), sources, address_check)
 
     def is_again(self, sources: Sequence[Any]) -> bool:
         # 0.03 us an array for the identities, 0.1 (CuPy) to 0.3 us (torch) for where they lie.

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from gradengine.arrays.frameworks import NonZero, fills_flat_buffer, is_torch, torch_versions
 from gradengine.errors import BufferRefused
-from gradengine.kernels import Kernels, SlotSet
+from gradengine.kernels import Device, SlotSet
 from gradengine.layout import Slot
 
 __all__ = ["Uncleared", "Versions"]
@@ -25,11 +25,11 @@ class Uncleared:
     """Refuses torch's gradients that come again to one accumulator and were not cleared.
 
     Args:
-        kernels: The device's kernels; while they record a graph, nothing is asked.
+        device: Where they lie; while it records a graph, nothing is asked.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._latest: dict[SlotSet, Versions] = {}
         self._doubts: list[tuple[Sequence[Slot], NonZero]] = []  # on a GPU, while it works
 
@@ -54,7 +54,7 @@ class Uncleared:
         suspects: list[int] = []
         if before is not None and before.versions != versions:
             suspects = before.changed_once(versions, None if before is of_this_set else sources)
-        if (suspects or self._doubts) and not self._kernels.is_capturing():
+        if (suspects or self._doubts) and not self._device.is_capturing():
             self._refuse_settled()
             self._refuse_non_zero(slots, sources, suspects)
         now = of_this_set or Versions(sources, versions, before)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gradengine.arguments import as_float, out_of_range
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, WindowError
-from gradengine.kernels import Batch, Contribution, SlotSet
+from gradengine.kernels import Contribution, FoldPass, SlotSet
 from gradengine.layout import Slot
 
 __all__ = ["Window", "checked_weight", "ordered_sum"]
@@ -86,7 +86,7 @@ class Window:
 
     def held_already(self, contribution: Contribution) -> int | None:
         """The first of its slots whose address some slot holds already, or None."""
-        pairs = zip(contribution.places.positions, contribution.addresses.tolist(), strict=True)
+        pairs = zip(contribution.slots.positions, contribution.addresses.tolist(), strict=True)
         return next((position for position, address in pairs if address in self._addresses), None)
 
     def refuse_moved(self, places: SlotSet, slots: Sequence[Slot]) -> None:
@@ -97,7 +97,7 @@ class Window:
             moved = address_check.moved(columns) if address_check and columns else None
             if moved is not None:
                 raise BufferRefused(
-                    f"component '{slots[held.contribution.places.positions[moved]].name}' was given other memory, or "
+                    f"component '{slots[held.contribution.slots.positions[moved]].name}' was given other memory, or "
                     "freed, while it was held",
                     expected="each micro-batch's gradients to stay as they are until they are folded",
                     do="use hold=1, or leave them alone; this window is lost: discard() it",
@@ -106,7 +106,7 @@ class Window:
     def take(self, contribution: Contribution, weight: np.float32) -> None:
         """Count a contribution to each of its slots and hold it; one without a gradient counts and holds nothing."""
         self.producers |= contribution.producers
-        index = contribution.places.index
+        index = contribution.slots.index
         if (self.counts[index] == len(self.weights)).any():
             self.weights.append(weight)
         self.counts[index] += 1
@@ -116,10 +116,10 @@ class Window:
             self.used[given] = True
             self._hold(_Held(contribution, weight, given.size), given)
 
-    def batches(self, places: SlotSet) -> list[Batch]:
+    def batches(self, places: SlotSet) -> list[FoldPass]:
         """All that these slots hold, in as few passes as can be: one, where they came together."""
         mine = self._held_for(places)
-        if all(held.contribution.places is places and held.is_whole for _, held in mine):
+        if all(held.contribution.slots is places and held.is_whole for _, held in mine):
             contributions = [held.contribution for _, held in mine]
             return [self._batch(places, contributions, [held.weight for _, held in mine])] if mine else []
         alike: dict[tuple[int, ...], list[int]] = {}
@@ -173,12 +173,12 @@ class Window:
     def _columns(self, number: int, held: _Held, places: SlotSet) -> list[int]:
         """Those of its slots that wait for it and are among these."""
         columns: list[int]
-        if held.contribution.places is places and held.is_whole:
+        if held.contribution.slots is places and held.is_whole:
             columns = np.flatnonzero(held.contribution.present).tolist()
             return columns
         rows, depths = self._numbers[places.index], self.waiting[places.index]
         waits = (rows == number) & (np.arange(rows.shape[1]) < depths[:, np.newaxis])
-        columns = [held.contribution.places.column[p] for p in places.index[waits.any(axis=1)].tolist()]
+        columns = [held.contribution.slots.column[p] for p in places.index[waits.any(axis=1)].tolist()]
         return columns
 
     def _learn(self, addresses: Iterable[int]) -> None:
@@ -191,12 +191,12 @@ class Window:
             if not self._addresses[address]:
                 del self._addresses[address]
 
-    def _part(self, places: SlotSet, held: Sequence[_Held]) -> Batch:
-        parts = [h.contribution.part(places.positions) for h in held]
+    def _part(self, places: SlotSet, held: Sequence[_Held]) -> FoldPass:
+        parts = [h.contribution.part(places) for h in held]
         return self._batch(places, parts, [h.weight for h in held])
 
-    def _batch(self, places: SlotSet, parts: Sequence[Contribution], weights: Sequence[np.float32]) -> Batch:
-        return Batch(places, ~self.filled[places.index], parts, weights)
+    def _batch(self, places: SlotSet, parts: Sequence[Contribution], weights: Sequence[np.float32]) -> FoldPass:
+        return FoldPass(places, ~self.filled[places.index], parts, weights)
 
 
 def checked_weight(weight: float) -> np.float32:

@@ -124,7 +124,7 @@ class Device(ABC):
     def raw(self, array: Array, dtype: str = "bfloat16") -> RawBuffer:
         """The memory of an array, as ours takes what has no dtype in the array's library."""
         address = array.data.ptr if self.is_gpu else array.ctypes.data
-        return RawBuffer(int(address), int(array.size), dtype, self.kernels.device, owner=array)
+        return RawBuffer(int(address), int(array.size), dtype, self.kernels.device.name, owner=array)
 
     @abstractmethod
     def sample(self, case: Case) -> Sample:
@@ -241,11 +241,10 @@ class Gpu(Device):
 
     @cached_property
     def _read_scratch(self) -> Callable[[], None]:
-        scratch = self.kernels.allocate(self.scratch)
+        scratch = self.kernels.device.allocate(self.scratch)
         self.kernels.fill_zero([scratch])
-        sums = self.kernels.squared_sums([self.scratch])
-        first = sums.all_chunks([0])[:1]  # the kernel takes whole buffers
-        return lambda: self.kernels.measure([scratch], sums, first)
+        arena = self.kernels.arena([scratch])
+        return lambda: self.kernels.measure(arena)
 
 
 @dataclass(frozen=True)

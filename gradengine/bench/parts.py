@@ -109,14 +109,13 @@ def norm(workload: Workload) -> list[Variant]:
 
 def _our_norm(workload: Workload) -> Case:
     kernels = workload.device.kernels
-    views = [kernels.view(gradient, "gradient") for gradient in workload.for_ours()[0]]
-    sums = kernels.squared_sums([view.size for view in views])
-    chunks = sums.all_chunks(range(len(views)))
+    views = [kernels.device.view(gradient, "gradient") for gradient in workload.for_ours()[0]]
+    arena = kernels.arena(views)
     plan = ClipPlan((0,) * len(views), (workload.max_norm,))
 
     def run() -> Any:
-        kernels.measure(views, sums, chunks)
-        return kernels.finalise(None, sums, plan, 1.0, zero_if_bad=False)
+        kernels.measure(arena)
+        return kernels.finalise(arena, plan, 1.0, zero_if_bad=False)
 
     return Case(run, error=lambda: workload.error_of_norm(float(run().norm)))
 
@@ -149,7 +148,7 @@ def _our_hand_back(workload: Workload, *, to_bf16: bool) -> Case:
     kernels, (arrays, put_back) = workload.device.kernels, _restored(workload)
     results = _bf16_like(workload) if to_bf16 else arrays
     given = [workload.device.raw(result) for result in results] if to_bf16 else arrays
-    sources, destinations = (kernels.writable_views(each, [""] * len(each)) for each in (arrays, given))
+    sources, destinations = (kernels.device.writable_views(each, [""] * len(each)) for each in (arrays, given))
     return Case(
         lambda: kernels.scale(sources, np.float32(_FACTOR), destinations),
         error=lambda: workload.error(results, _FACTOR),
@@ -251,6 +250,8 @@ def _clipped(
 
 def _recorded(gpu: Gpu, run: Callable[[], object]) -> Callable[[], object]:
     run()  # what is made at the first call is no part of the graph
-    with gpu.kernels.recording() as recorded:
+    graphs = gpu.kernels.device.graphs
+    assert graphs is not None
+    with graphs.recording() as recorded:
         run()
     return Replay(recorded.graph.launch, kept=run)

@@ -1,4 +1,9 @@
-"""The operations on gradients, once for each device behind one interface."""
+"""What is computed on a device: K1 accumulate, K2 finalise, K3 hand back, in NumPy and in CUDA.
+
+In: `Buffer`s of `arrays`, and an `Arena`: targets, partial squared sums and stream order in one. Out: sums in it, a
+`Decision`, destinations written. `interface.py` is `Kernels`, `device.py` is `Device` (memory, streams, graphs);
+`host*.py` are the CPU's, `cuda*.py` and `*.cu` a GPU's. Imports `arrays`; knows no layout and no step.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,17 @@ from typing import TypeAlias
 from gradengine.arguments import said
 from gradengine.arrays.frameworks import TorchDevice, device_name
 from gradengine.errors import CallerError
+from gradengine.kernels.arena import CHUNK, Arena, Chunk, PartialSums
 from gradengine.kernels.cuda import CudaKernels, cuda_kernels
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, refuse_bad_divisor
+from gradengine.kernels.device import Device, Recorded
 from gradengine.kernels.host import HostKernels
-from gradengine.kernels.interface import CHUNK, Chunk, Kernels, Recorded, SquaredSums
+from gradengine.kernels.interface import Kernels
 from gradengine.kernels.operands import (
     ADDRESS,
     AddressCheck,
-    Batch,
     Contribution,
-    Fold,
+    FoldPass,
     SlotSet,
     as_of_now,
     producers_of,
@@ -30,20 +36,21 @@ __all__ = [
     "ADDRESS",
     "CHUNK",
     "AddressCheck",
-    "Batch",
+    "Arena",
     "Chunk",
     "ClipPlan",
     "Contribution",
     "CudaKernels",
     "Decision",
     "Device",
+    "DeviceLike",
     "Float64",
-    "Fold",
+    "FoldPass",
     "HostKernels",
     "Kernels",
+    "PartialSums",
     "Recorded",
     "SlotSet",
-    "SquaredSums",
     "StepStatus",
     "arithmetic",
     "as_of_now",
@@ -60,10 +67,10 @@ def _host_kernels() -> HostKernels:
     return HostKernels()
 
 
-Device: TypeAlias = str | TorchDevice | Kernels
+DeviceLike: TypeAlias = str | TorchDevice | Kernels
 
 
-def kernels_for(device: Device) -> Kernels:
+def kernels_for(device: DeviceLike) -> Kernels:
     """The kernels of a device by name.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.kernels.device import CudaDevice
+from gradengine.kernels.cuda_runtime import CudaRuntime
 
 __all__ = ["CAPACITIES", "Addresses"]
 
@@ -29,7 +29,7 @@ class Addresses:
         capacities: How many the kernels' variants take by value, from the smallest on.
     """
 
-    def __init__(self, device: CudaDevice, capacities: Mapping[str, int] = CAPACITIES) -> None:
+    def __init__(self, device: CudaRuntime, capacities: Mapping[str, int] = CAPACITIES) -> None:
         self._device, self._capacities = device, capacities
 
     def arguments(self, addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = ()) -> tuple[str, tuple[Any, ...]]:

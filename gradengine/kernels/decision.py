@@ -57,6 +57,11 @@ class ClipPlan:
         """The targets of each block."""
         return _collected(self.blocks, 1 + max((block for block in self.blocks if block is not None), default=-1))
 
+    @cached_property
+    def rows(self) -> list[npt.NDArray[np.intp]]:
+        """The targets of each group, then of each block, in matrices: a row for each, of alike length, -1 beyond it."""
+        return _rows([*self.members, *self.block_members])
+
 
 def _collected(labels: Sequence[int | None], count: int) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(count)]
@@ -64,6 +69,23 @@ def _collected(labels: Sequence[int | None], count: int) -> list[list[int]]:
         if label is not None:
             found[label].append(target)
     return found
+
+
+def _rows(segments: Sequence[Sequence[int]]) -> list[npt.NDArray[np.intp]]:
+    """Matrices of consecutive segments, each at most twice as large as what is in it."""
+    found: list[list[Sequence[int]]] = []
+    for segment in segments:
+        rows = found[-1] if found else []
+        width = max([len(segment), *map(len, rows)])
+        if not rows or width * (len(rows) + 1) > 2 * (len(segment) + sum(map(len, rows))):
+            rows = []
+            found.append(rows)
+        rows.append(segment)
+    matrices = [np.full((len(rows), max(1, *map(len, rows))), -1, np.intp) for rows in found]
+    for matrix, rows in zip(matrices, found, strict=True):
+        for row, segment in zip(matrix, rows, strict=True):
+            row[: len(segment)] = segment
+    return matrices
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,10 @@ class Decision:
         """The first group's factor: the only one there is without groups."""
         return self.factors[0]
 
+    def kept_norm(self) -> Scalar:
+        """The norm in memory that the next decision does not write."""
+        return self.norm
+
 
 def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool = False) -> Decision:
     """The decision, from each target's squared sum; fp64 throughout, the factor rounded once to fp32.
@@ -111,20 +137,20 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
         >>> decision.norm, decision.scales
         (5.0, (0.2,))
     """
-
-    def norm_of(members: Sequence[int]) -> float:
-        return math.sqrt(sum_in_order(totals[list(members)])) / divisor
-
-    group_norms = [norm_of(members) for members in plan.members]
-    scales = [clip_scale(norm, bound, divisor) for norm, bound in zip(group_norms, plan.max_norms, strict=True)]
-    bad = tuple(int(i) for i in np.flatnonzero(~np.isfinite(totals)))
+    norm = math.sqrt(sum_in_order(totals)) / divisor
+    padded = np.append(totals, 0.0)  # what stands for nothing in a row adds nothing to it
+    sums = [np.add.accumulate(padded[rows], axis=1)[:, -1] for rows in plan.rows]
+    norms = (np.sqrt(np.concatenate(sums)) / divisor).tolist()
+    groups = len(plan.max_norms)
+    scales = [clip_scale(norm, bound, divisor) for norm, bound in zip(norms[:groups], plan.max_norms, strict=True)]
+    bad = tuple(np.flatnonzero(~np.isfinite(totals)).tolist())
     return Decision(
-        norm=norm_of(range(len(totals))),
-        group_norms=tuple(group_norms),
-        block_norms=tuple(norm_of(members) for members in plan.block_members),
+        norm=norm,
+        group_norms=tuple(norms[:groups]),
+        block_norms=tuple(norms[groups:]),
         component_norms=tuple((np.sqrt(totals) / divisor).tolist()),
         scales=tuple(scales),
-        factors=tuple(np.float32(scale / divisor) for scale in scales),
+        factors=tuple([np.float32(scale / divisor) for scale in scales]),
         inverse=np.float32(divisor / scales[0] if scales[0] else math.inf),
         skipped=bool(bad) and zero_if_bad,
         bad=bad,

@@ -1,598 +1,125 @@
-"""One GPU through CuPy: its memory, its streams, and what may be asked of its driver."""
+"""A device: its memory, its streams and its graphs, as one interface. What is computed there is the kernels' affair."""
 
 from __future__ import annotations
 
-import math
-import threading
-import weakref
-from collections import deque
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, final
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from gradengine.arrays.buffer import Buffer, refuse_read_only
+from gradengine.arrays.streams import ProducerStream
+from gradengine.kernels.staging import StagingBuffer
 
-from gradengine.arrays.buffer import Buffer
-from gradengine.arrays.streams import stream_handle
-from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels.interface import Recorded
-from gradengine.kernels.toolchain import refuse_to_exceed
-
-__all__ = ["CudaDevice", "Kept", "StreamOrder"]
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
-_UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
-_PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
-_INVALID_HANDLE = 400  # cudaErrorInvalidResourceHandle
-_POOLED = 1 << 20  # bytes: CuPy's pool of pinned memory rounds up to a power of two
+__all__ = ["Device", "Graphs", "Order", "Recorded"]
 
 
-@final
-class Kept:
-    """Memory that work may still read or write: kept until events behind that work are done."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[Collection[Any], object]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def until(self, events: Collection[Any], memory: object) -> None:
-        """Keep memory until these events are done."""
-        self._waiting.append((events, memory))
-
-    def dropped(self, events: Collection[Any], memory: object) -> None:
-        """Keep memory that nobody else keeps any more, unless these events are done."""
-        if not all(event.done for event in events):
-            self.until(events, memory)
-
-    def let_go(self) -> None:
-        """Of what work is done with. Threads share these, so each entry is one's own while it is looked at."""
-        for _ in range(len(self._waiting)):
-            try:
-                events, memory = self._waiting.popleft()
-            except IndexError:  # another thread looks at the rest
-                return
-            if not all(event.done for event in events):
-                self._waiting.append((events, memory))
-
-    def wait(self) -> None:
-        """Wait for the work, and let all of it go."""
-        while self._waiting:
-            with suppress(IndexError):  # another thread took it
-                events, _ = self._waiting.popleft()
-                for event in events:
-                    event.synchronize()
-
-
-@final
-class CudaDevice:
-    """A device, its current stream being CuPy's of the calling thread.
-
-    Args:
-        xp: CuPy, or what has its surface.
-        ordinal: Which device.
+@dataclass
+class Recorded:
+    """Work that was recorded instead of done.
 
     Attributes:
-        name: "cuda:0", ...
-        kept: What was dropped while work on it may run.
+        graph: The CUDA graph, once the recording is over; `launch()` runs it on the current stream.
+        kept: Memory that the graph reads or writes: it outlives the last run, also where this is dropped before.
+        launched: An event behind the last run.
     """
 
-    def __init__(self, xp: Any, ordinal: int) -> None:
-        self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
-        with xp.cuda.Device(ordinal):
-            self._uploads = xp.cuda.Stream(non_blocking=True)
-        self._recorded: Recorded | None = None  # what is being recorded
-        self._foreign: list[Any] = []  # what graphs that others record read
-        self.kept = Kept()
+    graph: Any = None
+    kept: list[Any] = field(default_factory=list)
+    launched: Any = None
 
+
+class Graphs(ABC):
+    """Graph capture on a device."""
+
+    @abstractmethod
+    def recording(self) -> AbstractContextManager[Recorded]:
+        """Within it, work is recorded and not done."""
+
+    @abstractmethod
+    def replay(self, recorded: Recorded) -> None:
+        """Queue recorded work on the current stream."""
+
+
+class Order(ABC):
+    """The order of work on some memory, over all streams that it is queued on."""
+
+    @abstractmethod
+    def use(self) -> AbstractContextManager[None]:
+        """Work queued in it comes behind what was queued on the memory before, and before what will be."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Have whoever reads next come behind what was queued, whatever stream and device are current."""
+
+
+class Device(ABC):
+    """Memory, streams and graphs of one device; its current stream is the calling thread's.
+
+    Attributes:
+        name: "cpu", "cuda:0", ...
+        graphs: Graph capture; None where there is none, as on the CPU.
+    """
+
+    name: str
+    graphs: Graphs | None
+
+    @abstractmethod
     def on(self, stream: object) -> AbstractContextManager[object]:
-        """Within it, work is queued on a stream: CuPy's, one with `__cuda_stream__` or `cuda_stream`, or a handle."""
-        if stream is None:
-            return nullcontext()
-        if isinstance(stream, self.xp.cuda.Stream):
-            return _On(self, stream)
-        with self.active():
-            return _On(self, self.xp.cuda.Stream.from_external(_ForeignStream(stream)))
+        """Within it, work is queued on that stream; None is the current one. Raises `CallerError` without streams."""
 
-    def active(self) -> AbstractContextManager[object]:
-        """Within it, this is the current device: where a caller works on another one, launches would go there."""
-        if self.xp.cuda.runtime.getDevice() == self.ordinal:
-            return _NOTHING
-        return self.xp.cuda.Device(self.ordinal)  # type: ignore[no-any-return]
-
+    @abstractmethod
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph instead of working."""
-        return bool(self.current_stream().is_capturing())
 
-    def recording(self) -> AbstractContextManager[Recorded]:
-        """Within it, work is recorded; on a stream of its own, ordered behind the current one."""
-        return _Recording(self)
-
-    def begin_recording(self, recorded: Recorded) -> None:
-        """What is queued from now on is recorded."""
-        if self._recorded is not None:
-            raise CallerError(
-                "another window is being captured on this device", do="one at a time, in one thread; capture it then"
-            )
-        self._recorded = recorded
-
-    def end_recording(self, recorded: Recorded) -> None:
-        """It is not any more; nothing changes where another recording is under way."""
-        if self._recorded is recorded:
-            self._recorded = None
-
-    def finish(self, recorded: Recorded) -> None:
-        """Memory that a graph works on outlives its last run."""
-        recorded.launched = self.event()
-        memory = recorded.kept, recorded.graph
-        weakref.finalize(recorded, self.kept.dropped, (recorded.launched,), memory).atexit = False
-
-    def keep(self, *memory: Any) -> None:
-        """What a graph that is being recorded reads stays alive with it."""
-        if self._recorded is not None:
-            self._recorded.kept += memory
-        elif self.is_capturing():  # somebody else's graph: how long it lives is not known here
-            self._foreign += memory
-
-    def drop(self, *memory: Any) -> None:
-        """Let memory go that only the current stream's work uses, once that is done."""
-        if self.is_capturing():
-            self.keep(*memory)
-        else:
-            self.kept.until((self.record(),), memory)
-
-    def let_go(self) -> None:
-        """Of memory that was dropped, what work is done with; not in a capture, where nothing may be asked."""
-        if self.kept and not self.is_capturing():
-            self.kept.let_go()
-
-    def allocate(self, size: int) -> Buffer:
-        """An fp32 buffer from CuPy's pool; raises `OutOfDeviceMemory`."""
-        self.refuse_to_exceed(4 * size, f"an fp32 buffer of {size} elements")
-        with self.active():
-            memory = self._empty((size,), np.dtype(np.float32))
-        return Buffer(int(memory.data.ptr), size, "float32", (size,), True, memory, self.name)
-
-    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """Raise `OutOfDeviceMemory` where so many bytes do not fit; waits where they may once work is done."""
-        with self.active():
-            try:
-                refuse_to_exceed(self.xp, nbytes, what)
-            except OutOfDeviceMemory:
-                if not self.kept or self.is_capturing():
-                    raise
-                self.kept.wait()
-                refuse_to_exceed(self.xp, nbytes, what)
-
-    def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """A buffer as a CuPy array of that shape and dtype; no copy, and its owner stays alive with it."""
-        memory = self.xp.cuda.UnownedMemory(buffer.pointer, buffer.nbytes, buffer.owner, self.ordinal)
-        return self.xp.ndarray(shape, dtype, self.xp.cuda.MemoryPointer(memory, 0))
-
-    def current_stream(self) -> Any:
-        """The calling thread's current stream on this device."""
-        return self.xp.cuda.get_current_stream(self.ordinal)
-
-    def giving_stream(self) -> Any:
-        """The stream that memory is taken from now: in a capture not the current one."""
-        return self._uploads if self.is_capturing() else self.current_stream()
-
-    def event(self) -> Any:
-        """An event without a clock."""
-        with self.active():
-            return self.xp.cuda.Event(disable_timing=True)
-
-    def pinned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Pinned host memory as a NumPy array; much of it is taken from the driver, to the byte, and given back."""
-        nbytes = count * np.dtype(dtype).itemsize
-        with self.active():
-            memory = self._pinned_exactly(nbytes) if nbytes > _POOLED else self.xp.cuda.alloc_pinned_memory(nbytes)
-        return np.frombuffer(memory, dtype, count)
-
-    def _pinned_exactly(self, nbytes: int) -> Any:
-        memory = self.xp.cuda.PinnedMemory(nbytes, self.xp.cuda.runtime.hostAllocPortable)
-        return self.xp.cuda.PinnedMemoryPointer(memory, 0)
-
-    def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
-        """Queue a copy from pinned memory, which must stay as it is until it is done."""
-        runtime, stream = self.xp.cuda.runtime, self.current_stream()
-        with self.active():
-            runtime.memcpyAsync(there.data.ptr, here.ctypes.data, here.nbytes, runtime.memcpyHostToDevice, stream.ptr)
-
-    def copy_from(self, there: Any, here: npt.NDArray[Any]) -> None:
-        """Queue a copy into pinned memory, which is not to be looked at until it is done."""
-        runtime, stream = self.xp.cuda.runtime, self.current_stream()
-        with self.active():
-            runtime.memcpyAsync(here.ctypes.data, there.data.ptr, here.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-
-    def copied(self, array: Any) -> Any:
-        """The same elements in the current stream's memory; a copy, and no kernel."""
-        runtime, stream = self.xp.cuda.runtime, self.current_stream()
-        with self.active():
-            copy = self._empty(array.shape, array.dtype)
-            kind = runtime.memcpyDeviceToDevice
-            runtime.memcpyAsync(copy.data.ptr, array.data.ptr, array.nbytes, kind, stream.ptr)
-        return copy
-
-    def sent(self, values: npt.NDArray[Any]) -> Any:
-        """Values in device memory, for the work that the current stream is given next: dropped, it is behind that.
-
-        In a capture each replay copies them anew, and the graph keeps the memory.
-        """
-        with self.active(), self.giving_stream():
-            there = self._empty(values.shape, values.dtype)
-        self.copied_into(there, values)
-        self.keep(there)
-        return there
-
-    def copied_into(self, there: Any, values: npt.NDArray[Any]) -> None:
-        """Queue a copy of values of the same dtype, as they are now."""
-        here = self.pinned(values.size, values.dtype)
-        here[:] = values
-        self.copy_to(there, here)
-        self.drop(here)
-
-    def clear(self, pointer: int, nbytes: int) -> None:
-        """Queue zeros."""
-        if nbytes:
-            with self.active():
-                self.xp.cuda.runtime.memsetAsync(pointer, 0, nbytes, self.current_stream().ptr)
-
-    def upload(self, array: npt.NDArray[Any]) -> Any:
-        """A copy on the device, on a stream of its own: allowed while a graph is recorded, and no part of that.
-
-        The memory is the current stream's, so that once dropped it is given out again behind the work that still uses
-        it; what it holds now may be such work's, which is waited for.
-        """
-        with self.active():
-            current = self.giving_stream()
-            with current:
-                memory = self._empty(array.shape, array.dtype)
-            self._uploads.wait_event(current.record())
-            with self._uploads:
-                memory.set(array)
-            self._uploads.synchronize()
-        return memory
-
-    def read(self, array: Any, behind: Any) -> npt.NDArray[Any]:
-        """A copy on the host of what an array holds behind an event, whatever stream is current; waits."""
-        with self.active():
-            self._uploads.wait_event(behind)
-            on_host: npt.NDArray[Any] = array.get(stream=self._uploads)
-        return on_host
-
-    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        self.let_go()
-        try:
-            return self.xp.empty(shape, dtype)
-        except self.xp.cuda.memory.OutOfMemoryError as fault:  # the pool may have a limit below what the device has
-            if self.kept and not self.is_capturing():
-                self.kept.wait()
-                return self._empty(shape, dtype)
-            nbytes = dtype.itemsize * math.prod(shape)
-            raise OutOfDeviceMemory(str(fault), expected=f"{nbytes} bytes") from None
-
-    def stream_for_producers(self) -> int:
-        """The current stream as DLPack counts them: 1 is the default one; -1, in a capture, asks for no ordering."""
-        stream = self.current_stream()
-        if stream.is_capturing():
-            return -1
-        return int(stream.ptr) or 1
-
-    def wait_for(self, handle: int) -> None:
-        """Have the current stream wait for what another library's has to do; 0 is the default stream."""
-        with self.active():
-            self.current_stream().wait_event(self._behind(handle))
-
-    def _behind(self, handle: int) -> Any:
-        """An event behind what another library's stream has to do; an event is of its stream's device, or refused."""
-        stream = self.stream_of(handle)
-        try:
-            return stream.record(self.event())
-        except self.xp.cuda.runtime.CUDARuntimeError as fault:
-            if fault.status != _INVALID_HANDLE:
-                raise
-        with self.xp.cuda.Device(self._ordinal_of(handle)):
-            return stream.record(self.xp.cuda.Event(disable_timing=True))
-
-    def _ordinal_of(self, handle: int) -> int:
-        """The device of a stream, by its context: CuPy has no other way to ask."""
-        driver = self.xp.cuda.driver
-        context = driver.ctxGetCurrent()
-        try:
-            driver.ctxSetCurrent(driver.streamGetCtx(handle))
-            return int(driver.ctxGetDevice())
-        finally:
-            driver.ctxSetCurrent(context)
-
-    def records(self, handle: int) -> bool:
-        """Whether another library's stream, of whichever device, records a graph.
+    @abstractmethod
+    def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
+        """Flat views of arrays on this device; what is queued next comes behind their producers' work.
 
         Raises:
-            CallerError: There is no such stream, as far as the driver can say.
+            BufferRefused: One cannot be taken as it lies.
         """
-        try:
-            return bool(self.stream_of(handle).is_capturing())
-        except self.xp.cuda.runtime.CUDARuntimeError as fault:
-            if fault.status != _INVALID_HANDLE:
-                raise
-            raise CallerError(
-                f"a stream that gradients are lent on is none of {self.name}, nor of another device",
-                got=f"handle {handle:#x}",
-                expected="a stream that lives until the step is over",
-            ) from None
 
-    def let_wait(self, handle: int, event: Any) -> None:
-        """Have another library's stream wait for an event."""
-        with self.active():
-            self.stream_of(handle).wait_event(event)
+    def view(self, source: object, component: str) -> Buffer:
+        """A flat view of one array, as `views`; raises `BufferRefused`."""
+        return self.views([source], [component])[0]
 
-    def record(self) -> Any:
-        """An event behind what the current stream has to do."""
-        with self.active():
-            return self.current_stream().record(self.event())
+    def writable_views(self, destinations: Sequence[object], components: Sequence[str]) -> list[Buffer]:
+        """Flat views of memory that will be written; raises `BufferRefused`."""
+        views = self.views(destinations, components)
+        for view, destination, component in zip(views, destinations, components, strict=True):
+            refuse_read_only(view, destination, component)
+        return views
 
-    def launch(self, recorded: Recorded) -> None:
-        """Queue a recorded graph; what it reads stays alive until that is done."""
-        with self.active():
-            recorded.graph.launch()
-            if self.is_capturing():
-                self.keep(recorded)
-            else:
-                self.current_stream().record(recorded.launched)
+    def writable_view(self, destination: object, component: str) -> Buffer:
+        """A flat view of memory that will be written; raises `BufferRefused`."""
+        return self.writable_views([destination], [component])[0]
 
-    def used(self, uses: dict[tuple[int, int], Any], born: int) -> None:
-        """Have `uses` hold an event behind what the current stream has to do, unless it is the one with that handle."""
-        stream = self.current_stream()
-        if stream.is_capturing() or (stream.ptr == born and born != _PER_THREAD):
-            return
-        key = stream.ptr, threading.get_ident()
-        with self.active():
-            uses[key] = stream.record(uses.get(key) or self.event())
+    @abstractmethod
+    def wait_for(self, producers: Iterable[ProducerStream]) -> None:
+        """Have what is queued next come behind what these producers' streams have to do now."""
 
-    def readers(self) -> list[Any]:
-        """The streams that CuPy reads this device's arrays on, now.
+    @abstractmethod
+    def hand_over(self, producers: Iterable[ProducerStream]) -> None:
+        """Have these producers' streams wait for all that was queued: a step's results are theirs to read."""
 
-        A read is queued on the current stream of the current device, whatever device the array lies on; a kernel of the
-        user's on that of this device.
-        """
-        return [*{self.xp.cuda.get_current_stream(), self.current_stream()}]
+    @abstractmethod
+    def allocate(self, size: int) -> Buffer:
+        """An fp32 buffer of `size` elements, 128-byte aligned, its contents undefined; raises `OutOfDeviceMemory`."""
 
-    def stream_of(self, handle: int) -> Any:
-        """Another library's stream as one of CuPy's; 0 is the default stream."""
-        with self.active():
-            return self.xp.cuda.Stream.from_external(_Handle(handle)) if handle else self.xp.cuda.Stream.null
+    @abstractmethod
+    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
+        """Raise `OutOfDeviceMemory` where a GPU has not so many bytes left; before anything is taken."""
 
-    def refuse_foreign(self, buffer: Buffer, component: str) -> None:
-        """Ask the driver about a raw pointer: its first and its last byte must lie on this device."""
-        for address in (buffer.pointer, buffer.pointer + buffer.nbytes - 1) if buffer.size else ():
-            found = self.xp.cuda.runtime.pointerGetAttributes(address)
-            if found.type in {_UNREGISTERED_MEMORY, _PINNED_MEMORY} or found.device != self.ordinal:
-                kind = "host memory, or memory that was freed" if found.type < 2 else f"memory of cuda:{found.device}"
-                raise BufferRefused(
-                    f"component '{component}' does not lie on {self.name} as a whole",
-                    got=f"{kind} at {address:#x}",
-                    expected=f"{buffer.nbytes} bytes from {buffer.pointer:#x} on",
-                )
+    @abstractmethod
+    def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Any:
+        """One of our fp32 buffers as the device's own kind of array (NumPy, CuPy), in that shape; no copy."""
 
+    @abstractmethod
+    def order(self, memory: Buffer | None = None) -> Order:
+        """The order of work on memory of this device; ours stays alive until that is done, whoever drops it before."""
 
-@final
-class StreamOrder:
-    """The order of work on some memory, whichever streams it is queued on: each use waits for the one before.
-
-    Behind each use an event is kept. A stream is never asked later: it may be gone then, and another have its handle.
-
-    Args:
-        device: Where the memory is, given out on the stream that is current now.
-        memory: What is kept alive until the work on it is done, when all else that kept it is dropped.
-
-    Attributes:
-        device: Where the memory is.
-    """
-
-    def __init__(self, device: CudaDevice, *memory: Any) -> None:
-        self.device, self._memory = device, memory
-        self._born = self._last = device.current_stream()
-        self._done = device.event()
-        self._open: Any = None  # the stream of a use that is not over
-        if not device.is_capturing():
-            with device.active():
-                self._last.record(self._done)
-
-    def keep(self, *memory: Any) -> None:
-        """More memory of which this is the order of work."""
-        self._memory += memory
-        if self.device.current_stream() is not self._born:
-            self._born = None  # of several streams
-
-    def use(self) -> AbstractContextManager[None]:
-        """Work that is queued in it comes behind all that was queued before; a graph's as a whole, when it runs."""
-        return _Use(self)
-
-    def begin(self, stream: Any) -> bool:
-        """Have a stream wait for the use before; whether this is the outermost one on it."""
-        is_outermost = self._open is not stream
-        if is_outermost:
-            self._end_open()
-        if stream is not self._last or stream.ptr == _PER_THREAD:
-            stream.wait_event(self._done)
-            self._last = stream
-        self._open = stream
-        return is_outermost
-
-    def done(self, stream: Any, *, is_outermost: bool) -> None:
-        """The use on that stream is all queued."""
-        stream.record(self._done)
-        if is_outermost:
-            self._open = None
-
-    def _end_open(self) -> None:
-        """Of a use that did not come to its end, interrupted, what was queued counts."""
-        if self._open is not None:
-            self._open.record(self._done)
-
-    def follow(self) -> None:
-        """Have whoever reads next come behind what was queued, whatever device and stream are current."""
-        streams = self.device.readers()
-        with self.device.active():
-            self._end_open()
-            for stream in streams:
-                if (stream is not self._last or stream.ptr == _PER_THREAD) and not stream.is_capturing():
-                    stream.wait_event(self._done)
-
-    def read(self, array: Any) -> npt.NDArray[Any]:
-        """A copy on the host; waits for what was queued."""
-        with self.device.active():
-            self._end_open()
-        return self.device.read(array, self._done)
-
-    def end(self) -> None:
-        """Everybody else has dropped the memory: whoever gets it next comes behind what was done with it.
-
-        CuPy's pool gives memory out again on the stream that it came from: behind work there nothing needs be kept.
-        """
-        memory, self._memory = self._memory, ()  # which may refer to this order
-        if self._last is not self._born or self._last.ptr == _PER_THREAD:
-            self.device.kept.dropped((self._done,), memory)
-
-
-# No context manager here is a generator: one that an interrupt leaves suspended ends with its traceback, steps later.
-
-
-@final
-class _Use(AbstractContextManager[None]):
-    """One use of memory whose work has an order; its device is the current one meanwhile."""
-
-    def __init__(self, order: StreamOrder) -> None:
-        self._order = order
-
-    def __enter__(self) -> None:
-        self._stream = self._order.device.current_stream()
-        self._is_ordered = not self._stream.is_capturing()
-        if self._is_ordered:
-            self._active = self._order.device.active()
-            self._active.__enter__()
-            try:
-                self._is_outermost = self._order.begin(self._stream)
-            except BaseException:
-                self._active.__exit__(None, None, None)
-                raise
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_ordered:
-            try:
-                self._order.done(self._stream, is_outermost=self._is_outermost)
-            finally:
-                self._active.__exit__(None, None, None)
-
-
-@final
-class _On(AbstractContextManager[None]):
-    """A device and a stream that are current."""
-
-    def __init__(self, device: CudaDevice, stream: Any) -> None:
-        self._device, self._stream = device, stream
-        self._before: int | None = None  # the device that was current
-        self._is_pushed = False
-
-    def __enter__(self) -> None:
-        runtime = self._device.xp.cuda.runtime
-        self._before = runtime.getDevice()
-        try:
-            runtime.setDevice(self._device.ordinal)
-            self._is_pushed = True
-            self._stream.__enter__()  # a stream is made current for the current device
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_pushed and self._device.current_stream() is self._stream:  # else an interrupt came first
-            self._stream.__exit__()
-        self._is_pushed = False
-        if self._before is not None:
-            self._device.xp.cuda.runtime.setDevice(self._before)
-            self._before = None
-
-
-@final
-class _Recording(AbstractContextManager[Recorded]):
-    """Work that is recorded, on a stream that is the current one meanwhile."""
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._device, self._recorded = device, Recorded()
-        self._stream: Any = None
-        self._on: _On | None = None
-        self._has_begun = False
-
-    def __enter__(self) -> Recorded:
-        try:
-            self._device.begin_recording(self._recorded)
-            self._begin()
-        except BaseException:
-            self._abandon()
-            raise
-        return self._recorded
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._abandon()
-            return
-        try:
-            self._recorded.graph = self._stream.end_capture()
-        except BaseException:
-            self._abandon()
-            raise
-        self._close()
-        self._device.finish(self._recorded)
-
-    def _begin(self) -> None:
-        device = self._device
-        with device.active():
-            self._stream = device.xp.cuda.Stream(non_blocking=True)
-            self._stream.wait_event(device.current_stream().record())
-        self._on = _On(device, self._stream)
-        self._on.__enter__()
-        self._has_begun = True  # ended in vain where it has not
-        self._stream.begin_capture()
-
-    def _abandon(self) -> None:
-        try:
-            if self._has_begun:
-                with suppress(Exception):  # it may say that the capture is void; why it is, the caller is told
-                    self._stream.end_capture()
-                self._has_begun = False  # not where an interrupt came before: it is ended when this is called again
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self._on is not None:
-            self._on.__exit__()
-        self._device.end_recording(self._recorded)
-
-
-class _ForeignStream:
-    """Another library's stream, in the way that CuPy takes one; kept alive by it."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._handle = stream_handle(stream)
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
-
-
-@dataclass(frozen=True)
-class _Handle:
-    """A bare stream handle, in the way that CuPy takes one."""
-
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
+    @abstractmethod
+    def staging(self, arena: Buffer) -> StagingBuffer:
+        """Host memory through which an arena's spans travel to other workers."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.kernels.addresses import CAPACITIES, Addresses
-from gradengine.kernels.device import CudaDevice
+from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.tables import Entry, Table, Tables
 from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
@@ -35,7 +35,7 @@ class Launches:
         DeviceUnavailable: NVRTC or its headers are missing.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaRuntime) -> None:
         self._device = device
         takes_32_kb = takes_large_arguments(device.xp)
         capacities = CAPACITIES if takes_32_kb else {"small": CAPACITIES["small"]}

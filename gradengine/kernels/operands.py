@@ -1,4 +1,4 @@
-"""A micro-batch's gradients for some components, as they lie: what K1 takes, one micro-batch or several held."""
+"""What K1 takes, on every device: micro-batches' gradients for some of an arena's targets, one or several held."""
 
 from __future__ import annotations
 
@@ -11,32 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.dtypes import DTYPES
 from gradengine.arrays.streams import NamedStream, ProducerStream
 
-__all__ = ["ADDRESS", "AddressCheck", "Batch", "Contribution", "Fold", "SlotSet", "as_of_now", "producers_of"]
+__all__ = ["ADDRESS", "AddressCheck", "Contribution", "FoldPass", "SlotSet", "as_of_now", "producers_of", "tagged"]
 
 ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
-
-
-@dataclass(frozen=True)
-class Fold:
-    """What K1 does to one target in one pass: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation.
-
-    Attributes:
-        position: Which target.
-        overwrite: True for the window's first contribution: the target is written without being read.
-        sources: The micro-batches' gradients, in the order they came.
-        weights: One fp32 weight for each; exactly 1 multiplies nothing.
-    """
-
-    position: int
-    overwrite: bool
-    sources: tuple[Buffer, ...]
-    weights: tuple[np.float32, ...]
+_DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
 
 
 class SlotSet:
-    """Some of the targets, in order; compared by identity, so that what is known of them need not be looked up.
+    """Some of an arena's targets, in order; compared by identity, so that what is known of them is found at once.
 
     Args:
         positions: Which targets.
@@ -50,10 +35,6 @@ class SlotSet:
     def column(self) -> dict[int, int]:
         """Where each target stands among these."""
         return {position: i for i, position in enumerate(self.positions)}
-
-    def is_disjoint(self, other: SlotSet) -> bool:
-        """Whether no target is among both."""
-        return self is not other and self.column.keys().isdisjoint(other.positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +57,14 @@ class AddressCheck:
         return next((c for c, here in zip(columns, now, strict=True) if here != self.then[c]), None)
 
 
+def tagged(buffer: Buffer) -> int:
+    """The buffer's address with its dtype in the upper byte, as common.cuh reads it."""
+    return buffer.pointer | DTYPES[buffer.dtype].tag << _DTYPE_SHIFT
+
+
 def producers_of(views: Iterable[Buffer | None]) -> frozenset[ProducerStream]:
     """Whose streams these are worked on, each once."""
-    return frozenset(view.producer for view in views if view is not None and view.producer is not None)
+    return frozenset([view.producer for view in views if view is not None and view.producer is not None])
 
 
 def as_of_now(producers: frozenset[ProducerStream]) -> frozenset[ProducerStream]:
@@ -87,51 +73,69 @@ def as_of_now(producers: frozenset[ProducerStream]) -> frozenset[ProducerStream]
     return producers.union(NamedStream(handle) for handle in handles if handle is not None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Contribution:
     """One micro-batch's gradients for some targets.
 
     Attributes:
-        places: Which targets.
-        held: What must stay alive until they are folded; None where the micro-batch gave no gradient.
-        addresses: Where each lies, with its dtype, as the device's kernels read it; 0 where there is nothing.
+        slots: Which targets.
+        views: Each one's gradient; None where the micro-batch gave none.
+        addresses: Where each lies, tagged with its dtype; 0 where there is nothing.
         producers: Whose streams they are worked on.
-        views: The gradients as the host's kernels read them; nothing on a GPU, which needs the addresses alone.
+        sources: The arrays themselves, to be kept alive, where the views do not do that.
         address_check: Where they lay, where they are held and may move meanwhile.
     """
 
-    places: SlotSet
-    held: Sequence[Any]
+    slots: SlotSet
+    views: Sequence[Buffer | None]
     addresses: npt.NDArray[np.uint64]
     producers: frozenset[ProducerStream] = frozenset()
-    views: Sequence[Buffer | None] = ()
+    sources: Sequence[Any] = ()
     address_check: AddressCheck | None = None
+
+    @staticmethod
+    def of(slots: SlotSet, views: Sequence[Buffer | None]) -> Contribution:
+        """That of views as they were resolved.
+
+        >>> view = Buffer(4096, 2, "float16", (2,), True, None)
+        >>> [hex(address) for address in Contribution.of(SlotSet([0, 1]), [view, None]).addresses.tolist()]
+        ['0x100000000001000', '0x0']
+        """
+        addresses = [tagged(view) if view is not None and view.size else 0 for view in views]
+        return Contribution(slots, views, np.array(addresses, np.uint64), producers_of(views))
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """Which targets get a gradient."""
-        return np.array([given is not None for given in self.held], np.bool_)
+        return np.array([view is not None for view in self.views], np.bool_)
 
-    def part(self, positions: Sequence[int]) -> Contribution:
+    @cached_property
+    def fp32(self) -> list[npt.NDArray[np.float32]] | None:
+        """On the host the gradients where all are there and in fp32; else None."""
+        if any(view is None or view.dtype != "float32" for view in self.views):
+            return None
+        return [view.data for view in self.views if view is not None]
+
+    def part(self, slots: SlotSet) -> Contribution:
         """The same for fewer targets."""
-        columns = [self.places.column[position] for position in positions]
-        views = [self.views[c] for c in columns] if self.views else ()
-        held = [self.held[c] for c in columns]
-        return Contribution(SlotSet(positions), held, self.addresses[columns], self.producers, views)
+        columns = [self.slots.column[position] for position in slots.positions]
+        return Contribution(
+            slots, [self.views[c] for c in columns], self.addresses[columns], self.producers, self.sources
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """What K1 does in one pass: the micro-batches held for some targets, in the order they came.
+class FoldPass:
+    """One pass of K1: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation.
 
     Attributes:
-        places: Which targets.
-        overwrite: Of each, whether this is the window's first contribution.
-        contributions: The micro-batches, all for these targets.
-        weights: One fp32 weight for each.
+        slots: Which targets.
+        overwrite: Of each, whether this is the window's first contribution: it is written without being read.
+        contributions: The micro-batches, all for these targets, in the order they came.
+        weights: One fp32 weight for each; exactly 1 multiplies nothing.
     """
 
-    places: SlotSet
+    slots: SlotSet
     overwrite: npt.NDArray[np.bool_]
     contributions: Sequence[Contribution]
     weights: Sequence[np.float32]
@@ -141,13 +145,3 @@ class Batch:
         """Which targets get a gradient from any of the micro-batches."""
         found: npt.NDArray[np.bool_] = np.logical_or.reduce([c.present for c in self.contributions])
         return found
-
-    def folds(self) -> list[Fold]:
-        """The same target by target, without those that get nothing."""
-        return [self._fold(i) for i in range(len(self.places.positions)) if self.present[i]]
-
-    def _fold(self, i: int) -> Fold:
-        given = [(c.views[i], w) for c, w in zip(self.contributions, self.weights, strict=True)]
-        terms = [(view, weight) for view, weight in given if view is not None]
-        sources, weights = zip(*terms, strict=True)
-        return Fold(self.places.positions[i], bool(self.overwrite[i]), sources, weights)

@@ -90,6 +90,10 @@ class DeviceDecision(Decision):
         """The first group's factor, a 0-d array."""
         return self.memory.field("factor")
 
+    def kept_norm(self) -> Scalar:
+        """A copy on the device, to be read on the streams that are current now."""
+        return self.memory.kept("norm")
+
 
 class DecisionMemory:
     """All that K2 reads and writes besides the partials, allocated once for a plan.
@@ -123,6 +127,13 @@ class DecisionMemory:
         """One field of the verdict as a 0-d array on the device."""
         dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]
         return self.record[offset : offset + dtype.itemsize].view(dtype).reshape(())
+
+    def kept(self, name: str) -> Any:
+        """One field in memory of its own, to be read on the streams that are current now."""
+        with self.order.use():
+            copy = self.order.runtime.copied(self.field(name))
+        self.order.follow()
+        return copy
 
     def decision(self) -> DeviceDecision:
         """The decision that lies here."""

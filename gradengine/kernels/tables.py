@@ -7,27 +7,23 @@ change, so they travel by value: there is no copy to order, and nothing that a c
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
-from gradengine.arrays.dtypes import DTYPES
-from gradengine.kernels.interface import SquaredSums
-from gradengine.kernels.operands import Batch, Contribution, Fold, SlotSet, producers_of
+from gradengine.kernels.arena import PartialSums
+from gradengine.kernels.operands import tagged
 
-__all__ = ["OVERWRITE", "DeviceSums", "Entry", "Table", "Tables", "as_batches", "chunk_for", "handed_back", "tagged"]
+__all__ = ["OVERWRITE", "CudaPartialSums", "Entry", "Table", "Tables", "chunk_for", "handed_back"]
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
 _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
-_DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
 OVERWRITE = 1 << 60
 
 _TABLES = 256  # remembered: an accumulator needs one for each block; destinations that move make new ones
@@ -48,30 +44,24 @@ def chunk_for(size: int) -> int:
     return chunk
 
 
-def tagged(buffer: Buffer) -> int:
-    """The buffer's address with its dtype in the upper byte, as common.cuh reads it."""
-    return buffer.pointer | DTYPES[buffer.dtype].tag << _DTYPE_SHIFT
-
-
-class DeviceSums(SquaredSums):
-    """The partials on the device: a squared sum and a count of non-finite elements for each chunk.
+@final
+class CudaPartialSums(PartialSums):
+    """The partial sums on the device: a squared sum and a count of non-finite elements for each chunk.
 
     Attributes:
         non_finite: How many elements of each chunk are not finite.
         decisions: What K2 writes to, by clip plan.
-        order: The order of work on them over streams.
         of_all: The table for measuring all of them, wherever they lie.
-        tables: Those of K1, by the targets that they are for.
     """
 
+    order: Any
+
     def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any], order: Any) -> None:
-        super().__init__(sizes, chunk_for(sum(sizes)))
-        self.order = order
+        super().__init__(sizes, order, chunk_for(sum(sizes)))
         self.values = upload(self.values)
-        self.non_finite = upload(np.zeros(len(self.values), np.uint32))
+        self.non_finite = upload(np.zeros(sum(self.counts), np.uint32))
         self.decisions: dict[Any, Any] = {}
         self.of_all: Table | None = None
-        self.tables: WeakKeyDictionary[SlotSet, Table] = WeakKeyDictionary()
         order.keep(self.values, self.non_finite, self.decisions)
 
 
@@ -156,25 +146,3 @@ class Tables:
 
     def _bytes(self, array: npt.NDArray[Any]) -> Any:
         return self._upload(array.view(np.uint8)) if array.size else None
-
-
-def as_batches(folds: Sequence[Fold]) -> list[Batch]:
-    """Folds that one launch can take: with the same weights, or with one weight for all that only some lack."""
-    groups: dict[tuple[np.float32, ...], list[Fold]] = {}
-    one_weight = len({weight for fold in folds for weight in fold.weights}) <= 1
-    for fold in folds:
-        groups.setdefault(() if one_weight else fold.weights, []).append(fold)
-    return [_as_batch(group) for group in groups.values()]
-
-
-def _as_batch(folds: Sequence[Fold]) -> Batch:
-    places = SlotSet([fold.position for fold in folds])
-    longest = max((fold.weights for fold in folds), key=len)
-    columns = itertools.zip_longest(*(fold.sources for fold in folds))
-    contributions = [
-        Contribution(
-            places, column, np.array([0 if s is None else tagged(s) for s in column], np.uint64), producers_of(column)
-        )
-        for column in columns
-    ]
-    return Batch(places, np.array([fold.overwrite for fold in folds]), contributions, longest)

@@ -102,7 +102,7 @@ class Reducer:
     @cached_property
     def _staging(self) -> StagingBuffer:
         """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have come."""
-        return self._kernels.staging(self._accumulator.arena)
+        return self._kernels.device.staging(self._accumulator.memory)
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
         """Join groups, and let leave again what had left through other exchanges."""
@@ -120,7 +120,7 @@ class Reducer:
             if span.key not in self.workers.started:
                 self._accumulator.settle_span(span)
                 self._to_mean(span)
-                with self._kernels.in_order(self._accumulator.sums):
+                with self._accumulator.arena.in_order():
                     self._staging.fetch(span.start, span.stop)
                 self._state.enter(Event.SEND)  # not behind it: an interrupt there would leave a window that is open
                 self.workers.start(span)
@@ -144,7 +144,9 @@ class Reducer:
         is_alone, accumulator = self.is_alone, self._accumulator
         if self.agreed is not None and self._state.now is State.AGREED and not is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
-        self._kernels.wait_for(accumulator.producers)  # refuses one that records a graph, before anything is done
+        self._kernels.device.wait_for(
+            accumulator.producers
+        )  # refuses one that records a graph, before anything is done
         accumulator.close(measure=is_alone or self.workers.is_alone)
         if is_alone:
             accumulator.measure_rest()
@@ -212,7 +214,7 @@ class Reducer:
         with _KeptIfItFails(self._state):
             self._sum_over_workers()
             self._state.enter(Event.SEND)
-            stats = self.parts.agree(self._stats(self._kernels.totals(self._accumulator.sums), self._told))
+            stats = self.parts.agree(self._stats(self._kernels.totals(self._accumulator.arena), self._told))
             if not self.workers.is_alone:
                 stats = agree(self.workers, stats)
         self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
@@ -233,8 +235,8 @@ class Reducer:
                     index = bad.index - slot.offset
                     return NonFiniteGradient(slot.name, index, bad.value, step=self.step, rank=bad.rank)
         for position in suspects:
-            with self._kernels.in_order(self._accumulator.sums):
-                found = self._kernels.first_non_finite(self._accumulator.targets[position])
+            with self._accumulator.arena.in_order():
+                found = self._kernels.first_non_finite(self._accumulator.arena.targets[position])
             if found is not None:
                 return NonFiniteGradient(self._layout.slots[position].name, *found, step=self.step)
         return None
@@ -273,19 +275,19 @@ class Reducer:
             for span in self._layout.spans:
                 self._on_reduced(span, span.stop)
         else:
-            with self._kernels.in_order(self._accumulator.sums):
+            with self._accumulator.arena.in_order():
                 self._staging.put_back()
             self._accumulator.forget_measured()
             self._accumulator.measure_rest()
 
     def _measure(self, span: Span, first: int, upto: int) -> None:
-        sums = self._accumulator.sums
+        partials = self._accumulator.arena.partials
         chunks = [
             chunk
             for position, slot in self._accumulator.slots_within(span, first, upto)
-            for chunk in sums.completed(position, first - slot.offset, upto - slot.offset)
+            for chunk in partials.completed(position, first - slot.offset, upto - slot.offset)
         ]
-        self._kernels.measure(self._accumulator.targets, sums, chunks)
+        self._kernels.measure_chunks(self._accumulator.arena, chunks)
 
 
 @final

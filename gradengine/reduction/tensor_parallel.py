@@ -129,7 +129,11 @@ class TensorParallelGroup:
 
     @cached_property
     def _targets(self) -> list[Buffer]:
-        return [target for target, is_one in zip(self._accumulator.targets, self._is_replicated, strict=True) if is_one]
+        return [
+            target
+            for target, is_one in zip(self._accumulator.arena.targets, self._is_replicated, strict=True)
+            if is_one
+        ]
 
     @cached_property
     def _layout(self) -> GradientLayout:
@@ -215,43 +219,42 @@ class _Replicas:
     ) -> None:
         self._kernels = accumulator.kernels
         self._divisor = accumulator.layout.tp_size if average else 1
-        self._arena = self._kernels.allocate(layout.arena_size)
-        self._parts = [self._arena.part(slot.offset, slot.stop) for slot in slots]
-        self._sums = self._kernels.squared_sums([slot.size for slot in slots], self._arena)
-        with self._kernels.in_order(self._sums):
-            self._kernels.fill_zero([self._arena])
+        self._memory = self._kernels.device.allocate(layout.arena_size)
+        self._arena = self._kernels.arena([self._memory.part(slot.offset, slot.stop) for slot in slots], self._memory)
+        with self._arena.in_order():
+            self._kernels.fill_zero([self._memory])
 
     @property
     def data(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         """Where the exchange sums."""
-        return self._staging.data if self._arena.size else np.empty(0, np.float32)
+        return self._staging.data if self._memory.size else np.empty(0, np.float32)
 
     @cached_property
     def _staging(self) -> StagingBuffer:
-        return self._kernels.staging(self._arena)
+        return self._kernels.device.staging(self._memory)
 
     def take(self, targets: Sequence[Buffer]) -> None:
         """Copy this rank's gradients to where the exchange finds them."""
-        with self._kernels.in_order(self._sums):
-            self._kernels.scale(targets, np.float32(1), self._parts)
-            if self._arena.size:
-                self._staging.fetch(0, self._arena.size)
+        with self._arena.in_order():
+            self._kernels.scale(targets, np.float32(1), self._arena.targets)
+            if self._memory.size:
+                self._staging.fetch(0, self._memory.size)
 
     def land(self) -> None:
         """The sums are there."""
-        if self._arena.size:
-            with self._kernels.in_order(self._sums):
+        if self._memory.size:
+            with self._arena.in_order():
                 self._staging.put_back()
 
     def totals(self) -> Float64:
         """Squared sums of what will be put back: the memory holds sums until then, as it may be put back twice."""
-        self._kernels.measure_all(self._parts, self._sums)
-        return self._kernels.totals(self._sums) / self._divisor**2
+        self._kernels.measure(self._arena)
+        return self._kernels.totals(self._arena) / self._divisor**2
 
     def put_back(self, targets: Sequence[Buffer]) -> None:
         """Copy sums, or averages, to the arena."""
-        with self._kernels.in_order(self._sums):
-            self._kernels.scale(self._parts, np.float32(1 / self._divisor), targets)
+        with self._arena.in_order():
+            self._kernels.scale(self._arena.targets, np.float32(1 / self._divisor), targets)
 
 
 def _do_nothing(span: Span, upto: int) -> None:

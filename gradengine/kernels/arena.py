@@ -1,0 +1,132 @@
+"""The memory that gradients are summed in: targets, the squared sums of their chunks, and the order of work."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias, final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from gradengine.arrays.buffer import Buffer
+from gradengine.kernels.decision import Float64, sum_in_order
+from gradengine.kernels.device import Order
+from gradengine.kernels.operands import SlotSet
+
+__all__ = ["CHUNK", "Arena", "Chunk", "PartialSums"]
+
+Chunk: TypeAlias = tuple[int, int, int, int]  # position of a target, index of its partial sum, start, stop
+
+CHUNK = 262144  # elements, 1 MB of fp32: at half of it threads that meet at the GIL cost up to 10 % of a step
+
+
+def chunks_of(size: int, first: int = 0, chunk: int = CHUNK) -> list[tuple[int, int, int]]:
+    """(index counted from `first`, start, stop) of each chunk of `size` elements.
+
+    >>> chunks_of(CHUNK + 1, 7)
+    [(7, 0, 262144), (8, 262144, 262145)]
+    """
+    return [(first + k, start, min(size, start + chunk)) for k, start in enumerate(range(0, size, chunk))]
+
+
+def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> tuple[list[list[Chunk]], int]:
+    """Chunks in runs of at most `chunk` elements, which a thread takes one at a time; and how many elements in all.
+
+    >>> pieces_of([(0, 0, 0, 5), (1, 1, 0, 3), (2, 2, 0, 8)], chunk=8)
+    ([[(0, 0, 0, 5), (1, 1, 0, 3)], [(2, 2, 0, 8)]], 16)
+    """
+    pieces: list[list[Chunk]] = []
+    elements, room = 0, 0
+    for part in chunks:
+        size = part[3] - part[2]
+        if size > room or not pieces:
+            pieces.append([])
+            room = chunk
+        pieces[-1].append(part)
+        room -= size
+        elements += size
+    return pieces, elements
+
+
+class PartialSums:
+    """The squared sum of each chunk of each target, at fixed places: the norm's partial sums, allocated once.
+
+    Args:
+        sizes: Elements of each target.
+        order: The order of work on them, and on the targets, over streams.
+        chunk: Elements of a chunk: the unit that one thread, or one thread block, sums at a time.
+
+    Attributes:
+        values: The squared sums; NaN until measured, so that a chunk that nobody measured can never pass.
+    """
+
+    def __init__(self, sizes: Sequence[int], order: Order, chunk: int = CHUNK) -> None:
+        self.sizes, self.order, self.chunk = tuple(sizes), order, chunk
+        self.counts = [-(-size // chunk) for size in sizes]
+        self.first = list(itertools.accumulate(self.counts, initial=0))[:-1]
+        self._single = [position for position, count in enumerate(self.counts) if count == 1]
+        self._first_of_single = [self.first[position] for position in self._single]
+        self._multiple = [position for position, count in enumerate(self.counts) if count > 1]
+        self.values: Any = np.full(sum(self.counts), np.nan)
+
+    def chunks(self, positions: Sequence[int]) -> list[Chunk]:
+        """Every chunk of these targets."""
+        sizes, first = self.sizes, self.first
+        return [(p, *chunk) for p in positions for chunk in chunks_of(sizes[p], first[p], self.chunk)]
+
+    @cached_property
+    def pieces(self) -> tuple[list[list[Chunk]], int]:
+        """All chunks, in pieces as `pieces_of` makes them."""
+        return pieces_of(self.chunks(range(len(self.sizes))))
+
+    def totals_of(self, values: Float64) -> Float64:
+        """Each target's squared sum, its chunks added in order; `values` on the host."""
+        totals = np.zeros(len(self.sizes))
+        totals[self._single] = values[self._first_of_single]
+        for position in self._multiple:
+            first = self.first[position]
+            totals[position] = sum_in_order(values[first : first + self.counts[position]])
+        return totals
+
+    def completed(self, position: int, start: int, stop: int) -> list[Chunk]:
+        """The chunks of one target whose last element lies in start..stop - 1 of it."""
+        first = max(start, 0) // self.chunk
+        last = self.counts[position] if stop >= self.sizes[position] else max(stop, 0) // self.chunk
+        size, index = self.sizes[position], self.first[position]
+        return [
+            (position, index + k, k * self.chunk, min(size, (k + 1) * self.chunk))
+            for k in range(first, max(first, last))
+        ]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Arena:
+    """What kernels work on.
+
+    Attributes:
+        targets: fp32 buffers that are summed into; or, to be clipped, a caller's own of any dtype.
+        partials: Their partial squared sums, and the order of work on all of it.
+        memory: The flat buffer that the targets are parts of, the padding between them zero; None where they are not.
+        prepared: What a device's kernels have made for some of the targets.
+    """
+
+    targets: tuple[Buffer, ...]
+    partials: PartialSums
+    memory: Buffer | None = None
+    prepared: WeakKeyDictionary[SlotSet, Any] = field(default_factory=WeakKeyDictionary)
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """What is queued in it comes behind what was done with this memory, and before what will be; on any stream.
+
+        Whatever reads or writes the memory belongs in one; kernels that are given the arena do so themselves.
+        """
+        return self.partials.order.use()
+
+    def follow(self) -> None:
+        """Have whoever reads next come behind what was done with it, whatever stream and device are current."""
+        self.partials.order.follow()

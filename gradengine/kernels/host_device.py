@@ -1,0 +1,87 @@
+"""The CPU as a device: memory, and no streams or graphs, since the host does one thing after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+import numpy as np
+
+from gradengine.arguments import said
+from gradengine.arrays.buffer import Array, Buffer
+from gradengine.arrays.host import host_buffer
+from gradengine.arrays.streams import ProducerStream
+from gradengine.errors import CallerError, OutOfDeviceMemory
+from gradengine.kernels.device import Device, Order
+from gradengine.kernels.staging import NoStaging
+
+__all__ = ["HostDevice"]
+
+_IN_ORDER: AbstractContextManager[None] = nullcontext()
+
+
+@final
+class HostDevice(Device):
+    """The CPU; see `Device`."""
+
+    name = "cpu"
+    graphs = None
+
+    def on(self, stream: object) -> AbstractContextManager[object]:
+        """The CPU has no streams."""
+        if stream is not None:
+            raise CallerError("the CPU has no streams", got=said(stream), expected="stream=None")
+        return _IN_ORDER
+
+    def is_capturing(self) -> bool:
+        """Never."""
+        return False
+
+    def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
+        """See `Device.views`; host memory only."""
+        return [host_buffer(source, component) for source, component in zip(sources, components, strict=True)]
+
+    def wait_for(self, producers: Iterable[ProducerStream]) -> None:
+        """Host memory is ready."""
+
+    def hand_over(self, producers: Iterable[ProducerStream]) -> None:
+        """The host is done."""
+
+    def allocate(self, size: int) -> Buffer:
+        """See `Device.allocate`; the pages are touched when first written."""
+        try:
+            memory = np.empty(4 * size + 128, np.uint8)
+        except (MemoryError, ValueError):  # NumPy's word for more than an address can say
+            raise OutOfDeviceMemory("the CPU has not the memory", got=f"{4 * size} bytes asked for") from None
+        start = -memory.ctypes.data % 128
+        data = memory[start : start + 4 * size].view(np.float32)
+        return Buffer(data.ctypes.data, size, "float32", (size,), True, memory, data=data)
+
+    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
+        """The operating system decides when pages are touched."""
+
+    def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Array:
+        """See `Device.array`; a NumPy view."""
+        view: Array = buffer.data.reshape(shape)
+        return view
+
+    def order(self, memory: Buffer | None = None) -> Order:
+        """What was called before is done."""
+        return _ORDER
+
+    def staging(self, arena: Buffer) -> NoStaging:
+        """The arena itself."""
+        return NoStaging(arena)
+
+
+@final
+class _HostOrder(Order):
+    def use(self) -> AbstractContextManager[None]:
+        return _IN_ORDER
+
+    def follow(self) -> None:
+        pass
+
+
+_ORDER = _HostOrder()
