@@ -23,7 +23,10 @@ from gradengine.layout import GradientLayout
 
 __all__ = ["NAMES", "Benchmarks", "Options", "as_json", "run"]
 
-NAMES = ("accumulate", "norm", "hand-back", "hand-back-bf16", "clip", "step", "compiled", "lora", "host", "launches")
+NAMES = (
+    *("accumulate", "window", "norm", "hand-back", "hand-back-bf16", "clip"),
+    *("step", "compiled", "lora", "host", "launches"),
+)
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of peers: torch takes a norm in the gradients' dtype
 _LORA_BLOCKS = 4
@@ -56,6 +59,7 @@ class Benchmarks:
         """What can be run."""
         return {
             "accumulate": lambda: self._timed("accumulate", accumulate(self._workload.first(2), begun=1)),
+            "window": lambda: self._timed("window", accumulate(self._workload, (1, self.options.k))),
             "norm": lambda: self._timed("norm", norm(self._workload.first(1))),
             "hand-back": lambda: self._timed("hand-back", hand_back(self._in_fp32.first(1), to_bf16=False)),
             "hand-back-bf16": lambda: self._timed("hand-back-bf16", hand_back(self._in_fp32.first(1), to_bf16=True)),
