@@ -199,7 +199,8 @@ class GradientEngine:
         """
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
         count, room = self.accumulator.accumulated_count, self._settings.micro_batches
-        self._refuse_full("the window", count)
+        if room is not None and count >= room:
+            raise _full("the window", count, room)
         if gradients is None:
             _refuse_weight_of_nothing(weight)
             self.accumulator.add_nothing()
@@ -226,10 +227,7 @@ class GradientEngine:
         block, last = self.layout.block(index), truth_value("last", last)
         self._ask_part(block)
         self.accumulator.add_block(block.index, gradients, weight, measure=last and self.world_size == 1)
-        if self._capture is not None:
-            self._capture.window.keep(block.slots, gradients, f"{block.name}.")
-        if last:
-            self._reducer.start((block,))
+        self._note_part(block, gradients, last, f"{block.name}.")
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, last: bool = False) -> None:
         """Add one component outside the blocks, by name or id, as `add_block` does a block.
@@ -240,10 +238,7 @@ class GradientEngine:
         span, last = self.layout.spans_by_key[self.accumulator.non_block_slot(name).name], truth_value("last", last)
         self._ask_part(span)
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
-        if self._capture is not None:
-            self._capture.window.keep(span.slots, [gradient])
-        if last:
-            self._reducer.start((span,))
+        self._note_part(span, [gradient], last)
 
     def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.
@@ -412,7 +407,15 @@ class GradientEngine:
     def _ask_part(self, span: Span) -> None:
         self._ask(Call.ADD_PART)
         self._reducer.refuse_started(span)
-        self._refuse_full(f"the window of {span.called}", self.accumulator.count_of(span))
+        count, room = self.accumulator.count_of(span), self._settings.micro_batches
+        if room is not None and count >= room:
+            raise _full(f"the window of {span.called}", count, room)
+
+    def _note_part(self, span: Span, gradients: Gradients, last: bool, prefix: str = "") -> None:
+        if self._capture is not None:
+            self._capture.window.keep(span.slots, gradients, prefix)
+        if last:
+            self._reducer.start((span,))
 
     def _ask_for_graph(self, call: Call) -> None:
         """Raise where no whole step of one worker's can be captured, or replayed."""
@@ -438,13 +441,6 @@ class GradientEngine:
             "or_nothing": "" if is_alone else ", or add(None, weight=0) where this worker has none",
             "others": "" if is_alone else f"{others}; ",
         }
-
-    def _refuse_full(self, what: str, count: int) -> None:
-        room = self._settings.micro_batches
-        if room is not None and count >= room:
-            raise WindowError(
-                f"{what} is full", got=f"micro-batch {count + 1}", expected=f"step() after {room} micro-batches"
-            )
 
     def _raise_late(self) -> None:
         if self._settings.raises:
@@ -565,6 +561,10 @@ class GradientEngine:
         self._reducer.next_step()
         self._launching = None
         return result
+
+
+def _full(what: str, count: int, room: int) -> WindowError:
+    return WindowError(f"{what} is full", got=f"micro-batch {count + 1}", expected=f"step() after {room} micro-batches")
 
 
 def _refuse_weight_of_nothing(weight: object) -> None:

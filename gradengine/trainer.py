@@ -51,12 +51,6 @@ class Batch(Enum):
     FINISHED = "all is done"
 
 
-class _Call(Enum):
-    TRAIN = "train_batch"
-    FINISH = "finish_step"
-    FINISH_APPLIED = "finish_step(applied=...)"
-
-
 _UNFINISHED = Refusal(
     "step {engine_step} of an earlier batch is not finished",
     "{count} micro-batches in the window",
@@ -71,22 +65,22 @@ _PERHAPS_APPLIED = Refusal(
 )
 
 
-def _row(train: Batch | Refusal, finish: Batch | Refusal, finish_applied: Batch | Refusal) -> _Row:
-    return {_Call.TRAIN: train, _Call.FINISH: finish, _Call.FINISH_APPLIED: finish_applied}
-
-
-_Row: TypeAlias = Mapping[_Call, Batch | Refusal]
+_Answers: TypeAlias = tuple["Batch | Refusal", "Batch | Refusal", "Batch | Refusal"]
+_TRAIN, _FINISH, _FINISH_APPLIED = range(3)
+# fmt: off
 #: What each call comes to next, or its refusal. A batch of which all or some are in may have been dropped by the
 #: engine's own discard(); then another can begin.
-_BATCHES: Mapping[Batch, _Row] = {
-    Batch.READY: _row(Batch.ADDING, _NO_BATCH, _NO_BATCH),
-    Batch.ADDING: _row(Batch.ADDING, _BROKE_OFF, _BROKE_OFF),
-    Batch.ADDED: _row(Batch.ADDING, Batch.STEPPED, Batch.STEPPED),
-    Batch.STEPPED: _row(_UNFINISHED, Batch.APPLYING, Batch.APPLYING),
-    Batch.APPLYING: _row(_PERHAPS_APPLIED, _PERHAPS_APPLIED, Batch.APPLIED),
-    Batch.APPLIED: _row(_UNFINISHED, Batch.FINISHED, Batch.FINISHED),
-    Batch.FINISHED: _row(Batch.ADDING, Batch.FINISHED, Batch.FINISHED),
+_BATCHES: Mapping[Batch, _Answers] = {
+    #                train_batch()     finish_step()     finish_step(applied=)
+    Batch.READY:    (Batch.ADDING,     _NO_BATCH,        _NO_BATCH),
+    Batch.ADDING:   (Batch.ADDING,     _BROKE_OFF,       _BROKE_OFF),
+    Batch.ADDED:    (Batch.ADDING,     Batch.STEPPED,    Batch.STEPPED),
+    Batch.STEPPED:  (_UNFINISHED,      Batch.APPLYING,   Batch.APPLYING),
+    Batch.APPLYING: (_PERHAPS_APPLIED, _PERHAPS_APPLIED, Batch.APPLIED),
+    Batch.APPLIED:  (_UNFINISHED,      Batch.FINISHED,   Batch.FINISHED),
+    Batch.FINISHED: (Batch.ADDING,     Batch.FINISHED,   Batch.FINISHED),
 }
+# fmt: on
 
 
 class LocalTrainer(Protocol[MicroBatchT_contra]):
@@ -239,7 +233,7 @@ class DistributedTrainer:
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
         applied = None if applied is None else truth_value("applied", applied)
-        self._ask(_Call.FINISH if applied is None else _Call.FINISH_APPLIED)
+        self._ask(_FINISH if applied is None else _FINISH_APPLIED)
         if self._batch is Batch.ADDED:
             self.last_result, self._batch = self._step(), Batch.STEPPED
         if self._batch is Batch.STEPPED or (self._batch is Batch.APPLYING and not applied):
@@ -269,13 +263,13 @@ class DistributedTrainer:
 
     def _begun(self) -> Batch:
         """Raises `WindowError` unless the next batch may begin: also where `engine.discard()` dropped the last one."""
-        begun = self._ask(_Call.TRAIN)
+        begun = self._ask(_TRAIN)
         is_over = self._batch is Batch.ADDED and self._lost_result() is not None
         if self.engine.has_open_window or is_over:
             raise self._error(_UNFINISHED)
         return begun
 
-    def _ask(self, call: _Call) -> Batch:
+    def _ask(self, call: int) -> Batch:
         answer = _BATCHES[self._batch][call]
         if isinstance(answer, Refusal):
             raise self._error(answer)

@@ -127,9 +127,7 @@ _back = Refusal(
 )
 _open = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
 _scale = Refusal(
-    "the loss scale of an open window cannot be changed",
-    "{change}",
-    do="set it after step() or discard()",
+    "the loss scale of an open window cannot be changed", "{change}", do="set it after step() or discard()"
 )
 _graph = Refusal("a window is being captured", do="leave its `with` first; discard() where an interrupt did")
 _one = Refusal(

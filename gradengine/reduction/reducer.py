@@ -29,7 +29,6 @@ from gradengine.reduction.tensor_parallel import TensorParallelGroup
 __all__ = ["DecidedStep", "Reducer"]
 
 _NO_TOTALS: Float64 = np.empty(0)
-_NONE_TOLD: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class Reducer:
         accumulator.close(measure=is_alone or self.workers.is_alone)
         if is_alone:
             accumulator.measure_rest()
-            self.agreed = self._stats(_NO_TOTALS)
+            self.agreed = self._stats(_NO_TOTALS, {})  # there is nobody to compare them with
         else:
             self.agreed = self._agree()
         self._state.enter(Event.AGREE)
@@ -214,7 +213,8 @@ class Reducer:
         with _KeptIfItFails(self._state):
             self._sum_over_workers()
             self._state.enter(Event.SEND)
-            stats = self.parts.agree(self._stats(self._kernels.totals(self._accumulator.arena), self._told))
+            told = {**self._settings, "tensor-parallel group": self.parts.described}
+            stats = self.parts.agree(self._stats(self._kernels.totals(self._accumulator.arena), told))
             if not self.workers.is_alone:
                 stats = agree(self.workers, stats)
         self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
@@ -241,15 +241,9 @@ class Reducer:
                 return NonFiniteGradient(self._layout.slots[position].name, *found, step=self.step)
         return None
 
-    @property
-    def _told(self) -> dict[str, str]:
-        """What all workers must have set alike."""
-        return {**self._settings, "tensor-parallel group": self.parts.described}
-
-    def _stats(self, totals: Float64, settings: Mapping[str, str] = _NONE_TOLD) -> StepStats:
+    def _stats(self, totals: Float64, settings: Mapping[str, str]) -> StepStats:
         accumulator = self._accumulator
-        count, weight = accumulator.accumulated_count, accumulator.total_weight
-        place = self._place if settings else ""
+        count, weight, place = accumulator.accumulated_count, accumulator.total_weight, self._place if settings else ""
         return StepStats(weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1))
 
     def _to_mean(self, span: Span) -> None:
