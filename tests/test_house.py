@@ -1,9 +1,12 @@
 """The house rules that a machine can keep: imports follow the data's way, files stay small, frameworks stay outside."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gradengine"
 
@@ -169,3 +172,20 @@ def test_no_context_manager_of_a_step_is_a_generator():
         path = PACKAGE.joinpath(*room.split(".")) if room else PACKAGE
         source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         assert "@contextmanager" not in source, room
+
+
+FOLDERS = sorted({name.split(".")[0] for name, path in CORE if path.parent != PACKAGE})
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folders_first_page_says_what_enters_what_leaves_and_what_it_imports(folder):
+    page = " ".join(ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())).split())
+    assert re.search(r"\bIn: .*\bOut: .*\bImports ", page)
+    named = set(re.findall(r"`(\w+)`", page.rpartition("Imports ")[2]))
+    used = {
+        imported.split(".")[1]
+        for path in (PACKAGE / folder).glob("*.py")
+        for imported in imports(path)
+        if "." in imported
+    }
+    assert (used & set(FOLDERS)) - {folder} == named & set(FOLDERS)
