@@ -273,8 +273,9 @@ class GradientEngine:
         way = "deferred" if deferred else "in place" if out is None else "out"
         self._ask(Call.STEP)
         interrupted = self._handed_back(way) if self._state.now is State.HANDED_BACK else None
-        device, memory = self._kernels.device, self.accumulator.memory
-        destinations = None if out is None else destinations_of(self.layout.slots, device, memory, out)
+        destinations = None
+        if out is not None:
+            destinations = destinations_of(self.layout.slots, self._kernels.device, self.accumulator.memory, out)
         decided = interrupted or self._decide(way)
         self._hand_back(decided, destinations)
         result = self._result(decided, out)

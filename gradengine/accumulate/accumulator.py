@@ -230,8 +230,7 @@ class GradientAccumulator(ABC):
             WindowError: There is no micro-batch, and nobody said so by `add_nothing`; or some component has fewer than
                 the others. Nothing is folded then.
         """
-        self.state.ask(Call.STEP)
-        window = self._window
+        asked, window = self.state.ask(Call.STEP), self._window
         if not window.weights:
             self._fill_with_nothing()
             return
@@ -244,7 +243,7 @@ class GradientAccumulator(ABC):
                 expected=f"{len(window.weights)} as the others have",
                 do="add what is missing; None stands for a component without a gradient",
             )
-        self._settle(self._all, measure=measure)
+        self._settle(self._all, asked, measure=measure)
 
     def changing(self, call: Call | Event = Call.VIEW) -> AbstractContextManager[None]:
         """While that call writes: an interrupt in it leaves a window that is good for nothing but to be dropped.
@@ -396,13 +395,13 @@ class GradientAccumulator(ABC):
             self._places[key] = SlotSet([self._position[slot.name] for slot in slots])
         return self._places[key]
 
-    def _settle(self, places: SlotSet, *, measure: bool = False) -> None:
-        """Fold what is held and zero what nothing came for."""
-        settled = self.state.ask(Call.VIEW)
+    def _settle(self, places: SlotSet, over: State | None = None, *, measure: bool = False) -> None:
+        """Fold what is held and zero what nothing came for; for a view, or for a call that ends in the state `over`."""
+        over = over or self.state.ask(Call.VIEW)
         if self._window.filled[places.index].all() and not self._window.waiting[places.index].any():
             return
         self._before_fold(places)
-        with _Changing(self, settled):
+        with _Changing(self, over):
             self._fold(places, measure=measure)
             empty = places.index[~self._window.filled[places.index]]
             if empty.size:
