@@ -29,9 +29,14 @@ def views(count):
     return [view() for _ in range(count)]
 
 
+def take(window, contribution, weight=ONE):
+    window.count(contribution, weight)
+    window.hold(contribution, weight)
+
+
 def took(window, places, weight=ONE, holes=()):
     contribution = given_to(places, *[None if p in holes else view() for p in places.positions])
-    window.take(contribution, weight)
+    take(window, contribution, weight)
     return contribution
 
 
@@ -143,7 +148,7 @@ class TestFolding:
 class TestAddresses:
     def test_one_is_held_until_its_last_fold(self):
         window, both, shared = Window(3), SlotSet([0, 1]), view()
-        window.take(given_to(both, shared, shared), ONE)
+        take(window, given_to(both, shared, shared))
         again = given_to(SlotSet([2]), shared)
         window.folded(SlotSet([0]))
         assert window.held_already(again) == 2  # slot 1 still waits for it
@@ -153,7 +158,7 @@ class TestAddresses:
     def test_nothing_is_held_of_an_empty_view(self):
         window, places = Window(1), SlotSet([0])
         empty = given_to(places, view(0))
-        window.take(empty, ONE)
+        take(window, empty)
         assert window.held_already(empty) is None
 
 

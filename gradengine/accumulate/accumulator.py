@@ -273,9 +273,10 @@ class GradientAccumulator(ABC):
 
     def measure_rest(self) -> None:
         """Take the squared sums that no fold has taken: one read of those components."""
-        unknown = np.flatnonzero(~self._window.measured).tolist()
-        self.kernels.measure(self.arena, unknown)
-        self._window.measured[:] = ~self._exposed
+        measured = self._window.measured
+        if not measured.all():
+            self.kernels.measure(self.arena, np.flatnonzero(~measured).tolist() if measured.any() else None)
+        measured[:] = ~self._exposed
 
     def forget_measured(self) -> None:
         """The arena may have been written to: every squared sum is taken anew before the next step."""
@@ -363,12 +364,25 @@ class GradientAccumulator(ABC):
         places = self._places_of(slots)
         contribution = self._arrivals.contribution(places, slots, sources)
         self._window.refuse_other_weight(places, scalar, where)
+        if self.hold == 1:
+            with _Changing(self, added):
+                self._fold_at_once(contribution, scalar, measure=measure)
+            return
         self._refuse_aliases(contribution)
-        if self.hold > 1 and (measure or self._window.waiting[places.index].max() + 1 >= self.hold):
+        if measure or self._window.waiting[places.index].max() + 1 >= self.hold:
             self._before_fold(places)
         with _Changing(self, added):
-            self._window.take(contribution, scalar)
+            self._window.count(contribution, scalar)
+            self._window.hold(contribution, scalar)
             self._fold(places if measure else self._due(places), measure=measure)
+
+    def _fold_at_once(self, contribution: Contribution, weight: np.float32, *, measure: bool) -> None:
+        window, measure = self._window, measure or self.kernels.measures_in_passing
+        window.count(contribution, weight)
+        self.kernels.accumulate(self.arena, window.fold_at_once(contribution, weight), measure=measure)
+        window.folded_at_once(contribution)
+        if measure:
+            self._note_measured(contribution.slots, contribution.present)
 
     def _new_window(self) -> Window:
         return Window(len(self.layout.slots), holds=self.hold > 1)
@@ -432,9 +446,12 @@ class GradientAccumulator(ABC):
         for batch in self._window.batches(places):
             self.kernels.accumulate(self.arena, batch, measure=measure)
             if measure:
-                folded = batch.slots.index[batch.present]
-                self._window.measured[folded] = ~self._exposed[folded]
+                self._note_measured(batch.slots, batch.present)
         self._window.folded(places)
+
+    def _note_measured(self, slots: SlotSet, present: npt.NDArray[np.bool_]) -> None:
+        folded = slots.index[present]
+        self._window.measured[folded] = ~self._exposed[folded]
 
 
 @final

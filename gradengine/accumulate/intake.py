@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from gradengine.accumulate.gradients import refuse_other_shape
 from gradengine.accumulate.uncleared import Uncleared, Versions
 from gradengine.arrays.buffer import Buffer, RawBuffer, freed
@@ -54,14 +56,19 @@ class Intake:
                 tensor that was not cleared since it last came.
         """
         known = self._known.setdefault(places, [])
-        met = next((candidate for candidate in known if candidate.is_again(sources)), None)
+        met = None
+        for candidate in known:
+            if candidate.is_again(sources):
+                met = candidate
+                break
         if met is None:
             looked_at = Contribution.of(places, self._views(slots, sources))
             met = self._remember(known, sources, looked_at)
             contribution = self._as_it_came(looked_at, sources)
         else:
-            self._device.wait_for(met.producers)
-            contribution = met.contribution(places, tuple(sources))
+            contribution = met.again(sources, holds=self._holds)
+            if contribution.producers:
+                self._device.wait_for(contribution.producers)
         if self._uncleared is not None:
             versions = self._uncleared.refuse(places, slots, sources, None if met is None else met.versions)
             if met is not None:
@@ -82,8 +89,7 @@ class Intake:
         """With its producers' streams of now, and where it lies now if it is read later."""
         if not (contribution.producers or self._holds):
             return contribution
-        read = reader_of(sources) or _read_each
-        address_check = AddressCheck(read, tuple(sources), read(sources)) if self._holds else None
+        address_check = _check_of(reader_of(sources) or _read_each, sources) if self._holds else None
         return dataclasses.replace(
             contribution, producers=as_of_now(contribution.producers), address_check=address_check
         )
@@ -119,8 +125,9 @@ class _Known:
     versions: Versions | None = None
 
     def __init__(self, sources: Sequence[Any], contribution: Contribution, reader: Reader) -> None:
-        self.addresses, self.producers, self._reader = contribution.addresses, contribution.producers, reader
-        self.views = [None if view is None else without_owner(view) for view in contribution.views]
+        views = [None if view is None else without_owner(view) for view in contribution.views]
+        self._contribution = dataclasses.replace(contribution, views=views)
+        self._reader = reader
         self._ids = list(map(id, sources))
         self._then = reader(sources)
         self._dead: list[object] = []  # filled by the first array that goes: its id may be another's from then on
@@ -130,11 +137,16 @@ class _Known:
     def is_alive(self) -> bool:
         return not self._dead
 
-    def contribution(self, places: SlotSet, sources: Sequence[Any]) -> Contribution:
-        """That of the same arrays come again."""
-        self.was_met = True
-        address_check = AddressCheck(self._reader, sources, self._then)
-        return Contribution(places, self.views, self.addresses, as_of_now(self.producers), sources, address_check)
+    def again(self, sources: Sequence[Any], *, holds: bool) -> Contribution:
+        """The contribution of the same arrays come again, which are kept alive by it where it outlives the call."""
+        self.was_met, found = True, self._contribution
+        if not (holds or found.producers):
+            return found
+        kept = tuple(sources)
+        check = _check_of(self._reader, kept) if holds else None
+        again = Contribution(found.slots, found.views, as_of_now(found.producers), kept, check)
+        again.addresses = found.addresses  # made once
+        return again
 
     def is_again(self, sources: Sequence[Any]) -> bool:
         # 0.03 us an array for the identities, 0.1 (CuPy) to 0.3 us (torch) for where they lie.
@@ -149,6 +161,8 @@ def reader_of(sources: Sequence[Any]) -> Reader | None:
     present = [source for source in sources if source is not None]
     if not present:
         return None
+    if {type(source) for source in present} == {np.ndarray}:
+        return _read_numpy
     if all(map(is_torch, present)):
         return _read_torch
     if all(isinstance(source, RawBuffer) for source in present):
@@ -162,6 +176,16 @@ def _is_cupy(source: Any) -> bool:
     if not (hasattr(source, "__cuda_array_interface__") and hasattr(source, "__dlpack__")):
         return False
     return hasattr(getattr(source, "data", None), "ptr")
+
+
+def _check_of(reader: Reader, sources: Sequence[Any]) -> AddressCheck | None:
+    """None for NumPy's arrays, from which nothing takes the memory while views of them are held."""
+    return None if reader is _read_numpy else AddressCheck(reader, tuple(sources), reader(sources))
+
+
+def _read_numpy(sources: Sequence[Any]) -> list[Any]:
+    # NumPy gives an array no other memory while a weak reference to it is kept; its view of that may change.
+    return [None if s is None else (s.strides, s.dtype) for s in sources]
 
 
 def _read_raw(sources: Sequence[Any]) -> list[Any]:

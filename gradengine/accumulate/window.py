@@ -18,6 +18,7 @@ from gradengine.layout import Slot
 __all__ = ["Window", "checked_weight", "ordered_sum"]
 
 Flags = npt.NDArray[np.bool_]
+_ONE: np.float32 = np.float32(1)
 
 
 @dataclass(eq=False)
@@ -76,7 +77,10 @@ class Window:
 
     def refuse_other_weight(self, places: SlotSet, weight: np.float32, where: str) -> None:
         """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
-        for micro_batch in np.unique(self.counts[places.index]).tolist():
+        counts = self.counts[places.where]
+        if counts.min() == len(self.weights):
+            return  # it begins with these
+        for micro_batch in np.unique(counts).tolist():
             if micro_batch < len(self.weights) and self.weights[micro_batch] != weight:
                 raise WindowError(
                     f"{where} of micro-batch {micro_batch} has another weight than its other parts",
@@ -103,17 +107,30 @@ class Window:
                     do="use hold=1, or leave them alone; this window is lost: discard() it",
                 )
 
-    def take(self, contribution: Contribution, weight: np.float32) -> None:
-        """Count a contribution to each of its slots and hold it; one without a gradient counts and holds nothing."""
+    def count(self, contribution: Contribution, weight: np.float32) -> None:
+        """Count a contribution to each of its slots, also where it has no gradient."""
         self.producers |= contribution.producers
-        index = contribution.slots.index
-        if (self.counts[index] == len(self.weights)).any():
+        where = contribution.slots.where
+        if self.counts[where].max() == len(self.weights):
             self.weights.append(weight)
-        self.counts[index] += 1
-        given = index[contribution.present]
+        self.counts[where] += 1
+        given = where if contribution.is_whole else contribution.slots.index[contribution.present]
+        self.measured[given] = False
+        self.used[given] = True
+
+    def fold_at_once(self, contribution: Contribution, weight: np.float32) -> FoldPass:
+        """The pass of one contribution to slots that hold nothing."""
+        return FoldPass(contribution.slots, ~self.filled[contribution.slots.where], [contribution], [weight])
+
+    def folded_at_once(self, contribution: Contribution) -> None:
+        """It is in its slots' memory now."""
+        slots = contribution.slots
+        self.filled[slots.where if contribution.is_whole else slots.index[contribution.present]] = True
+
+    def hold(self, contribution: Contribution, weight: np.float32) -> None:
+        """Keep a contribution by reference for each of its slots that it has a gradient for."""
+        given = contribution.slots.index[contribution.present]
         if given.size:
-            self.measured[given] = False
-            self.used[given] = True
             self._hold(_Held(contribution, weight, given.size), given)
 
     def batches(self, places: SlotSet) -> list[FoldPass]:
@@ -210,6 +227,8 @@ def checked_weight(weight: float) -> np.float32:
         Traceback (most recent call last):
         gradengine.errors.WindowError: a micro-batch's weight is out of range: got 0, expected a finite ...
     """
+    if type(weight) is float and weight == 1:  # as nearly all are
+        return _ONE
     with np.errstate(over="ignore"):
         scalar: np.float32 = np.float32(as_float(weight))
     if not np.finfo(np.float32).tiny <= scalar < np.inf:  # below, 1/weight may be no fp32 number

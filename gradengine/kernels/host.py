@@ -133,15 +133,26 @@ class HostKernels(Kernels):
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Mapping[int, Buffer] | None = None
     ) -> None:
         """See `Kernels.hand_back`."""
+        if destinations is None and arena.memory is not None and not decision.skipped and len(decision.factors) == 1:
+            self._scale_in_place(arena.memory.data, decision.factors[0])
+            return
         positions = range(len(arena.targets)) if destinations is None else list(destinations)
         sources = [arena.targets[position] for position in positions]
         there = sources if destinations is None else list(destinations.values())
         if decision.skipped:
             self.fill_zero(there)
-        elif destinations is None and arena.memory is not None and len(decision.factors) == 1:
-            self.scale([arena.memory], decision.factor, [arena.memory])  # padding stays zero: one call for all targets
         else:
             self._scale_each(sources, [decision.factors[plan.groups[position]] for position in positions], there)
+
+    def _scale_in_place(self, memory: npt.NDArray[np.float32], factor: np.float32) -> None:
+        """The whole of an arena in few calls, whatever its targets: the padding between them is zero and stays so."""
+
+        def scale_chunk(start: int) -> None:
+            chunk = memory[start : start + CHUNK]
+            np.multiply(chunk, factor, chunk)
+
+        if factor != 1:
+            self._run(scale_chunk, range(0, memory.size, CHUNK), memory.size)
 
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
         """See `Kernels.scale`."""

@@ -30,6 +30,10 @@ class SlotSet:
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = tuple(positions)
         self.index: npt.NDArray[np.intp] = np.array(self.positions, np.intp)
+        first, count = next(iter(self.positions), 0), len(self.positions)
+        in_a_row = self.positions == tuple(range(first, first + count))
+        #: The same for NumPy: a view where they stand in a row, which takes a tenth of the time of a copy.
+        self.where: slice | npt.NDArray[np.intp] = slice(first, first + count) if in_a_row else self.index
 
     @cached_property
     def column(self) -> dict[int, int]:
@@ -80,7 +84,6 @@ class Contribution:
     Attributes:
         slots: Which targets.
         views: Each one's gradient; None where the micro-batch gave none.
-        addresses: Where each lies, tagged with its dtype; 0 where there is nothing.
         producers: Whose streams they are worked on.
         sources: The arrays themselves, to be kept alive, where the views do not do that.
         address_check: Where they lay, where they are held and may move meanwhile.
@@ -88,7 +91,6 @@ class Contribution:
 
     slots: SlotSet
     views: Sequence[Buffer | None]
-    addresses: npt.NDArray[np.uint64]
     producers: frozenset[ProducerStream] = frozenset()
     sources: Sequence[Any] = ()
     address_check: AddressCheck | None = None
@@ -101,13 +103,23 @@ class Contribution:
         >>> [hex(address) for address in Contribution.of(SlotSet([0, 1]), [view, None]).addresses.tolist()]
         ['0x100000000001000', '0x0']
         """
-        addresses = [tagged(view) if view is not None and view.size else 0 for view in views]
-        return Contribution(slots, views, np.array(addresses, np.uint64), producers_of(views))
+        return Contribution(slots, views, producers_of(views))
+
+    @cached_property
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Where each lies, tagged with its dtype; 0 where there is nothing."""
+        addresses = [tagged(view) if view is not None and view.size else 0 for view in self.views]
+        return np.array(addresses, np.uint64)
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """Which targets get a gradient."""
         return np.array([view is not None for view in self.views], np.bool_)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all of them do."""
+        return None not in self.views
 
     @cached_property
     def fp32(self) -> list[npt.NDArray[np.float32]] | None:
@@ -119,9 +131,7 @@ class Contribution:
     def part(self, slots: SlotSet) -> Contribution:
         """The same for fewer targets."""
         columns = [self.slots.column[position] for position in slots.positions]
-        return Contribution(
-            slots, [self.views[c] for c in columns], self.addresses[columns], self.producers, self.sources
-        )
+        return Contribution(slots, [self.views[c] for c in columns], self.producers, self.sources)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,5 +153,7 @@ class FoldPass:
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """Which targets get a gradient from any of the micro-batches."""
+        if len(self.contributions) == 1:
+            return self.contributions[0].present
         found: npt.NDArray[np.bool_] = np.logical_or.reduce([c.present for c in self.contributions])
         return found
