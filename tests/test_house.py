@@ -23,6 +23,7 @@ ORDER = [
     "arrays.frameworks",
     "arrays.host",
     "arrays.device",
+    "arrays.known",
     "arrays",
     "layout.shards",
     "layout.tensor_parallel",

@@ -1,34 +1,24 @@
-"""Gradients as they arrive: looked at once, and known again while they are the same arrays at the same addresses.
-
-Looking at an array costs one to several microseconds; many loops bring the same ones at every window. They are known by
-weak references, so that nobody's memory is kept, and by their addresses now; torch's by all that can be changed in
-place, too.
-"""
+"""Cache of resolved gradient views: one accumulator's gradients, resolved once and known again as `KnownArrays`."""
 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
-
-import numpy as np
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from gradengine.accumulate.gradients import refuse_other_shape
 from gradengine.accumulate.uncleared import Uncleared, Versions
-from gradengine.arrays.buffer import Buffer, RawBuffer, freed
-from gradengine.arrays.frameworks import is_torch
+from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.host import without_owner
+from gradengine.arrays.known import KnownArrays, Reader, read_cupy, read_each, read_numpy, reader_of
 from gradengine.errors import BufferRefused
 from gradengine.kernels import AddressCheck, Contribution, Device, SlotSet, as_of_now
 from gradengine.layout import Slot
 
-__all__ = ["Intake", "Reader", "reader_of"]
+__all__ = ["Intake"]
 
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
 _PATIENCE = 8  # sets that went without having come again, after which no more are remembered
-
-Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]  # an answer for each
 
 
 class Intake:
@@ -58,7 +48,7 @@ class Intake:
         known = self._known.setdefault(places, [])
         met = None
         for candidate in known:
-            if candidate.is_again(sources):
+            if candidate.arrays.are(sources):
                 met = candidate
                 break
         if met is None:
@@ -89,17 +79,17 @@ class Intake:
         """With its producers' streams of now, and where it lies now if it is read later."""
         if not (contribution.producers or self._holds):
             return contribution
-        address_check = _check_of(reader_of(sources) or _read_each, sources) if self._holds else None
+        address_check = _check_of(reader_of(sources) or read_each, sources) if self._holds else None
         return dataclasses.replace(
             contribution, producers=as_of_now(contribution.producers), address_check=address_check
         )
 
     def _remember(self, known: list[_Known], sources: Sequence[Any], contribution: Contribution) -> _Known | None:
         """Unless this loop makes new arrays for each micro-batch: to remember them costs as much as to look at them."""
-        self._in_vain += sum(not candidate.is_alive and not candidate.was_met for candidate in known)
-        known[:] = [candidate for candidate in known if candidate.is_alive][-_REMEMBERED + 1 :]
+        self._in_vain += sum(not candidate.arrays.are_alive and not candidate.was_met for candidate in known)
+        known[:] = [candidate for candidate in known if candidate.arrays.are_alive][-_REMEMBERED + 1 :]
         reader = reader_of(sources) if self._in_vain < _PATIENCE else None
-        must_export = reader is _read_cupy and contribution.producers  # another's that wraps one of CuPy's
+        must_export = reader is read_cupy and contribution.producers  # another's that wraps one of CuPy's
         if reader is None or must_export:
             return None
         known.append(_Known(sources, contribution, reader))
@@ -119,92 +109,31 @@ class Intake:
 
 
 class _Known:
-    """One set of arrays that came before, with its tensors' `versions` then; `was_met` once it has come again."""
+    """The contribution of arrays that came before; `was_met` once they have come again."""
 
     was_met = False
     versions: Versions | None = None
 
     def __init__(self, sources: Sequence[Any], contribution: Contribution, reader: Reader) -> None:
+        self.arrays = KnownArrays(sources, reader)
         views = [None if view is None else without_owner(view) for view in contribution.views]
         self._contribution = dataclasses.replace(contribution, views=views)
-        self._reader = reader
-        self._ids = list(map(id, sources))
-        self._then = reader(sources)
-        self._dead: list[object] = []  # filled by the first array that goes: its id may be another's from then on
-        self._references = [weakref.ref(s, self._dead.append) for s in sources if s is not None]
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._dead
 
     def again(self, sources: Sequence[Any], *, holds: bool) -> Contribution:
-        """The contribution of the same arrays come again, which are kept alive by it where it outlives the call."""
+        """That of the same arrays come again, which are kept alive by it where it outlives the call."""
         self.was_met, found = True, self._contribution
         if not (holds or found.producers):
             return found
         kept = tuple(sources)
-        check = _check_of(self._reader, kept) if holds else None
+        check = _check_of(self.arrays.reader, kept) if holds else None
         again = Contribution(found.slots, found.views, as_of_now(found.producers), kept, check)
         again.addresses = found.addresses  # made once
         return again
 
-    def is_again(self, sources: Sequence[Any]) -> bool:
-        # 0.03 us an array for the identities, 0.1 (CuPy) to 0.3 us (torch) for where they lie.
-        return not self._dead and list(map(id, sources)) == self._ids and self._reader(sources) == self._then
-
-
-def reader_of(sources: Sequence[Any]) -> Reader | None:
-    """How to ask these arrays at once where they lie now; None where each must be looked at again.
-
-    DLPack's producers must, and array interfaces: an export is what orders their work before ours.
-    """
-    present = [source for source in sources if source is not None]
-    if not present:
-        return None
-    if {type(source) for source in present} == {np.ndarray}:
-        return _read_numpy
-    if all(map(is_torch, present)):
-        return _read_torch
-    if all(isinstance(source, RawBuffer) for source in present):
-        return _read_raw
-    if all(_is_cupy(source) for source in present):
-        return _read_cupy
-    return None
-
-
-def _is_cupy(source: Any) -> bool:
-    if not (hasattr(source, "__cuda_array_interface__") and hasattr(source, "__dlpack__")):
-        return False
-    return hasattr(getattr(source, "data", None), "ptr")
-
 
 def _check_of(reader: Reader, sources: Sequence[Any]) -> AddressCheck | None:
     """None for NumPy's arrays, from which nothing takes the memory while views of them are held."""
-    return None if reader is _read_numpy else AddressCheck(reader, tuple(sources), reader(sources))
-
-
-def _read_numpy(sources: Sequence[Any]) -> list[Any]:
-    # NumPy gives an array no other memory while a weak reference to it is kept; its view of that may change.
-    return [None if s is None else (s.strides, s.dtype) for s in sources]
-
-
-def _read_raw(sources: Sequence[Any]) -> list[Any]:
-    return [None if s is None else (s.pointer, freed(s.owner)) for s in sources]
-
-
-def _read_torch(sources: Sequence[Any]) -> list[Any]:
-    return [None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.is_neg()) for t in sources]
-
-
-def _read_cupy(sources: Sequence[Any]) -> list[Any]:
-    return [None if s is None else s.data.ptr for s in sources]
-
-
-def _read_each(sources: Sequence[Any]) -> list[Any]:
-    """Of several kinds; of those that nothing can take memory from, nothing."""
-    return [
-        _read_torch([s])[0] if is_torch(s) else _read_raw([s])[0] if isinstance(s, RawBuffer) else None for s in sources
-    ]
+    return None if reader is read_numpy else AddressCheck(reader, tuple(sources), reader(sources))
 
 
 def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:

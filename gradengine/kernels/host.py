@@ -136,13 +136,15 @@ class HostKernels(Kernels):
         if destinations is None and arena.memory is not None and not decision.skipped and len(decision.factors) == 1:
             self._scale_in_place(arena.memory.data, decision.factors[0])
             return
-        positions = range(len(arena.targets)) if destinations is None else list(destinations)
-        sources = [arena.targets[position] for position in positions]
-        there = sources if destinations is None else list(destinations.values())
         if decision.skipped:
-            self.fill_zero(there)
+            self.fill_zero(arena.targets if destinations is None else list(destinations.values()))
+        elif destinations is None:
+            factors = [decision.factors[group] for group in plan.groups]
+            self._scale_pieces(arena.targets, factors, arena.targets, *arena.partials.pieces)
         else:
-            self._scale_each(sources, [decision.factors[plan.groups[position]] for position in positions], there)
+            sources = [arena.targets[position] for position in destinations]
+            factors = [decision.factors[plan.groups[position]] for position in destinations]
+            self._scale_each(sources, factors, list(destinations.values()))
 
     def _scale_in_place(self, memory: npt.NDArray[np.float32], factor: np.float32) -> None:
         """The whole of an arena in few calls, whatever its targets: the padding between them is zero and stays so."""
@@ -161,20 +163,33 @@ class HostKernels(Kernels):
     def _scale_each(
         self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]
     ) -> None:
+        chunks = [(p, *chunk) for p, source in enumerate(sources) for chunk in chunks_of(source.size)]
+        self._scale_pieces(sources, factors, destinations, *pieces_of(chunks))
+
+    def _scale_pieces(
+        self,
+        sources: Sequence[Buffer],
+        factors: Sequence[np.float32],
+        destinations: Sequence[Buffer],
+        pieces: Sequence[Sequence[Chunk]],
+        elements: int,
+    ) -> None:
         def scale_piece(piece: Sequence[Chunk]) -> None:
+            multiply = np.multiply
             for position, _, start, stop in piece:
-                source, destination, there = sources[position], destinations[position], destinations[position].data
-                here = source.data
+                source, factor, destination = sources[position], factors[position], destinations[position]
+                if factor == 1 and source.pointer == destination.pointer:
+                    continue
+                here, there = source.data, destination.data
                 if stop - start != source.size:
                     here, there = here[start:stop], there[start:stop]
                 if source.dtype == "float32" == destination.dtype:
-                    np.multiply(here, factors[position], there)
+                    multiply(here, factor, there)
                 else:
-                    _scale(_widened(here, source.dtype), factors[position], there, destination.dtype)
+                    _scale(_widened(here, source.dtype), factor, there, destination.dtype)
 
-        moving = [p for p in range(len(sources)) if factors[p] != 1 or sources[p].pointer != destinations[p].pointer]
-        chunks = [(p, index, start, stop) for p in moving for index, start, stop in chunks_of(sources[p].size)]
-        self._run(scale_piece, *pieces_of(chunks))
+        if factors.count(np.float32(1)) < len(factors) or sources is not destinations:
+            self._run(scale_piece, pieces, elements)
 
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         """See `Kernels.fill_zero`."""
