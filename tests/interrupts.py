@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dis
 import functools
+import gc
 import linecache
 import re
 import signal
@@ -131,6 +132,7 @@ def signalled(seconds, times=1):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             time.sleep(2e-5)
 
+    gc.disable()  # or what runs at a collection, as Hypothesis does, would be interrupted in place of the package
     before, switches = signal.signal(signal.SIGUSR1, interrupt), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # else the sender waits 5 ms for its turn
     sender = threading.Thread(target=send)
@@ -143,3 +145,4 @@ def signalled(seconds, times=1):
         sender.join()
         sys.setswitchinterval(switches)
         signal.signal(signal.SIGUSR1, before)
+        gc.enable()
