@@ -20,7 +20,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels import CHUNK, CudaKernels, Kernels
 from gradengine.kernels.host import HostKernels
-from gradengine.kernels.tables import chunk_for
+from gradengine.kernels.launch import chunk_for
 from gradengine.kernels.toolchain import load_cupy
 
 REQUIRE_GPU = "GRADENGINE_REQUIRE_GPU"  # set to 1 where there is a GPU: a test that finds none fails there

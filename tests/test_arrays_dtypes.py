@@ -12,8 +12,8 @@ from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.dtypes import DTYPES, DType, by_dlpack_code
 from gradengine.errors import BufferRefused
 from gradengine.kernels import arithmetic
-from gradengine.kernels.operands import ADDRESS
-from gradengine.kernels.tables import OVERWRITE, tagged
+from gradengine.kernels.launch import OVERWRITE
+from gradengine.kernels.operands import ADDRESS, tagged
 from gradengine.layout import GradientLayout
 
 FLOAT8 = DType("float8_e4m3fn", 1, np.dtype("u1"), (10, 8), tag=3)

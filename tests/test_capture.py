@@ -14,7 +14,7 @@ from ranks import on_ranks
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer, local_group
 from gradengine.capture import address_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
-from gradengine.kernels.addresses import CAPACITIES
+from gradengine.kernels.launch import CAPACITIES
 
 LAYOUT = GradientLayout.transformer(2, 8, 4, 12, 16)
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})

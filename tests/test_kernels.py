@@ -30,7 +30,7 @@ from gradengine.kernels import (
     SlotSet,
     decide,
     kernels_for,
-    tables,
+    launch,
 )
 from gradengine.kernels.decision import clip_scale
 from gradengine.kernels.host import HostKernels, squared_sum
@@ -328,7 +328,7 @@ class TestLongChunks:
 
     @pytest.fixture(autouse=True)
     def _few_chunks(self, monkeypatch):
-        monkeypatch.setattr(tables, "_WANTED_CHUNKS", 2)
+        monkeypatch.setattr(launch, "_WANTED_CHUNKS", 2)
 
     @pytest.mark.parametrize("chunk", [4096, 16384, 32768])
     @pytest.mark.parametrize("more", [0, 8, 1023])

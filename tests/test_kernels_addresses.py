@@ -8,7 +8,7 @@ import pytest
 from devices import launched
 from folds import Fold, accumulate, measure_chunks, totals_of
 
-from gradengine.kernels.addresses import CAPACITIES, Addresses
+from gradengine.kernels.launch import CAPACITIES, Addresses
 
 MANY = CAPACITIES["small"] + 1
 LAUNCHES = 18

@@ -15,7 +15,7 @@ import strategies as draw
 from backends import Backend, available, device_backend
 from folds import Fold, accumulate, finalise, hand_back, measure_chunks, status_of
 
-from gradengine.kernels import Arena, ClipPlan, CudaKernels, tables, toolchain
+from gradengine.kernels import Arena, ClipPlan, CudaKernels, launch, toolchain
 
 NAN, INF = np.nan, np.inf
 CHUNK = 4096  # of the scenarios: two units for each thread, so that the step from one to the next counts
@@ -25,7 +25,7 @@ SIZES = (9001, 4096 + 3, 40, 23, 15, 7, 1, 0, 64)
 @pytest.fixture(autouse=True)
 def _long_chunks_and_one_order(monkeypatch):
     """So that a mutation is caught by the scenario, not by the luck of an order."""
-    monkeypatch.setattr(tables, "_WANTED_CHUNKS", 2)
+    monkeypatch.setattr(launch, "_WANTED_CHUNKS", 2)
     with cuda_emulator.options(order="forward"):
         yield
 

@@ -11,8 +11,8 @@ from backends import on_the_stand_in
 from gradengine import GradientEngine, GradientLayout
 from gradengine.errors import CallerError, DeviceUnavailable, OutOfDeviceMemory
 from gradengine.kernels import CudaKernels, HostKernels, kernels_for, toolchain
-from gradengine.kernels.addresses import CAPACITIES
 from gradengine.kernels.cuda import cuda_kernels
+from gradengine.kernels.launch import CAPACITIES
 
 
 @pytest.fixture

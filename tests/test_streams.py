@@ -26,9 +26,9 @@ from gradengine import (
 )
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels import Arena, ClipPlan, tables
+from gradengine.kernels import Arena, ClipPlan, launch
+from gradengine.kernels.launch import Entry, chunk_for
 from gradengine.kernels.streams import StreamOrder
-from gradengine.kernels.tables import Entry, chunk_for
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
 
@@ -635,7 +635,7 @@ class TestDropped:
 
     def test_a_table(self, device, monkeypatch):
         """Destinations that move make a table each; those that are forgotten may still be read."""
-        monkeypatch.setattr(tables, "_TABLES", 1)
+        monkeypatch.setattr(launch, "_TABLES", 1)
         kernels, stream = device.kernels, stream_on(device)
         sources = [device.buffer(np.full(3000 + number, 8, np.float32)) for number in range(12)]
         synchronize(device)

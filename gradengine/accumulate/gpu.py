@@ -131,7 +131,7 @@ def _chunks_of(slots: Sequence[Slot], chunk: int) -> int:
 
 
 def _bytes_of_table(slots: Sequence[Slot], chunk: int) -> int:
-    """Of the rows and the entries, as `kernels.tables` uploads them."""
+    """Of the rows and the entries, as `kernels.launch` uploads them."""
     return _taken(8 * _chunks_of(slots, chunk)) + _taken(24 * len(slots))
 
 

@@ -19,6 +19,7 @@ from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, ref
 from gradengine.kernels.device import Device, Recorded
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.interface import Kernels
+from gradengine.kernels.launch import chunk_for
 from gradengine.kernels.operands import (
     ADDRESS,
     AddressCheck,
@@ -29,7 +30,6 @@ from gradengine.kernels.operands import (
     producers_of,
 )
 from gradengine.kernels.status import StepStatus
-from gradengine.kernels.tables import chunk_for
 from gradengine.kernels.toolchain import arithmetic, device_ordinal
 
 __all__ = [

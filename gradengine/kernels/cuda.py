@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
-from gradengine.kernels.arena import Arena, Chunk
+from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launches import Launches
+from gradengine.kernels.launch import OVERWRITE, Entry, Launches, Table, chunk_for, handed_back
 from gradengine.kernels.operands import FoldPass, SlotSet, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
-from gradengine.kernels.tables import OVERWRITE, CudaPartialSums, Entry, Table, chunk_for, handed_back
 from gradengine.kernels.toolchain import load_cupy
 
 __all__ = ["CudaKernels", "cuda_kernels"]
@@ -27,6 +26,27 @@ __all__ = ["CudaKernels", "cuda_kernels"]
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
 _DECISIONS = 8  # plans of one set of sums that are remembered
 _SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at a time
+
+
+@final
+class CudaPartialSums(PartialSums):
+    """The partial sums on the device: a squared sum and a count of non-finite elements for each chunk.
+
+    Attributes:
+        non_finite: How many elements of each chunk are not finite.
+        decisions: What K2 writes to, by clip plan.
+        of_all: The table for measuring all of them, wherever they lie.
+    """
+
+    order: Any
+
+    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any], order: Any) -> None:
+        super().__init__(sizes, order, chunk_for(sum(sizes)))
+        self.values = upload(self.values)
+        self.non_finite = upload(np.zeros(sum(self.counts), np.uint32))
+        self.decisions: dict[Any, Any] = {}
+        self.of_all: Table | None = None
+        order.keep(self.values, self.non_finite, self.decisions)
 
 
 @final

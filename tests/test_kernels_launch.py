@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.arrays.buffer import Buffer
-from gradengine.kernels import tables, toolchain
-from gradengine.kernels.tables import (
+from gradengine.kernels import launch, toolchain
+from gradengine.kernels.cuda import CudaPartialSums
+from gradengine.kernels.launch import (
     OVERWRITE,
-    CudaPartialSums,
     Entry,
     Tables,
     chunk_for,
@@ -84,7 +84,7 @@ class TestTables:
 
     def test_only_so_many_are_remembered_and_the_oldest_goes_first(self, monkeypatch):
         """Destinations that move make new tables for ever."""
-        monkeypatch.setattr(tables, "_TABLES", 3)
+        monkeypatch.setattr(launch, "_TABLES", 3)
         uploads, dropped = Uploads(), []
         made = Tables(uploads, lambda events, memory: dropped.append(memory))
         for address in (64, 128, 192, 256, 320):
@@ -139,7 +139,7 @@ class TestCudaPartialSums:
         assert sums.non_finite.tolist() == [0] * 4
 
     def test_the_chunk_depends_on_the_whole_set(self, monkeypatch):
-        monkeypatch.setattr(tables, "_WANTED_CHUNKS", 1)
+        monkeypatch.setattr(launch, "_WANTED_CHUNKS", 1)
         assert CudaPartialSums([5000], Uploads(), NoOrder()).chunk == 4096
         assert CudaPartialSums([5000, 5000], Uploads(), NoOrder()).chunk == 8192
 

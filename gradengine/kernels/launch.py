@@ -1,0 +1,252 @@
+"""A launch: the table of what it works on, the addresses that travel with it, and its grid.
+
+A launch works on *entries*, one for each component. The device holds a row for each thread block (which entry, which
+chunk of it) and a row for each entry; both are made once for each set of components and kept. Addresses of gradients
+change, so they travel by value, where there is no copy to order and nothing that a captured graph could lose: 4 KB of
+arguments on any driver, 32 KB where NVRTC and the driver are of CUDA 12.1 or later. More than fit (4000, for thousands
+of experts, or 480) go by one copy before the launch, from pinned memory that stays until it is done.
+
+Grids are one thread block for each chunk of each component (`Table.rows`), so that the work of a launch is spread
+evenly whatever the tensors' sizes are: 12,190 blocks for the 350M layout, 6 to 84 for a LoRA block.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.arrays.buffer import Buffer
+from gradengine.kernels.cuda_runtime import CudaRuntime
+from gradengine.kernels.operands import tagged
+from gradengine.kernels.toolchain import compiled, takes_large_arguments
+
+__all__ = ["CAPACITIES", "OVERWRITE", "Addresses", "Entry", "Launches", "Table", "Tables", "chunk_for", "handed_back"]
+
+_TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
+_ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
+OVERWRITE = 1 << 60
+
+_TABLES = 256  # remembered: an accumulator needs one for each block; destinations that move make new ones
+_LARGEST_CHUNK = 32768  # elements: 256 threads x 16 units of 8, and the tail of the last wave of blocks stays short
+_SMALLEST_CHUNK = 2048  # one unit for each of 256 threads
+_WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 blocks each
+CAPACITIES = {"small": 480, "large": 4000}
+_THREADS = 256  # as the .cu files say; 512 for finalise
+_FINALISE_THREADS = 512
+_FILES = ("accumulate", "measure", "finalise", "hand_back")
+
+
+def chunk_for(size: int) -> int:
+    """Elements of a chunk for `size` elements in all: a power of two that depends on the size alone.
+
+    >>> chunk_for(400_000_000), chunk_for(10_000_000), chunk_for(10)
+    (32768, 8192, 2048)
+    """
+    chunk = _LARGEST_CHUNK
+    while chunk > _SMALLEST_CHUNK and size < chunk * _WANTED_CHUNKS:
+        chunk //= 2
+    return chunk
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One component of a launch.
+
+    Attributes:
+        address: Where it lies, tagged; 0 where each launch says so.
+        size: Elements.
+        first: Index of its first chunk's partial.
+        group: Which factor it is multiplied by.
+    """
+
+    address: int
+    size: int
+    first: int = 0
+    group: int = 0
+
+
+def handed_back(source: Buffer, destination: Buffer, group: int) -> Entry:
+    """The entry of K3 that brings a source to its destination; in place the address goes with the launch alone."""
+    in_place = source.pointer == destination.pointer and source.dtype == destination.dtype
+    return Entry(0 if in_place else tagged(source), source.size, 0, group)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries and rows on the device.
+
+    Attributes:
+        entries: How many components.
+        blocks: How many rows: one thread block each.
+        chunk: Elements of a chunk.
+        rows: (entry, chunk) of each thread block.
+        targets: What each entry is.
+        born: Handle of the stream that the memory came from.
+        uses: Events behind the work of other streams, by handle and thread.
+    """
+
+    entries: int
+    blocks: int
+    chunk: int
+    rows: Any
+    targets: Any
+    born: int
+    uses: dict[tuple[int, int], Any]
+
+
+class Tables:
+    """The tables made so far, by what is in them.
+
+    Args:
+        upload: Copies a NumPy array to the device, and returns when it is there.
+        dropped: Takes a table's memory when nobody keeps the table any more, and the events behind work that reads it.
+    """
+
+    def __init__(self, upload: Callable[[npt.NDArray[Any]], Any], dropped: Callable[[Any, Any], None]) -> None:
+        self._upload, self._dropped = upload, dropped
+        self._made: dict[tuple[int, tuple[Entry, ...]], Table] = {}
+        self._lock = threading.Lock()
+
+    def of(self, entries: Sequence[Entry], chunk: int, stream: int = 0) -> Table:
+        """The table of these entries, made at the first call, in memory of the stream with that handle."""
+        key = (chunk, tuple(entries))
+        with self._lock:  # engines in several threads share one device's tables
+            if key not in self._made:
+                while len(self._made) >= _TABLES:
+                    self._made.pop(next(iter(self._made)))
+                self._made[key] = self._make(entries, chunk, stream)
+            return self._made[key]
+
+    def _make(self, entries: Sequence[Entry], chunk: int, stream: int) -> Table:
+        targets = np.array([(e.address, e.size, e.first, e.group) for e in entries], _TARGET)
+        chunks = [-(-e.size // chunk) for e in entries]
+        rows = np.empty(sum(chunks), _ROW)
+        rows["entry"] = np.repeat(np.arange(len(entries)), chunks)
+        rows["chunk"] = np.concatenate([np.arange(count) for count in chunks]) if chunks else 0
+        table = Table(len(entries), len(rows), chunk, self._bytes(rows), self._bytes(targets), stream, {})
+        weakref.finalize(table, self._dropped, table.uses.values(), (table.rows, table.targets)).atexit = False
+        return table
+
+    def _bytes(self, array: npt.NDArray[Any]) -> Any:
+        return self._upload(array.view(np.uint8)) if array.size else None
+
+
+class Addresses:
+    """The way of addresses to the kernels of one device.
+
+    Args:
+        device: Where they are needed.
+        capacities: How many the kernels' variants take by value, from the smallest on.
+    """
+
+    def __init__(self, device: CudaRuntime, capacities: Mapping[str, int] = CAPACITIES) -> None:
+        self._device, self._capacities = device, capacities
+
+    def arguments(self, addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = ()) -> tuple[str, tuple[Any, ...]]:
+        """What carries addresses (and weights), and the name of the kernel's variant that takes it.
+
+        Args:
+            addresses: As the kernel reads them, flat.
+            weights: One for each source.
+        """
+        for size, capacity in self._capacities.items():
+            if addresses.size <= capacity:
+                return size, (_by_value(addresses, weights, capacity),)
+        return "table", (*_weights_by_value(weights), self._device.sent(addresses))
+
+
+def _by_value(addresses: npt.NDArray[np.uint64], weights: Sequence[Any], capacity: int) -> Any:
+    argument = np.zeros(1, _argument_type(capacity, len(weights)))
+    argument["address"][0, : addresses.size] = addresses
+    if weights:
+        argument["weight"][0, :] = weights
+    return argument
+
+
+def _weights_by_value(weights: Sequence[Any]) -> tuple[Any, ...]:
+    if not weights:
+        return ()
+    argument = np.empty(1, np.dtype([("weight", "<f4", (len(weights),))]))
+    argument["weight"][0, :] = weights
+    return (argument,)
+
+
+@functools.cache
+def _argument_type(capacity: int, weights: int) -> np.dtype[Any]:
+    fields: list[Any] = [("address", "<u8", (capacity,))]
+    if weights:
+        fields.append(("weight", "<f4", (weights,)))
+    return np.dtype(fields, align=True)  # padded as the C++ struct is
+
+
+@final
+class Launches:
+    """The kernels of one device, ready to be launched on its current stream.
+
+    Args:
+        device: The device; its kernels are compiled here, or come from CuPy's cache.
+
+    Raises:
+        DeviceUnavailable: NVRTC or its headers are missing.
+    """
+
+    def __init__(self, device: CudaRuntime) -> None:
+        self._device = device
+        takes_32_kb = takes_large_arguments(device.xp)
+        capacities = CAPACITIES if takes_32_kb else {"small": CAPACITIES["small"]}
+        with device.active():
+            modules = {file: compiled(device.xp, file, large_arguments=takes_32_kb) for file in _FILES}
+        functions = [(name, modules[file]) for file in _FILES for name in _functions_of(file, (*capacities, "table"))]
+        self._functions = {name: module.get_function(name) for name, module in functions}
+        self._tables = Tables(device.upload, device.kept.dropped)
+        self._addresses = Addresses(device, capacities)
+
+    def table(self, entries: Sequence[Entry], chunk: int) -> Table:
+        """The table of these entries, made at the first call."""
+        return self._tables.of(entries, chunk, self._device.giving_stream().ptr)
+
+    def over(
+        self,
+        table: Table,
+        function: str,
+        arguments: tuple[Any, ...],
+        addresses: npt.NDArray[np.uint64],
+        weights: Sequence[np.float32] = (),
+    ) -> None:
+        """Launch a kernel over a table's rows.
+
+        Args:
+            table: What it works on.
+            function: Its name, without the size of what carries the addresses.
+            arguments: What stands between the table and the addresses.
+            addresses: As the kernel reads them, flat.
+            weights: What travels beside them.
+        """
+        if not table.blocks:  # CuPy makes a grid of one block out of an empty one
+            return
+        size, carried = self._addresses.arguments(addresses, weights)
+        self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *carried))
+        self._device.used(table.uses, table.born)
+
+    def finalise(self, arguments: tuple[Any, ...]) -> None:
+        """Launch K2: one thread block."""
+        self._run("finalise", 1, _FINALISE_THREADS, arguments)
+
+    def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        self._device.keep(arguments)
+        with self._device.active():
+            self._functions[function]((blocks,), (threads,), arguments)
+
+
+def _functions_of(file: str, sizes: Sequence[str]) -> list[str]:
+    if file == "finalise":
+        return [file]
+    names = ("accumulate_1", "accumulate_4") if file == "accumulate" else (file,)
+    return [f"{name}_{size}" for name in names for size in sizes]
