@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arrays.host import host_buffer
-from gradengine.errors import WindowError
+from gradengine.errors import BufferRefused, WindowError
 from gradengine.kernels import Contribution, SlotSet
+from gradengine.layout import GradientLayout
 
 ONE, TWO = np.float32(1), np.float32(2)
 
@@ -52,7 +53,6 @@ class TestCounting:
         assert (window.counts.tolist(), window.weights) == ([1, 1, 1], [2])
         took(window, SlotSet([2, 0]), ONE)
         assert (window.counts.tolist(), window.weights) == ([2, 1, 2], [2, 1])
-        assert window.waiting.tolist() == [2, 1, 1]
 
     def test_measured_until_the_next_contribution(self):
         window, both = Window(2), SlotSet([0, 1])
@@ -106,60 +106,62 @@ class TestFolding:
 
     def test_parts_that_came_apart_are_folded_as_they_came(self):
         window, whole, left, right = Window(3), SlotSet(range(3)), SlotSet([0, 1]), SlotSet([2])
-        a, b, c = took(window, whole, TWO), took(window, left, ONE), took(window, right, ONE)
+        a, b, c = took(window, left, TWO), took(window, right, TWO), took(window, left, ONE)
         found = folds(window, whole)
-        assert found[0].sources == (a.views[0], b.views[0])
-        assert found[2].sources == (a.views[2], c.views[0])
-        assert all(fold.weights == (TWO, ONE) for fold in found.values())
-        assert len(window.batches(whole)) == 2
+        assert found[0].sources == (a.views[0], c.views[0])
+        assert found[2].sources == (b.views[0],)
+        assert [batch.slots for batch in window.batches(whole)] == [left, right]
 
-    def test_a_part_may_be_folded_before_the_rest(self):
+    def test_what_came_together_is_folded_together(self):
         window, whole, left = Window(3), SlotSet(range(3)), SlotSet([0, 1])
-        a, b = took(window, whole), took(window, whole)
-        assert sorted(folds(window, left)) == [0, 1]
+        took(window, whole)
+        assert (window.held_with(left), window.depth(left), window.depth(whole)) == ([whole], 0, 1)
+        assert sorted(folds(window, left)) == [0, 1, 2]
         window.folded(left)
-        assert window.waiting.tolist() == [0, 0, 2]
-        found = folds(window, whole)
-        assert list(found) == [2]
-        assert found[2].sources == (a.views[2], b.views[2])
-        window.folded(whole)
-        assert window.batches(whole) == []
+        assert window.held_with(whole) == window.batches(whole) == []
 
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7), st.booleans()), max_size=12))
     def test_any_order_of_parts_and_folds_gives_each_slot_its_own_in_order(self, calls):
         """Against a list for each slot: what a fold hands over is what came, once, in the order it came."""
         parts = [SlotSet([0]), SlotSet([1, 2]), SlotSet([3]), SlotSet(range(4))]
         window, waiting = Window(4), [[] for _ in range(4)]
+
+        def fold(places):
+            handed = {p: list(fold.sources) for p, fold in folds(window, places).items()}
+            assert all(handed.get(p, []) == waiting[p] for p in places.positions)
+            assert all(found == waiting[p] for p, found in handed.items())
+            window.folded(places)
+            for p in handed:
+                waiting[p] = []
+
         for number, holes, is_fold in calls:
             places = parts[number]
-            if is_fold:
-                handed = {p: list(fold.sources) for p, fold in folds(window, places).items()}
-                assert handed == {p: waiting[p] for p in places.positions if waiting[p]}
-                window.folded(places)
-                for p in places.positions:
-                    waiting[p] = []
-            else:
+            if is_fold or window.held_with(places) not in ([], [places]):
+                fold(places)
+            if not is_fold:
                 contribution = took(window, places, holes=[p for p in range(4) if holes >> p & 1 == 0])
                 for p, given_view in zip(places.positions, contribution.views, strict=True):
                     waiting[p] += [] if given_view is None else [given_view]
-            assert window.waiting.tolist() == [len(held) for held in waiting]
+        fold(parts[3])
+        assert waiting == [[]] * 4
 
 
 class TestAddresses:
-    def test_one_is_held_until_its_last_fold(self):
-        window, both, shared = Window(3), SlotSet([0, 1]), view()
-        take(window, given_to(both, shared, shared))
-        again = given_to(SlotSet([2]), shared)
-        window.folded(SlotSet([0]))
-        assert window.held_already(again) == 2  # slot 1 still waits for it
-        window.folded(SlotSet([1]))
-        assert window.held_already(again) is None
+    def test_one_is_held_until_its_fold(self):
+        window, first, slots = Window(2), SlotSet([0]), GradientLayout.of([(1,), (1,)]).slots
+        shared = view()
+        take(window, given_to(first, shared))
+        again = given_to(SlotSet([1]), shared)
+        with pytest.raises(BufferRefused, match="component '1' is held already at the same address"):
+            window.refuse_aliases(again, slots)
+        window.folded(first)
+        window.refuse_aliases(again, slots)
 
     def test_nothing_is_held_of_an_empty_view(self):
         window, places = Window(1), SlotSet([0])
         empty = given_to(places, view(0))
         take(window, empty)
-        assert window.held_already(empty) is None
+        window.refuse_aliases(empty, GradientLayout.of([(0,)]).slots)
 
 
 class TestWeight:

@@ -27,8 +27,8 @@ from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import BufferRefused, LayoutMismatch, WindowError, not_copied
-from gradengine.kernels import ADDRESS, Contribution, Kernels, SlotSet, kernels_for, refuse_bad_divisor
+from gradengine.errors import LayoutMismatch, WindowError, not_copied
+from gradengine.kernels import Contribution, Kernels, SlotSet, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 
 __all__ = ["GradientAccumulator", "PerBlockGradientAccumulator"]
@@ -59,7 +59,7 @@ class GradientAccumulator(ABC):
         self.arena = kernels.arena([memory.part(slot.offset, slot.stop) for slot in layout.slots], memory)
         with self.arena.in_order():
             kernels.fill_zero(list(_padding(memory, layout)))
-        self._window = self._new_window()
+        self._window = Window(len(layout.slots))
         self.state = StepState()
         self.changes = 0
         is_reused = truth_value("reused_buffers", reused_buffers)
@@ -206,7 +206,7 @@ class GradientAccumulator(ABC):
 
     def zero_all(self) -> None:
         """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
-        self._window, self.state.now = self._new_window(), self.state.ask(Call.ZERO_ALL)
+        self._window, self.state.now = Window(len(self.layout.slots)), self.state.ask(Call.ZERO_ALL)
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
@@ -368,13 +368,22 @@ class GradientAccumulator(ABC):
             with _Changing(self, added):
                 self._fold_at_once(contribution, scalar, measure=measure)
             return
-        self._refuse_aliases(contribution)
-        if measure or self._window.waiting[places.index].max() + 1 >= self.hold:
+        self._hold(contribution, scalar, added, measure=measure)
+
+    def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
+        window, places = self._window, contribution.slots
+        window.refuse_aliases(contribution, self.layout.slots)
+        is_full = measure or window.depth(places) + 1 >= self.hold
+        is_apart = window.held_with(places) not in ([], [places])  # they came in other parts before
+        if is_full or is_apart:
             self._before_fold(places)
         with _Changing(self, added):
-            self._window.count(contribution, scalar)
-            self._window.hold(contribution, scalar)
-            self._fold(places if measure else self._due(places), measure=measure)
+            if is_apart:
+                self._fold(places, measure=False)
+            window.count(contribution, weight)
+            window.hold(contribution, weight)
+            if is_full:
+                self._fold(places, measure=measure)
 
     def _fold_at_once(self, contribution: Contribution, weight: np.float32, *, measure: bool) -> None:
         window, measure = self._window, measure or self.kernels.measures_in_passing
@@ -383,25 +392,6 @@ class GradientAccumulator(ABC):
         window.folded_at_once(contribution)
         if measure:
             self._note_measured(contribution.slots, contribution.present)
-
-    def _new_window(self) -> Window:
-        return Window(len(self.layout.slots), holds=self.hold > 1)
-
-    def _due(self, places: SlotSet) -> SlotSet:
-        """Those of these slots that hold as much as they may."""
-        is_due = self._window.waiting[places.index] >= self.hold
-        return places if is_due.all() else SlotSet(places.index[is_due].tolist())
-
-    def _refuse_aliases(self, contribution: Contribution) -> None:
-        position = self._window.held_already(contribution)
-        if position is not None:
-            address = int(contribution.addresses[contribution.slots.column[position]]) & ADDRESS
-            raise BufferRefused(
-                f"component '{self.layout.slots[position].name}' is held already at the same address",
-                got=f"address {address:#x} twice in one fold of hold={self.hold}",
-                expected="a buffer of its own for each held micro-batch",
-                do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
-            )
 
     def _places_of(self, slots: Sequence[Slot]) -> SlotSet:
         key = (slots[0].name, len(slots))  # slots are the layout's, one span's, or one
@@ -412,7 +402,7 @@ class GradientAccumulator(ABC):
     def _settle(self, places: SlotSet, over: State | None = None, *, measure: bool = False) -> None:
         """Fold what is held and zero what nothing came for; for a view, or for a call that ends in the state `over`."""
         over = over or self.state.ask(Call.VIEW)
-        if self._window.filled[places.index].all() and not self._window.waiting[places.index].any():
+        if self._window.filled[places.index].all() and not self._window.held_with(places):
             return
         self._before_fold(places)
         with _Changing(self, over):
@@ -437,7 +427,7 @@ class GradientAccumulator(ABC):
 
     def _before_fold(self, places: SlotSet) -> None:
         """Raise what would otherwise leave the window half written."""
-        if self._window.waiting[places.index].any():
+        if self._window.held_with(places):
             self._window.refuse_moved(places, self.layout.slots)
             self.kernels.device.wait_for(self._window.producers)
 

@@ -128,11 +128,6 @@ class Contribution:
             return None
         return [view.data for view in self.views if view is not None]
 
-    def part(self, slots: SlotSet) -> Contribution:
-        """The same for fewer targets."""
-        columns = [self.slots.column[position] for position in slots.positions]
-        return Contribution(slots, [self.views[c] for c in columns], self.producers, self.sources)
-
 
 @dataclass(frozen=True, eq=False)
 class FoldPass:
