@@ -38,25 +38,14 @@ _LONGEST_FAULT = 300  # characters shown of another library's error
 
 
 def whole_number(name: str, value: object, least: int, most: int = MOST, kind: type[CallerError] = CallerError) -> int:
-    """The value as a plain integer.
+    """The value, an integer of any type but bool, as a plain integer; raises `kind` if it is none, or out of range.
 
-    Args:
-        name: The argument's name, for the error.
-        value: An integer of any type; not a bool.
-        least: The smallest allowed value.
-        most: The largest.
-        kind: The error's class.
-
-    Raises:
-        CallerError: It is not a whole number, or out of range; of the class asked for.
-
-    Example:
-        >>> import numpy as np
-        >>> whole_number("hold", np.int64(2), 1)
-        2
-        >>> whole_number("hold", "2", 1)
-        Traceback (most recent call last):
-        gradengine.errors.CallerError: hold is not a whole number: got '2', expected a whole number >= 1
+    >>> import numpy as np
+    >>> whole_number("hold", np.int64(2), 1)
+    2
+    >>> whole_number("hold", "2", 1)
+    Traceback (most recent call last):
+    gradengine.errors.CallerError: hold is not a whole number: got '2', expected a whole number >= 1
     """
     number = as_index(value)
     if number is not None and least <= number <= most:
@@ -68,15 +57,11 @@ def whole_number(name: str, value: object, least: int, most: int = MOST, kind: t
 
 
 def checked_rank(rank: int, size: int, names: tuple[str, str] = ("rank", "world_size")) -> tuple[int, int]:
-    """A rank and the size of its group as plain integers.
+    """A rank and the size of its group as plain integers; raises `CallerError` unless 0 <= rank < size <= 65536.
 
-    Raises:
-        CallerError: Not 0 <= rank < size, or the size is not in 1..65536.
-
-    Example:
-        >>> checked_rank(2, 2)
-        Traceback (most recent call last):
-        gradengine.errors.CallerError: rank of world_size=2 is out of range: got 2, expected a whole number in 0..1
+    >>> checked_rank(2, 2)
+    Traceback (most recent call last):
+    gradengine.errors.CallerError: rank of world_size=2 is out of range: got 2, expected a whole number in 0..1
     """
     rank_name, size_name = names
     count = whole_number(size_name, size, 1, MOST_RANKS)
@@ -84,11 +69,7 @@ def checked_rank(rank: int, size: int, names: tuple[str, str] = ("rank", "world_
 
 
 def as_index(value: Any) -> int | None:
-    """The value as a plain integer; None where it is not a whole number. A bool is not one.
-
-    >>> as_index(3), as_index(3.0), as_index(True), as_index("3")
-    (3, None, None, None)
-    """
+    """The value as a plain integer; None where it is not a whole number. A bool is not one."""
     try:
         is_truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
         return None if is_truth else operator.index(value)
@@ -97,22 +78,15 @@ def as_index(value: Any) -> int | None:
 
 
 def as_float(value: object) -> float:
-    """The value as a float; NaN where it is not a real number, so that a comparison written for NaN refuses it.
-
-    >>> as_float(3), as_float("3"), as_float(True), as_float(1j)
-    (3.0, nan, nan, nan)
-    """
+    """The value as a float; NaN where it is not a real number, so that a comparison written for NaN refuses it."""
     number = as_number(value)
     return math.nan if number is None else number
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float, infinity and NaN included; None where it is not a real number, or larger than any float.
+    """The value of a Python or NumPy number, or of an array without dimensions, as a float, infinity and NaN included.
 
-    Numbers are Python's, NumPy's and arrays without dimensions; text and bools are none.
-
-    >>> as_number(2), as_number("2"), as_number(math.inf), as_number(10**400)
-    (2.0, None, inf, None)
+    None where it is not a real number, larger than any float, text or a bool.
     """
     try:
         return _as_number(value)
@@ -132,11 +106,7 @@ def _as_number(value: Any) -> float | None:
 
 
 def as_text(value: object) -> str:
-    """`str(value)`, or the type's name where that raises.
-
-    >>> as_text(np.dtype("float32"))
-    'float32'
-    """
+    """`str(value)`, or the type's name where that raises."""
     try:
         return str(value)
     except Exception:  # noqa: BLE001  (a caller's own object, and its own errors)
@@ -150,28 +120,14 @@ def _is_real(dtype: str) -> bool:
 def out_of_range(
     name: str, value: object, expected: str, kind: type[CallerError] = CallerError, do: str | None = None
 ) -> CallerError:
-    """The error for a value that is not a number, or not in the expected range.
-
-    >>> raise out_of_range("max_norm", "1", "a number >= 0")
-    Traceback (most recent call last):
-    gradengine.errors.CallerError: max_norm is not a number: got '1', expected a number >= 0
-    """
+    """The error for a value that is not a number, or not in the expected range."""
     is_number = as_number(value) is not None or as_index(value) is not None  # beyond all floats it is one too
     fault = "out of range" if is_number else "not a number"
     return kind(f"{name} is {fault}", got=said(value), expected=expected, do=do)
 
 
 def truth_value(name: str, value: object) -> bool:
-    """A Python or NumPy bool as a plain bool.
-
-    Raises:
-        CallerError: It is neither; truthy values are refused.
-
-    Example:
-        >>> truth_value("deferred", "no")
-        Traceback (most recent call last):
-        gradengine.errors.CallerError: deferred is not a bool: got 'no', expected True or False
-    """
+    """A Python or NumPy bool as a plain bool; raises `CallerError` for anything else, truthy or not."""
     if not isinstance(value, (bool, np.bool_)):
         raise CallerError(f"{name} is not a bool", got=said(value), expected="True or False")
     return bool(value)
@@ -206,15 +162,7 @@ def _said(value: object) -> object:
 
 
 def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> list[Any]:
-    """The items of an iterable, as a list.
-
-    Raises:
-        CallerError: It is text, is not iterable, or has more than 2**20 items; of the class `kind`.
-
-    Example:
-        >>> listed("sizes", (2, 3))
-        [2, 3]
-    """
+    """The items of an iterable, as a list; raises `kind` where it is text, not iterable, or longer than 2**20."""
     items = list(itertools.islice(iterated(name, values, kind), MOST_LISTED + 1))
     if len(items) > MOST_LISTED:
         raise kind(f"{name} is too long", got=f"more than {MOST_LISTED} items", expected=f"at most {MOST_LISTED}")
@@ -222,11 +170,7 @@ def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> lis
 
 
 def iterated(name: str, values: Any, kind: type[CallerError] = CallerError) -> Iterator[Any]:
-    """An iterator over an iterable.
-
-    Raises:
-        CallerError: It is text, or is not iterable; of the class `kind`.
-    """
+    """An iterator over an iterable; raises `kind` where it is text, or not iterable."""
     try:
         items: Iterator[Any] | None = None if isinstance(values, (str, bytes)) else iter(values)
     except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: an array without dimensions)
@@ -237,11 +181,7 @@ def iterated(name: str, values: Any, kind: type[CallerError] = CallerError) -> I
 
 
 def has(value: object, attribute: str) -> bool:
-    """`hasattr`, but False where the attribute raises another error than AttributeError.
-
-    >>> has(np.zeros(2), "shape")
-    True
-    """
+    """`hasattr`, but False where the attribute raises another error than AttributeError."""
     try:
         return hasattr(value, attribute)
     except Exception:  # noqa: BLE001  (a caller's own object, and its own errors)
@@ -273,11 +213,6 @@ def refuse_lacking(name: str, value: object, attributes: Sequence[str]) -> None:
 
 
 def refuse_other_kind(name: str, value: object, kind: type, do: str | None = None) -> None:
-    """Raise `CallerError` unless the value is an instance of this class.
-
-    >>> refuse_other_kind("text", 5, str)
-    Traceback (most recent call last):
-    gradengine.errors.CallerError: text is not a str: got 5
-    """
+    """Raise `CallerError` unless the value is an instance of this class."""
     if not isinstance(value, kind):
         raise CallerError(f"{name} is not a {kind.__name__}", got=said(value), do=do)

@@ -237,25 +237,16 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedCl
 
 
 def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -> tuple[ClipPlan, tuple[str, ...]]:
-    """Which slots share a norm, and each group's bound.
+    """Which slots share a norm and each group's bound, as a plan, and the groups' names in the order of its numbers.
 
-    Args:
-        slots: The layout's slots.
-        max_norm: One bound for every group, or one by group name; None or infinity clips nothing.
-        groups: None for one global norm; "block" for one in each block (components outside share the group "rest");
-            "component" for one in each component; or a mapping or function slot -> group name.
+    `groups` is None for one global norm, "block" for one in each block (components outside share the group "rest"),
+    "component" for one in each component, or a mapping or function slot -> group name. `max_norm` is one bound, or
+    one by group name. Raises `CallerError` where a bound is negative or NaN, or a group has none.
 
-    Returns:
-        The plan, and the groups' names in the order of its numbers.
-
-    Raises:
-        CallerError: A bound is negative or NaN, or a group has none.
-
-    Example:
-        >>> from gradengine.layout import GradientLayout
-        >>> slots = GradientLayout.of({"layers.0.w": (1,), "layers.1.w": (1,), "head": (1,)}).slots
-        >>> clip_plan(slots, 1.0, "block")
-        (ClipPlan(groups=(0, 1, 2), max_norms=(1.0, 1.0, 1.0), blocks=(0, 1, None)), ('block 0', 'block 1', 'rest'))
+    >>> from gradengine.layout import GradientLayout
+    >>> slots = GradientLayout.of({"layers.0.w": (1,), "layers.1.w": (1,), "head": (1,)}).slots
+    >>> clip_plan(slots, 1.0, "block")
+    (ClipPlan(groups=(0, 1, 2), max_norms=(1.0, 1.0, 1.0), blocks=(0, 1, None)), ('block 0', 'block 1', 'rest'))
     """
     labels = [_group_of(slot, groups) for slot in slots]
     names = {name: number for number, name in enumerate(dict.fromkeys(labels))}
@@ -297,15 +288,7 @@ def _bound(max_norm: MaxNorm, group: str) -> float:
 
 
 def checked_max_norm(max_norm: float | None) -> float:
-    """The bound as a float; None means infinity.
-
-    Raises:
-        CallerError: It is negative (-0.0 too), NaN or no number.
-
-    Example:
-        >>> checked_max_norm(None)
-        inf
-    """
+    """The bound as a float, infinity for None; raises `CallerError` if it is negative (-0.0 too), NaN or no number."""
     bound = math.inf if max_norm is None else as_float(max_norm)
     if not bound >= 0 or math.copysign(1, bound) < 0:  # written so that NaN is refused; -0.0 is somebody's underflow
         raise out_of_range("max_norm", max_norm, "a number >= 0, or None to clip nothing")

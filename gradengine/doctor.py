@@ -38,11 +38,7 @@ def doctor() -> None:
 
 
 def packages() -> Iterator[tuple[str, str, str]]:
-    """Name and version of each package, or what is missing without it; none is imported.
-
-    >>> dict((name, missing) for name, version, missing in packages())["numpy"]
-    ''
-    """
+    """Name and version of each package, or what is missing without it; none is imported."""
     for names, missing in _PACKAGES:
         found = [(name, version, "") for name in names if (version := _version(name)) is not None]
         yield from found or [(names[-1], "-", missing)]

@@ -176,10 +176,5 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def not_copied(what: str, do: str) -> CallerError:
-    """The error for copying or pickling an object that holds shared memory or a connection.
-
-    >>> raise not_copied("a StepResult", "copy the arrays that you need")
-    Traceback (most recent call last):
-    gradengine.errors.CallerError: a StepResult cannot be copied or pickled; copy the arrays that you need
-    """
+    """The error for copying or pickling an object that holds shared memory or a connection."""
     return CallerError(f"{what} cannot be copied or pickled", do=do)

@@ -168,31 +168,20 @@ class TensorParallelCost:
 
     @property
     def bytes_per_all_reduce(self) -> int:
-        """Bytes of one all-reduce of activations: S x H x batch x bytes of an element.
-
-        >>> TensorParallelCost(1024, 24, 1024, tp_size=2).bytes_per_all_reduce
-        4194304
-        """
+        """Bytes of one all-reduce of activations: S x H x batch x bytes of an element."""
         return self.sequence_length * self.hidden_size * self.batch_size * self.bytes_per_element
 
     @property
     def all_reduces_per_step(self) -> int:
-        """All-reduces of a step's forward: two a block and micro-batch. The backward has as many.
+        """All-reduces of a step's forward: two a block and micro-batch, one more a micro-batch if `vocab_parallel`.
 
-        >>> TensorParallelCost(1024, 24, 1024, tp_size=2).all_reduces_per_step
-        48
-        >>> TensorParallelCost(1024, 24, 1024, tp_size=2, vocab_parallel=True).all_reduces_per_step
-        49
+        The backward has as many.
         """
         return (2 * self.num_blocks + self.vocab_parallel) * self.micro_batches
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of all all-reduces of a step's forward.
-
-        >>> TensorParallelCost(1024, 24, 1024, tp_size=2).bytes_per_step
-        201326592
-        """
+        """Bytes of all all-reduces of a step's forward."""
         return self.all_reduces_per_step * self.bytes_per_all_reduce
 
     @property
@@ -205,9 +194,6 @@ class TensorParallelCost:
         """Bytes that each rank sends in a step by ring all-reduces: 2 (T - 1) / T of `bytes_per_step_both_ways`.
 
         Rounded up to a whole byte; 0 for a group of one.
-
-        >>> TensorParallelCost(1024, 24, 1024, tp_size=1).link_bytes_per_step
-        0
         """
         return -(-2 * (self.tp_size - 1) * self.bytes_per_step_both_ways // self.tp_size)
 

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gradengine.arrays import dtypes, frameworks, host
+from gradengine.arrays import dtypes, host
 from gradengine.arrays.buffer import Buffer, RawBuffer
-from gradengine.arrays.dtypes import DTYPES, DType, by_dlpack_code
+from gradengine.arrays.dtypes import DTYPES, DType, by_dlpack_code, supported_name
 from gradengine.errors import BufferRefused
 from gradengine.kernels import arithmetic
 from gradengine.kernels.launch import OVERWRITE
@@ -18,18 +18,15 @@ from gradengine.layout import GradientLayout
 
 FLOAT8 = DType("float8_e4m3fn", 1, np.dtype("u1"), (10, 8), tag=3)
 ARRAY = np.array([1.5, -2, 448], ml_dtypes.float8_e4m3fn)
-OF_NAMES = (host._dtype_name, frameworks._torch_dtype)
 
 
 @pytest.fixture
 def with_float8(monkeypatch):
     """A table with one row more, and nothing remembered of the one before or after."""
     monkeypatch.setitem(DTYPES, FLOAT8.name, FLOAT8)
-    for names in OF_NAMES:
-        names.cache_clear()
+    supported_name.cache_clear()
     yield
-    for names in OF_NAMES:
-        names.cache_clear()
+    supported_name.cache_clear()
 
 
 class TestRows:

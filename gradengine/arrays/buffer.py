@@ -70,13 +70,9 @@ class Buffer:
     """A flat, contiguous view of an array's memory; never changed once it is made.
 
     Attributes:
-        pointer: Address of the first element.
-        size: Elements.
-        dtype: "float32", "float16" or "bfloat16".
-        shape: The array's shape.
+        shape: The array's own.
         writable: Whether it may be a destination.
         owner: Kept alive for as long as this view is.
-        device: "cpu", "cuda:0", ...
         data: The elements as a NumPy array, in the storage dtype (bf16 as uint16); None on a GPU.
         producer: The stream that the array is produced on; None for our own, or CuPy's current stream.
     """
@@ -119,13 +115,11 @@ def raw_view(raw: RawBuffer, component: str, device: str, producer: ProducerStre
     """A checked view of a raw pointer's memory, which must be on `device`; raises `BufferRefused`."""
     refuse_other_device(raw.device, component, (device,))
     refuse_freed(raw.owner, component)
-    if raw.dtype not in DTYPES:
-        raise unsupported_dtype(component, str(raw.dtype))
     pointer, size = as_index(raw.pointer), as_index(raw.size)
     if pointer is None or size is None:
         raise _invalid_address(component, said(raw.pointer), raw.size)
-    refuse_invalid_address(pointer, size, DTYPES[raw.dtype].itemsize, component)
-    return Buffer(pointer, size, raw.dtype, (size,), raw.writable, raw.owner, device, producer=producer)
+    memory = Exported(pointer, raw.dtype, (size,), (1,), device, raw.writable, raw.owner)
+    return exported_view(memory, component, device, producer)
 
 
 def exported_view(tensor: Exported, component: str, device: str, producer: ProducerStream | None = None) -> Buffer:
@@ -226,13 +220,7 @@ def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: B
 
 
 def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
-    """The positions of two buffers that overlap in memory, or None.
-
-    Example:
-        >>> whole = Buffer(4096, 4, "float32", (4,), True, None)
-        >>> overlapping([whole.part(0, 3), whole.part(2, 4)])
-        (0, 1)
-    """
+    """The positions of two buffers that overlap in memory, or None."""
     order = sorted((i for i, b in enumerate(buffers) if b.size), key=lambda i: buffers[i].pointer)
     for before, after in itertools.pairwise(order):
         if buffers[before].pointer + buffers[before].nbytes > buffers[after].pointer:
@@ -244,14 +232,7 @@ def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
 
 
 def refuse_freed(owner: object, component: str) -> None:
-    """Raise `BufferRefused` where the owner of a pointer's memory says that it was freed.
-
-    >>> import mmap
-    >>> freed = mmap.mmap(-1, 4096); freed.close()
-    >>> refuse_freed(freed, "w")
-    Traceback (most recent call last):
-    gradengine.errors.BufferRefused: component 'w' is in memory that its owner has freed: got a mmap that is closed...
-    """
+    """Raise `BufferRefused` where the owner of a pointer's memory says that it was freed."""
     how = freed(owner)
     if how:
         raise BufferRefused(

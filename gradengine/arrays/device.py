@@ -21,7 +21,7 @@ from gradengine.arrays.buffer import (
     refuse_strided,
 )
 from gradengine.arrays.dlpack import MAX_DIMENSIONS, Exported, contiguous_strides, exporting_device
-from gradengine.arrays.dtypes import DTYPES, numpy_dtype_name, unsupported_dtype
+from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.frameworks import dlpack_view, is_jax, is_torch, jax_device, torch_buffer, torch_device
 from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
@@ -32,11 +32,7 @@ _MEMORY_OF_A_DEVICE = {2, 3}  # cudaMemoryType: device, managed
 
 
 def device_of(source: object) -> str:
-    """The device of an array: "cpu", "cuda:0", ...; "cpu" for anything else, which `host_buffer` refuses.
-
-    >>> device_of(np.zeros(3))
-    'cpu'
-    """
+    """The device of an array: "cpu", "cuda:0", ...; "cpu" for anything else, which `host_buffer` refuses."""
     if isinstance(source, RawBuffer):
         return source.device
     if is_torch(source):
@@ -64,7 +60,7 @@ def _device_of_interface(source: Any) -> str:
 
 
 def device_buffer(source: Any, component: str, device: str, array_type: type, stream: int) -> Buffer:
-    """A view of `source`, which must be contiguous, on `device`, in fp32, fp16 or bf16.
+    """A view of `source`, which must be contiguous, on `device`, in fp32, fp16 or bf16; else raises `BufferRefused`.
 
     Args:
         source: An instance of `array_type`, a torch tensor, a `RawBuffer`, a DLPack producer (JAX), or an object with
@@ -74,9 +70,6 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
         array_type: cupy.ndarray, which needs no protocol.
         stream: The stream that will read it, as DLPack numbers them; -1 asks the producer to order nothing. Others than
             DLPack's producers order nothing: see `Buffer.producer`, and `exporting_stream` for array interfaces.
-
-    Raises:
-        BufferRefused: Another device or dtype, or gaps in memory.
     """
     if isinstance(source, array_type):
         return _from_own_array(source, component, device)
@@ -102,11 +95,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
 
 
 def exporting_stream(source: Any, component: str) -> NamedStream | None:
-    """The stream of a CUDA array interface: to be waited for now, since it may be destroyed later.
-
-    Raises:
-        BufferRefused: It is neither None nor a stream's handle.
-    """
+    """The stream of a CUDA array interface: to be waited for now, since it may be destroyed later; None without one."""
     interface: Any = source.__cuda_array_interface__ if has(source, "__cuda_array_interface__") else None
     handle = interface.get("stream") if isinstance(interface, Mapping) else None
     try:
@@ -174,7 +163,7 @@ def _element_strides(strides: Sequence[int] | None, itemsize: int, shape: Sequen
 
 
 def _named(dtype: Any, component: str) -> str:
-    name = str(dtype.name)
-    if name not in DTYPES or not dtype.isnative:
-        raise unsupported_dtype(component, numpy_dtype_name(dtype))
+    name = supported_name(dtype)
+    if name is None:
+        raise unsupported_dtype(component, dtype)
     return name

@@ -25,14 +25,11 @@ MAX_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that says more would
 
 
 class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
-    """An array as a protocol exports it, unchecked.
+    """An array as a protocol exports it, unchecked; strides in elements.
 
     Attributes:
         pointer: Address of the first element; 0 where there is none.
         dtype: The dtype's name, or a description of an unsupported one.
-        shape: Its shape.
-        strides: Its strides, in elements.
-        device: "cpu", "cuda:0", ...
         writable: False where the producer says that the memory is read-only.
         owner: What must stay alive while the memory is in use.
     """
@@ -47,11 +44,7 @@ class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
 
 
 def exporting_device(source: Any, component: str) -> str:
-    """The device of a DLPack producer: "cpu", "cuda:0", ...
-
-    Raises:
-        BufferRefused: Its `__dlpack_device__` raised, or returned something else.
-    """
+    """The device of a DLPack producer, "cpu", "cuda:0", ...; its own errors become a `BufferRefused`."""
     try:
         return dlpack_device(source)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
@@ -65,19 +58,9 @@ def dlpack_device(source: Any) -> str:
 
 
 def exported(source: Any, component: str, stream: int | None = None) -> Exported:
-    """The array that `source.__dlpack__()` exports.
+    """The array that `source.__dlpack__()` exports; raises `BufferRefused` for another version of DLPack than 0 or 1.
 
-    Args:
-        source: An object with `__dlpack__` and `__dlpack_device__`.
-        component: Its component's name, for errors.
-        stream: The consumer's stream on a GPU, as DLPack numbers them; None on the CPU.
-
-    Raises:
-        BufferRefused: The producer raised, or its capsule is not DLPack of version 0 or 1.
-
-    Example:
-        >>> exported(np.zeros((2, 3), np.float16), "w").shape
-        (2, 3)
+    `stream` is the consumer's on a GPU, as DLPack numbers them; None on the CPU.
     """
     capsule = _capsule_of(source, component, {} if stream is None else {"stream": stream})
     tensor, writable = _tensor_in(capsule, component)

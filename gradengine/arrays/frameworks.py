@@ -25,7 +25,7 @@ from gradengine.arrays.buffer import (
     wrong_device,
 )
 from gradengine.arrays.dlpack import dlpack_device, exported, exporting_device
-from gradengine.arrays.dtypes import DTYPES, unsupported_dtype
+from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, LayoutMismatch
 
@@ -58,11 +58,7 @@ AnyArray: TypeAlias = Any  # of any framework
 
 
 def is_torch(source: object) -> bool:
-    """Whether this is a torch tensor or parameter, and no other subclass, whose address may not hold its values.
-
-    >>> is_torch(np.zeros(2))
-    False
-    """
+    """Whether this is a torch tensor or parameter, and no other subclass, whose address may not hold its values."""
     torch, kind = sys.modules.get("torch"), type(source)  # half imported it lacks either name
     return kind is getattr(torch, "Tensor", None) or kind is getattr(getattr(torch, "nn", None), "Parameter", None)
 
@@ -73,20 +69,14 @@ class TorchDevice(Protocol):
     @property
     def type(self) -> str:
         """Its kind: "cpu", "cuda", ..."""
-        ...
 
     @property
     def index(self) -> Any:
         """Which of them; None for the current one, which is taken for the first."""
-        ...
 
 
 def device_name(device: object) -> object:
-    """The name of a torch.device: "cpu", "cuda:1"; anything else unchanged.
-
-    >>> device_name("cuda")
-    'cuda'
-    """
+    """The name of a torch.device: "cpu", "cuda:1"; anything else unchanged."""
     kind = getattr(sys.modules.get("torch"), "device", None)
     if not (isinstance(kind, type) and isinstance(device, kind)):
         return device
@@ -95,23 +85,14 @@ def device_name(device: object) -> object:
 
 
 def is_jax(source: object) -> bool:
-    """Whether this is a JAX array, or a tracer inside a transformation.
-
-    >>> is_jax(np.zeros(2))
-    False
-    """
+    """Whether this is a JAX array, or a tracer inside a transformation."""
     array_type = getattr(sys.modules.get("jax"), "Array", None)
     return array_type is not None and isinstance(source, array_type)
 
 
 @final
 class TorchStream(ProducerStream):
-    """torch's current stream on one device.
-
-    Args:
-        torch: The module.
-        ordinal: Which device.
-    """
+    """torch's current stream on one device."""
 
     def __init__(self, torch: Any, ordinal: int) -> None:
         self._torch, self._ordinal = torch, ordinal
@@ -131,19 +112,10 @@ class TorchStream(ProducerStream):
 
 
 def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
-    """A view of a torch tensor, of which no element is read.
+    """A view of a torch tensor on one of `devices`, of which no element is read; read-only where autograd tracks it.
 
-    Args:
-        tensor: For which `is_torch` holds.
-        component: Its component's name, for errors.
-        devices: Those that are allowed: "cpu", "cuda:0".
-
-    Returns:
-        A view, read-only where autograd tracks the tensor.
-
-    Raises:
-        BufferRefused: It is a parameter rather than a gradient, sparse, quantised, not contiguous, lazily negated, of
-            another dtype or on another device, or it has no storage.
+    Raises `BufferRefused` for a parameter rather than a gradient, and for a tensor that is sparse, quantised, not
+    contiguous, lazily negated, without storage, or of another dtype or device.
     """
     torch = sys.modules["torch"]
     device = torch_device(tensor)
@@ -151,9 +123,9 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
         raise _on_meta(component) if tensor.is_meta else wrong_device(component, device, devices[0])
     if tensor.layout is not torch.strided:
         raise _sparse(tensor, component)
-    dtype = _torch_dtype(tensor.dtype)
+    dtype = supported_name(tensor.dtype)
     if dtype is None:
-        raise unsupported_dtype(component, str(tensor.dtype).removeprefix("torch."))
+        raise unsupported_dtype(component, tensor.dtype)
     try:
         shape, pointer = tensor.shape, tensor.data_ptr()
     except RuntimeError as fault:
@@ -177,15 +149,7 @@ def dlpack_view(
 ) -> Buffer:
     """A view of a DLPack producer's array; read-only of a JAX array, which JAX exports as writable.
 
-    Args:
-        source: An object with `__dlpack__`.
-        component: Its component's name, for errors.
-        devices: Names of the one device that is allowed, as DLPack has them: "cuda:0", "cuda_managed:0".
-        stream: As for `exported`.
-        producer: The view's.
-
-    Raises:
-        BufferRefused: Another device or dtype, gaps in memory, or memory that does not hold the array's values.
+    `devices` are the names of the one device that is allowed, as DLPack has them: "cuda:0", "cuda_managed:0".
     """
     _refuse_indirect(source, component)
     refuse_other_device(exporting_device(source, component), component, devices)
@@ -217,11 +181,7 @@ def torch_device(tensor: Any) -> str:
 
 
 def torch_versions(sources: Sequence[Any]) -> list[int | None]:
-    """Autograd's version counter of each torch tensor; None for anything else, and for tensors without one.
-
-    >>> torch_versions([np.zeros(2), None])
-    [None, None]
-    """
+    """Autograd's version counter of each torch tensor; None for anything else, and for tensors without one."""
     torch = sys.modules.get("torch")
     if torch is None:
         return [None] * len(sources)
@@ -240,10 +200,9 @@ def fills_flat_buffer(tensor: Any) -> bool:
 
 @final
 class NonZero:
-    """Asynchronous test of torch tensors on one device for non-zero elements.
+    """Asynchronous test of torch tensors on one device, at least one, for non-zero elements.
 
-    Args:
-        tensors: At least one. On a GPU they are read on torch's current stream, and the host does not wait.
+    On a GPU they are read on torch's current stream, and the host does not wait.
     """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -274,14 +233,8 @@ class NonZero:
 
 
 def jax_on_host(array: Any, component: str) -> Array:
-    """A JAX array on the CPU as a read-only NumPy array of the same memory; waits until it is computed.
-
-    Raises:
-        BufferRefused: It is on another device, or as `jax_device`.
-    """
-    device = jax_device(array, component)
-    if device != "cpu":
-        raise wrong_device(component, device, "cpu")
+    """A JAX array on the CPU as a read-only NumPy array of the same memory; waits until it is computed."""
+    refuse_other_device(jax_device(array, component), component)
     if not isinstance(array.dtype, np.dtype):  # a key of JAX's random numbers, of which older JAX makes objects
         raise unsupported_dtype(component, str(array.dtype))
     host: Array = np.asarray(array)
@@ -289,11 +242,7 @@ def jax_on_host(array: Any, component: str) -> Array:
 
 
 def jax_device(array: Any, component: str) -> str:
-    """The device of a JAX array: "cpu", "cuda:0", ...
-
-    Raises:
-        BufferRefused: It is traced, was deleted, or is sharded over several devices.
-    """
+    """The device of a JAX array, "cpu", "cuda:0", ...; raises `BufferRefused` if it is traced, deleted or sharded."""
     if isinstance(array, sys.modules["jax"].core.Tracer):
         raise BufferRefused(
             f"component '{component}' is traced by JAX and has no memory yet",
@@ -328,12 +277,6 @@ def _named(device: Any) -> str:
     return f"{'cuda' if device.platform == 'gpu' else device.platform}:{device.local_hardware_id}"
 
 
-@functools.lru_cache(maxsize=32)
-def _torch_dtype(dtype: object) -> str | None:
-    name = str(dtype).removeprefix("torch.")
-    return name if name in DTYPES else None
-
-
 @functools.lru_cache(maxsize=16)
 def _torch_stream(torch: ModuleType, device: str) -> TorchStream:
     return TorchStream(torch, int(device.partition(":")[2]))
@@ -354,13 +297,7 @@ def note_written(arrays: Iterable[object]) -> None:
 def as_sliceable(array: AnyArray, what: str) -> AnyArray:
     """An array whose `array[...]` are views: the array itself, detached from autograd, or a DLPack producer's view.
 
-    Raises:
-        BufferRefused: It is not an array, or its elements cannot be viewed: sparse, masked, a dtype unknown to NumPy.
-
-    Example:
-        >>> as_sliceable([1, 2], "the whole")
-        Traceback (most recent call last):
-        gradengine.errors.BufferRefused: the whole is not an array: got list, expected an array, or DLPack
+    Raises `BufferRefused` where it is not an array, or sparse, masked, or of a dtype unknown to NumPy.
     """
     if is_torch(array):
         if array.layout is not sys.modules["torch"].strided:
@@ -415,12 +352,7 @@ def assign(whole: AnyArray, index: tuple[Any, ...], part: AnyArray, what: str) -
 
 
 def refuse_mixed(array: AnyArray, first: AnyArray, what: str) -> None:
-    """Raise `LayoutMismatch` unless both are of one framework and dtype.
-
-    >>> refuse_mixed(np.zeros(1), np.zeros(1, np.float32), "rank 1's part")
-    Traceback (most recent call last):
-    gradengine.errors.LayoutMismatch: rank 1's part is of another framework or dtype than rank 0's: got numpy...
-    """
+    """Raise `LayoutMismatch` unless both are of one framework and dtype."""
     if (kind := _kind_of(array)) != (expected := _kind_of(first)):
         raise LayoutMismatch(f"{what} is of another framework or dtype than rank 0's", got=kind, expected=expected)
 

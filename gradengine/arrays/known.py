@@ -23,17 +23,12 @@ Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]  # an answer for each
 
 @final
 class KnownArrays:
-    """Arrays that came before, or None in their place.
+    """Arrays that came before, or None in their place; `reader` asks them where they lie now.
 
-    Args:
-        sources: The arrays.
-        reader: What asks them where they lie now.
-
-    Example:
-        >>> arrays = [np.zeros(2), np.zeros(3)]
-        >>> known = KnownArrays(arrays, read_numpy)
-        >>> known.are(arrays), known.are([np.zeros(2), np.zeros(3)])
-        (True, False)
+    >>> arrays = [np.zeros(2), np.zeros(3)]
+    >>> known = KnownArrays(arrays, read_numpy)
+    >>> known.are(arrays), known.are([np.zeros(2), np.zeros(3)])
+    (True, False)
     """
 
     def __init__(self, sources: Sequence[Any], reader: Reader) -> None:

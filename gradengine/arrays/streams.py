@@ -26,11 +26,7 @@ class ProducerStream(ABC):
 @final
 @dataclass(frozen=True)
 class NamedStream(ProducerStream):
-    """A stream given by its handle.
-
-    >>> NamedStream(1) == NamedStream(0)  # both handles mean the default stream
-    True
-    """
+    """A stream given by its handle; 0 and 1 both mean the default stream."""
 
     handle: int
 
@@ -53,22 +49,14 @@ class UnknownStream(ProducerStream):
 
 
 def stream_handle(stream: Any) -> int:
-    """The handle of a CuPy or torch stream, of an object with `__cuda_stream__`, or the handle itself.
-
-    Raises:
-        CallerError: It is none of these.
-
-    Example:
-        >>> stream_handle(3)
-        3
-    """
+    """The handle of a CuPy or torch stream, of an object with `__cuda_stream__`, or the handle itself."""
     for handle in map(as_index, (*_handles(stream), stream)):
-        if handle is not None:
-            return _in_range(handle)
+        if handle is not None and 0 <= handle <= MOST:
+            return handle
     raise CallerError(
         "not a CUDA stream",
         got=said(stream),
-        expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle",
+        expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle >= 0",
     )
 
 
@@ -81,9 +69,3 @@ def _handles(stream: Any) -> tuple[object, ...]:
         return named, getattr(stream, "cuda_stream", None)
     except Exception:  # noqa: BLE001  (a framework's own object, and its own errors)
         return ()
-
-
-def _in_range(handle: int) -> int:
-    if not 0 <= handle <= MOST:
-        raise CallerError("not a CUDA stream", got=said(handle), expected="a handle >= 0, and an address at most")
-    return handle

@@ -36,23 +36,15 @@ class ParameterHolder(Protocol):
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]:
         """Name and parameter, tied parameters once."""
-        ...
 
 
 def named_components(given: Any) -> list[tuple[str, Any]]:
-    """Pairs of a component's name and its array or shape.
+    """Pairs of a component's name and its array or shape, from what `GradientLayout.of` takes.
 
-    Args:
-        given: A mapping or a sequence, which may be nested; an iterator; or a torch module, of which the trainable
-            parameters are used, with their dimensions in memory order.
+    Raises `LayoutMismatch` for anything else or what is nested too deep, `BufferRefused` for unsupported gradients.
 
-    Raises:
-        LayoutMismatch: It is none of these, or nested too deep.
-        BufferRefused: A parameter whose gradients are not supported.
-
-    Example:
-        >>> named_components({"encoder": [{"w": (2, 3)}, {"w": (3,)}], "head": (5,)})
-        [('encoder.0.w', (2, 3)), ('encoder.1.w', (3,)), ('head', (5,))]
+    >>> named_components({"encoder": [{"w": (2, 3)}, {"w": (3,)}], "head": (5,)})
+    [('encoder.0.w', (2, 3)), ('encoder.1.w', (3,)), ('head', (5,))]
     """
     if has(given, "named_parameters"):
         return list(shapes_in_memory(given).items())
@@ -78,13 +70,7 @@ def is_nested(value: object) -> bool:
 
 
 def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the trainable parameters, with their dimensions in memory order.
-
-    Raises:
-        CallerError: It is neither a module nor a list of parameters.
-        LayoutMismatch: A lazy parameter has no shape yet.
-        BufferRefused: A parameter's gradients are not supported: another dtype, sparse, a DTensor.
-    """
+    """Shapes of the trainable parameters, with their dimensions in memory order, once each is found supported."""
     parameters = trainable(module)
     for name, parameter in parameters.items():
         refuse_unsupported(name, parameter)
@@ -107,16 +93,14 @@ def refuse_unsupported(name: str, array: Any) -> None:
     if is_tensor and array.layout is not torch.strided:
         raise BufferRefused(f"component '{name}' is sparse", got=str(array.layout), do="make it dense")
     dtype = getattr(array, "grad_dtype", array.dtype) if has(array, "dtype") else None  # None: any
-    if dtype is not None and (named := dtype_name(dtype)) not in DTYPES:
-        raise unsupported_dtype(name, named)
+    if dtype is not None and dtype_name(dtype) not in DTYPES:
+        raise unsupported_dtype(name, dtype)
 
 
 def trainable(module: Any) -> dict[str, Any]:
     """The trainable parameters of a torch module by name, tied ones once; of a list of parameters by position.
 
-    Raises:
-        CallerError: It is neither.
-        LayoutMismatch: A lazy parameter has no shape yet.
+    Raises `CallerError` where it is neither, `LayoutMismatch` where a lazy parameter has no shape yet.
     """
     parameters = {name: p for name, p in _named_parameters(module) if p.requires_grad}
     for name, parameter in parameters.items():
@@ -138,20 +122,13 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     if has(module, "named_parameters"):
         yield from module.named_parameters()
         return
-    is_list = isinstance(module, Iterable) and not isinstance(module, (str, bytes, Mapping)) and not _is_array(module)
+    is_other = isinstance(module, (str, bytes, Mapping)) or has(module, "shape")  # an array's rows are no parameters
+    is_list = isinstance(module, Iterable) and not is_other
     for position, parameter in enumerate(module if is_list else [None]):
         if not _is_parameter(parameter):
-            raise CallerError(
-                "not a torch module",
-                got=type(module).__name__,
-                expected="torch.nn.Module, or a list of its parameters",
-            )
+            expected = "torch.nn.Module, or a list of its parameters"
+            raise CallerError("not a torch module", got=type(module).__name__, expected=expected)
         yield str(position), parameter
-
-
-def _is_array(value: object) -> bool:
-    """Arrays of one dimension or more are iterable too, but their rows are not parameters."""
-    return has(value, "shape")
 
 
 def _is_component(value: object) -> bool:

@@ -277,16 +277,7 @@ class GradientLayout:
 
 
 def layout_from_table(table: bytes) -> GradientLayout:
-    """The layout of a table that a worker has sent.
-
-    Raises:
-        LayoutMismatch: It is not a valid table.
-
-    Example:
-        >>> layout = GradientLayout.of({"layers.0.w": (2, 3)})
-        >>> layout_from_table(layout.table()) == layout
-        True
-    """
+    """The layout of a table that a worker has sent; raises `LayoutMismatch` where it is not a valid one."""
     refuse_other_kind("a layout table", table, bytes)
     try:
         table_rows, order, *part = unpack(table, "a layout table")
@@ -343,11 +334,7 @@ def _block_name(name: str) -> str | None:
 
 
 def _ends_in_number(part: str) -> bool:
-    """Whether this is a flax module's numbered name.
-
-    >>> _ends_in_number("Block_0"), _ends_in_number("layer0")
-    (True, False)
-    """
+    """Whether this is a flax module's numbered name: "Block_0", but not "layer0"."""
     return part.rpartition("_")[2].isdecimal() and "_" in part
 
 

@@ -206,17 +206,7 @@ class RowParallelShard(_MatrixShard):
 
 @final
 class Replica(Shard):
-    """A component that is replicated on every rank.
-
-    Args:
-        shape: The component's.
-        tp_rank: The rank.
-        tp_size: Size of the tensor-parallel group.
-
-    Example:
-        >>> Replica((1024,), tp_rank=1, tp_size=2).local_shape
-        (1024,)
-    """
+    """A component of that shape, replicated on every rank."""
 
     partition = "replicated"
 
