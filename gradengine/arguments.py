@@ -100,7 +100,8 @@ def _as_number(value: Any) -> float | None:
     dtype = getattr(value, "dtype", None)
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
     has_dimensions = bool(getattr(value, "ndim", 0))
-    if not is_number or has_dimensions or (dtype is not None and not _is_real(str(dtype))):
+    is_real = dtype is None or "float" in str(dtype) or "int" in str(dtype)
+    if not is_number or has_dimensions or not is_real:
         return None
     return float(value.detach() if hasattr(value, "detach") else value)  # torch warns of one that autograd watches
 
@@ -111,10 +112,6 @@ def as_text(value: object) -> str:
         return str(value)
     except Exception:  # noqa: BLE001  (a caller's own object, and its own errors)
         return type(value).__name__
-
-
-def _is_real(dtype: str) -> bool:
-    return "float" in dtype or "int" in dtype
 
 
 def out_of_range(

@@ -79,7 +79,7 @@ def add(
         if isinstance(kernels, CudaKernels):
             sum_of = "gradengine::add(target, weight == 1.0f ? {0} : gradengine::multiply(weight, {0}))"
             value = sum_of.format(_READ[of.dtype].format("source"))
-            _run(kernels, "add", value, (of, by), to, "float32 weight")
+            _run(kernels, "add", value, to, of, weight=by)
         else:
             _add_on_host(kernels, to, of, by)
 
@@ -110,7 +110,7 @@ def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, st
             kernels.scale([to], by, [to])
         elif by != 1:
             value = f"gradengine::multiply({_READ[to.dtype].format('target')}, factor)"
-            _run(kernels, "scale", value, (by,), to, "float32 factor")
+            _run(kernels, "scale", value, to, factor=by)
 
 
 def fill(buffer: object, value: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
@@ -136,7 +136,7 @@ def fill(buffer: object, value: float, *, device: DeviceLike | None = None, stre
     with kernels.device.on(stream):
         to = kernels.device.writable_view(buffer, "buffer")
         if isinstance(kernels, CudaKernels):
-            _run(kernels, "fill", "value", (constant,), to, "float32 value")
+            _run(kernels, "fill", "value", to, value=constant)
         elif to.size:
             one = kernels.device.view(np.full(1, constant), "value")
             kernels.scale([one], np.float32(1), [to.part(0, 1)])
@@ -171,7 +171,7 @@ def cast(
     with kernels.device.on(stream):
         to, of = _pair(kernels, destination, source)
         if isinstance(kernels, CudaKernels):
-            _run(kernels, "cast", _READ[of.dtype].format("source"), (of,), to, "")
+            _run(kernels, "cast", _READ[of.dtype].format("source"), to, of)
         else:
             kernels.scale([of], np.float32(1), [to])
 
@@ -201,30 +201,25 @@ def _pair(kernels: Kernels, destination: object, source: object) -> tuple[Buffer
     return to, of
 
 
-def _run(kernels: CudaKernels, name: str, value: str, inputs: tuple[Any, ...], target: Buffer, scalars: str) -> None:
-    """target[i] = value, with `source` (where the first input is a buffer) and the scalars by name."""
+def _run(
+    kernels: CudaKernels, name: str, element: str, target: Buffer, source: Buffer | None = None, **scalars: np.float32
+) -> None:
+    """target[i] = element, in which the source's element and the scalars go by their names."""
     if not target.size:
         return
-    arrays = [kernels.device.storage_array(given) if isinstance(given, Buffer) else given for given in inputs]
-    of = next((_storage_name(given) for given in inputs if isinstance(given, Buffer)), "")
-    operation = _WRITE[target.dtype].format("target", value)
-    kernel = _kernel(kernels.xp, name, of, _storage_name(target), scalars, operation)
+    read = [] if source is None else [source]
+    inputs = [*(f"{_storage_name(buffer)} source" for buffer in read), *(f"float32 {scalar}" for scalar in scalars)]
+    operation = _WRITE[target.dtype].format("target", element)
+    kernel = _kernel(kernels.xp, name, ", ".join(inputs), f"{_storage_name(target)} target", operation)
+    arrays = [kernels.device.storage_array(buffer) for buffer in (*read, target)]
     with kernels.device.runtime.active():
-        kernel(*arrays, kernels.device.storage_array(target))
-    borrowed = [target, *(given for given in inputs if isinstance(given, Buffer))]
-    kernels.device.give_back(producers_of(borrowed), borrowed)
+        kernel(*arrays[:-1], *scalars.values(), arrays[-1])
+    kernels.device.give_back(producers_of([target, *read]), [target, *read])
 
 
 @functools.cache
-def _kernel(xp: Any, name: str, source: str, target: str, scalars: str, operation: str) -> Any:
-    return _made(xp, name, source, target, scalars, operation)
-
-
-def _made(xp: Any, name: str, source: str, target: str, scalars: str, operation: str) -> Any:
-    inputs = ", ".join(filter(None, [source and f"{source} source", scalars]))
-    return xp.ElementwiseKernel(
-        inputs, f"{target} target", operation, f"gradengine_{name}", preamble=arithmetic(), no_return=True
-    )
+def _kernel(xp: Any, name: str, inputs: str, output: str, operation: str) -> Any:
+    return xp.ElementwiseKernel(inputs, output, operation, f"gradengine_{name}", preamble=arithmetic(), no_return=True)
 
 
 def _storage_name(buffer: Buffer) -> str:

@@ -25,7 +25,6 @@ import numpy as np
 from gradengine.accumulate.gradients import and_more, in_slot_order
 from gradengine.arguments import as_text, has, said, truth_value
 from gradengine.arrays.device import device_of
-from gradengine.arrays.dtypes import DTYPES, unsupported_dtype
 from gradengine.clip import checked_max_norm
 from gradengine.errors import BufferRefused, LayoutMismatch
 from gradengine.kernels import ClipPlan, Decision, decide, kernels_for
@@ -69,8 +68,6 @@ class GradientTree:
         self._leaves, self._structure = _flattened(tree)
         components = {name: leaf for name, leaf in self._leaves.items() if leaf is not None}
         self.layout = GradientLayout.of(components)
-        for name, leaf in components.items():
-            _refuse_other_dtype(name, leaf)
         self._shapes = {slot.name: slot.shape for slot in self.layout.slots}
         self._leaves = dict.fromkeys(self._leaves)  # the arrays themselves are not kept
 
@@ -105,8 +102,8 @@ class GradientTree:
         """
         ordered = in_slot_order(self.layout.slots, gradients, "the tree")
         arrays = dict(zip(self._shapes, ordered, strict=True))
-        is_copied = truth_value("copy", copy)
-        taken = {name: _copied(name, array) if is_copied else _viewed(name, array) for name, array in arrays.items()}
+        read = _copied if truth_value("copy", copy) else _viewed
+        taken = {name: None if array is None else read(name, array) for name, array in arrays.items()}
         return self._structure.unflatten([taken.get(name) for name in self._leaves])
 
     def _other_structure(self, leaves: Leaves, structure: Any) -> LayoutMismatch:
@@ -234,15 +231,7 @@ def _part(key: Any) -> str:
     return as_text(next(named, key))
 
 
-def _refuse_other_dtype(name: str, leaf: Any) -> None:
-    dtype = getattr(leaf, "dtype", None)
-    if str(dtype) not in DTYPES:
-        raise unsupported_dtype(name, getattr(dtype, "name", type(leaf).__name__))
-
-
 def _viewed(name: str, array: Any) -> Any:
-    if array is None:
-        return None
     try:
         return jax.dlpack.from_dlpack(array)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
@@ -254,8 +243,6 @@ def _viewed(name: str, array: Any) -> Any:
 
 
 def _copied(name: str, array: Any) -> Any:
-    if array is None:
-        return None
     if not any(has(array, protocol) for protocol in ("__dlpack__", "__array__", "__jax_array__")):
         raise BufferRefused(f"component '{name}' is not an array", got=said(array))
     try:

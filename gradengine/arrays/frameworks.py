@@ -10,6 +10,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, final
 
@@ -91,21 +92,16 @@ def is_jax(source: object) -> bool:
 
 
 @final
+@dataclass(frozen=True)
 class TorchStream(ProducerStream):
     """torch's current stream on one device."""
 
-    def __init__(self, torch: Any, ordinal: int) -> None:
-        self._torch, self._ordinal = torch, ordinal
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TorchStream) and other._ordinal == self._ordinal
-
-    def __hash__(self) -> int:
-        return hash((TorchStream, self._ordinal))
+    torch: Any = field(compare=False)
+    ordinal: int
 
     def stream(self) -> int:
         """See `ProducerStream.stream`."""
-        current = self._torch.cuda.current_stream(self._ordinal)
+        current = self.torch.cuda.current_stream(self.ordinal)
         if hasattr(current, "__cuda_stream__"):
             return int(current.__cuda_stream__()[1])
         return int(current.cuda_stream)  # before 2.10

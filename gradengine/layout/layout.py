@@ -42,6 +42,7 @@ class GradientLayout:
         slots: The components' slots, in the order in which sequences of gradients are passed.
         blocks: The transformer blocks.
         spans: The ranges that are exchanged as one, in the order in which backward completes them.
+        spans_by_key: The same by key: a block's index, or the name of a non-block component.
         arena_size: Elements of the arena, padding included.
         tp_rank: The tensor-parallel rank whose shards these are.
         tp_size: Size of the tensor-parallel group; 1 for a whole model.
@@ -70,11 +71,13 @@ class GradientLayout:
         by_key: dict[int | str, Span] = {span.key: span for span in (*self.blocks, *non_block)}
         by_name = {slot.name: slot for span in by_key.values() for slot in span.slots}
         self.slots = tuple(by_name[row.name] for row in rows)
+        self._by_name = {slot.name: slot for slot in self.slots}
         # Models list their parameters from input to output, so backward completes them in reverse.
         appearance = dict.fromkeys(slot.name if slot.block is None else slot.block for slot in self.slots)
         order = [*reversed(appearance)] if backward_order is None else listed("backward_order", backward_order)
         _refuse_bad_order(order, by_key)
-        self.spans = tuple(by_key[key] for key in order)
+        self.spans_by_key = {key: by_key[key] for key in order}
+        self.spans = tuple(self.spans_by_key.values())
         self.arena_size = max(span.stop for span in self.spans)
         if self.nbytes > _MOST_BYTES:
             raise LayoutMismatch("a layout is too large", got=f"above {_MOST_BYTES} bytes")
@@ -253,15 +256,6 @@ class GradientLayout:
             raise LayoutMismatch("unknown block", got=said(index), expected=expected)
         return self.blocks[number]
 
-    @cached_property
-    def spans_by_key(self) -> Mapping[int | str, Span]:
-        """The spans by key: a block's index, or the name of a non-block component."""
-        return {span.key: span for span in self.spans}
-
-    @cached_property
-    def _by_name(self) -> dict[str, Slot]:
-        return {slot.name: slot for slot in self.slots}
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GradientLayout) and self.fingerprint == other.fingerprint
 
@@ -314,11 +308,8 @@ def _shape_of(name: str, array: Any) -> Shape:
     if len(shape) < len(given):
         raise LayoutMismatch(f"component '{name}' has no shape", got=said(array), expected="an array or a shape")
     if len(shape) > MAX_DIMENSIONS:
-        raise LayoutMismatch(
-            f"component '{name}' has too many dimensions",
-            got=f"more than {MAX_DIMENSIONS}",
-            expected=f"at most {MAX_DIMENSIONS}",
-        )
+        got, expected = f"more than {MAX_DIMENSIONS}", f"at most {MAX_DIMENSIONS}"
+        raise LayoutMismatch(f"component '{name}' has too many dimensions", got=got, expected=expected)
     if any(d < 0 for d in shape):
         raise LayoutMismatch(f"component '{name}' has a negative dimension", got=shape, expected="dimensions >= 0")
     return shape
