@@ -172,14 +172,9 @@ class CapturedWindow:
 
 @final
 class Capture(AbstractContextManager[CapturedWindow]):
-    """Within it, the calls of an engine are recorded.
+    """Context in which the calls of an engine are recorded; `begin` and `end` tell the engine.
 
     No generator: one that an interrupt leaves suspended would go on recording until its traceback is gone.
-
-    Args:
-        window: What is recorded.
-        begin: Told that it begins, or raises.
-        end: Told that it is over, however it ended.
     """
 
     def __init__(self, window: CapturedWindow, begin: Callable[[Capture], None], end: Callable[[], None]) -> None:

@@ -13,18 +13,9 @@ __all__ = ["DeferredErrors"]
 
 @final
 class DeferredErrors:
-    """Asynchronous non-finite errors of one engine's steps, each raised once.
+    """Asynchronous non-finite errors of one engine's steps, each raised once; on the CPU there are none.
 
-    On the CPU there are none: each step's decision is known at once.
-
-    Args:
-        kernels: The device's kernels.
-        layout: Whose components verdicts name.
-        arena: What the steps decide from.
-        plan: Which components share a norm.
-
-    Attributes:
-        exist: Whether there will be any: on a GPU.
+    `exist` says whether there will be any. `layout` names components in errors.
     """
 
     def __init__(self, kernels: Kernels, layout: GradientLayout, arena: Arena, plan: ClipPlan) -> None:
@@ -41,12 +32,12 @@ class DeferredErrors:
             self._telemetry.send()
 
     def note_queued(self, step: int) -> int:
-        """A step of that number is about to be queued, and brings along how many there are then, which is returned."""
+        """The device's count of steps once the step of this number, about to be queued, is done."""
         self._counted = step + 1
         return self._counted
 
     def count_from(self, step: int) -> None:
-        """A graph's step is about to be queued: on the device it gets this number, however others were counted there.
+        """Set the device's count of steps before a graph's step is queued.
 
         Interrupted before it was queued, it comes here again, and not as what the device is thought to have counted.
         """
@@ -78,11 +69,7 @@ class DeferredErrors:
             self._raise(verdict)
 
     def of_step(self, step: int, decision: Decision) -> NonFiniteGradient | None:
-        """What one step found, waiting for the device.
-
-        Raises:
-            WindowError: The device has forgotten it, for what a later step found.
-        """
+        """What one step found, waiting for the device; `WindowError` where a later step has overwritten it."""
         verdict = self._of_step(step, decision)
         if verdict is None:
             return None

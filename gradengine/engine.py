@@ -381,11 +381,7 @@ class GradientEngine:
         self._reducer.connect(exchange, tp_exchange)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refused, for `copy` and `pickle` alike: its parts share memory and connections.
-
-        Raises:
-            CallerError: Always.
-        """
+        """Raises `CallerError`: an engine's parts share memory and connections."""
         raise not_copied("a GradientEngine", "build another of the same layout: between windows it holds nothing")
 
     # ---- what may be called now ----

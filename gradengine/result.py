@@ -180,18 +180,14 @@ class StepResult:
             raise copy.copy(self._decided.non_finite)  # whoever keeps the result keeps no traceback of those who asked
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refused, for `copy` and `pickle` alike: its gradients are views of an arena, or the caller's own arrays.
-
-        Raises:
-            CallerError: Always.
-        """
+        """Raises `CallerError`: its gradients are views of an arena, or the caller's own arrays."""
         raise not_copied("a StepResult", "copy what you need: float(result.norm), result.gradients[name].copy()")
 
     def __repr__(self) -> str:
         return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
 
     def of_replay(self, step: int) -> StepResult:
-        """The same arrays, as they are now, as the result of another step."""
+        """The same arrays as the result of another step."""
         return replace(self, step=step, _changes=self._accumulator.changes)
 
     def without_arrays(self) -> StepResult:

@@ -38,18 +38,7 @@ class EngineOptions(TypedDict, total=False):
 
 @final
 class Settings:
-    """An engine's settings.
-
-    Args:
-        plan: Which components share a norm, and its bound.
-        on_non_finite: What a gradient that is not finite leads to.
-        average: Over micro-batches, or over the workers' means.
-        micro_batches: Micro-batches of a window, if known.
-        loss_scale: What the loss was multiplied by.
-
-    Raises:
-        CallerError: One is out of range.
-    """
+    """An engine's settings, checked."""
 
     def __init__(
         self, plan: ClipPlan, on_non_finite: OnNonFinite, average: Average, micro_batches: int | None, loss_scale: float
@@ -92,14 +81,10 @@ class Settings:
 
 
 def checked_loss_scale(value: float) -> float:
-    """The loss scale as a float.
+    """The loss scale as a float; `CallerError` unless it is a number in 2**-64..2**64.
 
-    Raises:
-        CallerError: It is no number in 2**-64..2**64.
-
-    Example:
-        >>> checked_loss_scale(np.float32(1024))
-        1024.0
+    >>> checked_loss_scale(np.float32(1024))
+    1024.0
     """
     scale = as_float(value)
     if not 2.0**-64 <= scale <= 2.0**64:  # NaN is refused too

@@ -75,7 +75,7 @@ def test_refused_as_a_whole(found, backend):
         ([*good[:3], raw(last, writable=False)], "destination 'head' is read-only"),
         ([memory[:15], memory[14:21], None, None], "destinations 'layers.0.w' and 'layers.1.w' overlap in memory"),
         ([memory[:15], None, None, memory[:1]], "destinations 'layers.0.w' and 'head' overlap in memory"),
-        ([None, own, None, None], "destinations 'layers.1.w' and 'the engine's arena' overlap in memory"),
+        ([None, own, None, None], "destinations 'layers.1.w' and 'the arena' overlap in memory"),
     ):
         with nothing_is_launched(backend), pytest.raises((LayoutMismatch, BufferRefused), match=message):
             found(out)

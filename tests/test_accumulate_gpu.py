@@ -296,7 +296,7 @@ class TestCopies:
         yield [*good[:8], device.put(np.empty(8))], "'blocks.0.post_attn_norm' has an unsupported dtype: got float64"
         yield [*good[:8], raw(last, writable=False)], "destination 'blocks.0.post_attn_norm' is read-only"
         yield [*good[:8], good[7]], "'blocks.0.input_norm' and 'blocks.0.post_attn_norm' overlap"
-        yield [*good[:8], raw(own)], "'blocks.0.post_attn_norm' and 'the accumulator's arena' overlap"
+        yield [*good[:8], raw(own)], "'blocks.0.post_attn_norm' and 'the arena' overlap"
         yield dict.fromkeys(BLOCK_COMPONENTS[:8]), "lack component 'post_attn_norm'"
 
     def test_bad_workspaces_are_refused_before_any_launch(self, device):

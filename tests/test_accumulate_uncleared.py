@@ -49,7 +49,7 @@ def adding(device, **options):
     def add(tensors):
         arrivals.contribution(PLACES, LAYOUT.slots, tensors)
 
-    add.note_written = arrivals.note_written
+    add.note_written = arrivals.uncleared.note_written
     return add
 
 

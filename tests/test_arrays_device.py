@@ -435,8 +435,8 @@ class TestRefused:
             ([memory[:15], memory[14:21], None], "destinations 'layers.0.w' and 'layers.1.w' overlap in memory"),
             ([memory[:15], memory[15:22], memory[21:]], "destinations 'layers.1.w' and 'head' overlap in memory"),
             ([memory[:15], Interface(memory[8:15]), None], "destinations 'layers.0.w' and 'layers.1.w' overlap"),
-            ([memory[:15], None, arena], "destinations 'head' and 'the engine's arena' overlap in memory"),
-            ([None, None, pointer_to(device, arena)], "destinations 'head' and 'the engine's arena' overlap in memory"),
+            ([memory[:15], None, arena], "destinations 'head' and 'the arena' overlap in memory"),
+            ([None, None, pointer_to(device, arena)], "destinations 'head' and 'the arena' overlap in memory"),
         ):
             with nothing_is_launched(device), pytest.raises(BufferRefused, match=message):
                 engine.step(out=out)

@@ -110,11 +110,7 @@ class GradientAccumulator(ABC):
 
     @property
     def mean_factor(self) -> np.float32:
-        """What makes the window's sum its mean: 1 / its weight, rounded to fp32.
-
-        Raises:
-            WindowError: The weight is above 2**126.
-        """
+        """fp32(1 / total weight), which makes the window's sum its mean; `WindowError` for a weight above 2**126."""
         weight = self.total_weight
         refuse_bad_divisor(weight, "the window's weight")
         factor: np.float32 = np.float32(1 / weight)
@@ -223,12 +219,8 @@ class GradientAccumulator(ABC):
 
         The sum of nothing is -0.0 everywhere: added to any other it leaves each bit of that as it is; 0.0 does not.
 
-        Args:
-            measure: Take the squared sums of what is folded now in the same pass.
-
         Raises:
-            WindowError: There is no micro-batch, and nobody said so by `add_nothing`; or some component has fewer than
-                the others. Nothing is folded then.
+            WindowError: The window is empty, or incomplete. Nothing is folded then.
         """
         asked, window = self.state.ask(Call.STEP), self._window
         if not window.weights:
@@ -246,22 +238,19 @@ class GradientAccumulator(ABC):
         self._settle(self._all, asked, measure=measure)
 
     def changing(self, call: Call | Event = Call.VIEW) -> AbstractContextManager[None]:
-        """While that call writes: an interrupt in it leaves a window that is good for nothing but to be dropped.
+        """A region in which arena memory is written: an interrupt within leaves a window that can only be dropped.
 
-        What is queued in it comes behind all that was queued before, on whatever stream.
-
-        Raises:
-            WindowError: The call does not fit the step's state.
+        Work queued in it is ordered behind all that was queued before, on whatever stream.
         """
         return _Changing(self, self.state.ask(call))
 
     def check(self) -> None:
         """Wait for a GPU and raise `BufferRefused` for torch's gradients that were not cleared, as `add` does later."""
-        self._arrivals.refuse_late()
+        self._arrivals.uncleared.refuse_late()
 
     def note_written(self, arrays: Collection[Any]) -> None:
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
-        self._arrivals.note_written(arrays)
+        self._arrivals.uncleared.note_written(arrays)
 
     def settle_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel."""
@@ -290,12 +279,8 @@ class GradientAccumulator(ABC):
         """A slot's part of the arena."""
         return self.arena.targets[self._position[slot.name]]
 
-    def slots_of(self, span: Span) -> list[tuple[int, Slot]]:
-        """Position and slot of each component of a span."""
-        return [(self._position[slot.name], slot) for slot in span.slots]
-
     def slots_within(self, span: Span, start: int, stop: int) -> Iterator[tuple[int, Slot]]:
-        """The same of those with an element in start..stop - 1 of the arena; the others are not looked at."""
+        """Position and slot of those of a span with an element in start..stop - 1; no other is looked at."""
         first = bisect.bisect_right(span.slots, start, key=lambda slot: slot.offset) - 1
         for number in range(max(first, 0), len(span.slots)):
             slot = span.slots[number]
@@ -306,14 +291,10 @@ class GradientAccumulator(ABC):
 
     def targets_of(self, span: Span) -> list[Buffer]:
         """The components of a span, in the arena."""
-        return [self.arena.targets[position] for position, _ in self.slots_of(span)]
+        return [self.target_of(slot) for slot in span.slots]
 
     def non_block_slot(self, name: str | int) -> Slot:
-        """The slot of a component that lies in no block, by name or id.
-
-        Raises:
-            LayoutMismatch: There is none.
-        """
+        """The slot of a component that lies in no block, by name or id; `LayoutMismatch` where there is none."""
         if not isinstance(name, str):
             number = as_index(name)
             if number is None or not 0 <= number < len(NON_BLOCK_COMPONENTS):
@@ -326,10 +307,7 @@ class GradientAccumulator(ABC):
         return slot
 
     def views(self) -> Mapping[str, Any]:
-        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
-
-        On a GPU they may be read on the streams that are current now.
-        """
+        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies."""
         self.arena.follow()
         return self._views
 
@@ -339,11 +317,7 @@ class GradientAccumulator(ABC):
         return NamedArrays({slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs})
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its arena.
-
-        Raises:
-            CallerError: Always.
-        """
+        """Raises `CallerError`: a copy's components would no longer be parts of its arena."""
         raise not_copied(f"a {type(self).__name__}", "build another of the same layout")
 
     # ---- inside ----

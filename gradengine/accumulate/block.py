@@ -137,11 +137,7 @@ class BlockGradientSet:
             return any(self._kernels.first_non_finite(target) is not None for target in self._arena.targets)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refused, for `copy` and `pickle` alike: a copy's components would no longer be parts of its memory.
-
-        Raises:
-            CallerError: Always.
-        """
+        """Raises `CallerError`: a copy's components would no longer be parts of its memory."""
         raise not_copied("a BlockGradientSet", "make another of the same block, and give it flatten() by from_flat()")
 
     def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:

@@ -14,21 +14,20 @@ from gradengine.layout import Slot
 __all__ = ["destinations_of", "handed_back"]
 
 
-def destinations_of(slots: Sequence[Slot], device: Device, arena: Buffer, out: Gradients) -> dict[int, Buffer]:
-    """Where each target is handed back to, by position. Checked before anything is written.
-
-    Raises:
-        LayoutMismatch: `out` does not fit the layout.
-        BufferRefused: A destination cannot be written, or two share memory.
-    """
-    given = {i: array for i, array in enumerate(in_slot_order(slots, out, "out")) if array is not None}
+def destinations_of(
+    slots: Sequence[Slot], device: Device, arena: Buffer, out: Gradients, where: str = "out", prefix: str = ""
+) -> dict[int, Buffer]:
+    """Where each component is handed back to, by position, checked before anything is written there."""
+    given = {i: array for i, array in enumerate(in_slot_order(slots, out, where, prefix)) if array is not None}
     if not given:
-        raise LayoutMismatch("out names no destination at all", got=f"{len(slots)} times None", expected="an array")
+        raise LayoutMismatch(
+            f"{where} names no destination at all", got=f"{len(slots)} times None", expected="an array"
+        )
     views = device.writable_views(list(given.values()), [slots[position].name for position in given])
     found = dict(zip(given, views, strict=True))
     for position, view in found.items():
         refuse_other_shape(view, slots[position])
-    refuse_overlapping_destinations({slots[position].name: found[position] for position in found}, arena, "engine")
+    refuse_overlapping_destinations({slots[position].name: view for position, view in found.items()}, arena)
     return found
 
 

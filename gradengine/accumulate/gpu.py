@@ -8,9 +8,9 @@ from typing import final
 import numpy as np
 
 from gradengine.accumulate.accumulator import GradientAccumulator
-from gradengine.accumulate.gradients import Gradients, in_slot_order, refuse_other_shape
+from gradengine.accumulate.destinations import destinations_of
+from gradengine.accumulate.gradients import Gradients
 from gradengine.arguments import refuse_other_kind
-from gradengine.arrays.buffer import refuse_overlapping_destinations
 from gradengine.errors import CallerError
 from gradengine.kernels import DeviceLike, HostKernels, chunk_for, kernels_for
 from gradengine.layout import GradientLayout, Slot
@@ -95,7 +95,7 @@ class GpuGradientAccumulator(GradientAccumulator):
             workspace: A sequence in the block's order, or a mapping by component name; None for one not wanted.
 
         Raises:
-            LayoutMismatch: No such block, or a component is missing, unknown or misshapen.
+            LayoutMismatch: No such block, a component is missing, unknown or misshapen, or all are None.
             BufferRefused: A buffer cannot be written as it lies, or two share memory.
         """
         block = self.layout.block(index)
@@ -112,18 +112,11 @@ class GpuGradientAccumulator(GradientAccumulator):
         self._copy((slot,), [destination], f"component '{slot.name}'")
 
     def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:
-        pairs = zip(slots, in_slot_order(slots, workspace, where, prefix), strict=True)
-        wanted = [(slot, array) for slot, array in pairs if array is not None]
-        destinations = self.kernels.device.writable_views(
-            [array for _, array in wanted], [slot.name for slot, _ in wanted]
-        )
-        for (slot, _), destination in zip(wanted, destinations, strict=True):
-            refuse_other_shape(destination, slot)
-        named = {slot.name: destination for (slot, _), destination in zip(wanted, destinations, strict=True)}
-        refuse_overlapping_destinations(named, self.memory, "accumulator")
-        self.settle([slot for slot, _ in wanted])  # and be behind all that was queued, whatever the stream
+        destinations = destinations_of(slots, self.kernels.device, self.memory, workspace, where, prefix)
+        wanted = [slots[position] for position in destinations]
+        self.settle(wanted)  # and be behind all that was queued, whatever the stream
         with self.arena.in_order():
-            self.kernels.scale([self.target_of(slot) for slot, _ in wanted], np.float32(1), destinations)
+            self.kernels.scale([*map(self.target_of, wanted)], np.float32(1), [*destinations.values()])
 
 
 def _chunks_of(slots: Sequence[Slot], chunk: int) -> int:

@@ -58,23 +58,19 @@ class NamedArrays(Mapping[str, Any]):
 
 
 def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefix: str = "") -> Sequence[object]:
-    """The gradients in the order of `slots`, each exactly once.
+    """The gradients in the order of `slots`, each exactly once; `LayoutMismatch` where any lacks or is unknown.
 
     Args:
         slots: What is expected.
         gradients: Mapping by full name, or by name without `prefix`, or of containers whose names lead there; or a
             sequence in order, or of containers.
-        where: What the gradients are for, as errors say it.
+        where: What the gradients are for, in errors.
         prefix: What names may leave out: "blocks.0.".
 
-    Raises:
-        LayoutMismatch: Too few, too many, unknown or missing components.
-
-    Example:
-        >>> from gradengine.layout import GradientLayout
-        >>> slots = GradientLayout.of({"layers.0.a": (1,), "layers.0.b": (1,)}).slots
-        >>> in_slot_order(slots, {"b": 2, "a": 1}, "block 0", "layers.0.")
-        [1, 2]
+    >>> from gradengine.layout import GradientLayout
+    >>> slots = GradientLayout.of({"layers.0.a": (1,), "layers.0.b": (1,)}).slots
+    >>> in_slot_order(slots, {"b": 2, "a": 1}, "block 0", "layers.0.")
+    [1, 2]
     """
     if isinstance(gradients, Mapping):
         return _from_mapping(slots, gradients, where, prefix)
@@ -148,9 +144,5 @@ def _named(slots: Sequence[Slot], limit: int = 9) -> str:
 
 
 def and_more(items: Sequence[object]) -> str:
-    """What follows the first of several in an error message.
-
-    >>> and_more([1, 2, 3]), and_more([1])
-    (' (and 2 more)', '')
-    """
+    """What follows the first of several in an error: "(and 2 more)"."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

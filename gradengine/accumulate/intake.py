@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradengine.accumulate.gradients import refuse_other_shape
@@ -22,7 +22,7 @@ _PATIENCE = 8  # sets that went without having come again, after which no more a
 
 
 class Intake:
-    """The way in of one accumulator.
+    """Cache of one accumulator's resolved gradients.
 
     Args:
         device: Where the gradients lie.
@@ -33,18 +33,12 @@ class Intake:
 
     def __init__(self, device: Device, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
         self._device, self._arena, self._holds = device, arena, holds
-        self._uncleared = None if reused_buffers else Uncleared(device)
+        self._reused_buffers, self.uncleared = reused_buffers, Uncleared(device)
         self._known: dict[SlotSet, list[_Known]] = {}
         self._in_vain = 0
 
     def contribution(self, places: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
-        """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work.
-
-        Raises:
-            LayoutMismatch: Another shape.
-            BufferRefused: A gradient cannot be taken as it lies, lies in the accumulator's own arena, or is a torch
-                tensor that was not cleared since it last came.
-        """
+        """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work."""
         known = self._known.setdefault(places, [])
         met = None
         for candidate in known:
@@ -59,21 +53,11 @@ class Intake:
             contribution = met.again(sources, holds=self._holds)
             if contribution.producers:
                 self._device.wait_for(contribution.producers)
-        if self._uncleared is not None:
-            versions = self._uncleared.refuse(places, slots, sources, None if met is None else met.versions)
+        if not self._reused_buffers:
+            versions = self.uncleared.refuse(places, slots, sources, None if met is None else met.versions)
             if met is not None:
                 met.versions = versions
         return contribution
-
-    def refuse_late(self) -> None:
-        """Raise `BufferRefused` for a gradient that was not cleared, where only a GPU knows it; waits for it."""
-        if self._uncleared is not None:
-            self._uncleared.refuse_late()
-
-    def note_written(self, arrays: Collection[Any]) -> None:
-        """What a step handed back into these arrays is no change that backward made."""
-        if self._uncleared is not None:
-            self._uncleared.note_written(arrays)
 
     def _as_it_came(self, contribution: Contribution, sources: Sequence[Any]) -> Contribution:
         """With its producers' streams of now, and where it lies now if it is read later."""

@@ -208,14 +208,10 @@ RECORDING_STATES = frozenset({State.CAPTURING, State.RECORDED, State.CAPTURED, S
 class StepState:
     """Where one accumulator's step stands, whoever works on it.
 
-    Attributes:
-        now: The state.
-
-    Example:
-        >>> state = StepState()
-        >>> state.enter(Call.ADD)
-        >>> state.now.name, state.ask(Call.ZERO_ALL).name
-        ('OPEN', 'EMPTY')
+    >>> state = StepState()
+    >>> state.enter(Call.ADD)
+    >>> state.now.name, state.ask(Call.ZERO_ALL).name
+    ('OPEN', 'EMPTY')
     """
 
     __slots__ = ("now",)
@@ -224,11 +220,7 @@ class StepState:
         self.now = State.EMPTY
 
     def ask(self, happening: Call | Event, facts: Callable[[], Facts] | None = None) -> State:
-        """The state that a call or an event leads to; nothing changes.
-
-        Raises:
-            WindowError: The call does not fit the state; `facts` says of what step, and how it came.
-        """
+        """The state that a call or an event leads to; `WindowError`, with these facts, where the call does not fit."""
         answer = TABLE[self.now][happening]
         if isinstance(answer, Refusal):
             raise answer.error({} if facts is None else facts())

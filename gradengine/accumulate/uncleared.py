@@ -22,11 +22,7 @@ _PATIENCE = 8  # micro-batches in new storages, after which tensors are known ag
 
 @final
 class Uncleared:
-    """Refuses torch's gradients that come again to one accumulator and were not cleared.
-
-    Args:
-        device: Where they lie; while it records a graph, nothing is asked.
-    """
+    """Refuses torch's gradients that come again and were not cleared; while a graph is recorded, none."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -36,16 +32,10 @@ class Uncleared:
     def refuse(
         self, places: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], of_this_set: Versions | None
     ) -> Versions | None:
-        """Raise `BufferRefused` for a gradient that was not cleared; on a GPU at the first call behind its work.
+        """The arrays' versions now, None where nothing is torch's; `BufferRefused` for a gradient that was not cleared.
 
-        Args:
-            places: Which targets.
-            slots: The same, to name them.
-            sources: A micro-batch's gradients for them.
-            of_this_set: What was returned when these very arrays came before; None where they are not known again.
-
-        Returns:
-            The versions now; None where nothing is torch's.
+        On a GPU the error comes at the first call behind its work. `of_this_set` is what was returned when these very
+        arrays came before; None where they are not known again.
         """
         versions = torch_versions(sources)
         if versions.count(None) == len(versions):
@@ -121,10 +111,7 @@ class Versions:
         """The positions of tensors that came before and changed once since, where none of them changed more often.
 
         Backward changes a gradient once, and clearing it changes it too: where one has changed twice, all were cleared.
-
-        Args:
-            versions: How often they have been changed now.
-            sources: Them, to be compared with those before; None where they are known to be the same.
+        `sources` are compared with those before; None where they are known to be the same.
         """
         changes = {
             position: now - then

@@ -146,15 +146,11 @@ class Window:
 
 
 def checked_weight(weight: float) -> np.float32:
-    """The weight as fp32.
+    """The weight as fp32; `WindowError` unless it is a finite normal number of fp32 above 0.
 
-    Raises:
-        WindowError: It is not a finite number above 0, or is below fp32's normal numbers.
-
-    Example:
-        >>> checked_weight(0)
-        Traceback (most recent call last):
-        gradengine.errors.WindowError: a micro-batch's weight is out of range: got 0, expected a finite ...
+    >>> checked_weight(0)
+    Traceback (most recent call last):
+    gradengine.errors.WindowError: a micro-batch's weight is out of range: got 0, expected a finite ...
     """
     if type(weight) is float and weight == 1:  # as nearly all are
         return _ONE

@@ -208,11 +208,11 @@ def refuse_read_only(buffer: Buffer, destination: object, component: str) -> Non
         )
 
 
-def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: Buffer, whose: str) -> None:
+def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: Buffer) -> None:
     """Raise `BufferRefused` where two destinations, or one and the arena that they are written from, overlap."""
     pair = overlapping([*destinations.values(), arena])
     if pair is not None:
-        names = [*destinations, f"the {whose}'s arena"]
+        names = [*destinations, "the arena"]
         raise BufferRefused(
             f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory",
             do="pass arrays of their own; without out= the gradients are handed back in the arena",

@@ -35,12 +35,7 @@ _UNIX_SEND_BYTES = 1 << 20  # Linux's default of 208 KB: four times the wakeups,
 
 
 class Channel:
-    """Messages over a connected socket; one thread may send while another receives.
-
-    Args:
-        connection: A connected stream socket, which the channel owns from now on.
-        peer: The peer's name in errors.
-    """
+    """Messages over a connected socket, which it owns; one thread may send while another receives."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self._socket, self.peer = connection, peer
@@ -50,11 +45,7 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        """Send a message and its payload, which is not copied.
-
-        Raises:
-            PeerLost: The connection broke, or the peer did not read before the timeout.
-        """
+        """Send a message and its payload, which is not copied."""
         body = memoryview(payload).cast("B")
         parts = [memoryview(encode_head(message, body.nbytes)), body]
         try:
@@ -68,21 +59,12 @@ class Channel:
             raise self._lost(fault, "sending") from None
 
     def receive(self) -> tuple[Message, int]:
-        """The next message, and the length of its payload, which must be received next.
-
-        Raises:
-            PeerLost: The connection ended or broke.
-            ProtocolError: It is not a valid message.
-        """
+        """The next message, and the length of its payload, which must be received next."""
         header_bytes, payload_bytes = decode_prefix(self._read(PREFIX_BYTES))
         return decode_header(self._read(header_bytes), payload_bytes), payload_bytes
 
     def receive_into(self, memory: memoryview) -> None:
-        """Fill `memory` with a payload of exactly its length.
-
-        Raises:
-            PeerLost: The connection ended or broke first.
-        """
+        """Fill `memory` with a payload of exactly its length."""
         view, filled = memory.cast("B"), 0
         try:
             while filled < view.nbytes:
@@ -96,26 +78,20 @@ class Channel:
             raise self._lost(fault, "receiving") from None
 
     def receive_bytes(self, message: Message, payload_bytes: int, limit: int = MAX_SMALL_PAYLOAD) -> bytes:
-        """A small payload, whose length is checked before it is allocated.
-
-        Raises:
-            ProtocolError: It is longer than `limit`.
-            PeerLost: The connection ended or broke first.
-        """
+        """A small payload, whose length is checked before it is allocated."""
         expect_payload(message, payload_bytes, limit)
         return self._read(payload_bytes)
 
     def expect(self, kind: type[Kind]) -> tuple[Kind, bytes]:
-        """The next message, which must be of the given kind, and its small payload.
-
-        Raises:
-            ProtocolError: It is of another kind, or its payload too long.
-            PeerLost: The connection ended or broke first.
-        """
+        """The next message, which must be of the given kind, and its small payload."""
         message, payload_bytes = self.receive()
         if not isinstance(message, kind):
-            raise ProtocolError(f"{self.peer} sent another message", got=message.kind, expected=kind.kind)
+            raise self.unexpected(message, kind.kind)
         return message, self.receive_bytes(message, payload_bytes)
+
+    def unexpected(self, message: Message, expected: str) -> ProtocolError:
+        """The error for a message of another kind."""
+        return ProtocolError(f"{self.peer} sent another message", got=message.kind, expected=expected)
 
     def set_deadline(self, seconds: float | None) -> None:
         """Set the timeout of each single read or write; None for no timeout (until another thread closes)."""
@@ -151,11 +127,7 @@ class Channel:
 
 
 def checked_address(address: Address) -> Address:
-    """The address as (host, port) or the path of a Unix socket; raises `CallerError` for anything else.
-
-    >>> checked_address(["localhost", 5000])
-    ('localhost', 5000)
-    """
+    """The address as (host, port) or the path of a Unix socket; `CallerError` for anything else."""
     if isinstance(address, str):
         if address and "\0" not in address:
             return address
@@ -173,11 +145,7 @@ def refuse_bad_token(token: str | None) -> None:
 
 
 def listen_socket(address: Address) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        CallerError: The address cannot be bound, or the system has no POSIX sockets.
-    """
+    """A listening socket; `CallerError` where the address cannot be bound."""
     family = _family(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -202,12 +170,7 @@ def listen_socket(address: Address) -> socket.socket:
 
 
 def connect_socket(address: Address, timeout: float) -> socket.socket:
-    """A connection to the coordinator; retried until the timeout.
-
-    Raises:
-        PeerLost: There was no connection within `timeout` seconds.
-        CallerError: The system has no POSIX sockets.
-    """
+    """A connection to the coordinator, retried until the timeout; then `PeerLost`."""
     deadline, family = time.monotonic() + timeout, _family(address)
     while True:  # ranks start in any order, so the coordinator may not listen yet
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -238,11 +201,7 @@ def _no_address(address: Address, fault: Exception) -> CallerError:
 
 
 def shown(address: Address) -> str:
-    """An address as in a URL.
-
-    >>> shown(("127.0.0.1", 5000))
-    '127.0.0.1:5000'
-    """
+    """An address as in a URL: "127.0.0.1:5000"."""
     if isinstance(address, str):
         return address
     host, port = address

@@ -25,27 +25,18 @@ class Stall:
 
 
 class Coordinator:
-    """The state of one group from the first join on.
+    """The state of one group from the first join on; `summed` is the position of the next bucket to sum.
 
-    Args:
-        world_size: Workers in the group.
-        num_buckets: Buckets of a step.
-        step: The group's first step.
-
-    Attributes:
-        summed: The position of the next bucket to sum.
-
-    Example:
-        >>> coordinator = Coordinator(world_size=2, num_buckets=1)
-        >>> coordinator.join(0, step=0), coordinator.join(1, step=0)
-        (None, None)
-        >>> coordinator.open(summed=0)
-        >>> coordinator.contribute(0, 0)
-        >>> coordinator.ready() is None
-        True
-        >>> coordinator.contribute(1, 0)
-        >>> coordinator.ready()
-        0
+    >>> coordinator = Coordinator(world_size=2, num_buckets=1)
+    >>> coordinator.join(0, step=0), coordinator.join(1, step=0)
+    (None, None)
+    >>> coordinator.open(summed=0)
+    >>> coordinator.contribute(0, 0)
+    >>> coordinator.ready() is None
+    True
+    >>> coordinator.contribute(1, 0)
+    >>> coordinator.ready()
+    0
     """
 
     def __init__(self, world_size: int, num_buckets: int, step: int = 0) -> None:
@@ -56,11 +47,7 @@ class Coordinator:
         self._gathers = 0
 
     def join(self, rank: int, step: int) -> None:
-        """A worker joins.
-
-        Raises:
-            HandshakeRefused: It is at another step than the first that joined.
-        """
+        """A worker joins; `HandshakeRefused` where it is at another step than the first that joined."""
         if step != self.step:
             raise HandshakeRefused(
                 f"rank {rank} is at another step", got=step, expected=self.step, do="restart all from one checkpoint"
@@ -100,9 +87,8 @@ class Coordinator:
     def group_of(self, progresses: Mapping[int, Progress]) -> bytes:
         """The identifier of the group in which a half-summed step must be resumed; empty if there is no such step.
 
-        Raises:
-            HandshakeRefused: A worker contributed to the step as another rank or in another group: its contribution
-                would be missing from some sums, or counted twice.
+        `HandshakeRefused` for a worker that contributed as another rank or in another group: its contribution would be
+        missing from some sums, or counted twice.
         """
         by_rank = sorted(progresses.items())
         half_summed = [progress.membership for _, progress in by_rank if progress.is_half_summed]
@@ -126,11 +112,7 @@ class Coordinator:
         return tuple(rank for rank in range(self.world_size) if rank not in self._contributed)
 
     def contribute(self, rank: int, position: int) -> None:
-        """A worker's contribution to a bucket has arrived.
-
-        Raises:
-            ProtocolError: It is not the worker's next bucket, or the worker has not joined.
-        """
+        """A worker's contribution to a bucket has arrived; `ProtocolError` unless it is its next one."""
         expected = self._contributed.get(rank)
         if position != expected:
             raise ProtocolError(f"rank {rank} sent a bucket out of turn", got=position, expected=expected)
@@ -152,11 +134,7 @@ class Coordinator:
         return self.summed % self.num_buckets == 0
 
     def gather(self, rank: int, data: bytes) -> list[bytes] | None:
-        """A worker's part of an all-gather; all parts in rank order if it was the last, else None.
-
-        Raises:
-            ProtocolError: The worker has given its part of this gather already.
-        """
+        """A worker's part of an all-gather; all parts in rank order if it was the last, else None."""
         if rank in self._gathering:
             raise ProtocolError(f"rank {rank} gathered twice", got=f"a second part of gather {self._gathers}")
         self._gathering[rank] = data
@@ -172,11 +150,7 @@ class Coordinator:
         return divmod(position, self.num_buckets)
 
     def stall(self, receiving: Collection[int] = ()) -> Stall:
-        """The ranks that are late, and those that wait for them.
-
-        Args:
-            receiving: Ranks that have not yet received all sums sent to them.
-        """
+        """The ranks that are late, and those that wait for them; `receiving` have not got all sums sent to them."""
         ranks = set(range(self.world_size))
         if self.missing:
             return Stall(self.missing, tuple(sorted(ranks - set(self.missing))), "joining")

@@ -79,13 +79,7 @@ class Member(ABC):
 
 @final
 class Group:
-    """The members of a group and their shared state.
-
-    Args: as `gradengine.exchange.connect`.
-
-    Raises:
-        CallerError: The world size is not in 1..65536, or a time or size is not above zero.
-    """
+    """The members of a group and their shared state. Arguments as for `gradengine.exchange.connect`."""
 
     def __init__(self, world_size: int, timeout: float, join_timeout: float, bucket_bytes: int) -> None:
         self.world_size = checked_rank(0, world_size)[1]
@@ -110,12 +104,7 @@ class Group:
         return self.coordinator is not None and not self.coordinator.missing
 
     def admit(self, member: Member, layout: GradientLayout, arena: Arena | None = None) -> None:
-        """A rank joins; the last one opens the group.
-
-        Args:
-            member: The rank.
-            layout: Its layout, compared with the first rank's.
-            arena: Rank 0's own arena if it is in this process, for summing in place.
+        """A rank joins; the last one opens the group. With rank 0's own arena, in this process, sums are made in it.
 
         Raises:
             HandshakeRefused: Another layout or step, upon which the group fails, or a rank that has joined already.
@@ -170,11 +159,7 @@ class Group:
                 self.refuse_failed()
 
     def settle(self) -> None:
-        """Wait until no other thread is summing: after it a group that has failed writes to no arena.
-
-        Raises:
-            DeadlineExceeded: The other thread did not finish in time.
-        """
+        """Wait until no other thread is summing: after it a group that has failed writes to no arena."""
         me = threading.get_ident()
         if not self.changed.wait_for(lambda: self._summing_thread in {None, me}, self.timeout):
             raise DeadlineExceeded(
@@ -182,11 +167,7 @@ class Group:
             )
 
     def fail_if_late(self, *, caller_waits: bool = False) -> float:
-        """Fail the group if a rank waits and the timeout has passed without progress; returns the seconds left.
-
-        Args:
-            caller_waits: Whether the caller itself is waiting, whatever the other ranks do.
-        """
+        """Fail the group if a rank, or the caller itself, has waited for the timeout; returns the seconds left."""
         with self.lock:
             limit = self.timeout if self.is_complete else self.join_timeout
             left = self._last_progress + limit - time.monotonic()

@@ -41,18 +41,11 @@ def new_nonce() -> bytes:
 
 
 def proof(token: str | None, role: str, hello: Hello, coordinator_nonce: bytes) -> bytes:
-    """The HMAC of this handshake under the token.
+    """The HMAC of this handshake under the token, None being the empty one; `role` is "coordinator" or "worker".
 
-    Args:
-        token: The group's secret; None is the empty one.
-        role: The prover: "coordinator" or "worker".
-        hello: The worker's first message.
-        coordinator_nonce: From the coordinator's challenge.
-
-    Example:
-        >>> hello = Hello(rank=1, world_size=2, job="", nonce=bytes(32))
-        >>> proof("a", "worker", hello, bytes(32)) == proof("b", "worker", hello, bytes(32))
-        False
+    >>> hello = Hello(rank=1, world_size=2, job="", nonce=bytes(32))
+    >>> proof("a", "worker", hello, bytes(32)) == proof("b", "worker", hello, bytes(32))
+    False
     """
     bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, coordinator_nonce]
     return hmac.new((token or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
@@ -96,11 +89,7 @@ def refuse_other_job(hello: Hello, job: str) -> None:
 
 
 def join_of(progress: Progress, own_proof: bytes) -> Join:
-    """A worker's second message.
-
-    >>> progress_of(join_of(Progress(step=3, summed=1, contributed=2), bytes(32))).summed
-    1
-    """
+    """A worker's second message."""
     reached = (progress.step, progress.summed, progress.contributed, int(progress.partially_written))
     membership = progress.membership
     return Join(own_proof, *reached, membership.group, membership.rank, membership.world_size)
@@ -121,30 +110,27 @@ def answer_hello(token: str | None, hello: Hello) -> Challenge:
 
 def check_challenge(token: str | None, hello: Hello, challenge: Challenge) -> None:
     """Raise `HandshakeRefused` unless the coordinator has the token."""
-    if not hmac.compare_digest(challenge.proof, proof(token, "coordinator", hello, challenge.nonce)):
-        raise HandshakeRefused("the coordinator has another token", do="start all with the same token=")
+    _check(challenge.proof, proof(token, "coordinator", hello, challenge.nonce), "the coordinator")
 
 
 def check_proof(token: str | None, hello: Hello, challenge: Challenge, join: Join) -> None:
     """Raise `HandshakeRefused` unless the worker has the token."""
+    _check(join.proof, proof(token, "worker", hello, challenge.nonce), f"rank {hello.rank}")
+
+
+def _check(given: bytes, expected: bytes, who: str) -> None:
     # Not !=, whose duration shows how many leading bytes of a forged proof are right.
-    if not hmac.compare_digest(join.proof, proof(token, "worker", hello, challenge.nonce)):
-        raise HandshakeRefused(f"rank {hello.rank} has another token", do="start all with the same token=")
+    if not hmac.compare_digest(given, expected):
+        raise HandshakeRefused(f"{who} has another token", do="start all with the same token=")
 
 
 def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
-    """The rows in which two layout tables differ, as lines for an error message.
+    """The rows in which two valid layout tables differ, as at most `limit` lines for an error message.
 
-    Args:
-        mine: This side's `GradientLayout.table()`.
-        theirs: The other side's table, already validated.
-        limit: The largest number of lines.
-
-    Example:
-        >>> from gradengine.layout import GradientLayout
-        >>> a, b = GradientLayout.of({"w": (2, 3)}), GradientLayout.of({"w": (3, 2)})
-        >>> print(differing_rows(a.table(), b.table()))
-        row 0: here 'w' (2, 3), there 'w' (3, 2)
+    >>> from gradengine.layout import GradientLayout
+    >>> a, b = GradientLayout.of({"w": (2, 3)}), GradientLayout.of({"w": (3, 2)})
+    >>> print(differing_rows(a.table(), b.table()))
+    row 0: here 'w' (2, 3), there 'w' (3, 2)
     """
     (ours, order, *part), (others, other_order, *other_part) = msgpack.unpackb(mine), msgpack.unpackb(theirs)
     pad = max(len(ours), len(others))

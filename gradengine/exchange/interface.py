@@ -64,10 +64,7 @@ class NonFiniteValue:
 class Membership:
     """A worker's identity in a step: a half-summed step can only be resumed by the same ranks of the same group.
 
-    Attributes:
-        group: The group's random identifier, drawn when a step begins; empty before the first group.
-        rank: This worker's rank in it.
-        world_size: Workers in it.
+    `group` is a random identifier, drawn when a step begins; empty before the first group.
     """
 
     group: bytes = b""
@@ -245,11 +242,7 @@ class Exchange(ABC):
         """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuses `copy` and `pickle`: an exchange holds a connection.
-
-        Raises:
-            CallerError: Always.
-        """
+        """Raises `CallerError`: an exchange holds a connection."""
         raise not_copied(f"a {type(self).__name__}", "make one in each process, with connect()")
 
     def __enter__(self) -> Self:
@@ -262,9 +255,7 @@ class Exchange(ABC):
 class Outbox:
     """Order of sending: buckets of started spans become ready in backward order, the same on all ranks.
 
-    Args:
-        buckets: All buckets of the layout, in backward order.
-        sent: Leading buckets that need not be sent any more.
+    `buckets` are all of the layout, in backward order; the first `sent` of them need not be sent any more.
     """
 
     def __init__(self, buckets: Sequence[Bucket], sent: int) -> None:
@@ -277,19 +268,12 @@ class Outbox:
         return not self._started
 
     def start(self, span: Span) -> range:
-        """Mark a span as complete.
+        """Mark a span as complete: indices of the buckets that can be sent now.
 
-        Returns:
-            Indices of the buckets that can be sent now.
-
-        Raises:
-            WindowError: It was started before.
-
-        Example:
-            >>> layout = GradientLayout.of({"a": (4,), "b": (4,)})
-            >>> outbox = Outbox(buckets_of(layout, 8), 0)
-            >>> outbox.start(layout.spans[1]), outbox.start(layout.spans[0])
-            (range(0, 0), range(0, 32))
+        >>> layout = GradientLayout.of({"a": (4,), "b": (4,)})
+        >>> outbox = Outbox(buckets_of(layout, 8), 0)
+        >>> outbox.start(layout.spans[1]), outbox.start(layout.spans[0])
+        (range(0, 0), range(0, 32))
         """
         refuse_other_kind("span", span, Span)
         if span.key in self._started:
@@ -305,13 +289,9 @@ class Outbox:
 def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
     """The layout's spans in backward order, split into buckets of at most `bucket_bytes`.
 
-    Raises:
-        CallerError: `bucket_bytes` is less than one element.
-
-    Example:
-        >>> layout = GradientLayout.of([(40,)])
-        >>> [(bucket.start, bucket.stop) for bucket in buckets_of(layout, 128)]
-        [(0, 32), (32, 64)]
+    >>> layout = GradientLayout.of([(40,)])
+    >>> [(bucket.start, bucket.stop) for bucket in buckets_of(layout, 128)]
+    [(0, 32), (32, 64)]
     """
     size = checked_bucket(bucket_bytes) // 4
     # No bucket crosses spans: a span is sent while backward computes the next one.
@@ -323,20 +303,15 @@ def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
 
 
 def wire_key(bucket: Bucket) -> tuple[int | str, int, str]:
-    """A bucket in message headers: the span's key, the offset in it in elements, and the dtype on the wire.
-
-    >>> wire_key(buckets_of(GradientLayout.of([(40,)]), 128)[1])
-    ('0', 32, '<f4')
-    """
+    """A bucket in message headers: the span's key, the offset in it in elements, and the dtype on the wire."""
     return bucket.span.key, bucket.start - bucket.span.start, "<f4"
 
 
 def find_non_finite(rank: int, contribution: Arena, start: int) -> list[NonFiniteValue]:
     """The first NaN or Inf of a contribution that starts at arena index `start`; an empty list without one.
 
-    Example:
-        >>> find_non_finite(3, np.array([1, np.inf], np.float32), 100)
-        [NonFiniteValue(rank=3, index=101, value=inf)]
+    >>> find_non_finite(3, np.array([1, np.inf], np.float32), 100)
+    [NonFiniteValue(rank=3, index=101, value=inf)]
     """
     # A finite squared sum proves all finite at 0.05 ns an element, half the cost of isfinite().all().
     if np.isfinite(squared_sum(contribution)):
@@ -351,12 +326,7 @@ def checked_bucket(bucket_bytes: int) -> int:
 
 
 def checked_seconds(name: str, seconds: float) -> float:
-    """As a float; raises `CallerError` unless it is a timeout in 0..1e9 seconds.
-
-    >>> checked_seconds("timeout", float("inf"))
-    Traceback (most recent call last):
-    gradengine.errors.CallerError: timeout is out of range: got inf, expected seconds above 0, at most 1e9
-    """
+    """As a float; `CallerError` unless it is a timeout above 0, of at most 1e9 seconds."""
     number = as_float(seconds)
     if not 0 < number <= 1e9:  # also true of NaN
         raise out_of_range(name, seconds, "seconds above 0, at most 1e9")
@@ -369,11 +339,7 @@ def nothing_started(rank: int) -> WindowError:
 
 
 def set_bucket_bytes(bucket_bytes: int, progress: Progress, rank: int) -> None:
-    """Set the bucket size of `progress`.
-
-    Raises:
-        HandshakeRefused: It is in the middle of a step with another bucket size.
-    """
+    """Set the bucket size of `progress`; `HandshakeRefused` in the middle of a step with another one."""
     if progress.is_half_summed and progress.bucket_bytes not in {0, bucket_bytes}:
         raise HandshakeRefused(
             f"rank {rank} is in the middle of a step cut into other buckets",

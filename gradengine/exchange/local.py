@@ -60,14 +60,7 @@ def local_group(
 
 @final
 class LocalExchange(Exchange):
-    """A rank in the coordinator's own process.
-
-    Args:
-        group: The group.
-        rank: This rank in it.
-        on_close: Called after `close`.
-        url: The address for ranks of other processes.
-    """
+    """A rank in the coordinator's own process; `on_close` is called after `close`, `url` is for other processes."""
 
     def __init__(
         self, group: Group, rank: int, on_close: Callable[[], None] | None = None, url: str | None = None

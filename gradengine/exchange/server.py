@@ -145,11 +145,7 @@ class GradientServer:
             raise
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuses `copy` and `pickle`: a server holds a socket and threads.
-
-        Raises:
-            CallerError: Always.
-        """
+        """Raises `CallerError`: a server holds a socket and threads."""
         raise not_copied("a GradientServer", "make one in the process that serves")
 
     @property
@@ -373,7 +369,7 @@ class _RemoteMember(Member):
         elif isinstance(message, Gather):
             self._group.gather(self.rank, self._channel.receive_bytes(message, payload_bytes))
         else:
-            raise ProtocolError(f"rank {self.rank} sent another message", got=message.kind, expected="a gradient")
+            raise self._channel.unexpected(message, "a gradient")
 
     def write_all(self) -> None:
         """Send queued messages until the group ends."""

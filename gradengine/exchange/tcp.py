@@ -137,8 +137,7 @@ class WorkerClient(Exchange):
     @closing_if_interrupted
     def start(self, span: Span) -> None:
         """See `Exchange.start`."""
-        if self._channel is None:
-            raise not_bound(f"rank {self.rank}'s exchange")
+        self._refuse_unbound()
         if self._outbox is None:
             self._outbox = Outbox(self._buckets, 0)
         leaving = self._outbox.start(span)
@@ -151,8 +150,7 @@ class WorkerClient(Exchange):
     @closing_if_interrupted
     def wait(self) -> tuple[NonFiniteValue, ...]:
         """See `Exchange.wait`."""
-        if self._channel is None:
-            raise not_bound(f"rank {self.rank}'s exchange")
+        self._refuse_unbound()
         idle = self._outbox is None or self._outbox.is_untouched
         if idle and self._buckets and not self._has_ended and self._failure is None:
             raise nothing_started(self.rank)
@@ -163,8 +161,7 @@ class WorkerClient(Exchange):
     @closing_if_interrupted
     def gather(self, data: bytes) -> list[bytes]:
         """See `Exchange.gather`."""
-        if self._channel is None:
-            raise not_bound(f"rank {self.rank}'s exchange")
+        self._refuse_unbound()
         refuse_long_part(data)
         self._outgoing.put((Gather(), data))
         self._wait_until(lambda: bool(self._gathers), "a gather (end of step or barrier)")
@@ -176,6 +173,10 @@ class WorkerClient(Exchange):
         self._changed.let_go()
         self._fail(PeerLost(f"rank {self.rank} has left the group"))
         self._stop()
+
+    def _refuse_unbound(self) -> None:
+        if self._channel is None:
+            raise not_bound(f"rank {self.rank}'s exchange")
 
     def _stop(self) -> None:
         """After this no thread of this exchange uses the arena or the progress, and another exchange may."""
@@ -260,7 +261,7 @@ class WorkerClient(Exchange):
         elif isinstance(message, Abort):
             raise _error_of(message.error, data.decode(errors="replace"))
         else:
-            raise ProtocolError(f"{channel.peer} sent another message", got=message.kind, expected="a sum")
+            raise channel.unexpected(message, "a sum")
 
     def _limit_of(self, message: Message) -> int:
         if isinstance(message, Gathered):
@@ -311,7 +312,7 @@ def _answer(channel: Channel, kind: type[Kind]) -> Kind:
     if isinstance(message, Abort) and kind is Welcome:
         raise _error_of(message.error, text)
     if not isinstance(message, kind):
-        raise ProtocolError(f"{channel.peer} sent another message", got=message.kind, expected=kind.kind)
+        raise channel.unexpected(message, kind.kind)
     return message
 
 

@@ -169,10 +169,9 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bytes": (b
 def encode_head(message: Message, payload_bytes: int = 0) -> bytes:
     """A message's prefix and header: everything before the payload.
 
-    Example:
-        >>> head = encode_head(Verdict(step=7), payload_bytes=3)
-        >>> msgpack.unpackb(head[PREFIX_BYTES:] + b"abc")
-        {'kind': 'verdict', 'step': 7, 'payload': b'abc'}
+    >>> head = encode_head(Verdict(step=7), payload_bytes=3)
+    >>> msgpack.unpackb(head[PREFIX_BYTES:] + b"abc")
+    {'kind': 'verdict', 'step': 7, 'payload': b'abc'}
     """
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     packer = msgpack.Packer(autoreset=False)
@@ -189,12 +188,8 @@ def encode_head(message: Message, payload_bytes: int = 0) -> bytes:
 def decode_prefix(prefix: bytes) -> tuple[int, int]:
     """The lengths of a message's header and payload in bytes.
 
-    Raises:
-        ProtocolError: Another protocol or version, or a header that is too long.
-
-    Example:
-        >>> decode_prefix(encode_head(Verdict(step=7))[:PREFIX_BYTES])
-        (33, 0)
+    >>> decode_prefix(encode_head(Verdict(step=7))[:PREFIX_BYTES])
+    (33, 0)
     """
     if len(prefix) != PREFIX_BYTES:
         raise ProtocolError("message prefix is cut off", got=f"{len(prefix)} bytes", expected=f"{PREFIX_BYTES} bytes")
@@ -213,13 +208,8 @@ def decode_prefix(prefix: bytes) -> tuple[int, int]:
 def decode_header(header: bytes, payload_bytes: int) -> Message:
     """The message of a header whose payload has `payload_bytes`.
 
-    Raises:
-        ProtocolError: Not a map of exactly one kind's fields, or fields of other types or out of range.
-
-    Example:
-        >>> head = encode_head(Verdict(step=7))
-        >>> decode_header(head[PREFIX_BYTES:], 0)
-        Verdict(step=7)
+    >>> decode_header(encode_head(Verdict(step=7))[PREFIX_BYTES:], 0)
+    Verdict(step=7)
     """
     if len(header) <= _BIN32.size:
         raise ProtocolError("message header is cut off", got=f"{len(header)} bytes")

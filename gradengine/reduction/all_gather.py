@@ -24,19 +24,11 @@ __all__ = ["gathered", "in_group", "packed"]
 
 
 def packed(what: str, facts: object) -> bytes:
-    """What one rank gives to a gather.
+    """One rank's facts for a gather, tagged with what they are; `CallerError` for what no rank could read.
 
-    Args:
-        what: What is told, and of which step or window: "loss of step 3".
-        facts: None, truth values, numbers, text and bytes, in lists and in dicts by text.
-
-    Raises:
-        CallerError: `what` is no text, or the facts are something else, nested too deep, too many or too long.
-
-    Example:
-        >>> packed("loss of step 0", {1, 2})
-        Traceback (most recent call last):
-        gradengine.errors.CallerError: what is told holds something that no rank could read: got set, ...
+    >>> packed("loss of step 0", {1, 2})
+    Traceback (most recent call last):
+    gradengine.errors.CallerError: what is told holds something that no rank could read: got set, ...
     """
     refuse_other_kind("what is told", what, str)
     try:
@@ -51,15 +43,10 @@ def packed(what: str, facts: object) -> bytes:
 
 
 def gathered(parts: Sequence[bytes]) -> list[Any]:
-    """Every rank's facts, in rank order, of what a gather brought.
+    """Every rank's facts, in rank order; `ExchangeError` where a rank's tag is another than rank 0's.
 
-    Raises:
-        ExchangeError: A rank tells something else than rank 0.
-        ProtocolError: What a rank tells cannot be read.
-
-    Example:
-        >>> gathered([packed("loss of step 0", [2.5, 1.0]), packed("loss of step 0", None)])
-        [[2.5, 1.0], None]
+    >>> gathered([packed("loss of step 0", [2.5, 1.0]), packed("loss of step 0", None)])
+    [[2.5, 1.0], None]
     """
     told = [_unpacked(rank, part) for rank, part in enumerate(parts)]
     for rank, (theirs, _) in enumerate(told):
@@ -75,13 +62,7 @@ def gathered(parts: Sequence[bytes]) -> list[Any]:
 
 @final
 class in_group(AbstractContextManager[None]):  # noqa: N801  (read as a word of the `with`)
-    """Within it, errors of an exchange say which of several groups they are of.
-
-    >>> with in_group("between the shards"):
-    ...     raise ExchangeError("rank 1 is late", got=3)
-    Traceback (most recent call last):
-    gradengine.errors.ExchangeError: between the shards: rank 1 is late: got 3
-    """
+    """Context in which errors of an exchange say which of several groups they are of."""
 
     def __init__(self, name: str) -> None:
         self._name = name

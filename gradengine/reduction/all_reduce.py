@@ -44,11 +44,7 @@ class AllReduce:
 
     @closing_if_interrupted
     def join(self, exchange: Exchange, layout: GradientLayout, arena: Arena, on_reduced: OnReduced) -> None:
-        """Join the group, and contribute again what had left through another exchange. One that fails is closed.
-
-        Raises:
-            HandshakeRefused, PeerLost: The ranks do not come together, or stand at different steps.
-        """
+        """Join the group, and contribute again what had left through another exchange. One that fails is closed."""
         try:
             exchange.bind(layout, arena, self.progress, on_reduced)
             is_alone = exchange.world_size == 1
@@ -71,22 +67,13 @@ class AllReduce:
 
     @closing_if_interrupted
     def wait(self) -> None:
-        """Return when all spans hold their sums.
-
-        Raises:
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
-        """
+        """Return when all spans hold their sums."""
         if self.state is not GroupState.SUMMED:
             self.progress.bad, self.state = [*self._joined().wait()], GroupState.SUMMED
 
     @closing_if_interrupted
     def tell(self, what: str, facts: object) -> list[Any]:
-        """Every rank's facts, in rank order; see `gathered`. What is told once in a step is not told again.
-
-        Raises:
-            CallerError: The facts cannot be told; nothing has been told.
-            ExchangeError: A rank tells something else than rank 0.
-        """
+        """Every rank's facts, in rank order; what is told once in a step is not told again."""
         mine = packed(what, facts)
         if self.exchange is None:
             return gathered([mine])

@@ -36,12 +36,9 @@ class DecidedStep:
     """A step that is summed and decided: its gradients can be handed back, and what is left of it be done again.
 
     Attributes:
-        stats: What all workers counted.
-        decision: What became of their sum.
         non_finite: What was not finite, where the host knows it.
         way: Where to the gradients went: "in place", "out" or "deferred".
-        step: The step's number.
-        window: Its window's.
+        window: Its window's number.
     """
 
     stats: StepStats
@@ -57,7 +54,6 @@ class Reducer:
     """The sum over workers of one accumulator's windows.
 
     Args:
-        accumulator: Whose spans travel.
         per_worker: Whether each worker's sum is divided by its own weight before it leaves.
         settings: What all workers must have set alike.
         parts: The tensor-parallel group, whose ranks hold the other parts of this worker's model.
@@ -134,12 +130,7 @@ class Reducer:
             )
 
     def agree(self) -> StepStats:
-        """Local sums become sums over all workers, and all workers know the same facts about them.
-
-        Raises:
-            WindowError: The window is not complete, or empty on a worker that is alone.
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
-        """
+        """Local sums become sums over all workers, and all workers know the same facts about them."""
         is_alone, accumulator = self.is_alone, self._accumulator
         if self.agreed is not None and self._state.now is State.AGREED and not is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
@@ -160,11 +151,7 @@ class Reducer:
         return stats.workers if self._per_worker and not self.workers.is_alone else stats.weight
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
-        """What is not finite in the components at these positions: of a worker's contribution rather than of the sum.
-
-        Raises:
-            PeerLost, ProtocolError, DeadlineExceeded: The tensor-parallel group failed; the window is kept.
-        """
+        """What is not finite in the components at these positions: of a worker's contribution rather than of a sum."""
         with _KeptIfItFails(self._state):
             mine = self._first_found(self.parts.own_of(bad))
             found = self.parts.tell_non_finite(mine, self._place, self.step)
@@ -286,7 +273,7 @@ class Reducer:
 
 @final
 class _KeptIfItFails:
-    """Where the exchange fails in it, the window is kept as it is and takes no more.
+    """Context in which a failing exchange leaves the window as it is, to take no more.
 
     No generator: one that an interrupt leaves suspended would be closed when the traceback goes, in a later step.
     """

@@ -27,12 +27,10 @@ class StepStats:
 
     Attributes:
         weight: Sum of the micro-batches' weights.
-        micro_batches: How many there were.
         totals: Squared sum of each component.
         settings: What all workers must have set alike.
-        unused: Which components got no gradient from any micro-batch.
         place: Which step and window it is of, in words.
-        workers: How many workers have part in it: those that had a micro-batch.
+        workers: How many workers had a micro-batch.
     """
 
     weight: float
@@ -49,10 +47,6 @@ def agree(group: AllReduce, mine: StepStats) -> StepStats:
 
     All ranks hold the same sums, but a CPU with other vector units may round their squares differently in the last
     bit; one rank's figures make the norm, and with it every byte handed back, the same everywhere.
-
-    Raises:
-        ExchangeError: A rank has other settings than rank 0; or other sums: memory or the network corrupted a gradient.
-        PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
     """
     stats = stats_of_all(group, mine)
     for rank, theirs in enumerate(stats):
@@ -73,12 +67,7 @@ def unused_by_all(stats: Sequence[StepStats]) -> Flags:
 
 
 def stats_of_all(group: AllReduce, mine: StepStats) -> list[StepStats]:
-    """Each rank's stats, in rank order, once it is known that all are of one window and have the same settings.
-
-    Raises:
-        ExchangeError: A rank is at another window than rank 0, or has other settings.
-        PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
-    """
+    """Each rank's stats, in rank order; `ExchangeError` where one is of another window, or has other settings."""
     totals, unused = mine.totals.astype("<f8").tobytes(), mine.unused.tobytes()
     told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, unused, dict(mine.settings)])
     stats = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]

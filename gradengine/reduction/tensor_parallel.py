@@ -39,19 +39,7 @@ _WEIGHTS_SHOWN = 8
 
 @final
 class TensorParallelGroup:
-    """What the ranks that share one model tell each other at the end of a step.
-
-    Args:
-        accumulator: This rank's part of the gradient set.
-        replicated: What the ranks hold of replicated gradients: the "same", whole on each rank; parts that "sum" up, as
-            under sequence parallelism; or copies that differ by their rounding, to "average".
-
-    Attributes:
-        group: The sum over the group.
-
-    Raises:
-        CallerError: `replicated` is none of these.
-    """
+    """One rank's side of the group that shares a model; `group` is the sum over it."""
 
     def __init__(self, accumulator: PerBlockGradientAccumulator, replicated: Replicated) -> None:
         refuse_unknown("replicated", replicated, get_args(Replicated))
@@ -73,24 +61,13 @@ class TensorParallelGroup:
         return "none" if exchange is None else f"{exchange.world_size} ranks with replicated={self._replicated!r}"
 
     def join(self, exchange: Exchange) -> None:
-        """Join the group, and let leave again what had left through another exchange.
-
-        Raises:
-            CallerError: The exchange is not of the layout's rank and size.
-            HandshakeRefused, PeerLost: The ranks do not come together, or hold parts of different models.
-        """
+        """Join the group, and let leave again what had left through another exchange."""
         _refuse_other_group(exchange, self._accumulator.layout)
         with _named():
             self.group.join(exchange, self._layout, self._replicas.data, _do_nothing)
 
     def agree(self, mine: StepStats) -> StepStats:
-        """The whole model's stats from this rank's: the same on all ranks of the group.
-
-        Raises:
-            ExchangeError: A rank has another window or other settings, or another replicated gradient where it must be
-                the same.
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
-        """
+        """The whole model's stats from this rank's: the same on all ranks of the group."""
         if self.is_alone:
             return mine
         with _named():
@@ -107,16 +84,7 @@ class TensorParallelGroup:
         return [p for p in positions if not self._is_traveller(self._slots[p])]
 
     def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
-        """Tell all ranks what this one found; of what all found, the first in layout order is returned to each.
-
-        Args:
-            mine: What this rank found in what is its own.
-            place: The engine's step and window, as in its stats.
-            step: The engine's step, for the error.
-
-        Raises:
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
-        """
+        """The first, in layout order, of what all ranks found in their own; the same on each. `mine` is this rank's."""
         if self.is_alone:
             return mine
         order = {slot.name: i for i, slot in enumerate(self._slots)}
