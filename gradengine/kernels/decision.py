@@ -138,12 +138,10 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
         (5.0, (0.2,))
     """
     norm = math.sqrt(sum_in_order(totals)) / divisor
-    padded = np.append(totals, 0.0)  # what stands for nothing in a row adds nothing to it
-    sums = [np.add.accumulate(padded[rows], axis=1)[:, -1] for rows in plan.rows]
-    norms = (np.sqrt(np.concatenate(sums)) / divisor).tolist()
     groups = len(plan.max_norms)
+    norms = [norm] if groups == 1 and not plan.block_members else _norms_of_rows(totals, plan, divisor)
     scales = [clip_scale(norm, bound, divisor) for norm, bound in zip(norms[:groups], plan.max_norms, strict=True)]
-    bad = tuple(np.flatnonzero(~np.isfinite(totals)).tolist())
+    bad = () if math.isfinite(norm) else tuple(np.flatnonzero(~np.isfinite(totals)).tolist())
     return Decision(
         norm=norm,
         group_norms=tuple(norms[:groups]),
@@ -155,6 +153,14 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
         skipped=bool(bad) and zero_if_bad,
         bad=bad,
     )
+
+
+def _norms_of_rows(totals: Float64, plan: ClipPlan, divisor: float) -> list[float]:
+    """Each group's norm, then each block's: 24 blocks take 10 us, one by one 100."""
+    padded = np.append(totals, 0.0)  # what stands for nothing in a row adds nothing to it
+    sums = [np.add.accumulate(padded[rows], axis=1)[:, -1] for rows in plan.rows]
+    norms: list[float] = (np.sqrt(np.concatenate(sums)) / divisor).tolist()
+    return norms
 
 
 def clip_scale(norm: float, max_norm: float, divisor: float = 1.0) -> float:
