@@ -90,8 +90,7 @@ class GradientAccumulator(ABC):
     @property
     def is_even(self) -> bool:
         """Whether every component has the same number of micro-batches."""
-        counts = self._window.counts
-        return bool((counts == counts[0]).all())
+        return self._window.is_even
 
     @property
     def unused(self) -> npt.NDArray[np.bool_]:

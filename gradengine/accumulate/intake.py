@@ -53,7 +53,7 @@ class Intake:
             contribution = met.again(sources, holds=self._holds)
             if contribution.producers:
                 self._device.wait_for(contribution.producers)
-        if not self._reused_buffers:
+        if not self._reused_buffers and (met is None or met.arrays.reader is not read_numpy):
             versions = self.uncleared.refuse(places, slots, sources, None if met is None else met.versions)
             if met is not None:
                 met.versions = versions

@@ -44,16 +44,16 @@ class Window:
         self.filled: Flags = np.zeros(size, np.bool_)
         self.measured: Flags = np.zeros(size, np.bool_)
         self.producers: set[ProducerStream] = set()
+        self._is_even = True  # every contribution so far was to all slots
         self._held: dict[SlotSet, list[tuple[Contribution, np.float32]]] = {}
         self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
         self._addresses: set[int] = set()  # that are held
 
     def refuse_other_weight(self, places: SlotSet, weight: np.float32, where: str) -> None:
         """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
-        counts = self.counts[places.where]
-        if counts.min() == len(self.weights):
+        if self._is_even:
             return  # it begins with these
-        for micro_batch in np.unique(counts).tolist():
+        for micro_batch in np.unique(self.counts[places.where]).tolist():
             if micro_batch < len(self.weights) and self.weights[micro_batch] != weight:
                 raise WindowError(
                     f"{where} of micro-batch {micro_batch} has another weight than its other parts",
@@ -89,12 +89,18 @@ class Window:
         """Count a contribution to each of its slots, also where it has no gradient."""
         self.producers |= contribution.producers
         where = contribution.slots.where
-        if self.counts[where].max() == len(self.weights):
+        if self._is_even or self.counts[where].max() == len(self.weights):
             self.weights.append(weight)
         self.counts[where] += 1
+        self._is_even = self._is_even and len(contribution.slots.positions) == self.counts.size
         given = where if contribution.is_whole else contribution.slots.index[contribution.present]
         self.measured[given] = False
         self.used[given] = True
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all slots have got as many micro-batches."""
+        return self._is_even or bool((self.counts == self.counts[0]).all())
 
     def fold_at_once(self, contribution: Contribution, weight: np.float32) -> FoldPass:
         """The pass of one contribution to slots that hold nothing."""

@@ -86,7 +86,7 @@ class PartialSums:
     def totals_of(self, values: Float64) -> Float64:
         """Each target's squared sum, its chunks added in order; `values` on the host."""
         if len(self._single) == len(self.sizes):
-            return values.copy()
+            return np.array(values)
         totals = np.zeros(len(self.sizes))
         totals[self._single] = values[self._first_of_single]
         for position in self._multiple:
