@@ -27,6 +27,7 @@ class CapturedWindow:
     The graph holds the gradients' addresses and the micro-batches' weights as they were, and keeps the arrays alive.
 
     Attributes:
+        out: Destinations that its step hands back to; None for the arena.
         result: The result of the step that was replayed last, or is recorded; its gradients and device scalars are
             written anew by each replay.
 
@@ -53,7 +54,7 @@ class CapturedWindow:
         self._weights: list[float] | None = []
         self._recorded: Recorded | None = None
         self._lenders: AbstractSet[ProducerStream] = frozenset()
-        self._out: Gradients | None = None
+        self.out: Gradients | None = None
         self._deferred = False
         self.result: StepResult | None = None
 
@@ -94,9 +95,9 @@ class CapturedWindow:
                 got=f"{len(micro_batches)} micro-batches",
                 expected="whole ones only" if self._weights is None else f"{len(self._weights)}",
             )
-        fresh = self._record_again(micro_batches, self._weights, self._out if out is None else out, self._deferred)
+        fresh = self._record_again(micro_batches, self._weights, self.out if out is None else out, self._deferred)
         self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
-        self._out, self._lenders = fresh._out, fresh._lenders
+        self.out, self._lenders = fresh.out, fresh._lenders
 
     # ---- told by the engine ----
 
@@ -137,12 +138,7 @@ class CapturedWindow:
         if out is not None:
             self._keep(slots, out)
         self._lenders = producers
-        self.result, self._deferred, self._out = result, deferred, out
-
-    @property
-    def has_destinations(self) -> bool:
-        """Whether the step hands its gradients back into the caller's arrays."""
-        return self._out is not None
+        self.result, self._deferred, self.out = result, deferred, out
 
     def recorded(self, recorded: Recorded) -> None:
         """The kernels have recorded it; they keep what it reads."""

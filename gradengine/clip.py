@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from gradengine.arguments import as_float, has, listed, out_of_range, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Buffer, overlapping
@@ -20,7 +20,7 @@ from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import note_written
 from gradengine.arrays.host import without_owner
 from gradengine.arrays.known import KnownArrays, destination_reader_of
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NotCopied
 from gradengine.kernels import Arena, ClipPlan, Decision, DeviceLike, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 
@@ -44,7 +44,7 @@ _MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32, whose squared sums woul
 
 
 @final
-class FusedClipState:
+class FusedClipState(NotCopied, instead="make another of the same sizes"):
     """What clipping needs besides the gradients: partial sums for each buffer, and the last norm and scale.
 
     Args:
@@ -89,14 +89,6 @@ class FusedClipState:
             return 1.0
         self.partials.order.follow()
         return self._last.scale
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refused, for `copy` and `pickle` alike: its sums lie on the device, in memory that its tables point to.
-
-        Raises:
-            CallerError: Always.
-        """
-        raise not_copied("a FusedClipState", "make another of the same sizes")
 
 
 def clip_gradients_fused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, SupportsIndex, final
+from typing import Any, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import destinations_of, handed_back
@@ -16,7 +16,7 @@ from gradengine.arrays.frameworks import note_written
 from gradengine.capture import Capture, CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
-from gradengine.errors import CallerError, WindowError, not_copied
+from gradengine.errors import CallerError, NotCopied, WindowError
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
 from gradengine.layout import GradientLayout
@@ -31,7 +31,7 @@ __all__ = ["GradientEngine"]
 
 
 @final
-class GradientEngine:
+class GradientEngine(NotCopied, instead="build another of the same layout: between windows it holds nothing"):
     """Accumulates micro-batches in fp32, sums them over workers, checks, clips, averages and hands back.
 
     Every call checks what it was given before it changes anything. A step that failed can be run again: `step()` once
@@ -380,10 +380,6 @@ class GradientEngine:
         _refuse_bad_exchanges(exchange, tp_exchange)
         self._reducer.connect(exchange, tp_exchange)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raises `CallerError`: an engine's parts share memory and connections."""
-        raise not_copied("a GradientEngine", "build another of the same layout: between windows it holds nothing")
-
     # ---- what may be called now ----
 
     def _ask(self, call: Call) -> None:
@@ -554,7 +550,7 @@ class GradientEngine:
     def _end_replay(self, captured: CapturedWindow, recorded: StepResult, step: int) -> StepResult:
         self.accumulator.changes += 1
         captured.result = result = recorded.of_replay(step)
-        self._last_result = result.without_arrays() if captured.has_destinations else result
+        self._last_result = result if captured.out is None else result.without_arrays()
         self._reducer.next_step()
         self._launching = None
         return result

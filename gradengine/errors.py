@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
+from typing import ClassVar, NoReturn, SupportsIndex
 
 __all__ = [
     "BufferRefused",
@@ -175,6 +176,14 @@ def _shortened(text: str, limit: int) -> str:
     return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"
 
 
-def not_copied(what: str, do: str) -> CallerError:
-    """The error for copying or pickling an object that holds shared memory or a connection."""
-    return CallerError(f"{what} cannot be copied or pickled", do=do)
+class NotCopied:
+    """What shares memory or a connection: `copy` and `pickle` raise `CallerError`, which says what to do instead."""
+
+    _instead: ClassVar[str]
+
+    def __init_subclass__(cls, *, instead: str | None = None) -> None:
+        if instead is not None:
+            cls._instead = instead
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise CallerError(f"a {type(self).__name__} cannot be copied or pickled", do=self._instead)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.deferred import DeferredErrors
-from gradengine.errors import CallerError, NonFiniteGradient, not_copied
+from gradengine.errors import CallerError, NonFiniteGradient, NotCopied
 from gradengine.kernels import Decision
 from gradengine.reduction.reducer import DecidedStep
 
@@ -29,7 +29,7 @@ _SHOWN = (
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StepResult:
+class StepResult(NotCopied, instead="copy what you need: float(result.norm), result.gradients[name].copy()"):
     """What a step hands back.
 
     Attributes:
@@ -178,10 +178,6 @@ class StepResult:
             self._errors.raise_of_step(self.step, self._decided.decision)
         elif self._decided.non_finite is not None:
             raise copy.copy(self._decided.non_finite)  # whoever keeps the result keeps no traceback of those who asked
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raises `CallerError`: its gradients are views of an arena, or the caller's own arrays."""
-        raise not_copied("a StepResult", "copy what you need: float(result.norm), result.gradients[name].copy()")
 
     def __repr__(self) -> str:
         return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"

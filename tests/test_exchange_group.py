@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transports import SMALL, contributions, rank_order_sum
 
-from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
+from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, WindowError
 from gradengine.exchange.group import Group, Member
 from gradengine.exchange.interface import Membership, Progress, buckets_of
 from gradengine.layout import GradientLayout
@@ -216,7 +216,7 @@ def test_sum_that_breaks_off_is_a_failure_not_a_hang():
 
 
 def test_calls_before_anybody_joined_are_refused():
-    with pytest.raises(ExchangeError, match="not bound to a layout"):
+    with pytest.raises(WindowError, match="not bound to a layout"):
         new_group().contribute(0, 1)
 
 

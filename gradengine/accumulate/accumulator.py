@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
-from typing import Any, NoReturn, SupportsIndex, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,14 @@ from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import LayoutMismatch, WindowError, not_copied
+from gradengine.errors import LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, Kernels, SlotSet, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 
 __all__ = ["GradientAccumulator", "PerBlockGradientAccumulator"]
 
 
-class GradientAccumulator(ABC):
+class GradientAccumulator(NotCopied, ABC, instead="build another of the same layout"):
     """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
 
     Every call checks all it was given before it changes anything: after an error the state is what it was before. On a
@@ -314,10 +314,6 @@ class GradientAccumulator(ABC):
     def _views(self) -> Mapping[str, Any]:
         pairs = zip(self.layout.slots, self.arena.targets, strict=True)
         return NamedArrays({slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs})
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raises `CallerError`: a copy's components would no longer be parts of its arena."""
-        raise not_copied(f"a {type(self).__name__}", "build another of the same layout")
 
     # ---- inside ----
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex, final
+from typing import Any, final
 
 import numpy as np
 
 from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order, refuse_other_shape
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind
 from gradengine.arrays.buffer import Buffer
-from gradengine.errors import BufferRefused, LayoutMismatch, not_copied
+from gradengine.errors import BufferRefused, LayoutMismatch, NotCopied
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, SlotSet, kernels_for
 from gradengine.kernels.decision import SMALLEST_FACTOR
 from gradengine.layout import Block, Slot
@@ -19,7 +19,7 @@ __all__ = ["BlockGradientSet"]
 
 
 @final
-class BlockGradientSet:
+class BlockGradientSet(NotCopied, instead="make another of the same block, and give it flatten() by from_flat()"):
     """The gradients of one block: a stretch of fp32 memory and the components in it.
 
     A call that is interrupted, as by Ctrl-C, leaves it half written: zero() it, or give it all of its gradients anew.
@@ -135,10 +135,6 @@ class BlockGradientSet:
         """Whether any component holds NaN or Inf."""
         with self._arena.in_order():
             return any(self._kernels.first_non_finite(target) is not None for target in self._arena.targets)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raises `CallerError`: a copy's components would no longer be parts of its memory."""
-        raise not_copied("a BlockGradientSet", "make another of the same block, and give it flatten() by from_flat()")
 
     def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
         for slot, source, target in zip(self._block.slots, sources, self._arena.targets, strict=True):

@@ -15,7 +15,7 @@ from typing import final
 
 import numpy as np
 
-from gradengine.arguments import checked_rank
+from gradengine.arguments import checked_rank, whole_number
 from gradengine.errors import DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange.coordinator import Coordinator
 from gradengine.exchange.handshake import differing_rows
@@ -28,9 +28,9 @@ from gradengine.exchange.interface import (
     Progress,
     again_if_interrupted,
     buckets_of,
-    checked_bucket,
     checked_seconds,
     find_non_finite,
+    not_bound,
     set_bucket_bytes,
 )
 from gradengine.layout import GradientLayout
@@ -85,7 +85,7 @@ class Group:
         self.world_size = checked_rank(0, world_size)[1]
         self.timeout = checked_seconds("timeout", timeout)
         self.join_timeout = checked_seconds("join_timeout", join_timeout)
-        self.bucket_bytes = checked_bucket(bucket_bytes)
+        self.bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 4)
         self.changed = Condition()
         self.lock = self.changed.lock
         self.layout: GradientLayout | None = None
@@ -195,7 +195,7 @@ class Group:
     def opened(self) -> Coordinator:
         """The state machine, which exists once a rank has joined."""
         if self.coordinator is None:
-            raise ExchangeError("the exchange is not bound to a layout", do="call bind() first; GradientEngine does")
+            raise not_bound("the exchange")
         return self.coordinator
 
     def refuse_failed(self) -> None:

@@ -10,13 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, whole_number
-from gradengine.errors import CallerError, GradientError, HandshakeRefused, WindowError, not_copied
+from gradengine.errors import CallerError, GradientError, HandshakeRefused, NotCopied, WindowError
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels.host import first_non_finite, squared_sum
 from gradengine.layout import GradientLayout, Span
@@ -169,7 +169,7 @@ def again_if_interrupted(method: Callable[Arguments, None]) -> Callable[Argument
     return whole
 
 
-class Exchange(ABC):
+class Exchange(NotCopied, ABC, instead="make one in each process, with connect()"):
     """One rank's all-reduce and all-gather in a process group.
 
     Attributes:
@@ -241,10 +241,6 @@ class Exchange(ABC):
         Interrupted, as by Ctrl-C, it still closes before the interrupt propagates.
         """
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raises `CallerError`: an exchange holds a connection."""
-        raise not_copied(f"a {type(self).__name__}", "make one in each process, with connect()")
-
     def __enter__(self) -> Self:
         return self
 
@@ -293,7 +289,7 @@ def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
     >>> [(bucket.start, bucket.stop) for bucket in buckets_of(layout, 128)]
     [(0, 32), (32, 64)]
     """
-    size = checked_bucket(bucket_bytes) // 4
+    size = whole_number("bucket_bytes", bucket_bytes, 4) // 4
     # No bucket crosses spans: a span is sent while backward computes the next one.
     return [
         Bucket(span, start, min(span.stop, start + size))
@@ -318,11 +314,6 @@ def find_non_finite(rank: int, contribution: Arena, start: int) -> list[NonFinit
         return []
     index, value = first_non_finite(contribution) or (0, np.nan)
     return [NonFiniteValue(rank, start + index, value)]
-
-
-def checked_bucket(bucket_bytes: int) -> int:
-    """As a plain integer; raises `CallerError` unless at least one element fits into a bucket."""
-    return whole_number("bucket_bytes", bucket_bytes, 4)
 
 
 def checked_seconds(name: str, seconds: float) -> float:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex, final
+from typing import TYPE_CHECKING, final
 
 import msgpack
 import numpy as np
@@ -21,9 +21,9 @@ from gradengine.errors import (
     GradientError,
     HandshakeRefused,
     LayoutMismatch,
+    NotCopied,
     PeerLost,
     ProtocolError,
-    not_copied,
 )
 from gradengine.exchange.channel import (
     Address,
@@ -81,7 +81,7 @@ BUCKETS_IN_FLIGHT = 8  # received from one worker and not yet summed: 16 MB a wo
 
 
 @final
-class GradientServer:
+class GradientServer(NotCopied, instead="make one in the process that serves"):
     """Coordinator that receives every worker's gradients, sums them in rank order and sends the sums back.
 
     Alone it serves `world_size` remote workers, with an arena of its own for the sums; `connect` puts one into rank 0's
@@ -143,10 +143,6 @@ class GradientServer:
         except BaseException:
             self.close()  # else the accepting thread would keep the address
             raise
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raises `CallerError`: a server holds a socket and threads."""
-        raise not_copied("a GradientServer", "make one in the process that serves")
 
     @property
     def url(self) -> str:
