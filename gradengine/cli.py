@@ -32,9 +32,7 @@ app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def _version(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
-) -> None:
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
     if version:
         typer.echo(__version__)
         raise typer.Exit

@@ -118,9 +118,8 @@ class GradientTree:
             )
         if unexpected:
             return LayoutMismatch(f"the tree has an unexpected leaf '{unexpected[0]}'{and_more(unexpected)}")
-        return LayoutMismatch(
-            "the tree has its leaves in other containers", got=_shown(structure), expected=_shown(self._structure)
-        )
+        containers = {"got": str(structure), "expected": str(self._structure)}
+        return LayoutMismatch("the tree has its leaves in other containers", **containers)
 
     def _refuse_other_shape(self, name: str, leaf: Any) -> None:
         if leaf is None:
@@ -249,8 +248,3 @@ def _copied(name: str, array: Any) -> Any:
         return jnp.array(array, copy=True).block_until_ready()
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
         raise BufferRefused(f"JAX cannot copy component '{name}' ({said(refusal)})", got=said(array)) from None
-
-
-def _shown(structure: Any, limit: int = 200) -> str:
-    text = str(structure)
-    return text if len(text) <= limit else text[:limit] + "..."

@@ -94,11 +94,8 @@ class Bandwidth:
             Traceback (most recent call last):
             gradengine.errors.CallerError: a bandwidth without a unit: got '10', expected '10 Gbit/s' or '10 GB/s'; ...
         """
-        if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
-            raise CallerError(
-                "a bandwidth is text", got=said(text), expected="a number and a unit, such as '10 Gbit/s'"
-            )
-        first, *others = (_parsed(part) for part in text.split("="))
+        parts = text.split("=") if isinstance(text, str) and len(text) <= _LONGEST_TEXT else [text]
+        first, *others = map(_parsed, parts)
         for other in others:
             if not math.isclose(first.bytes_per_second, other.bytes_per_second, rel_tol=_SAME):
                 raise CallerError("two bandwidths that are not the same", got=repr(text), expected=f"'{first}'")
@@ -242,20 +239,18 @@ def _plain(number: Decimal) -> str:
     return f"{number.normalize():{'f' if 1e-6 <= number < 1e15 else 'E'}}"
 
 
-def _parsed(text: str) -> Bandwidth:
-    found = _QUANTITY.fullmatch(text)
+def _parsed(text: object) -> Bandwidth:
+    found = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST_TEXT else None
     if found is None:
-        raise CallerError(
-            "a bandwidth cannot be read", got=said(text), expected="a number and a unit, such as '10 Gbit/s'"
-        )
-    number, unit = found["number"], found["unit"]
+        raise CallerError("a bandwidth cannot be read", got=said(text), expected="text such as '10 Gbit/s'")
+    written, number, unit = found[0].strip(), found["number"], found["unit"]
     if not unit:
         raise _ambiguous_unit("a bandwidth without a unit", number, number, "G")
     kind, ambiguous = _UNIT.fullmatch(unit), _AMBIGUOUS.fullmatch(unit)
     if kind is not None:
         return Bandwidth(_rounded(Fraction(number) * _bytes_of(kind)))
     if ambiguous is not None:
-        raise _ambiguous_unit("a unit that may mean bits or bytes", text.strip(), number, ambiguous["prefix"].upper())
+        raise _ambiguous_unit("a unit that may mean bits or bytes", written, number, ambiguous["prefix"].upper())
     raise CallerError("an unknown unit of bandwidth", got=repr(unit), expected="one such as Gbit/s, GB/s or GiB/s")
 
 

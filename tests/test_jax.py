@@ -298,7 +298,7 @@ class TestOtherStructure:
         names = [f"component_{i}" for i in range(99)]
         with pytest.raises(LayoutMismatch) as refusal:
             GradientTree({n: [jnp.ones(1)] for n in names}).gradients({n: (jnp.ones(1),) for n in names})
-        assert len(refusal.value.got) == len(refusal.value.expected) == 203
+        assert len(str(refusal.value)) < 900
 
     @given(trees_with_arrays, trees)
     def test_a_tree_fits_where_its_structure_and_shapes_do_and_nowhere_else(self, tree, other):

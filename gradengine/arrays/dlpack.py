@@ -137,8 +137,7 @@ def _capsule_of(source: Any, component: str, options: dict[str, int]) -> object:
 
 def _cannot_export(source: object, component: str, refusal: Exception) -> BufferRefused:
     return BufferRefused(
-        f"component '{component}' cannot be exported by its framework ({said(refusal)})",
-        got=type(source).__name__,
+        f"component '{component}' cannot be exported by its framework ({said(refusal)})", got=type(source).__name__
     )
 
 

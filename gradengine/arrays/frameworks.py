@@ -17,14 +17,7 @@ from typing import Any, Protocol, TypeAlias, final
 import numpy as np
 
 from gradengine.arguments import has, said
-from gradengine.arrays.buffer import (
-    Array,
-    Buffer,
-    exported_view,
-    not_contiguous,
-    refuse_other_device,
-    wrong_device,
-)
+from gradengine.arrays.buffer import Array, Buffer, exported_view, not_contiguous, refuse_other_device, wrong_device
 from gradengine.arrays.dlpack import dlpack_device, exported, exporting_device
 from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
@@ -240,25 +233,16 @@ def jax_on_host(array: Any, component: str) -> Array:
 def jax_device(array: Any, component: str) -> str:
     """The device of a JAX array, "cpu", "cuda:0", ...; raises `BufferRefused` if it is traced, deleted or sharded."""
     if isinstance(array, sys.modules["jax"].core.Tracer):
-        raise BufferRefused(
-            f"component '{component}' is traced by JAX and has no memory yet",
-            got=type(array).__name__,
-            do="return the gradients from the jitted function and pass them then",
-        )
+        what = f"component '{component}' is traced by JAX and has no memory yet"
+        raise BufferRefused(what, got=type(array).__name__, do="pass what the jitted function returns, outside of it")
     if array.is_deleted():
-        raise BufferRefused(
-            f"component '{component}' was deleted by JAX",
-            got=f"{array.dtype}{list(array.shape)}",
-            do="do not donate gradients that are still to be added",
-        )
+        got, do = f"{array.dtype}{list(array.shape)}", "do not donate gradients that are still to be added"
+        raise BufferRefused(f"component '{component}' was deleted by JAX", got=got, do=do)
     devices = _jax_devices(array.sharding)
     if len(devices) > 1:
-        raise BufferRefused(
-            f"component '{component}' is sharded over several devices",
-            got=f"{len(devices)} devices",
-            expected="one device",
-            do="pass each device's shard, for example array.addressable_shards[i].data",
-        )
+        what, got = f"component '{component}' is sharded over several devices", f"{len(devices)} devices"
+        do = "pass each device's shard, for example array.addressable_shards[i].data"
+        raise BufferRefused(what, got=got, expected="one device", do=do)
     return devices[0]
 
 
@@ -366,20 +350,13 @@ def _module_of(array: AnyArray) -> Any:
 
 
 def _no_storage(tensor: Any, component: str, fault: Exception) -> BufferRefused:
-    return BufferRefused(
-        f"component '{component}' has no storage ({said(fault)})",
-        got=type(tensor).__name__,
-        do="pass plain tensors, outside of torch.func transformations",
-    )
+    do = "pass plain tensors, outside of torch.func transformations"
+    return BufferRefused(f"component '{component}' has no storage ({said(fault)})", got=type(tensor).__name__, do=do)
 
 
 def _on_meta(component: str) -> BufferRefused:
-    return BufferRefused(
-        f"component '{component}' is on the meta device and has no memory",
-        got="a shape and a dtype",
-        expected="a gradient that was computed",
-        do="materialise the module before backward: module.to_empty(device=...), then load its weights",
-    )
+    do = "materialise the module before backward: module.to_empty(device=...), then load its weights"
+    return BufferRefused(f"component '{component}' is on the meta device and has no memory", got="a shape alone", do=do)
 
 
 def _negated(component: str) -> BufferRefused:
@@ -387,17 +364,11 @@ def _negated(component: str) -> BufferRefused:
 
 
 def _parameter(tensor: Any, component: str) -> BufferRefused:
-    return BufferRefused(
-        f"component '{component}' requires grad: it is a parameter, neither a gradient nor a destination",
-        got=type(tensor).__name__,
-        do="pass its .grad, or .detach() it",
-    )
+    what = f"component '{component}' requires grad: it is a parameter, neither a gradient nor a destination"
+    return BufferRefused(what, got=type(tensor).__name__, do="pass its .grad, or .detach() it")
 
 
 def _sparse(tensor: Any, component: str) -> BufferRefused:
-    return BufferRefused(
-        f"component '{component}' is sparse, or of another torch.layout than strided",
-        got=str(tensor.layout),
-        expected="torch.strided",
-        do="pass .to_dense(), or build the embedding with sparse=False",
-    )
+    what = f"component '{component}' is sparse, or of another torch.layout than strided"
+    do = "pass .to_dense(), or build the embedding with sparse=False"
+    return BufferRefused(what, got=str(tensor.layout), expected="torch.strided", do=do)

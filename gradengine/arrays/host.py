@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradengine.arguments import has
-from gradengine.arrays.buffer import (
-    Array,
-    Buffer,
-    RawBuffer,
-    not_contiguous,
-    raw_view,
-    refuse_invalid_address,
-)
+from gradengine.arrays.buffer import Array, Buffer, RawBuffer, not_contiguous, raw_view, refuse_invalid_address
 from gradengine.arrays.dtypes import DTYPES, supported_name, unsupported_dtype
 from gradengine.arrays.frameworks import dlpack_view, is_jax, is_torch, jax_on_host, torch_buffer
 from gradengine.errors import BufferRefused
