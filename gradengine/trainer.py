@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Refusal
@@ -65,20 +65,19 @@ _PERHAPS_APPLIED = Refusal(
 )
 
 
-_Answers: TypeAlias = tuple["Batch | Refusal", "Batch | Refusal", "Batch | Refusal"]
-_TRAIN, _FINISH, _FINISH_APPLIED = range(3)
+_TRAIN, _FINISH = range(2)
 # fmt: off
-#: What each call comes to next, or its refusal. A batch of which all or some are in may have been dropped by the
-#: engine's own discard(); then another can begin.
-_BATCHES: Mapping[Batch, _Answers] = {
-    #                train_batch()     finish_step()     finish_step(applied=)
-    Batch.READY:    (Batch.ADDING,     _NO_BATCH,        _NO_BATCH),
-    Batch.ADDING:   (Batch.ADDING,     _BROKE_OFF,       _BROKE_OFF),
-    Batch.ADDED:    (Batch.ADDING,     Batch.STEPPED,    Batch.STEPPED),
-    Batch.STEPPED:  (_UNFINISHED,      Batch.APPLYING,   Batch.APPLYING),
-    Batch.APPLYING: (_PERHAPS_APPLIED, _PERHAPS_APPLIED, Batch.APPLIED),
-    Batch.APPLIED:  (_UNFINISHED,      Batch.FINISHED,   Batch.FINISHED),
-    Batch.FINISHED: (Batch.ADDING,     Batch.FINISHED,   Batch.FINISHED),
+#: Why each call is refused, if it is. A batch of which all or some are in may have been dropped by the engine's own
+#: discard(); then another can begin.
+_REFUSALS: Mapping[Batch, tuple[Refusal | None, Refusal | None]] = {
+    #                train_batch()     finish_step()
+    Batch.READY:    (None,             _NO_BATCH),
+    Batch.ADDING:   (None,             _BROKE_OFF),
+    Batch.ADDED:    (None,             None),
+    Batch.STEPPED:  (_UNFINISHED,      None),
+    Batch.APPLYING: (_PERHAPS_APPLIED, _PERHAPS_APPLIED),
+    Batch.APPLIED:  (_UNFINISHED,      None),
+    Batch.FINISHED: (None,             None),
 }
 # fmt: on
 
@@ -203,7 +202,8 @@ class DistributedTrainer:
         batches = iterated("micro_batches", micro_batches)
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
-        self._batch, self._losses, self._loss_came_through = self._begun(), [], _NOTHING
+        self._refuse_to_begin()
+        self._batch, self._losses, self._loss_came_through = Batch.ADDING, [], _NOTHING
         for count, micro_batch in enumerate(batches, start=1):
             weight = self._weight(micro_batch)
             if weight == 0:
@@ -233,7 +233,8 @@ class DistributedTrainer:
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
         applied = None if applied is None else truth_value("applied", applied)
-        self._ask(_FINISH if applied is None else _FINISH_APPLIED)
+        if applied is None or self._batch is not Batch.APPLYING:
+            self._ask(_FINISH)
         if self._batch is Batch.ADDED:
             self.last_result, self._batch = self._step(), Batch.STEPPED
         if self._batch is Batch.STEPPED or (self._batch is Batch.APPLYING and not applied):
@@ -261,19 +262,16 @@ class DistributedTrainer:
         self.engine.discard()
         self._batch = Batch.READY
 
-    def _begun(self) -> Batch:
-        """Raises `WindowError` unless the next batch may begin: also where `engine.discard()` dropped the last one."""
-        begun = self._ask(_TRAIN)
+    def _refuse_to_begin(self) -> None:
+        self._ask(_TRAIN)
         is_over = self._batch is Batch.ADDED and self._lost_result() is not None
         if self.engine.has_open_window or is_over:
             raise self._error(_UNFINISHED)
-        return begun
 
-    def _ask(self, call: int) -> Batch:
-        answer = _BATCHES[self._batch][call]
-        if isinstance(answer, Refusal):
-            raise self._error(answer)
-        return answer
+    def _ask(self, call: int) -> None:
+        refusal = _REFUSALS[self._batch][call]
+        if refusal is not None:
+            raise self._error(refusal)
 
     def _error(self, refusal: Refusal) -> WindowError:
         engine = self.engine

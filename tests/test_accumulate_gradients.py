@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operations import Name, growth
 
-from gradengine.accumulate.gradients import in_slot_order, refuse_other_shape
+from gradengine.accumulate.gradients import in_slot_order, matched_views
 from gradengine.arrays.host import host_buffer
 from gradengine.errors import LayoutMismatch
 from gradengine.layout import GradientLayout, Slot
@@ -149,9 +149,9 @@ class TestNestedNumbers:
 def test_a_gradient_has_the_slots_shape_or_is_flat(shape, slot_shape, fits):
     view, slot = host_buffer(np.zeros(shape, np.float32), "w"), Slot("w", slot_shape, 0, None)
     if fits:
-        refuse_other_shape(view, slot)
+        assert matched_views([slot, slot], [None, view], lambda sources, _: list(sources)) == [None, view]
         return
     with pytest.raises(LayoutMismatch, match="component 'w' has another shape") as refusal:
-        refuse_other_shape(view, slot)
+        matched_views([slot], [view], lambda sources, _: list(sources))
     assert refusal.value.got == f"{shape}, {view.size} elements"
     assert refusal.value.expected.startswith(f"{slot_shape}, {slot.size} elements")

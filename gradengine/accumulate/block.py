@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order, refuse_other_shape
+from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order, matched_views
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, LayoutMismatch, NotCopied
@@ -106,12 +106,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         """
         slots = self._block.slots
         sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
-        given = {i: source for i, source in enumerate(sources) if source is not None}
-        views = self._kernels.device.views(list(given.values()), [slots[i].name for i in given])
-        found = dict(zip(given, views, strict=True))
-        for i, view in found.items():
-            refuse_other_shape(view, slots[i])
-        self._write([found.get(i) for i in range(len(slots))], overwrite=False)
+        self._write(matched_views(slots, sources, self._kernels.device.views), overwrite=False)
 
     def scale(self, divisor: float) -> None:
         """Divide by `divisor`: one multiplication by fp32(1 / divisor).

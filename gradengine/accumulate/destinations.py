@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradengine.accumulate.gradients import Gradients, in_slot_order, refuse_other_shape
+from gradengine.accumulate.gradients import Gradients, in_slot_order, matched_views
 from gradengine.arrays.buffer import Buffer, refuse_overlapping_destinations
 from gradengine.errors import LayoutMismatch
 from gradengine.kernels import Device
@@ -18,15 +18,10 @@ def destinations_of(
     slots: Sequence[Slot], device: Device, arena: Buffer, out: Gradients, where: str = "out", prefix: str = ""
 ) -> dict[int, Buffer]:
     """Where each component is handed back to, by position, checked before anything is written there."""
-    given = {i: array for i, array in enumerate(in_slot_order(slots, out, where, prefix)) if array is not None}
-    if not given:
-        raise LayoutMismatch(
-            f"{where} names no destination at all", got=f"{len(slots)} times None", expected="an array"
-        )
-    views = device.writable_views(list(given.values()), [slots[position].name for position in given])
-    found = dict(zip(given, views, strict=True))
-    for position, view in found.items():
-        refuse_other_shape(view, slots[position])
+    views = matched_views(slots, in_slot_order(slots, out, where, prefix), device.writable_views)
+    found = {position: view for position, view in enumerate(views) if view is not None}
+    if not found:
+        raise LayoutMismatch(f"{where} names no destination at all", got=f"{len(slots)} times None", expected="one")
     refuse_overlapping_destinations({slots[position].name: view for position, view in found.items()}, arena)
     return found
 

@@ -30,9 +30,7 @@ class GpuGradientAccumulator(GradientAccumulator):
     Args:
         layout: Where each component lies.
         device: "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
-        hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
-        reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
-            a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
+        hold: As for `PerBlockGradientAccumulator`; so is `reused_buffers`.
 
     Raises:
         CallerError: `hold` is no whole number >= 1.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, TypeAlias, final
 
 from gradengine.arguments import said
@@ -12,7 +12,7 @@ from gradengine.errors import LayoutMismatch
 from gradengine.layout import Slot
 from gradengine.layout.components import is_nested, named_components
 
-__all__ = ["Gradients", "NamedArrays", "in_slot_order", "refuse_other_shape"]
+__all__ = ["Gradients", "NamedArrays", "in_slot_order", "matched_views"]
 
 Gradients: TypeAlias = Mapping[str, object] | Sequence[object]
 
@@ -123,14 +123,21 @@ def _flat(gradients: Mapping[str, object], where: str) -> dict[str, object]:
     return flat
 
 
-def refuse_other_shape(view: Buffer, slot: Slot) -> None:
-    """Raise `LayoutMismatch` unless the view has the slot's shape, or is flat and has its size."""
-    if view.shape != slot.shape and view.shape != (slot.size,):
-        raise LayoutMismatch(
-            f"component '{slot.name}' has another shape",
-            got=f"{tuple(view.shape)}, {view.size} elements",
-            expected=f"{slot.shape}, {slot.size} elements (or the same flat)",
-        )
+def matched_views(
+    slots: Sequence[Slot], sources: Sequence[object], resolve: Callable[[Sequence[object], Sequence[str]], list[Buffer]]
+) -> list[Buffer | None]:
+    """Each slot's source as a buffer of its shape, or flat and of its size; None where there is none."""
+    given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
+    found = resolve([source for _, source in given], [slot.name for slot, _ in given])
+    for (slot, _), view in zip(given, found, strict=True):
+        if view.shape != slot.shape and view.shape != (slot.size,):
+            raise LayoutMismatch(
+                f"component '{slot.name}' has another shape",
+                got=f"{tuple(view.shape)}, {view.size} elements",
+                expected=f"{slot.shape}, {slot.size} elements (or the same flat)",
+            )
+    remaining = iter(found)
+    return [None if source is None else next(remaining) for source in sources]
 
 
 def _first_of(gradients: Mapping[str, object], limit: int = 3) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from gradengine.accumulate.gradients import refuse_other_shape
+from gradengine.accumulate.gradients import matched_views
 from gradengine.accumulate.uncleared import Uncleared, Versions
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.host import without_owner
@@ -80,16 +80,12 @@ class Intake:
         return known[-1]
 
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
-        given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
-        found = self._device.views([source for _, source in given], [slot.name for slot, _ in given])
+        views = matched_views(slots, sources, self._device.views)
         start, stop = self._arena.pointer, self._arena.pointer + self._arena.nbytes
-        for (slot, _), view in zip(given, found, strict=True):
-            if view.shape != slot.shape:
-                refuse_other_shape(view, slot)
-            if view.pointer < stop and start < view.pointer + view.nbytes and view.size:
+        for slot, view in zip(slots, views, strict=True):
+            if view is not None and view.pointer < stop and start < view.pointer + view.nbytes and view.size:
                 raise _lies_in_arena(view, slot)
-        remaining = iter(found)
-        return [None if source is None else next(remaining) for source in sources]
+        return views
 
 
 class _Known:

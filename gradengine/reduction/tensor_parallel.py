@@ -50,11 +50,6 @@ class TensorParallelGroup:
         self.group = AllReduce()
 
     @property
-    def is_alone(self) -> bool:
-        """Whether this rank holds the whole model."""
-        return self.group.is_alone
-
-    @property
     def described(self) -> str:
         """What the workers of a grid must have alike."""
         exchange = self.group.exchange
@@ -68,14 +63,14 @@ class TensorParallelGroup:
 
     def agree(self, mine: StepStats) -> StepStats:
         """The whole model's stats from this rank's: the same on all ranks of the group."""
-        if self.is_alone:
+        if self.group.is_alone:
             return mine
         with _named():
             return self._of_all_parts(mine)
 
     def put_back(self) -> None:
         """Have the arena's replicated components be what the group made of them; may be done twice."""
-        if self._travels and not self.is_alone:
+        if self._travels and not self.group.is_alone:
             with self._accumulator.changing():
                 self._replicas.put_back(self._targets)
 
@@ -85,7 +80,7 @@ class TensorParallelGroup:
 
     def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
         """The first, in layout order, of what all ranks found in their own; the same on each. `mine` is this rank's."""
-        if self.is_alone:
+        if self.group.is_alone:
             return mine
         order = {slot.name: i for i, slot in enumerate(self._slots)}
         with _named():
