@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import final
 
-from gradengine.arguments import as_number, out_of_range, said, truth_value, whole_number
+from gradengine.arguments import as_float, as_number, out_of_range, said, truth_value, whole_number
 from gradengine.errors import CallerError
 
 __all__ = ["Bandwidth", "TensorParallelCost"]
@@ -45,8 +45,8 @@ class Bandwidth:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        rate = as_number(self.bytes_per_second)
-        if rate is None or not 0 < rate < math.inf:  # NaN is refused
+        rate = as_float(self.bytes_per_second)
+        if not 0 < rate < math.inf:  # NaN is refused
             raise out_of_range("a bandwidth", self.bytes_per_second, "bytes/s above 0, and finite")
         object.__setattr__(self, "bytes_per_second", rate)
 
@@ -213,8 +213,8 @@ class TensorParallelCost:
             raise CallerError(
                 "a bandwidth must name its unit", got=said(bandwidth), expected="Bandwidth.gigabits or .gigabytes"
             )
-        latency = as_number(latency_seconds)
-        if latency is None or not 0 <= latency < math.inf:
+        latency = as_float(latency_seconds)
+        if not 0 <= latency < math.inf:
             raise out_of_range("latency_seconds", latency_seconds, "seconds >= 0")
         messages = 2 * self.all_reduces_per_step * 2 * (self.tp_size - 1)
         return self.link_bytes_per_step / bandwidth.bytes_per_second + messages * latency

@@ -134,11 +134,10 @@ def exported_view(tensor: Exported, component: str, device: str, producer: Produ
 
 def refuse_strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> None:
     """Raise `BufferRefused` unless elements with these strides lie one after the other in C order."""
-    step = 1
-    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and stride != step and 0 not in shape:  # the stride of a dimension of 1 means nothing
-            raise not_contiguous(component, shape, strides)
-        step *= length
+    dimensions = zip(shape, strides, contiguous_strides(shape), strict=True)
+    # The stride of a dimension of 1 means nothing.
+    if 0 not in shape and any(length != 1 and stride != dense for length, stride, dense in dimensions):
+        raise not_contiguous(component, shape, strides)
 
 
 def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int]) -> BufferRefused:

@@ -42,6 +42,7 @@ __all__ = [
     "jax_on_host",
     "joined_by_jax",
     "note_written",
+    "refuse_distributed",
     "refuse_mixed",
     "torch_buffer",
     "torch_device",
@@ -140,7 +141,10 @@ def dlpack_view(
 
     `devices` are the names of the one device that is allowed, as DLPack has them: "cuda:0", "cuda_managed:0".
     """
-    _refuse_indirect(source, component)
+    is_neg = getattr(source, "is_neg", None)
+    if callable(is_neg) and is_neg():  # a subclass's memory need not hold its values
+        raise _negated(component)
+    refuse_distributed(component, source)
     refuse_other_device(exporting_device(source, component), component, devices)
     tensor = exported(source, component, stream)
     refuse_other_device(tensor.device, component, devices)
@@ -149,17 +153,11 @@ def dlpack_view(
     return view
 
 
-def _refuse_indirect(source: object, component: str) -> None:
-    """Raise `BufferRefused` for tensors whose memory does not hold their values: DTensor, a lazily negated subclass."""
-    is_neg = getattr(source, "is_neg", None)
-    if callable(is_neg) and is_neg():
-        raise _negated(component)
+def refuse_distributed(component: str, source: object) -> None:
+    """Raise `BufferRefused` for a DTensor, whose memory is one rank's shard."""
     if has(source, "to_local"):
-        raise BufferRefused(
-            f"component '{component}' is a distributed tensor",
-            got=type(source).__name__,
-            do="pass .to_local(), in a layout of the local shapes",
-        )
+        do = "lay out the local shapes, and add .to_local() of each gradient"
+        raise BufferRefused(f"component '{component}' is a distributed tensor", got=type(source).__name__, do=do)
 
 
 def torch_device(tensor: Any) -> str:

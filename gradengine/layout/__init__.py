@@ -7,7 +7,6 @@ blocks and spans, and the shards of a `TensorParallelConfig`. No gradient is rea
 from gradengine.layout.layout import (
     BLOCK_COMPONENTS,
     LORA_COMPONENTS,
-    MAX_DIMENSIONS,
     NON_BLOCK_COMPONENTS,
     PARTITIONS,
     GradientLayout,
@@ -18,7 +17,6 @@ from gradengine.layout.slots import Block, Slot, Span
 __all__ = [
     "BLOCK_COMPONENTS",
     "LORA_COMPONENTS",
-    "MAX_DIMENSIONS",
     "NON_BLOCK_COMPONENTS",
     "PARTITIONS",
     "Block",

@@ -14,6 +14,7 @@ import numpy as np
 
 from gradengine.arguments import has, said
 from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
+from gradengine.arrays.frameworks import refuse_distributed
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
 __all__ = [
@@ -82,12 +83,7 @@ def refuse_unsupported(name: str, array: Any) -> None:
 
     A torch parameter is asked for the dtype of its gradients, `grad_dtype`, which may be another than its own.
     """
-    if has(array, "to_local"):
-        raise BufferRefused(
-            f"component '{name}' is a distributed tensor",
-            got=type(array).__name__,
-            do="lay out the local shapes, and add .grad.to_local()",
-        )
+    refuse_distributed(name, array)
     torch: Any = sys.modules.get("torch")
     is_tensor = isinstance(array, getattr(torch, "Tensor", ()))
     if is_tensor and array.layout is not torch.strided:

@@ -11,22 +11,22 @@ from typing import Any, TypeAlias, get_args
 
 import msgpack
 
-from gradengine.arguments import as_index, has, listed, refuse_other_kind, said, truth_value, whole_number
+from gradengine.arguments import as_index, checked_rank, has, listed, refuse_other_kind, said, truth_value, whole_number
+from gradengine.arrays.dlpack import MAX_DIMENSIONS
 from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
 from gradengine.layout.components import ParameterHolder, named_components, refuse_unsupported
-from gradengine.layout.shards import Partition, Shape, checked_tp_rank
+from gradengine.layout.shards import TENSOR_PARALLEL, Partition, Shape
 from gradengine.layout.slots import Block, Row, Slot, Span, refuse_bad_rows, slots_of
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 from gradengine.unpacking import unpack
 
-__all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "Block", "GradientLayout", "Slot", "Span"]
+__all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "GradientLayout", "layout_from_table"]
 
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
 PARTITIONS = get_args(Partition)
 _MOST_BLOCKS = 1 << 14
 _MOST_BYTES = 1 << 62
-MAX_DIMENSIONS = 64  # NumPy's own limit
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
 
 
@@ -65,7 +65,7 @@ class GradientLayout:
     ) -> None:
         rows = listed("rows", rows, LayoutMismatch)
         refuse_bad_rows(rows)
-        self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
+        self.tp_rank, self.tp_size = checked_rank(tp_rank, tp_size, TENSOR_PARALLEL)
         self._rows = tuple(rows)
         self.blocks, non_block = slots_of(rows)
         by_key: dict[int | str, Span] = {span.key: span for span in (*self.blocks, *non_block)}
@@ -126,7 +126,7 @@ class GradientLayout:
         named = named_components(gradients)
         split = {} if partitions is None else partitions
         refuse_other_kind("partitions", split, Mapping)
-        rank, size = checked_tp_rank(tp_rank, 1 if tp_size is None else tp_size)
+        rank, size = checked_rank(tp_rank, 1 if tp_size is None else tp_size, TENSOR_PARALLEL)
         _refuse_bad_partitions(split, dict(named), None if tp_size is None else size)
         for name, array in named:
             refuse_unsupported(name, array)

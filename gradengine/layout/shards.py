@@ -26,18 +26,20 @@ from gradengine.arrays.frameworks import (
 from gradengine.errors import CallerError, LayoutMismatch
 
 __all__ = [
+    "TENSOR_PARALLEL",
     "ColumnParallelShard",
     "Partition",
     "Replica",
     "RowParallelShard",
     "Shape",
     "Shard",
-    "checked_tp_rank",
     "divided",
 ]
 
 Partition: TypeAlias = Literal["column", "row", "replicated"]
 Shape: TypeAlias = tuple[int, ...]
+
+TENSOR_PARALLEL = ("tp_rank", "tp_size")  # what such a group calls its ranks
 
 
 class Shard(ABC):
@@ -140,7 +142,7 @@ class _MatrixShard(Shard):
     """A shard of a matrix along one of its dimensions."""
 
     def __init__(self, rows: int, columns: int, tp_rank: int, tp_size: int) -> None:
-        self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
+        self.tp_rank, self.tp_size = checked_rank(tp_rank, tp_size, TENSOR_PARALLEL)
         self.full_shape = (whole_number("rows", rows, 0), whole_number("columns", columns, 0))
         self._part = divided(("rows", "columns")[self._dimension], self.full_shape[self._dimension], self.tp_size)
 
@@ -211,7 +213,7 @@ class Replica(Shard):
     partition = "replicated"
 
     def __init__(self, shape: Shape, tp_rank: int, tp_size: int) -> None:
-        self.tp_rank, self.tp_size = checked_tp_rank(tp_rank, tp_size)
+        self.tp_rank, self.tp_size = checked_rank(tp_rank, tp_size, TENSOR_PARALLEL)
         self.full_shape = tuple(whole_number("a dimension", dimension, 0) for dimension in shape)
 
     def __repr__(self) -> str:
@@ -219,11 +221,6 @@ class Replica(Shard):
 
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         return (...,)  # a view also of an array without dimensions
-
-
-def checked_tp_rank(tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """`checked_rank` of a tensor-parallel group."""
-    return checked_rank(tp_rank, tp_size, ("tp_rank", "tp_size"))
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:

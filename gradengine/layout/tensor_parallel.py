@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from gradengine.arguments import listed, refuse_other_kind, truth_value, whole_number
+from gradengine.arguments import checked_rank, listed, refuse_other_kind, truth_value, whole_number
 from gradengine.errors import LayoutMismatch
 from gradengine.layout.shards import (
+    TENSOR_PARALLEL,
     ColumnParallelShard,
     Replica,
     RowParallelShard,
     Shape,
     Shard,
-    checked_tp_rank,
     divided,
 )
 
@@ -68,7 +68,8 @@ class TensorParallelConfig:
     vocab_parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        plain = dict(zip(("tp_rank", "tp_size"), checked_tp_rank(self.tp_rank, self.tp_size), strict=True))
+        ranks = checked_rank(self.tp_rank, self.tp_size, TENSOR_PARALLEL)
+        plain = dict(zip(TENSOR_PARALLEL, ranks, strict=True))
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             plain[name] = whole_number(name, getattr(self, name), 1)
         plain["vocab_parallel"] = truth_value("vocab_parallel", self.vocab_parallel)
