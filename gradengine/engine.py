@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.accumulate.destinations import destinations_of, handed_back
-from gradengine.accumulate.gradients import Gradients
+from gradengine.accumulate.gradients import Gradients, destinations_of, handed_back
 from gradengine.accumulate.state import RECORDING_STATES, Call, Event, Facts, State
 from gradengine.arguments import as_float, refuse_lacking, refuse_other_kind, said, truth_value
 from gradengine.arrays.buffer import Buffer
@@ -390,8 +389,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
                 "the current stream is not the one that is captured"
                 if is_recording
                 else "the current stream records a graph that this engine knows nothing of",
-                do="use this engine's own capture(), on the stream that is current in its `with`; discard() where an "
-                "interrupt left that",
+                do="use this engine's capture(), on the stream that is current in its `with`; or discard() it",
             )
         if self._late.exist and not is_recording:
             self._raise_late()

@@ -53,7 +53,6 @@ ORDER = [
     "elementwise",
     "accumulate.state",
     "accumulate.gradients",
-    "accumulate.destinations",
     "accumulate.uncleared",
     "accumulate.intake",
     "accumulate.window",

@@ -1,4 +1,4 @@
-"""A caller's gradients, matched with the slots they are for: each component once, in order, in its shape."""
+"""A caller's gradients, and destinations, matched with their slots: each component once, in order, in its shape."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, Va
 from typing import Any, TypeAlias, final
 
 from gradengine.arguments import said
-from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.buffer import Buffer, refuse_overlapping_destinations
 from gradengine.errors import LayoutMismatch
+from gradengine.kernels import Device
 from gradengine.layout import Slot
 from gradengine.layout.components import is_nested, named_components
 
-__all__ = ["Gradients", "NamedArrays", "in_slot_order", "matched_views"]
+__all__ = ["Gradients", "NamedArrays", "destinations_of", "handed_back", "in_slot_order", "matched_views"]
 
 Gradients: TypeAlias = Mapping[str, object] | Sequence[object]
 
@@ -138,6 +139,24 @@ def matched_views(
             )
     remaining = iter(found)
     return [None if source is None else next(remaining) for source in sources]
+
+
+def destinations_of(
+    slots: Sequence[Slot], device: Device, arena: Buffer, out: Gradients, where: str = "out", prefix: str = ""
+) -> dict[int, Buffer]:
+    """Where each component is handed back to, by position, checked before anything is written there."""
+    views = matched_views(slots, in_slot_order(slots, out, where, prefix), device.writable_views)
+    found = {position: view for position, view in enumerate(views) if view is not None}
+    if not found:
+        raise LayoutMismatch(f"{where} names no destination at all", got=f"{len(slots)} times None", expected="one")
+    refuse_overlapping_destinations({slots[position].name: view for position, view in found.items()}, arena)
+    return found
+
+
+def handed_back(slots: Sequence[Slot], out: Gradients) -> Mapping[str, Any]:
+    """Name -> what was written, of the caller's own destinations."""
+    arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
+    return {slot.name: array for slot, array in arrays if array is not None}
 
 
 def _first_of(gradients: Mapping[str, object], limit: int = 3) -> str:

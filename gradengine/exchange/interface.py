@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, whole_number
-from gradengine.errors import CallerError, GradientError, HandshakeRefused, NotCopied, WindowError
-from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
+from gradengine.errors import CallerError, GradientError, HandshakeRefused, NotCopied, ProtocolError, WindowError
+from gradengine.exchange.wire import MAX_SMALL_PAYLOAD, Gradient, Sum
 from gradengine.kernels.host import first_non_finite, squared_sum
 from gradengine.layout import GradientLayout, Span
 
@@ -301,6 +301,13 @@ def buckets_of(layout: GradientLayout, bucket_bytes: int) -> list[Bucket]:
 def wire_key(bucket: Bucket) -> tuple[int | str, int, str]:
     """A bucket in message headers: the span's key, the offset in it in elements, and the dtype on the wire."""
     return bucket.span.key, bucket.start - bucket.span.start, "<f4"
+
+
+def refuse_other_bucket(peer: str, message: Gradient | Sum, payload_bytes: int, step: int, bucket: Bucket) -> None:
+    """Raise `ProtocolError` unless the message is of that bucket, and its payload of the bucket's size."""
+    expected = (type(message)(step, *wire_key(bucket)), 4 * (bucket.stop - bucket.start))
+    if (message, payload_bytes) != expected:
+        raise ProtocolError(f"{peer} sent another {message.kind}", got=(message, payload_bytes), expected=expected)
 
 
 def find_non_finite(rank: int, contribution: Arena, start: int) -> list[NonFiniteValue]:

@@ -52,6 +52,7 @@ from gradengine.exchange.interface import (
     NonFiniteValue,
     Progress,
     again_if_interrupted,
+    refuse_other_bucket,
     wire_key,
 )
 from gradengine.exchange.wire import (
@@ -387,11 +388,7 @@ class _RemoteMember(Member):
                 raise ProtocolError(f"rank {self.rank} sent a gradient", got=message, expected="none: nothing to sum")
             step, index = group.opened().bucket_of(group.opened().expects(self.rank))
             bucket = group.buckets[index]
-            expected = (Gradient(step, *wire_key(bucket)), 4 * (bucket.stop - bucket.start))
-            if (message, payload_bytes) != expected:
-                raise ProtocolError(
-                    f"rank {self.rank} sent another gradient", got=(message, payload_bytes), expected=expected
-                )
+            refuse_other_bucket(self._channel.peer, message, payload_bytes, step, bucket)
         group.wait_until(lambda: bool(self._free))
         memory = self._free.pop()
         self._channel.receive_into(memory[: bucket.stop - bucket.start].data)

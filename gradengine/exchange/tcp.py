@@ -40,6 +40,7 @@ from gradengine.exchange.interface import (
     nothing_started,
     refuse_bad_arena,
     refuse_long_part,
+    refuse_other_bucket,
     set_bucket_bytes,
     wire_key,
 )
@@ -273,9 +274,7 @@ class WorkerClient(Exchange):
         if progress.summed >= len(self._buckets):
             raise ProtocolError(f"{channel.peer} sent a sum too many", got=message)
         bucket = self._buckets[progress.summed]
-        expected = (Sum(progress.step, *wire_key(bucket)), 4 * (bucket.stop - bucket.start))
-        if (message, payload_bytes) != expected:
-            raise ProtocolError(f"{channel.peer} sent another sum", got=(message, payload_bytes), expected=expected)
+        refuse_other_bucket(channel.peer, message, payload_bytes, progress.step, bucket)
         progress.partially_written = True
         channel.receive_into(self._arena[bucket.start : bucket.stop].data)
         progress.summed += 1

@@ -160,8 +160,7 @@ class TensorParallelGroup:
                 f"replicated gradient '{slot.name}' is not the same on ranks 0 and {rank}",
                 got=f"norm {replica[differs[0]] ** 0.5:.9g} on rank {rank}",
                 expected=f"{first[differs[0]] ** 0.5:.9g}",
-                do="use replicated='sum' where each rank holds a partial sum (sequence parallelism), "
-                "'average' where the copies differ by their rounding",
+                do="use replicated='sum' for partial sums (sequence parallelism), 'average' for copies rounded apart",
             )
 
     def _found_in_sums(self, step: int) -> NonFiniteGradient | None:
