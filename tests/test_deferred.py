@@ -90,7 +90,7 @@ def test_asking_twice_is_answered_twice(device, late):
 
 
 def test_a_wait_finds_what_has_not_arrived(device, late):
-    late._telemetry.read = lambda: verdict(4, 1, 3, 1, 1)
+    late._readback.read = lambda: verdict(4, 1, 3, 1, 1)
     late.wait()
     assert (told(late).step, told(late)) == (2, None)
 

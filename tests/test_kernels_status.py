@@ -1,4 +1,4 @@
-"""The verdict's way to the host: the struct of the kernel, and telemetry that never waits."""
+"""The verdict's way to the host: the struct of the kernel, and readback that never waits."""
 
 import cuda_emulator
 import numpy as np
@@ -63,7 +63,7 @@ class Steps:
     def __init__(self, backend):
         self.backend, self.kernels = backend, backend.kernels
         self.target, self.sums = self.kernels.device.allocate(4), self.kernels.partial_sums([4])
-        self.telemetry = self.kernels.status_readback(Arena((), self.sums), PLAN)
+        self.readback = self.kernels.status_readback(Arena((), self.sums), PLAN)
         self.views = {}
 
     def prepare(self, *values):
@@ -81,16 +81,16 @@ class Steps:
     def step(self, value):
         self.fold(value)
         finalise(self.kernels, [self.target], self.sums, PLAN, 1.0, zero_if_bad=True)
-        self.telemetry.send()
+        self.readback.send()
 
     def wait(self):
         with self.backend.active():
             self.kernels.xp.cuda.get_current_stream().synchronize()
 
 
-class TestTelemetry:
+class TestStatusReadback:
     def test_nothing_before_the_first_step(self, device):
-        assert Steps(device).telemetry.newest() is None
+        assert Steps(device).readback.newest() is None
 
     def test_the_newest_that_has_come_is_told_until_another_comes(self, device):
         steps = Steps(device)
@@ -98,13 +98,13 @@ class TestTelemetry:
         for value in (1, 2, 1, 2):
             steps.step(value)
             steps.wait()
-            assert [steps.telemetry.newest().norm for _ in range(2)] == [2 * value] * 2
+            assert [steps.readback.newest().norm for _ in range(2)] == [2 * value] * 2
         steps.step(1)
         steps.step(2)
         steps.wait()
-        newest = steps.telemetry.newest()
+        newest = steps.readback.newest()
         assert (newest.norm, newest.step) == (4, 7)
-        assert steps.telemetry.newest() == newest
+        assert steps.readback.newest() == newest
 
     def test_neither_sending_nor_asking_waits(self, emulated):
         steps = Steps(emulated)
@@ -112,7 +112,7 @@ class TestTelemetry:
         with cuda_emulator.recorded() as record:
             for _ in range(2):
                 steps.step(1)
-                steps.telemetry.newest()
+                steps.readback.newest()
         assert record.waits == record.allocations == record.pinned_allocations == []
         assert record.copies == ["device to host"] * 2
 
@@ -124,11 +124,11 @@ class TestTelemetry:
         for number in range(ahead):
             steps.step(np.inf if number == StatusReadback.SLOTS + 1 else 1)
         steps.wait()
-        newest = steps.telemetry.newest()
+        newest = steps.readback.newest()
         assert 1 <= newest.step - 1 <= ahead
         steps.step(1)
         steps.wait()
-        newest = steps.telemetry.newest()
+        newest = steps.readback.newest()
         assert newest.step == ahead + 2
         assert (newest.bad_steps, newest.bad_step, newest.bad_index) == (1, StatusReadback.SLOTS + 3, 0)
         assert not newest.is_bad
@@ -141,7 +141,7 @@ class TestTelemetry:
                 steps.step(1)
         assert len(record.copies) == StatusReadback.SLOTS
         steps.wait()
-        assert steps.telemetry.newest().step == 1 + StatusReadback.SLOTS
+        assert steps.readback.newest().step == 1 + StatusReadback.SLOTS
         with cuda_emulator.recorded() as record:
             steps.step(1)
         assert record.copies == ["device to host"]
@@ -151,8 +151,8 @@ class TestTelemetry:
         steps, xp = Steps(device), device.xp
         steps.prepare(1)
         steps.step(1)
-        size = steps.telemetry._host.nbytes
-        steps.telemetry = None
+        size = steps.readback._host.nbytes
+        steps.readback = None
         others = [np.frombuffer(xp.cuda.alloc_pinned_memory(size), np.uint8) for _ in range(20)]
         for other in others:
             other[:] = 7
@@ -170,7 +170,7 @@ class TestTelemetry:
             steps.step(value)
         seen = []
         while len(seen) < 3:
-            found = steps.telemetry.newest()  # each question lets the device go on a little
+            found = steps.readback.newest()  # each question lets the device go on a little
             seen += [] if found is None or seen[-1:] == [found.norm] else [found.norm]
         assert seen == [6, 2, 4]
 

@@ -432,7 +432,7 @@ class TestWhoeverLooks:
 
     def test_late_while_the_next_step_is_on_another_stream(self, device):
         """The verdict that is sent to the host is that of its step: the next one may not write it before."""
-        engine, telemetry = new_engine(device, on_non_finite="skip"), []
+        engine, readback = new_engine(device, on_non_finite="skip"), []
         good, bad = put_all(device, ones()), put_all(device, ones(math.nan))
         first, second = stream_on(device), stream_on(device)
         synchronize(device)
@@ -440,12 +440,12 @@ class TestWhoeverLooks:
             engine.add(bad)
             engine.step()
         with device.kernels.device.on(second), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine._late._telemetry, "send", lambda: telemetry.append("not sent"))
+            patch.setattr(engine._late._readback, "send", lambda: readback.append("not sent"))
             engine.add(good)
             engine.step()
         second.synchronize()
         first.synchronize()
-        assert telemetry
+        assert readback
         assert engine.latest_verdict.is_bad
 
 

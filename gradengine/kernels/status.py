@@ -1,4 +1,4 @@
-"""What K2 left on the device: norms and factors as arrays there, and the verdict, which the host may read late.
+"""What K2 left on the device: norms and factors as arrays there, and the status, which the host may read late.
 
 Reading an array is a wait for the device; `StatusReadback` never waits: the status is copied into pinned memory behind
 the step's own work, and looked at when it has come.
@@ -124,7 +124,7 @@ class DecisionMemory:
         self.in_place: Any = None  # the buffers that were scaled in place, and K3's launches for them
 
     def field(self, name: str) -> Any:
-        """One field of the verdict as a 0-d array on the device."""
+        """One field of the status as a 0-d array on the device."""
         dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]
         return self.record[offset : offset + dtype.itemsize].view(dtype).reshape(())
 
@@ -152,53 +152,53 @@ class DecisionMemory:
         )
 
     def read(self) -> StepStatus:
-        """The verdict as it stands behind what was queued, whatever stream is current: waits for the device."""
-        return _verdict(self.order.read(self.record).view(RECORD)[0])
+        """The status behind what was queued, whatever stream is current: waits for the device."""
+        return _status(self.order.read(self.record).view(RECORD)[0])
 
 
 class StatusReadback:
-    """The verdicts of recent steps in pinned memory: sent behind the work of a step, read when they have arrived.
+    """The status of recent steps in pinned memory: copied behind the work of a step, read when it has arrived.
 
     Args:
-        device: Where the verdict is, as `kernels.device` knows it.
-        memory: What holds it there.
+        runtime: The device, a `CudaRuntime`.
+        memory: What holds the status there.
     """
 
-    SLOTS = 4  # steps that the host may run ahead before one step's verdict is not sent (its blame is never lost)
+    SLOTS = 4  # steps that the host may run ahead before one's status is not sent (which was bad is never lost)
 
-    def __init__(self, device: Any, memory: DecisionMemory) -> None:
-        self._device, self._memory = device, memory
-        self._host = device.pinned(self.SLOTS, RECORD)
-        self._events = [device.event() for _ in range(self.SLOTS)]
+    def __init__(self, runtime: Any, memory: DecisionMemory) -> None:
+        self._runtime, self._memory = runtime, memory
+        self._host = runtime.pinned(self.SLOTS, RECORD)
+        self._events = [runtime.event() for _ in range(self.SLOTS)]
         self._under_way: list[int] = []
         self._newest: StepStatus | None = None
         # The memory goes back to CuPy's pool, and to others, once the copies that are under way have written to it.
-        weakref.finalize(self, device.kept.dropped, self._events, (memory, self._host)).atexit = False
+        weakref.finalize(self, runtime.kept.dropped, self._events, (memory, self._host)).atexit = False
 
     def send(self) -> None:
-        """Queue the verdict's copy behind what the current stream has to do."""
+        """Queue the copy behind what the current stream has to do."""
         free = [slot for slot in range(self.SLOTS) if slot not in self._under_way]
         if not free:
             return
         with self._memory.order.use():
-            self._device.copy_from(self._memory.record, self._host[free[0] : free[0] + 1])
-            self._device.current_stream().record(self._events[free[0]])
+            self._runtime.copy_from(self._memory.record, self._host[free[0] : free[0] + 1])
+            self._runtime.current_stream().record(self._events[free[0]])
         self._under_way.append(free[0])
 
     def count_from(self, steps: int) -> None:
         """Have the next step of a graph, which counts by itself, be the one behind so many."""
         memory = self._memory
         with memory.order.use():
-            self._device.copied_into(memory.field("steps"), np.array(steps, np.uint64))
+            self._runtime.copied_into(memory.field("steps"), np.array(steps, np.uint64))
 
     def read(self) -> StepStatus:
-        """The verdict as it stands on the device: waits for it."""
+        """The status as it stands on the device: waits for it."""
         return self._memory.read()
 
     def newest(self) -> StepStatus | None:
-        """The newest verdict that has arrived; None where none has. Never waits."""
+        """The newest status that has arrived; None where none has. Never waits."""
         while self._under_way and self._events[self._under_way[0]].done:
-            self._newest = _verdict(self._host[self._under_way[0]])  # kept before its slot is free
+            self._newest = _status(self._host[self._under_way[0]])  # kept before its slot is free
             del self._under_way[0]
         return self._newest
 
@@ -207,7 +207,7 @@ def _scalar(array: Any, index: int) -> Any:
     return array[index : index + 1].reshape(())
 
 
-def _verdict(record: Any) -> StepStatus:
+def _status(record: Any) -> StepStatus:
     return StepStatus(
         step=int(record["steps"]),
         norm=float(record["norm"]),
