@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -74,7 +73,7 @@ class Window:
 
     def refuse_moved(self, places: SlotSet, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` where a gradient that is held lies elsewhere than when it came, or is gone."""
-        for contribution, _ in itertools.chain(*map(self._held.__getitem__, self.held_with(places))):
+        for contribution in [contribution for held in self.held_with(places) for contribution, _ in self._held[held]]:
             check = contribution.address_check
             moved = check.moved(np.flatnonzero(contribution.present).tolist()) if check else None
             if moved is not None:
@@ -113,6 +112,8 @@ class Window:
 
     def held_with(self, places: SlotSet) -> list[SlotSet]:
         """The sets that are held and have a slot among these."""
+        if not self._held:
+            return []
         if places in self._held:
             return [places]
         return list(dict.fromkeys(self._holder[p] for p in places.positions if p in self._holder))
