@@ -389,7 +389,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
                 "the current stream is not the one that is captured"
                 if is_recording
                 else "the current stream records a graph that this engine knows nothing of",
-                do="use this engine's capture(), on the stream that is current in its `with`; or discard() it",
+                do="use this engine's capture(), on the stream of its `with`; discard() where an interrupt left that",
             )
         if self._late.exist and not is_recording:
             self._raise_late()
