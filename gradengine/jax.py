@@ -167,17 +167,12 @@ def _decide(leaves: Leaves, bound: float) -> Decision:
     """Norm and factor on the host, so that a factor of 1 needs no new tree."""
     kernels = kernels_for(_device_of(leaves.values()))
     for name, leaf in leaves.items():
-        _refuse_foreign(name, leaf)
-    views = [kernels.device.view(leaf, name) for name, leaf in leaves.items()]
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):  # JAX could not scale what the kernels measure
+            raise BufferRefused(f"component '{name}' is neither a JAX nor a NumPy array", got=type(leaf).__name__)
+    views = kernels.device.views(list(leaves.values()), list(leaves))
     arena = kernels.arena(views)
     kernels.measure(arena)
     return decide(kernels.totals(arena), ClipPlan((0,) * len(views), (bound,)), 1.0)
-
-
-def _refuse_foreign(name: str, leaf: Any) -> None:
-    """Raise `BufferRefused` for other frameworks' arrays, which the kernels could measure and JAX not scale."""
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        raise BufferRefused(f"component '{name}' is neither a JAX nor a NumPy array", got=type(leaf).__name__)
 
 
 def _device_of(leaves: Iterable[Any]) -> str:
@@ -200,12 +195,8 @@ def _flattened(tree: Any) -> tuple[Leaves, Any]:
     for path, leaf in pairs:
         name = ".".join(map(_part, path)) if path else "gradient"  # a lone array has no path
         if name in leaves:
-            raise LayoutMismatch(
-                f"two paths of the tree give one name, '{name}'",
-                got=f"{jax.tree_util.keystr(path)} for the second",
-                expected="names that differ",
-                do="rename one; the parts of a path are joined by dots",
-            )
+            got, do = f"{jax.tree_util.keystr(path)} for the second", "rename one; a path's parts are joined by dots"
+            raise LayoutMismatch(f"two paths of the tree give one name, '{name}'", got=got, do=do)
         leaves[name] = leaf
     return leaves, structure
 

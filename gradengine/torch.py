@@ -215,10 +215,8 @@ def drop_unused(module: Parameters, result: StepResult) -> None:
     parameters = trainable(module)
     unknown = sorted(result.unused - parameters.keys())
     if unknown:
-        raise LayoutMismatch(
-            f"component '{unknown[0]}'{and_more(unknown)} is not a parameter of this module",
-            do="pass the module of the engine's layout",
-        )
+        what = f"component '{unknown[0]}'{and_more(unknown)} is not a parameter of this module"
+        raise LayoutMismatch(what, do="pass the module of the engine's layout")
     for name in result.unused:
         parameters[name].grad = None
 
@@ -279,12 +277,8 @@ class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
 def _refuse_other_norm(norm_type: object) -> None:
     as_text = isinstance(norm_type, str) and norm_type in ("2", "2.0")
     if not as_text and as_float(norm_type) != 2:
-        raise CallerError(
-            "norm_type is not supported",
-            got=said(norm_type),
-            expected="2",
-            do="use torch.nn.utils.clip_grad_norm_ for it",
-        )
+        do = "use torch.nn.utils.clip_grad_norm_ for it"
+        raise CallerError("norm_type is not supported", got=said(norm_type), expected="2", do=do)
 
 
 def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
@@ -322,12 +316,9 @@ def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
     """The detached gradient, its dimensions in memory order."""
     plain = gradient.detach()
     if type(plain) is not torch.Tensor:
-        raise BufferRefused(
-            f"component '{name}' is a tensor subclass, whose memory may not hold its values",
-            got=type(plain).__name__,
-            expected="torch.Tensor",
-            do="use torch.nn.utils.clip_grad_norm_ for it",
-        )
+        what = f"component '{name}' is a tensor subclass, whose memory may not hold its values"
+        do = "use torch.nn.utils.clip_grad_norm_ for it"
+        raise BufferRefused(what, got=type(plain).__name__, expected="torch.Tensor", do=do)
     return _in_memory_order(plain, plain)
 
 

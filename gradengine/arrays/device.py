@@ -76,9 +76,8 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     if is_torch(source):
         return torch_buffer(source, component, (device,))
     if isinstance(source, RawBuffer):
-        return raw_view(
-            source, component, device, UnknownStream() if source.stream is None else NamedStream(source.stream)
-        )
+        producer = UnknownStream() if source.stream is None else NamedStream(source.stream)
+        return raw_view(source, component, device, producer)
     if has(source, "__dlpack__"):
         if is_jax(source):
             refuse_other_device(jax_device(source, component), component, (device,))
@@ -118,12 +117,8 @@ def _from_own_array(array: Any, component: str, device: str) -> Buffer:
 
 def _refuse_to_record_immutable(component: str, stream: int) -> None:
     if stream == -1:
-        raise BufferRefused(
-            f"component '{component}' is a JAX array, which a CUDA graph cannot capture",
-            got="an immutable array",
-            expected="memory that is rewritten before each replay",
-            do="add it outside of a capture",
-        )
+        what = f"component '{component}' is a JAX array, which a CUDA graph cannot capture: it is immutable"
+        raise BufferRefused(what, do="add it outside of a capture")
 
 
 def _interface_of(source: Any, component: str, device: str) -> Exported:

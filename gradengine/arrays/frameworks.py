@@ -27,7 +27,6 @@ __all__ = [
     "AnyArray",
     "NonZero",
     "TorchDevice",
-    "TorchStream",
     "as_sliceable",
     "as_writable",
     "assign",

@@ -41,11 +41,7 @@ class Slot:
 
     @property
     def size(self) -> int:
-        """Elements of the component.
-
-        >>> Slot("w", (2, 3), 0, None).size
-        6
-        """
+        """Elements of the component."""
         return math.prod(self.shape)
 
     @property
