@@ -1073,3 +1073,23 @@ class TestHeldPointers:
         accumulator.add([array])
         accumulator.close()
         assert backend.get(accumulator.memory)[:3].tolist() == [1, 1, 1]
+
+
+def test_a_held_gradient_is_read_no_later_than_the_nth_add_whatever_others_gave():
+    """Also where the last of them gave none for its component: its buffer may be written anew from then on."""
+    accumulator, early = new(GradientLayout.of({"a": (2,), "layers.0.b": (2,)}), hold=2), np.ones(2, np.float32)
+    accumulator.add([np.ones(2, np.float32), early])
+    accumulator.add([np.ones(2, np.float32), None])
+    early[:] = 100
+    accumulator.add([np.ones(2, np.float32)] * 2)
+    accumulator.close()
+    assert accumulator.views()["layers.0.b"].tolist() == [2, 2]
+
+
+def test_a_part_that_gives_nothing_counts_among_what_is_held():
+    accumulator, early = new(GradientLayout.of({"layers.0.b": (2,), "head": (2,)}), hold=2), np.ones(2, np.float32)
+    accumulator.add_block(0, [early])
+    accumulator.add_block(0, [None])
+    early[:] = 100
+    accumulator.add_block(0, [np.ones(2, np.float32)])
+    assert accumulator.block(0).flatten()[:2].tolist() == [2, 2]

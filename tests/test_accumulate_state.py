@@ -381,3 +381,28 @@ def test_every_state_but_an_empty_one_can_be_written_to_and_left():
 def test_what_cannot_happen_in_a_state_is_no_refusal_but_a_fault():
     with pytest.raises(KeyError):
         StepState().enter(Event.HAND_BACK)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda accumulator: accumulator.average(),
+        lambda accumulator: accumulator.add_non_block("head", np.ones(2, np.float32)),
+        lambda accumulator: accumulator.add([np.ones(2, np.float32)] * 2),
+    ],
+    ids=["average", "add_non_block", "add"],
+)
+def test_what_has_left_for_other_workers_is_not_changed_behind_the_engine(change):
+    """The others have this worker's sum: it would hand back another one than they do."""
+
+    def handed_back(exchange):
+        layout = GradientLayout.of({"layers.0.w": (2,), "head": (2,)})
+        engine = GradientEngine(layout, exchange=exchange, micro_batches=2)
+        for value in (1, 3):
+            engine.add([np.full(2, value + exchange.rank, np.float32)] * 2)
+        if exchange.rank == 0:
+            with pytest.raises(WindowError, match="on its way to the other workers"):
+                change(engine.accumulator)
+        return [array.tolist() for array in engine.step().gradients.values()]
+
+    assert on_ranks(handed_back, 2) == [[[2.5, 2.5]] * 2] * 2

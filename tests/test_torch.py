@@ -1693,3 +1693,28 @@ TENSORS += [torch.tensor(2.0, requires_grad=True), torch.tensor(2.0, device="met
 def test_whatever_a_call_is_given_it_is_taken_or_refused_by_an_error_of_ours(call):
     refusals = [refusal_of(functools.partial(call, value)) for value in [*HOSTILE, *TENSORS]]
     assert max(map(len, refusals)) < 1500
+
+
+class TestSetsInTurn:
+    """Two sets of gradients, of which a step writes into the one that came first."""
+
+    @staticmethod
+    def stepped(first):
+        engine = GradientEngine(GradientLayout.of({"w": (2,)}))
+        engine.add(first)
+        engine.add([torch.full((2,), 5.0)])
+        engine.step(first)
+        return engine
+
+    def test_what_only_the_step_wrote_is_taken(self):
+        first = [torch.full((2,), 3.0)]
+        engine = self.stepped(first)
+        engine.add(first)
+        assert engine.step().gradients["w"].tolist() == [4, 4]
+
+    def test_what_backward_added_to_it_is_refused(self):
+        first = [torch.full((2,), 3.0)]
+        engine = self.stepped(first)
+        first[0].add_(1)
+        with pytest.raises(BufferRefused, match="was not cleared"):
+            engine.add(first)

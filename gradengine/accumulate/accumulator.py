@@ -67,6 +67,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._places: dict[tuple[str, int], SlotSet] = {}
+        self._left: set[SlotSet] = set()  # spans of the window that are on their way to other workers
         self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
         self._all = self._places_of(layout.slots)
         kernels.prepare(self.arena, [self._all, *(self._places_of(s.slots) for s in layout.spans)])
@@ -190,7 +191,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             WindowError: Some component has fewer micro-batches than the others, or their weight is above 2**126; or a
                 call was interrupted while it wrote.
         """
-        self.state.ask(Call.VIEW)
+        self.state.ask(Call.ADD)  # where nothing may be added any more, nothing may be divided: others have the sum
         if self._window.weights in ([], [1]):
             return
         factor = self.mean_factor
@@ -201,7 +202,9 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     def zero_all(self) -> None:
         """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
-        self._window, self.state.now = Window(len(self.layout.slots)), self.state.ask(Call.ZERO_ALL)
+        now = self.state.ask(Call.ZERO_ALL)
+        self._left.clear()
+        self._window, self.state.now = Window(len(self.layout.slots)), now
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
@@ -249,11 +252,13 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     def note_written(self, arrays: Collection[Any]) -> None:
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
-        self._arrivals.uncleared.note_written(arrays)
+        self._arrivals.note_written(arrays)
 
     def settle_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel."""
-        self._settle(self._places_of(span.slots))
+        places = self._places_of(span.slots)
+        self._settle(places)
+        self._left.add(places)
 
     def count_of(self, span: Span) -> int:
         """Micro-batches of the window so far in a span; the most that any of its components has."""
@@ -331,6 +336,8 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         scalar, measure = checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
         places = self._places_of(slots)
+        if places in self._left:
+            raise WindowError(f"{where} is on its way to the other workers", got="a contribution", expected="step()")
         contribution = self._arrivals.contribution(places, slots, sources)
         self._window.refuse_other_weight(places, scalar, where)
         if self.hold == 1:

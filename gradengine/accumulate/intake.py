@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from gradengine.accumulate.gradients import matched_views
 from gradengine.accumulate.uncleared import Uncleared, Versions
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.host import without_owner
-from gradengine.arrays.known import KnownArrays, Reader, read_cupy, read_each, read_numpy, reader_of
+from gradengine.arrays.known import KnownArrays, Reader, numpy_form, read_cupy, read_each, reader_of
 from gradengine.errors import BufferRefused
 from gradengine.kernels import AddressCheck, Contribution, Device, SlotSet, as_of_now
 from gradengine.layout import Slot
@@ -35,10 +35,14 @@ class Intake:
         self._device, self._arena, self._holds = device, arena, holds
         self._reused_buffers, self.uncleared = reused_buffers, Uncleared(device)
         self._known: dict[SlotSet, list[_Known]] = {}
+        self._numpy_forms: dict[SlotSet, list[Any]] = {}
         self._in_vain = 0
 
     def contribution(self, places: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
         """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work."""
+        form = None if self._holds else numpy_form(sources, self._arena.owner)
+        if form is not None:
+            return self._of_numpy(places, slots, sources, form)
         known = self._known.setdefault(places, [])
         met = None
         for candidate in known:
@@ -53,17 +57,34 @@ class Intake:
             contribution = met.again(sources, holds=self._holds)
             if contribution.producers:
                 self._device.wait_for(contribution.producers)
-        if not self._reused_buffers and (met is None or met.arrays.reader is not read_numpy):
+        if not self._reused_buffers:
             versions = self.uncleared.refuse(places, slots, sources, None if met is None else met.versions)
             if met is not None:
                 met.versions = versions
         return contribution
 
+    def note_written(self, arrays: Collection[Any]) -> None:
+        """What a step handed back into these arrays is no change that backward made."""
+        known = [met.versions for sets in self._known.values() for met in sets if met.versions is not None]
+        self.uncleared.note_written(arrays, known)
+
+    def _of_numpy(
+        self, places: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
+    ) -> Contribution:
+        """That of NumPy's arrays: of the same form as others that were resolved before, they are read as they lie."""
+        if form != self._numpy_forms.get(places):
+            resolved = Contribution.of(places, self._views(slots, sources))
+            if resolved.fp32 is not None:
+                self._numpy_forms[places] = form
+            return resolved
+        return Contribution.of_fp32(places, [source.ravel() for source in sources])
+
     def _as_it_came(self, contribution: Contribution, sources: Sequence[Any]) -> Contribution:
         """With its producers' streams of now, and where it lies now if it is read later."""
         if not (contribution.producers or self._holds):
             return contribution
-        address_check = _check_of(reader_of(sources) or read_each, sources) if self._holds else None
+        reader = reader_of(sources) or read_each
+        address_check = AddressCheck(reader, tuple(sources), reader(sources)) if self._holds else None
         return dataclasses.replace(
             contribution, producers=as_of_now(contribution.producers), address_check=address_check
         )
@@ -105,15 +126,11 @@ class _Known:
         if not (holds or found.producers):
             return found
         kept = tuple(sources)
-        check = _check_of(self.arrays.reader, kept) if holds else None
+        reader = self.arrays.reader
+        check = AddressCheck(reader, kept, reader(kept)) if holds else None
         again = Contribution(found.slots, found.views, as_of_now(found.producers), kept, check)
         again.addresses = found.addresses  # made once
         return again
-
-
-def _check_of(reader: Reader, sources: Sequence[Any]) -> AddressCheck | None:
-    """None for NumPy's arrays, from which nothing takes the memory while views of them are held."""
-    return None if reader is read_numpy else AddressCheck(reader, tuple(sources), reader(sources))
 
 
 def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:

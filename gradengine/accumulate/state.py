@@ -54,7 +54,7 @@ class Call(Enum):
     ADD = "add"
     ADD_PART = "add_block, add_non_block"
     ADD_NOTHING = "add(None, weight=0)"
-    VIEW = "block, average, has_non_finite, and what else works on the arena"
+    VIEW = "block, has_non_finite, and what else works on the arena"
     STEP = "step"
     SET_LOSS_SCALE = "loss_scale ="
     CAPTURE = "capture"
@@ -119,7 +119,7 @@ _over = Refusal(
 )
 _half = Refusal(
     "the window is half written: a call was interrupted, or another thread is in one",
-    do="drop it by zero_all() or the engine's discard(), and add its micro-batches again",
+    do="drop it by the engine's discard(), or by zero_all() where there is none, and add its micro-batches again",
 )
 _back = Refusal(
     "{step} was interrupted while it handed back its gradients: they are half written",

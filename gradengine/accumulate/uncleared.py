@@ -7,7 +7,7 @@ that came before, was changed once since and is not zero holds the earlier micro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
 from gradengine.arrays.frameworks import NonZero, fills_flat_buffer, is_torch, torch_versions
@@ -58,9 +58,9 @@ class Uncleared:
             non_zero.wait()
         self._refuse_settled()
 
-    def note_written(self, arrays: Collection[Any]) -> None:
-        """What a step handed back into these arrays is no change that backward made."""
-        for versions in self._latest.values():
+    def note_written(self, arrays: Collection[Any], known: Iterable[Versions] = ()) -> None:
+        """What a step handed back into these arrays is no change that backward made; nor of sets that are `known`."""
+        for versions in {id(versions): versions for versions in (*self._latest.values(), *known)}.values():
             versions.look_again(arrays)
 
     def _refuse_settled(self) -> None:

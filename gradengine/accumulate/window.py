@@ -124,7 +124,7 @@ class Window:
 
     def hold(self, contribution: Contribution, weight: np.float32) -> None:
         """Keep a contribution by reference; no other set with one of its slots may be held."""
-        if contribution.present.any():
+        if contribution.present.any() or contribution.slots in self._held:  # one more that the others wait for
             self._held.setdefault(contribution.slots, []).append((contribution, weight))
             self._holder.update(dict.fromkeys(contribution.slots.positions, contribution.slots))
             self._addresses.update(filter(None, contribution.addresses.tolist()))  # 0: nothing came, or it is empty

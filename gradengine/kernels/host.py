@@ -267,9 +267,13 @@ def _terms_of(fold: FoldPass) -> list[list[Term]]:
     """For each target what is added to it, in order."""
     terms: list[list[Term]] = [[] for _ in fold.slots.positions]
     for contribution, weight in zip(fold.contributions, fold.weights, strict=True):
-        for column, view in enumerate(contribution.views):
+        if contribution.fp32 is not None:
+            for given, source in zip(terms, contribution.fp32, strict=True):
+                given.append((source, "float32", weight))
+            continue
+        for given, view in zip(terms, contribution.views, strict=True):
             if view is not None:
-                terms[column].append((view.data, view.dtype, weight))
+                given.append((view.data, view.dtype, weight))
     return terms
 
 

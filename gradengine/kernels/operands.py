@@ -105,6 +105,14 @@ class Contribution:
         """
         return Contribution(slots, views, producers_of(views))
 
+    @staticmethod
+    def of_fp32(slots: SlotSet, arrays: list[npt.NDArray[np.float32]]) -> Contribution:
+        """That of flat host arrays, one for each target, which are used themselves."""
+        found = Contribution(slots, ())
+        found.fp32, found.is_whole = arrays, True
+        found.present = np.ones(len(arrays), np.bool_)
+        return found
+
     @cached_property
     def addresses(self) -> npt.NDArray[np.uint64]:
         """Where each lies, tagged with its dtype; 0 where there is nothing."""
