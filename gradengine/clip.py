@@ -2,7 +2,8 @@
 
 By default one global norm over everything; a plan may give blocks, components or named groups norms of their own. On a
 GPU norm and scale stay in its memory and nothing waits: three launches, which a CUDA graph may record (and for
-`clip_by_global_norm` a copy of the norm, which the next call leaves alone).
+`clip_by_global_norm` a copy of the norm, which the next call leaves alone). The clip scale is decided in
+`kernels/decision.py` (on a GPU `finalise.cu`); the multiplication is the kernels' `hand_back`.
 """
 
 from __future__ import annotations

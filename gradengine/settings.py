@@ -47,6 +47,7 @@ class Settings:
         refuse_unknown("average", average, ("weighted", "per_worker"))
         self.plan = plan
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
+        # Zeros also where it raises: a GPU's error comes by a later call, behind what is handed back.
         self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
         self.per_worker = average == "per_worker"
         #: What all workers must have set alike; each step compares them.

@@ -2,7 +2,9 @@
 
 The accumulator, the engine, its reducer and its captures share one `StepState`, and none of them remembers where the
 step stands in any other way. What belongs to a state (the stats that all workers agreed on, the spans that have left,
-the graph that is recorded) is data, and lies with whoever made it.
+the graph that is recorded) is data, and lies with whoever made it. What a call needs beyond the state is asked where
+that data is: whether a window has room (engine), whether a span has left (reducer). A trainer's batch and a group's
+connection have small tables of their own.
 
     EMPTY --add--> OPEN --SEND--> SENDING --AGREE--> AGREED --HAND_BACK--> HANDED_BACK --> EMPTY, the next step
 
@@ -158,7 +160,7 @@ _CALLS: Mapping[State, tuple[Cell, ...]] = {
     OPEN:             (SAME,     SAME,     SAME,    SAME,  SAME,  _scale, _open,     _open,     EMPTY,     SAME),
     SENDING:          (_sent,    SAME,     _sent,   SAME,  SAME,  _scale, _open,     _open,     HALF_SENT, SAME),
     FAILED:           (_kept,    _kept,    _kept,   SAME,  SAME,  _scale, _open,     _open,     HALF_SENT, SAME),
-    AGREED:           (_kept,    _kept,    _kept,   SAME,  SAME,  _scale, _open,     _open,     SAME,      FAILED),
+    AGREED:           (_kept,    _kept,    _kept,   SAME,  SAME,  _scale, _open,     _open,     HALF_SENT, FAILED),
     HANDED_BACK:      (_over,    _over,    _over,   _over, SAME,  _over,  _over,     _over,     SAME,      SAME),
     HALF_WRITTEN:     (_half,    _half,    _half,   _half, _half, _half,  _half,     _half,     EMPTY,     SAME),
     HALF_SENT:        (_half,    _half,    _half,   _half, _half, _half,  _half,     _half,     SAME,      SAME),

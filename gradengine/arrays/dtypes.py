@@ -1,6 +1,7 @@
 """Table of the gradient dtypes: everything that another file must know of one stands in its row.
 
-A new dtype is a new row here, and its conversions in `kernels/host.py` and `kernels/arithmetic.cuh`.
+A new dtype is a new row here, and its conversions in `kernels/host.py`, `kernels/arithmetic.cuh` (one element) and
+`kernels/common.cuh` (16 bytes at a time).
 """
 
 from __future__ import annotations

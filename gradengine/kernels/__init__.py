@@ -1,8 +1,12 @@
-"""What is computed on a device: K1 accumulate, K2 finalise, K3 hand back, in NumPy and in CUDA.
+"""What is computed on a device, in NumPy and in CUDA: accumulate (K1), decide (K2), hand back (K3).
+
+K1 adds gradients to fp32 targets; K2 makes norms, clip scale and the decision to skip (`decision.py`); K3 writes sum x
+factor in the destination's dtype.
 
 In: `Buffer`s of `arrays`, and an `Arena`: targets, partial squared sums and stream order in one. Out: sums in it, a
 `Decision`, destinations written. `interface.py` is `Kernels`, `device.py` is `Device` (memory, streams, graphs);
-`host*.py` are the CPU's, `cuda*.py` and `*.cu` a GPU's. Imports `arrays`; knows no layout and no step.
+`host*.py` are the CPU's, `cuda*.py` and `*.cu` a GPU's. Another kind of device is one more `Device`, one more
+`Kernels`, a line in `kernels_for` below, and its arrays in `arrays/device.py`. Imports `arrays`; knows of no layout.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 
 _ROW = 512  # elements whose squares are summed in fp32; with 16 lanes or more that is <= 32 roundings, 1e-6 of the norm
 _SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
 _SHORT_CHUNK = 65536  # elements that are rounded at a time, in ten passes: with four times as many L2 is too small
+_OF_NUMPY = {"float32", "float16"}  # whose conversions are NumPy's own
 _BF16_NAN = np.uint16(0x7FC0)
 
 
@@ -346,8 +347,10 @@ def _assign(target: npt.NDArray[np.float32], source: Array, dtype: str, weight: 
         bits = target.view(np.uint32)
         np.copyto(bits, source)
         np.left_shift(bits, 16, out=bits)
-    else:
+    elif dtype in _OF_NUMPY:
         np.copyto(target, source)
+    else:
+        raise NotImplementedError(f"the host's kernels do not read {dtype}")
     if weight != 1:
         np.multiply(target, weight, out=target)
 
@@ -375,8 +378,10 @@ def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Arr
     product = np.multiply(values, factor, out=_scratch.floats(values.size))
     if dtype == "float16":
         np.copyto(destination, product, casting="same_kind")
-    else:
+    elif dtype == "bfloat16":
         _round_to_bfloat16(product, destination)
+    else:
+        raise NotImplementedError(f"the host's kernels do not write {dtype}")
 
 
 def _round_to_bfloat16(values: npt.NDArray[np.float32], destination: npt.NDArray[np.uint16]) -> None:

@@ -1,5 +1,7 @@
-"""The sum over workers of one engine's windows, and what all ranks must know alike before they decide on a step.
+"""The all-reduce of one engine's step: its sums over the workers, and the counts and norms that all ranks agree on.
 
-In: an accumulator and the exchanges it has joined. Out: the sums in its arena, and `StepStats`, the same on all ranks.
-Imports `exchange`, `accumulate`, `kernels`, `layout` and `arrays`; decides nothing and hands nothing back.
+In: an accumulator, and the exchanges that the engine was given. Out: the sums in the arena, and `StepStats`, the same
+on all ranks. `reducer.py` runs it, `stats.py` has the ranks agree; the ranks' gradients are added in
+`exchange/group.py`. Imports `exchange`, `accumulate`, `kernels`, `layout` and `arrays`; decides nothing and hands
+nothing back.
 """

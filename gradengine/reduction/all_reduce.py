@@ -1,4 +1,7 @@
-"""All-reduce over one group that outlives the exchange it began with: another of the same ranks takes it up."""
+"""All-reduce over one group that outlives the exchange it began with: another of the same ranks takes it up.
+
+Which spans have left and whose sums have come is kept here; the exchange adds them.
+"""
 
 from __future__ import annotations
 
