@@ -91,6 +91,17 @@ def altered(monkeypatch, change):
     monkeypatch.setattr(GradientEngine, "step", step)
 
 
+def decided(result, *, scale=None, norm=None):
+    """The same result, whose scale or norm is said to be another."""
+    decision = result._decided.decision
+    decision = dataclasses.replace(
+        decision,
+        scales=decision.scales if scale is None else (scale,),
+        norm=decision.norm if norm is None else norm,
+    )
+    return dataclasses.replace(result, _decided=dataclasses.replace(result._decided, decision=decision))
+
+
 def multiplied(result, factors):
     gradients = {name: gradient * np.float32(factors(name)) for name, gradient in result.gradients.items()}
     return dataclasses.replace(result, _arrays=gradients)
@@ -106,7 +117,7 @@ def not_clipped(layout, result):
 
 
 def not_clipped_and_said_so(layout, result):
-    return dataclasses.replace(not_clipped(layout, result), scale=1.0)
+    return decided(not_clipped(layout, result), scale=1.0)
 
 
 def one_shard_times_7(layout, result):
@@ -114,7 +125,7 @@ def one_shard_times_7(layout, result):
 
 
 def scale_off_by_a_hundred_thousandth(layout, result):
-    return dataclasses.replace(multiplied(result, lambda name: 1.00002), scale=result.scale * 1.00002)
+    return decided(multiplied(result, lambda name: 1.00002), scale=result.scale * 1.00002)
 
 
 def one_component_forgotten(layout, result):
@@ -143,16 +154,14 @@ def test_a_wrong_gradient_of_the_shards_engines_fails_proof_4(monkeypatch, tp_si
 
 
 def test_a_wrong_scale_alone_fails_proof_4(monkeypatch):
-    altered(monkeypatch, lambda layout, result: dataclasses.replace(result, scale=result.scale * 1.00001))
+    altered(monkeypatch, lambda layout, result: decided(result, scale=result.scale * 1.00001))
     found = compared(2)
     assert found.scale > NORM_TOLERANCE
     assert not is_proved(found)
 
 
 def test_a_wrong_norm_on_one_shard_fails_proof_4(monkeypatch):
-    altered(
-        monkeypatch, lambda layout, result: dataclasses.replace(result, norm=result.norm * (1 + 1e-5 * layout.tp_rank))
-    )
+    altered(monkeypatch, lambda layout, result: decided(result, norm=result.norm * (1 + 1e-5 * layout.tp_rank)))
     found = compared(2)
     assert found.norm > NORM_TOLERANCE
     assert not is_proved(found)
@@ -226,7 +235,7 @@ def test_nan_in_what_a_shards_engine_says_is_its_figure_and_fails_proof_4(monkey
             gradients = {name: gradient.copy() for name, gradient in result.gradients.items()}
             gradients["blocks.0.up"][1, 1] = np.nan
             return dataclasses.replace(result, _arrays=gradients)
-        return dataclasses.replace(result, **{figures[0]: np.float32(np.nan)})
+        return decided(result, **{figures[0]: np.float32(np.nan)})
 
     altered(monkeypatch, spoilt)
     found = compared(2)
