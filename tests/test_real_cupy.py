@@ -386,7 +386,7 @@ class TestPlugin:
     def test_every_mode_runs_the_same_tests(self, mode):
         """With a device that is not the current one, with what the host has not waited for, of the default stream."""
         code = "import pytest; pytest.main(['-q', '--collect-only', *{files}])"
-        files = [f"tests/test_{name}.py" for name in ("device_buffer", "kernels_loans", "real_cupy")]
+        files = [f"tests/test_{name}.py" for name in ("arrays_device", "kernels_streams", "real_cupy")]
         told = [python(code.format(files=files), **order).stdout for order in ({"REAL_CUPY_ORDER": "lazy"}, mode)]
         tests = [[line for line in text.splitlines() if "::" in line] for text in told]
         assert tests[0] == tests[1]
