@@ -32,7 +32,6 @@ Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, i
 _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 220 us, two 350
 _ROW = 512  # elements whose squares are summed in fp32; with 16 lanes or more that is <= 32 roundings, 1e-6 of the norm
 _SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
-_SHORT_CHUNK = 65536  # elements that are rounded at a time, in ten passes: with four times as many L2 is too small
 _OF_NUMPY = {"float32", "float16"}  # whose conversions are NumPy's own
 _BF16_NAN = np.uint16(0x7FC0)
 
@@ -188,9 +187,7 @@ class HostKernels(Kernels):
                 if source.dtype == "float32" == destination.dtype:
                     multiply(here, factor, there)
                 else:
-                    for first in range(0, here.size, _SHORT_CHUNK):
-                        values = _widened(here[first : first + _SHORT_CHUNK], source.dtype)
-                        _scale(values, factor, there[first : first + _SHORT_CHUNK], destination.dtype)
+                    _scale(_widened(here, source.dtype), factor, there, destination.dtype)
 
         if factors.count(np.float32(1)) < len(factors) or sources is not destinations:
             self._run(scale_piece, pieces, elements)
