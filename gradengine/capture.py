@@ -53,7 +53,7 @@ class CapturedWindow:
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Recorded | None = None
-        self._lenders: AbstractSet[ProducerStream] = frozenset()
+        self._producers: AbstractSet[ProducerStream] = frozenset()
         self.out: Gradients | None = None
         self._deferred = False
         self.result: StepResult | None = None
@@ -97,7 +97,7 @@ class CapturedWindow:
             )
         fresh = self._record_again(micro_batches, self._weights, self.out if out is None else out, self._deferred)
         self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
-        self.out, self._lenders = fresh.out, fresh._lenders
+        self.out, self._producers = fresh.out, fresh._producers
 
     # ---- told by the engine ----
 
@@ -115,15 +115,15 @@ class CapturedWindow:
         """Within it, work is recorded and not done."""
         return self._graphs.recording()
 
-    def wait_for_lenders(self) -> None:
+    def wait_for_producers(self) -> None:
         """What is queued next comes behind what the arrays' producers have queued; one that records is refused."""
-        self.kernels.device.wait_for(self._lenders)
+        self.kernels.device.wait_for(self._producers)
 
     def launch(self) -> None:
         """Queue the graph, before what the arrays' producers will."""
         assert self._recorded is not None  # noqa: S101  (replay looked)
         self._graphs.replay(self._recorded)
-        self.kernels.device.hand_over(self._lenders)
+        self.kernels.device.hand_over(self._producers)
 
     def closed(
         self,
@@ -137,7 +137,7 @@ class CapturedWindow:
         """The step was recorded."""
         if out is not None:
             self._keep(slots, out)
-        self._lenders = producers
+        self._producers = producers
         self.result, self._deferred, self.out = result, deferred, out
 
     def recorded(self, recorded: Recorded) -> None:

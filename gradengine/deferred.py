@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn, final
 
 from gradengine.errors import NonFiniteGradient, WindowError
-from gradengine.kernels import Arena, ClipPlan, Decision, Kernels, StepStatus
+from gradengine.kernels import Arena, ClipPlan, Kernels, StepStatus
 from gradengine.layout import GradientLayout
 
 __all__ = ["DeferredErrors"]
@@ -19,7 +19,7 @@ class DeferredErrors:
     """
 
     def __init__(self, kernels: Kernels, layout: GradientLayout, arena: Arena, plan: ClipPlan) -> None:
-        self._kernels, self._layout = kernels, layout
+        self._layout = layout
         self._readback = kernels.status_readback(arena, plan)
         self.exist = self._readback is not None
         self._latest: StepStatus | None = None
@@ -68,22 +68,22 @@ class DeferredErrors:
         if status is not None and status.bad_steps > self._raised_bad_steps:
             self._raise(status)
 
-    def of_step(self, step: int, decision: Decision) -> NonFiniteGradient | None:
+    def of_step(self, step: int) -> NonFiniteGradient | None:
         """What one step found, waiting for the device; `WindowError` where a later step has overwritten it."""
-        status = self._of_step(step, decision)
+        status = self._of_step(step)
         if status is None:
             return None
         error = self._blamed(status)
         self._raised_bad_steps = status.bad_steps
         return error
 
-    def raise_of_step(self, step: int, decision: Decision) -> None:
+    def raise_of_step(self, step: int) -> None:
         """Raise what one step found, as `of_step` finds it."""
-        status = self._of_step(step, decision)
+        status = self._of_step(step)
         if status is not None:
             self._raise(status)
 
-    def _of_step(self, step: int, decision: Decision) -> StepStatus | None:
+    def _of_step(self, step: int) -> StepStatus | None:
         """The status of a bad step; None of a good one. Where another step was bad, that one is still to be told."""
         assert self._readback is not None  # noqa: S101  (a decision that the host does not know is a device's)
         status = self._readback.read()

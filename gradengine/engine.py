@@ -537,7 +537,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
                 do="engine.last_result has its result; replay() again is the next step",
             )
         with self.accumulator.arena.in_order():
-            captured.wait_for_lenders()
+            captured.wait_for_producers()
             # Interrupted from here on, only the device knows whether it ran.
             self._launching, self._state.now = captured, self._state.ask(Call.REPLAY)
             self._late.count_from(step)

@@ -165,7 +165,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             WindowError: On a GPU, where a later step was not finite and perhaps an earlier one as well.
         """
         decision = self._decided.decision
-        return self._errors.of_step(self.step, decision) if decision.bad is None else self._decided.non_finite
+        return self._errors.of_step(self.step) if decision.bad is None else self._decided.non_finite
 
     def check(self) -> None:
         """Raise the error of a gradient that was not finite, now rather than late; on a GPU a wait for the device.
@@ -175,7 +175,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             WindowError: On a GPU, as for `non_finite`.
         """
         if self._decided.decision.bad is None:
-            self._errors.raise_of_step(self.step, self._decided.decision)
+            self._errors.raise_of_step(self.step)
         elif self._decided.non_finite is not None:
             raise copy.copy(self._decided.non_finite)  # whoever keeps the result keeps no traceback of those who asked
 

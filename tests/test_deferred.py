@@ -69,7 +69,7 @@ def test_of_several_the_last_is_told(device, late):
 def test_word_that_is_older_than_what_was_read_tells_nothing_again(device, late):
     """check() has read two bad steps; the first one's verdict arrives alone, then the second one's."""
     device.now = verdict(2, 2, 2)
-    assert late.of_step(1, None).step == 1
+    assert late.of_step(1).step == 1
     device.arrived = [verdict(1, 1, 1), verdict(2, 2, 2)]
     assert told(late) is None
     assert told(late) is None
@@ -79,14 +79,14 @@ def test_word_that_is_older_than_what_was_read_tells_nothing_again(device, late)
 
 def test_another_steps_verdict_is_still_to_be_told(device, late):
     device.now = verdict(2, 1, 1)
-    assert late.of_step(1, None) is None
+    assert late.of_step(1) is None
     device.arrived = [verdict(2, 1, 1)]
     assert told(late).step == 0
 
 
 def test_asking_twice_is_answered_twice(device, late):
     device.now = verdict(1, 1, 1)
-    assert [late.of_step(0, None).step for _ in range(2)] == [0, 0]
+    assert [late.of_step(0).step for _ in range(2)] == [0, 0]
 
 
 def test_a_wait_finds_what_has_not_arrived(device, late):
@@ -97,9 +97,9 @@ def test_a_wait_finds_what_has_not_arrived(device, late):
 
 def test_what_a_check_has_raised_is_told(device, late):
     device.now = verdict(2, 1, 2)
-    late.raise_of_step(0, None)
+    late.raise_of_step(0)
     with pytest.raises(NonFiniteGradient):
-        late.raise_of_step(1, None)
+        late.raise_of_step(1)
     device.arrived = [verdict(2, 1, 2)]
     assert told(late) is None
 

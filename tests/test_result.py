@@ -147,7 +147,7 @@ class TestVerdict:
         """The step's number goes to what finds it, so that a replay's result asks for its own."""
         asked, result = [], stepped(HOST)
         decision = dataclasses.replace(result._decided.decision, bad=None)
-        late = SimpleNamespace(of_step=lambda step, decision: asked.append(step))
+        late = SimpleNamespace(of_step=asked.append)
         decided = dataclasses.replace(result._decided, decision=decision)
         result = dataclasses.replace(result, step=3, _decided=decided, _errors=late)
         assert result.non_finite is None

@@ -51,10 +51,9 @@ class KnownArrays:
 
     def are(self, sources: Sequence[Any]) -> bool:
         """Whether these are the same arrays, where they lay."""
-        # 0.03 us an array for the identities, 0.1 (CuPy) to 0.3 us (NumPy, torch) for where they lie.
-        return not self._dead and list(map(id, sources)) == self._ids and bool(self._then) and self._lie_there(sources)
-
-    def _lie_there(self, sources: Sequence[Any]) -> bool:
+        # 0.03 us an array for the identities, 0.1 (CuPy) to 0.4 us (NumPy, torch) for where they lie.
+        if self._dead or not self._then or list(map(id, sources)) != self._ids:
+            return False
         return self.reader(sources) == self._then
 
 
@@ -79,14 +78,14 @@ def destination_reader_of(sources: Sequence[Any]) -> Reader | None:
     """The same for arrays in host memory that will be written; None also for a GPU's."""
     if set(map(type, sources)) == {np.ndarray}:
         return read_writable_numpy
-    is_torch_s = reader_of(sources) is _read_torch and all(source.is_cpu for source in sources)
-    return _read_writable_torch if is_torch_s else None
+    is_on_host = reader_of(sources) is _read_torch and all(source.is_cpu for source in sources)
+    return _read_writable_torch if is_on_host else None
 
 
 def numpy_form(sources: Sequence[Any], ours: object) -> list[Any] | None:
     """Dtype, shape and strides of NumPy's arrays that lie in memory of their own, or are views of such an array.
 
-    None for anything else, and for views of our own array: those must be resolved. 0.15 us an array.
+    None for anything else, and for views of our own array: those must be resolved. 0.2 us an array.
     """
     if set(map(type, sources)) != {np.ndarray}:
         return None

@@ -239,8 +239,8 @@ def _parts_of(arena: Arena, slots: SlotSet) -> tuple[list[list[_Part]], int]:
 
 def _fold_piece_of(fold: FoldPass) -> Callable[[Sequence[_Part]], None]:
     """What folds a piece of the targets."""
-    # One micro-batch in fp32 of weight 1, as most are, is a NumPy call for each part and nothing else: 45 us for 218
-    # tensors of 100 elements, where a Python function for each part takes 25 us more.
+    # One micro-batch in fp32 of weight 1, as most are, is a NumPy call for each part and no function of ours: 45 us for
+    # 218 tensors of 100 elements.
     if len(fold.contributions) == 1 and fold.weights[0] == 1:
         sources, overwrite = fold.contributions[0].fp32, fold.overwrite
         if sources is not None and not overwrite.any():
