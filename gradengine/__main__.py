@@ -7,8 +7,6 @@ import sys
 
 from gradengine.errors import CallerError, GradientError
 
-__all__ = ["main"]
-
 _WANTED = {"typer": ("the command line", "cli"), "rich": ("the command line", "cli"), "matplotlib": ("a plot", "plot")}
 
 

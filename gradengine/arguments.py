@@ -12,24 +12,6 @@ import numpy as np
 
 from gradengine.errors import CallerError
 
-__all__ = [
-    "as_float",
-    "as_index",
-    "as_number",
-    "as_text",
-    "checked_rank",
-    "has",
-    "iterated",
-    "listed",
-    "out_of_range",
-    "refuse_lacking",
-    "refuse_other_kind",
-    "refuse_unknown",
-    "said",
-    "truth_value",
-    "whole_number",
-]
-
 MOST = (1 << 63) - 1  # the largest of C's and NumPy's integers
 MOST_RANKS = 1 << 16  # of a group
 MOST_LISTED = 1 << 20  # items of an iterable; an endless one would fill the memory

@@ -17,8 +17,6 @@ from gradengine.kernels import Kernels, Recorded
 from gradengine.layout import Slot
 from gradengine.result import StepResult
 
-__all__ = ["Capture", "CapturedWindow"]
-
 
 @final
 class CapturedWindow:

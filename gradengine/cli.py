@@ -16,8 +16,6 @@ from gradengine.errors import CallerError
 from gradengine.exchange import GradientServer
 from gradengine.plan.command import plan
 
-__all__ = ["app"]
-
 app = typer.Typer(
     help="The step between backward() and optimizer.step(): accumulate, exchange, check, clip, hand back.",
     no_args_is_help=True,

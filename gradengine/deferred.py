@@ -8,8 +8,6 @@ from gradengine.errors import NonFiniteGradient, WindowError
 from gradengine.kernels import Arena, ClipPlan, Kernels, StepStatus
 from gradengine.layout import GradientLayout
 
-__all__ = ["DeferredErrors"]
-
 
 @final
 class DeferredErrors:

@@ -14,8 +14,6 @@ from gradengine.errors import DeviceUnavailable
 from gradengine.kernels.host import available_cpus
 from gradengine.kernels.toolchain import compiled, load_cupy
 
-__all__ = ["devices", "doctor", "packages"]
-
 _PACKAGES = (  # alternative distributions, and what is missing without any of them
     (("numpy",), "needed"),
     (("msgpack",), "needed"),

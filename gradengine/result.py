@@ -20,8 +20,6 @@ from gradengine.errors import CallerError, NonFiniteGradient, NotCopied
 from gradengine.kernels import Decision
 from gradengine.reduction.reducer import DecidedStep
 
-__all__ = ["StepResult"]
-
 _SHOWN = (
     *("norm", "scale", "factor", "inverse_factor", "weight", "micro_batches", "unused", "skipped"),
     *("group_norms", "group_scales", "block_norms", "component_norms", "deferred", "step"),

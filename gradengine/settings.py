@@ -14,8 +14,6 @@ from gradengine.kernels import ClipPlan, DeviceLike
 from gradengine.layout import GradientLayout
 from gradengine.reduction.tensor_parallel import Replicated
 
-__all__ = ["Average", "EngineOptions", "OnNonFinite", "Settings", "checked_loss_scale"]
-
 OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
 Average: TypeAlias = Literal["weighted", "per_worker"]
 

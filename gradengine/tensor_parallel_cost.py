@@ -12,8 +12,6 @@ from typing import final
 from gradengine.arguments import as_float, as_number, out_of_range, said, truth_value, whole_number
 from gradengine.errors import CallerError
 
-__all__ = ["Bandwidth", "TensorParallelCost"]
-
 _PREFIXES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _BITS_A_BYTE = 8
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+)\s*(?P<unit>[A-Za-z/]*)\s*", re.ASCII)

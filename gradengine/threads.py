@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from typing import final
 
-__all__ = ["Condition", "Threads", "start_thread"]
-
 _POLL_SECONDS = 0.25  # waiting threads also poll: the notifying thread may have been interrupted
 
 

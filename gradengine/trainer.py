@@ -33,8 +33,6 @@ from gradengine.settings import EngineOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DistributedTrainer", "LocalTrainer", "shard_batches", "weights_digest"]
-
 _NOTHING = object()
 MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)
 

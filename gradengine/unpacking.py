@@ -8,8 +8,6 @@ import msgpack
 
 from gradengine.errors import ProtocolError
 
-__all__ = ["refuse_unbounded", "unpack"]
-
 MAX_DEPTH = 8  # the deepest that is sent, a layout table, has four
 MAX_OBJECTS = 1 << 20  # 64 MB of Python objects at most
 

@@ -20,8 +20,6 @@ from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused
 
-__all__ = ["Array", "Buffer", "RawBuffer"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _ADDRESS_LIMIT = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there

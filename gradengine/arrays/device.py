@@ -26,8 +26,6 @@ from gradengine.arrays.frameworks import dlpack_view, is_jax, is_torch, jax_devi
 from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
 
-__all__ = ["device_buffer", "device_of", "exporting_stream"]
-
 _MEMORY_OF_A_DEVICE = {2, 3}  # cudaMemoryType: device, managed
 
 

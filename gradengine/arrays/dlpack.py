@@ -15,8 +15,6 @@ from gradengine.arguments import said
 from gradengine.arrays.dtypes import by_dlpack_code
 from gradengine.errors import BufferRefused
 
-__all__ = ["MAX_DIMENSIONS", "Exported", "contiguous_strides", "dlpack_device", "exported", "exporting_device"]
-
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by the CPU
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
 _KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}

@@ -14,8 +14,6 @@ import numpy as np
 from gradengine.arguments import as_text, has
 from gradengine.errors import BufferRefused
 
-__all__ = ["DTYPES", "DType", "by_dlpack_code", "dtype_name", "supported_name", "unsupported_dtype"]
-
 _MODULES_OF_DTYPES = ("torch.", "mlx.core.")
 
 

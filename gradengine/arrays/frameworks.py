@@ -23,31 +23,6 @@ from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, LayoutMismatch
 
-__all__ = [
-    "AnyArray",
-    "NonZero",
-    "TorchDevice",
-    "as_sliceable",
-    "as_writable",
-    "assign",
-    "copied",
-    "device_name",
-    "dlpack_view",
-    "empty_like",
-    "fills_flat_buffer",
-    "is_jax",
-    "is_torch",
-    "jax_device",
-    "jax_on_host",
-    "joined_by_jax",
-    "note_written",
-    "refuse_distributed",
-    "refuse_mixed",
-    "torch_buffer",
-    "torch_device",
-    "torch_versions",
-]
-
 AnyArray: TypeAlias = Any  # of any framework
 
 

@@ -14,8 +14,6 @@ from gradengine.arrays.dtypes import DTYPES, supported_name, unsupported_dtype
 from gradengine.arrays.frameworks import dlpack_view, is_jax, is_torch, jax_on_host, torch_buffer
 from gradengine.errors import BufferRefused
 
-__all__ = ["host_buffer", "without_owner"]
-
 
 def host_buffer(source: object, component: str) -> Buffer:
     """A view of `source`, which must be contiguous, in host memory, in fp32, fp16 or bf16; else raises `BufferRefused`.

@@ -19,8 +19,6 @@ import numpy.typing as npt
 from gradengine.arrays.buffer import RawBuffer, freed
 from gradengine.arrays.frameworks import is_torch
 
-__all__ = ["KnownArrays", "Reader", "destination_reader_of", "numpy_form", "read_cupy", "read_each", "reader_of"]
-
 Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]  # an answer for each
 _base, _form = attrgetter("base"), attrgetter("dtype", "shape", "strides")
 

@@ -12,8 +12,6 @@ from typing import Any, final
 from gradengine.arguments import MOST, as_index, said
 from gradengine.errors import CallerError
 
-__all__ = ["NamedStream", "ProducerStream", "UnknownStream", "stream_handle"]
-
 
 class ProducerStream(ABC):
     """The stream on which the producer of an array works; instances that compare equal stand for one stream."""

@@ -25,8 +25,6 @@ from gradengine.exchange.wire import (
     expect_payload,
 )
 
-__all__ = ["Address", "Channel", "connect_socket", "listen_socket"]
-
 Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
 Kind = TypeVar("Kind", bound=Message)
 

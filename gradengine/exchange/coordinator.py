@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from gradengine.errors import HandshakeRefused, ProtocolError
 from gradengine.exchange.interface import Membership, Progress
 
-__all__ = ["Coordinator", "Stall"]
-
 
 @dataclass(frozen=True)
 class Stall:

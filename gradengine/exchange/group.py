@@ -36,8 +36,6 @@ from gradengine.exchange.interface import (
 from gradengine.layout import GradientLayout
 from gradengine.threads import Condition
 
-__all__ = ["Group", "Member"]
-
 _MAX_BAD = 64  # non-finite values reported of a step
 
 

@@ -17,21 +17,6 @@ from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
 from gradengine.exchange.interface import Membership, Progress
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Join
 
-__all__ = [
-    "answer_hello",
-    "check_challenge",
-    "check_hello",
-    "check_proof",
-    "differing_rows",
-    "join_of",
-    "new_nonce",
-    "progress_of",
-    "proof",
-    "refuse_bad_job",
-    "refuse_other_job",
-]
-
-
 MAX_JOB_CHARACTERS = 256
 
 

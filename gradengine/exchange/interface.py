@@ -27,24 +27,6 @@ from gradengine.layout import GradientLayout, Span
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "DEFAULT_JOIN_TIMEOUT",
-    "DEFAULT_TIMEOUT",
-    "GROUP_BYTES",
-    "Arena",
-    "Bucket",
-    "Exchange",
-    "Membership",
-    "NonFiniteValue",
-    "OnReduced",
-    "Outbox",
-    "Progress",
-    "again_if_interrupted",
-    "buckets_of",
-    "closing_if_interrupted",
-]
-
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Arena: TypeAlias = npt.NDArray[np.float32]

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from gradengine.exchange.handshake import refuse_bad_job
 
-__all__ = ["VARIABLES", "job_or_launchers", "launchers_job"]
-
 VARIABLES = (
     "TORCHELASTIC_RUN_ID",  # torchrun's --rdzv-id; "none" where it was not given
     "PMIX_NAMESPACE",  # mpirun of Open MPI 2 to 5, prterun; srun --mpi=pmix, which is left to SLURM_JOB_ID

@@ -29,8 +29,6 @@ from gradengine.exchange.interface import (
 )
 from gradengine.layout import GradientLayout, Span
 
-__all__ = ["LocalExchange", "local_group"]
-
 
 def local_group(
     world_size: int,

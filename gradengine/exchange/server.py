@@ -74,8 +74,6 @@ from gradengine.threads import Condition, Threads
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BUCKETS_IN_FLIGHT", "GradientServer"]
-
 _HANDSHAKE_SECONDS = 10.0
 _CLOSE_SECONDS = 1.0
 BUCKETS_IN_FLIGHT = 8  # received from one worker and not yet summed: 16 MB a worker at the default bucket

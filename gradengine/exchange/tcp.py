@@ -64,8 +64,6 @@ from gradengine.layout import GradientLayout, Span
 from gradengine.threads import Condition, Threads
 from gradengine.unpacking import unpack
 
-__all__ = ["WorkerClient"]
-
 _RETRY_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # the coordinator knows which rank is late, so its error should arrive first
 

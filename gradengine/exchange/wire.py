@@ -16,26 +16,6 @@ import msgpack
 from gradengine.errors import ProtocolError
 from gradengine.unpacking import refuse_unbounded
 
-__all__ = [
-    "PREFIX_BYTES",
-    "PROTOCOL_VERSION",
-    "Abort",
-    "Challenge",
-    "Gather",
-    "Gathered",
-    "Gradient",
-    "Hello",
-    "Join",
-    "Message",
-    "Refused",
-    "Sum",
-    "Verdict",
-    "Welcome",
-    "decode_header",
-    "decode_prefix",
-    "encode_head",
-]
-
 PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 4096
 MAX_SMALL_PAYLOAD = 16 << 20  # layout tables and gathers; gradients are bounded by their bucket

@@ -17,8 +17,6 @@ from gradengine.kernels.decision import Float64, sum_in_order
 from gradengine.kernels.device import Order
 from gradengine.kernels.operands import SlotSet
 
-__all__ = ["CHUNK", "Arena", "Chunk", "PartialSums"]
-
 Chunk: TypeAlias = tuple[int, int, int, int]  # position of a target, index of its partial sum, start, stop
 
 CHUNK = 262144  # elements, 1 MB of fp32: at half of it threads that meet at the GIL cost up to 10 % of a step

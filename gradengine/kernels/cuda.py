@@ -21,8 +21,6 @@ from gradengine.kernels.operands import FoldPass, SlotSet, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.toolchain import load_cupy
 
-__all__ = ["CudaKernels", "cuda_kernels"]
-
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
 _DECISIONS = 8  # plans of one set of sums that are remembered
 _SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at a time

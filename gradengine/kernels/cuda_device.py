@@ -18,8 +18,6 @@ from gradengine.kernels.operands import producers_of
 from gradengine.kernels.staging import PinnedStaging
 from gradengine.kernels.streams import ForeignStreams, StreamOrder, on_stream
 
-__all__ = ["CudaDevice"]
-
 
 @final
 class CudaDevice(Device):

@@ -19,8 +19,6 @@ from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.device import Recorded
 from gradengine.kernels.toolchain import refuse_to_exceed
 
-__all__ = ["CudaRuntime", "Kept"]
-
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread

@@ -12,8 +12,6 @@ from gradengine.arrays.buffer import Buffer, refuse_read_only
 from gradengine.arrays.streams import ProducerStream
 from gradengine.kernels.staging import StagingBuffer
 
-__all__ = ["Device", "Graphs", "Order", "Recorded"]
-
 
 @dataclass
 class Recorded:

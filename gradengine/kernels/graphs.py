@@ -10,8 +10,6 @@ from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.device import Graphs, Recorded
 from gradengine.kernels.streams import CurrentStream
 
-__all__ = ["CudaGraphs"]
-
 
 @final
 class CudaGraphs(Graphs):

@@ -16,8 +16,6 @@ from gradengine.errors import CallerError, OutOfDeviceMemory
 from gradengine.kernels.device import Device, Order
 from gradengine.kernels.staging import NoStaging
 
-__all__ = ["HostDevice"]
-
 _IN_ORDER: AbstractContextManager[None] = nullcontext()
 
 

@@ -18,8 +18,6 @@ from gradengine.kernels.device import Device
 from gradengine.kernels.operands import FoldPass, SlotSet
 from gradengine.kernels.status import StatusReadback
 
-__all__ = ["Kernels"]
-
 
 class Kernels(ABC):
     """The operations of one device. Every method is deterministic: same input, same bits, whatever the thread order.

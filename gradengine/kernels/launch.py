@@ -27,8 +27,6 @@ from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.operands import tagged
 from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
-__all__ = ["CAPACITIES", "OVERWRITE", "Addresses", "Entry", "Launches", "Table", "Tables", "chunk_for", "handed_back"]
-
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
 _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
 OVERWRITE = 1 << 60

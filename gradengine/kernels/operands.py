@@ -14,8 +14,6 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.arrays.streams import NamedStream, ProducerStream
 
-__all__ = ["ADDRESS", "AddressCheck", "Contribution", "FoldPass", "SlotSet", "as_of_now", "producers_of", "tagged"]
-
 ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
 _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
 

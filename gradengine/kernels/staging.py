@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 
-__all__ = ["NoStaging", "PinnedStaging", "StagingBuffer"]
-
 
 class StagingBuffer(ABC):
     """Host memory that stands for an arena.

@@ -14,8 +14,6 @@ import numpy as np
 
 from gradengine.kernels.decision import ClipPlan, Decision, Scalar
 
-__all__ = ["DeviceDecision", "StatusReadback", "StepStatus"]
-
 _FIELDS = [
     ("norm", "<f8"),
     ("steps", "<u8"),

@@ -18,8 +18,6 @@ from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.device import Order
 
-__all__ = ["CurrentStream", "ForeignStreams", "StreamOrder", "on_stream"]
-
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
 
 # No context manager here is a generator: one that an interrupt leaves suspended ends with its traceback, steps later.

@@ -9,16 +9,6 @@ from typing import Any
 
 from gradengine.errors import DeviceUnavailable, OutOfDeviceMemory
 
-__all__ = [
-    "arithmetic",
-    "compiled",
-    "device_ordinal",
-    "load_cupy",
-    "refuse_to_exceed",
-    "source",
-    "takes_large_arguments",
-]
-
 _FOLDER = Path(__file__).parent  # importlib.resources takes 30 ms to import, a fifth of what the package may take
 _INSTALL = "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]', as nvidia-smi's CUDA version says"
 _OLDEST_CUPY = 14  # bf16, Stream.from_external and C++17 come with it

@@ -17,16 +17,6 @@ from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
 from gradengine.arrays.frameworks import refuse_distributed
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
-__all__ = [
-    "ParameterHolder",
-    "is_nested",
-    "memory_order",
-    "named_components",
-    "refuse_unsupported",
-    "shapes_in_memory",
-    "trainable",
-]
-
 DEEPEST = 64  # levels of containers
 MOST_ITEMS = 1 << 20  # components and containers
 _DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own

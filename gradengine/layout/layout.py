@@ -20,8 +20,6 @@ from gradengine.layout.slots import Block, Row, Slot, Span, refuse_bad_rows, slo
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 from gradengine.unpacking import unpack
 
-__all__ = ["BLOCK_COMPONENTS", "NON_BLOCK_COMPONENTS", "GradientLayout", "layout_from_table"]
-
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
 PARTITIONS = get_args(Partition)

@@ -25,17 +25,6 @@ from gradengine.arrays.frameworks import (
 )
 from gradengine.errors import CallerError, LayoutMismatch
 
-__all__ = [
-    "TENSOR_PARALLEL",
-    "ColumnParallelShard",
-    "Partition",
-    "Replica",
-    "RowParallelShard",
-    "Shape",
-    "Shard",
-    "divided",
-]
-
 Partition: TypeAlias = Literal["column", "row", "replicated"]
 Shape: TypeAlias = tuple[int, ...]
 

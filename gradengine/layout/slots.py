@@ -15,8 +15,6 @@ from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import LayoutMismatch
 from gradengine.layout.shards import Partition, Shape
 
-__all__ = ["Block", "Row", "Slot", "Span", "refuse_bad_rows", "slots_of"]
-
 _MOST_DIGITS = 18  # in a block's number
 ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
 

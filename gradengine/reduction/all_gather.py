@@ -20,8 +20,6 @@ from gradengine.exchange.interface import refuse_long_part
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
 
-__all__ = ["gathered", "in_group", "packed"]
-
 
 def packed(what: str, facts: object) -> bytes:
     """One rank's facts for a gather, tagged with what they are; `CallerError` for what no rank could read.

@@ -14,8 +14,6 @@ from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import gathered, packed
 
-__all__ = ["AllReduce", "GroupState"]
-
 
 class GroupState(Enum):
     """Where one rank stands in a group."""

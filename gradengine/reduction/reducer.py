@@ -26,8 +26,6 @@ from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, agree
 from gradengine.reduction.tensor_parallel import TensorParallelGroup
 
-__all__ = ["DecidedStep", "Reducer"]
-
 _NO_TOTALS: Float64 = np.empty(0)
 
 

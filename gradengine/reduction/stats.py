@@ -14,8 +14,6 @@ from gradengine.errors import ExchangeError, ProtocolError
 from gradengine.kernels import Float64
 from gradengine.reduction.all_reduce import AllReduce
 
-__all__ = ["StepStats", "agree", "refuse_diverged", "same_sums", "stats_of_all", "unused_by_all"]
-
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most

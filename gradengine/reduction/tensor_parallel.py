@@ -30,8 +30,6 @@ from gradengine.reduction.all_gather import in_group
 from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, refuse_diverged, same_sums, stats_of_all, unused_by_all
 
-__all__ = ["Replicated", "TensorParallelGroup"]
-
 Replicated: TypeAlias = Literal["same", "sum", "average"]
 
 _WEIGHTS_SHOWN = 8
