@@ -212,7 +212,7 @@ def _run(
     operation = _WRITE[target.dtype].format("target", element)
     kernel = _kernel(kernels.xp, name, ", ".join(inputs), f"{_storage_name(target)} target", operation)
     arrays = [kernels.device.storage_array(buffer) for buffer in (*read, target)]
-    with kernels.device.runtime.active():
+    with kernels.device.active():
         kernel(*arrays[:-1], *scalars.values(), arrays[-1])
     kernels.device.give_back(producers_of([target, *read]), [target, *read])
 

@@ -523,10 +523,10 @@ class TestTwoDevices:
         """CuPy names the current device's stream, wherever the array lies."""
         mine, other = devices
         array, threes = (mine.put(np.full(7, value, np.float32)) for value in (0, 3))
-        with other.kernels.device.runtime.active():
+        with other.kernels.device.active():
             stream = other.kernels.xp.cuda.Stream(non_blocking=True)
         synchronize(mine)
-        with other.kernels.device.runtime.active(), stream:
+        with other.kernels.device.active(), stream:
             queue_copy(mine, array, threes, stream.ptr)
             said = (
                 Interface(array) if way == "interface" else raw(mine.kernels.device.view(array, "x"), stream=stream.ptr)
@@ -538,12 +538,12 @@ class TestTwoDevices:
         mine, other = devices
         engine, array = new_engine(mine), mine.put(np.ones(7, np.float32))
         nans = mine.put(np.full(7, np.nan, np.float32))
-        with other.kernels.device.runtime.active():
+        with other.kernels.device.active():
             stream = other.kernels.xp.cuda.Stream(non_blocking=True)
         gradients = in_place_of_the_second(mine, raw(mine.kernels.device.view(array, "x"), stream=stream.ptr))
         synchronize(mine)
         engine.add(gradients)
-        with other.kernels.device.runtime.active():
+        with other.kernels.device.active():
             queue_copy(mine, array, nans, stream.ptr)
             stream.synchronize()
         assert (on_host(engine.step().gradients["layers.1.w"]) == 1).all()

@@ -226,7 +226,7 @@ class TestDropped:
 
     def taken_by_others(self, device):
         """Whatever memory was freed, pinned or the device's, whichever stream it came from."""
-        xp, place = device.xp, device.kernels.device.runtime
+        xp, place = device.xp, device.kernels.device
         gc.collect()
         for nbytes in (512, 4096, 8192, 65536):
             for pinned in [xp.cuda.alloc_pinned_memory(nbytes) for _ in range(20)]:
@@ -246,9 +246,9 @@ class TestDropped:
         values = [1 + position % 7 for position in range(self.COUNT)]
         scratch = device.put(np.zeros(8, np.float32))
         xp = device.kernels.xp
-        with device.kernels.device.runtime.active():
+        with device.kernels.device.active():
             own = xp.cuda.Stream(non_blocking=True)
-        with device.kernels.device.on(own if stream == "its own" else None), device.kernels.device.runtime.active():
+        with device.kernels.device.on(own if stream == "its own" else None), device.kernels.device.active():
             for _ in range(100):  # so much to do that no look at an event comes to the end of it
                 xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
             graph.replay()
@@ -263,7 +263,7 @@ class TestDropped:
 
     def test_is_let_go_when_that_is_done(self, device):
         graph, gradients, _ = self.window(device)
-        place, reference = device.kernels.device.runtime, weakref.ref(graph._recorded)
+        place, reference = device.kernels.device, weakref.ref(graph._recorded)
         graph.replay()
         del graph
         gc.collect()

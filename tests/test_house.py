@@ -34,7 +34,6 @@ ORDER = [
     "kernels.operands",
     "kernels.decision",
     "kernels.status",
-    "kernels.staging",
     "kernels.device",
     "kernels.arena",
     "kernels.interface",

@@ -8,7 +8,7 @@ import pytest
 from devices import launched
 from folds import Fold, accumulate, measure_chunks, totals_of
 
-from gradengine.kernels.launch import CAPACITIES, Addresses
+from gradengine.kernels.launch import CAPACITIES, by_value
 
 MANY = CAPACITIES["small"] + 1
 LAUNCHES = 18
@@ -19,7 +19,7 @@ class TestByValue:
     @pytest.mark.parametrize("weights", [(), (3,), (3, 4, 5, 6)])
     def test_as_the_struct_lies(self, count, name, weights):
         addresses = np.arange(1, count + 1, dtype=np.uint64)
-        found, (argument,) = Addresses(None).arguments(addresses, weights)
+        found, argument = by_value(addresses, weights)
 
         class Struct(ctypes.Structure):
             _fields_ = (("address", ctypes.c_uint64 * CAPACITIES[name]), ("weight", ctypes.c_float * len(weights)))
@@ -33,7 +33,7 @@ class TestByValue:
     @pytest.mark.parametrize(("name", "most"), [("small", 4096), ("large", 32764)])
     def test_all_arguments_of_a_launch_fit(self, name, most):
         """K1's others are six, of 8 bytes at most: rows, targets, entries, chunk, squares, counts."""
-        _, (argument,) = Addresses(None).arguments(np.zeros(CAPACITIES[name], np.uint64), (1, 1, 1, 1))
+        _, argument = by_value(np.zeros(CAPACITIES[name], np.uint64), (1, 1, 1, 1))
         assert argument.nbytes + 6 * 8 <= most
 
 
@@ -80,7 +80,7 @@ class TestThroughMemory:
             assert record.waits == []
         assert counting.values() == {sum(range(LAUNCHES))}
         counting.fold(0, overwrite=False)
-        assert len(counting.kernels.device.runtime.kept) <= 1  # what was sent before is let go
+        assert len(counting.kernels.device.kept) <= 1  # what was sent before is let go
 
     def test_streams_do_not_share_them(self, device):
         """One stream's addresses are not written over by those of another that is ahead of it."""

@@ -159,7 +159,7 @@ class TestStatusReadback:
         synchronize(device)
         assert all((other == 7).all() for other in others)
         device.kernels.device.allocate(1)  # whoever takes memory next lets go of what is done
-        assert not device.kernels.device.runtime.kept
+        assert not device.kernels.device.kept
 
     @pytest.mark.usefixtures("lazy")
     def test_each_verdict_is_that_of_its_step(self, emulated):

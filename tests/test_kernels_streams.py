@@ -1,5 +1,6 @@
 """Borrowed memory: work on it is behind what its lender has queued and before what it queues next, or it is kept."""
 
+import contextlib
 import gc
 import sys
 import threading
@@ -18,8 +19,8 @@ from gradengine import GradientEngine, GradientLayout, clip_by_global_norm, elem
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
+from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.cuda_runtime import Kept
-from gradengine.kernels.streams import ForeignStreams
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
 
@@ -389,7 +390,7 @@ class TestKept:
             engine.add(capsules(arrays)[0])
             engine.step()
             synchronize(emulated)
-        assert len(emulated.kernels.device.runtime.kept) <= 2
+        assert len(emulated.kernels.device.kept) <= 2
 
 
 class JaxArray(Producer):
@@ -477,20 +478,23 @@ class StubEvent:
         return self.is_done
 
 
-class StubDevice:
+class StubDevice(CudaDevice):
     """A device whose events are done when the test says so."""
 
     def __init__(self):
-        self.events, self.kept = [], Kept()
+        self.events, self.kept, self.stream = [], Kept(), types.SimpleNamespace(ptr=0, wait_event=lambda event: None)
+
+    def active(self):
+        return contextlib.nullcontext()
 
     def is_capturing(self):
         return False
 
-    def let_go(self):
-        self.kept.let_go()
-
     def current_stream(self):
-        return types.SimpleNamespace(ptr=0)
+        return self.stream
+
+    def stream_of(self, handle):
+        return self.stream
 
     def records(self, handle):
         return False
@@ -499,11 +503,8 @@ class StubDevice:
         self.events.append(StubEvent())
         return self.events[-1]
 
-    def wait_for(self, handle):
-        pass
-
-    def let_wait(self, handle, event):
-        pass
+    def behind(self, handle):
+        return StubEvent()
 
 
 class Lent:
@@ -513,11 +514,8 @@ class Lent:
 class TestSharedByThreads:
     def test_nothing_is_lost_when_threads_give_back_and_let_go_at_once(self):
         device, names = StubDevice(), list(range(120))
-        foreign_streams = ForeignStreams(device)
         threads = [
-            threading.Thread(
-                target=lambda mine=names[i::4]: [foreign_streams.give_back([UnknownStream()], n) for n in mine]
-            )
+            threading.Thread(target=lambda mine=names[i::4]: [device.give_back([UnknownStream()], n) for n in mine])
             for i in range(4)
         ]
         for thread in threads:
@@ -528,48 +526,46 @@ class TestSharedByThreads:
 
     def test_what_comes_while_another_thread_asks_an_event_is_kept(self, monkeypatch):
         device = StubDevice()
-        foreign_streams = ForeignStreams(device)
-        foreign_streams.give_back([UnknownStream()], "first")
+        device.give_back([UnknownStream()], "first")
 
         def asked(_):
             monkeypatch.undo()
-            other = threading.Thread(target=foreign_streams.give_back, args=([UnknownStream()], "meanwhile"))
+            other = threading.Thread(target=device.give_back, args=([UnknownStream()], "meanwhile"))
             other.start()
             other.join(60)
             return False
 
         monkeypatch.setattr(StubEvent, "done", property(asked))
-        foreign_streams.give_back([UnknownStream()], "last")
+        device.give_back([UnknownStream()], "last")
         assert {lent for _, lent in device.kept._waiting} == {"first", "meanwhile", "last"}
 
     @pytest.mark.parametrize(
         "call",
         [
-            lambda foreign_streams: foreign_streams.wait_for([]),
-            lambda foreign_streams: foreign_streams.wait_for([NamedStream(7)]),
-            lambda foreign_streams: foreign_streams.give_back([NamedStream(7)]),
-            lambda foreign_streams: foreign_streams.give_back([UnknownStream()], "another"),
+            lambda device: device.wait_for([]),
+            lambda device: device.wait_for([NamedStream(7)]),
+            lambda device: device.give_back([NamedStream(7)], None),
+            lambda device: device.give_back([UnknownStream()], "another"),
         ],
         ids=["wait_for nobody", "wait_for", "give_back", "give_back what is kept"],
     )
     def test_whoever_calls_next_lets_go(self, call):
         device, lent = StubDevice(), Lent()
-        foreign_streams, reference = ForeignStreams(device), weakref.ref(lent)
-        foreign_streams.give_back([UnknownStream()], lent)
+        reference = weakref.ref(lent)
+        device.give_back([UnknownStream()], lent)
         del lent
-        call(foreign_streams)
+        call(device)
         assert reference() is not None
         device.events[0].is_done = True
-        call(foreign_streams)
+        call(device)
         assert reference() is None
 
     def test_no_more_than_the_last_is_kept(self):
-        device = StubDevice()
-        foreign_streams, references = ForeignStreams(device), []
+        device, references = StubDevice(), []
         for _ in range(5):
             lent = Lent()
             references.append(weakref.ref(lent))
-            foreign_streams.give_back([UnknownStream()], lent)
+            device.give_back([UnknownStream()], lent)
             device.events[-1].is_done = True
             del lent
             assert [reference() for reference in references[:-1]] == [None] * (len(references) - 1)
@@ -579,20 +575,20 @@ class TestLoans:
     """Told how often streams wait for each other."""
 
     def test_nothing_is_recorded_on_one_stream(self, emulated):
-        foreign_streams = ForeignStreams(emulated.kernels.device.runtime)
+        device = emulated.kernels.device
         current = emulated.xp.cuda.get_current_stream()
-        emulated.kernels.device.runtime.kept.wait()
+        emulated.kernels.device.kept.wait()
         with cuda_emulator.recorded() as record:
-            foreign_streams.wait_for([NamedStream(current.ptr)])
-            foreign_streams.give_back([NamedStream(current.ptr)], [1])
+            device.wait_for([NamedStream(current.ptr)])
+            device.give_back([NamedStream(current.ptr)], [1])
         assert record.operations == []
-        assert not emulated.kernels.device.runtime.kept
+        assert not emulated.kernels.device.kept
 
     def test_a_lender_without_memory_keeps_nothing(self, emulated):
-        foreign_streams = ForeignStreams(emulated.kernels.device.runtime)
-        emulated.kernels.device.runtime.kept.wait()
-        foreign_streams.give_back([UnknownStream()])
-        assert not emulated.kernels.device.runtime.kept
+        device = emulated.kernels.device
+        emulated.kernels.device.kept.wait()
+        device.give_back([UnknownStream()], None)
+        assert not emulated.kernels.device.kept
 
 
 def test_a_window_forgets_its_lenders(device, monkeypatch):

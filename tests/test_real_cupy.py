@@ -13,7 +13,7 @@ from backends import available
 from devices import on_host, put_all, synchronize
 
 from gradengine import GradientEngine, GradientLayout
-from gradengine.kernels.cuda_runtime import CudaRuntime
+from gradengine.kernels.cuda_device import CudaDevice
 
 ROOT = Path(__file__).parent.parent
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
@@ -112,7 +112,7 @@ class TestPlantedBugs:
         synchronize(device)
         pinned = np.frombuffer(xp.cuda.alloc_pinned_memory(20_000), np.float32, 5000)
         pinned[:] = 1
-        place = CudaRuntime(xp, 0)
+        place = CudaDevice(xp, 0)
         place.copy_to(target, pinned)
         del pinned
         assert np.isnan(on_host(target)).all()

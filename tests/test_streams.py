@@ -258,20 +258,20 @@ class TestTwoStreams:
 
 def stream_on(device):
     """A stream of the device that the kernels are on, whichever is the current one."""
-    with device.kernels.device.runtime.active():
+    with device.kernels.device.active():
         return stream_of(device)
 
 
 @contextlib.contextmanager
 def current_there(device, stream):
     """A stream is the current one of its device, whichever device is the current one."""
-    with device.kernels.device.runtime.active():
+    with device.kernels.device.active():
         before = device.kernels.xp.cuda.get_current_stream()
         stream.use()
     try:
         yield
     finally:
-        with device.kernels.device.runtime.active():
+        with device.kernels.device.active():
             before.use()
 
 
@@ -283,7 +283,7 @@ class TestALenderOnTheDefaultStream:
         lent, values = put_all(device, ones(0)), put_all(device, ones(5))
         synchronize(device)
         default = device.xp.cuda.Stream.null
-        with device.kernels.device.runtime.active():
+        with device.kernels.device.active():
             mine.__enter__()
         try:
             for target, source in zip(lent, values, strict=True):
@@ -303,11 +303,11 @@ def read_there(array):
 @contextlib.contextmanager
 def taken_by_others(device):
     """Behind it memory that was freed in it is taken by others and full of NaN, whichever stream it came from."""
-    xp, place = device.kernels.xp, device.kernels.device.runtime
+    xp, place = device.kernels.xp, device.kernels.device
     yield
     gc.collect()
     for stream in (None, place._uploads):
-        with device.kernels.device.on(stream), device.kernels.device.runtime.active():
+        with device.kernels.device.on(stream), device.kernels.device.active():
             current = xp.cuda.get_current_stream()
             others = [xp.empty(size, np.uint8) for size in (512, 1024, 4096, 20480, 20992, 65536) for _ in range(4)]
             for other in others:
@@ -490,7 +490,7 @@ class TestAStreamThatIsGone:
         gc.collect()
         synchronize(device)
         device.kernels.device.allocate(1)
-        assert not device.kernels.device.runtime.kept
+        assert not device.kernels.device.kept
 
     def test_keeps_what_its_work_uses(self, device, work):
         """Memory that came from the default stream, dropped while the work of one that is gone still runs."""
@@ -569,7 +569,7 @@ def test_threads_with_their_own_default_streams(device):
     synchronize(device)
 
     def on_default_of_thread(what):
-        with device.kernels.device.runtime.active(), xp.cuda.Stream.ptds:
+        with device.kernels.device.active(), xp.cuda.Stream.ptds:
             return what()
 
     on_ranks(lambda _: on_default_of_thread(lambda: engine.add(gradients)), 1)
@@ -600,9 +600,9 @@ class TestDropped:
         gradient = device.put(np.ones(1 << 20, np.float32))
         engine = GradientEngine(layout, kernels, max_norm=None)
         synchronize(device)
-        kernels.device.runtime.kept.wait()
+        kernels.device.kept.wait()
         pool.free_all_blocks()
-        with kernels.device.runtime.active():
+        with kernels.device.active():
             pool.set_limit(size=pool.total_bytes() + (1 << 20))
         try:
             with kernels.device.on(stream_on(device)):
@@ -613,7 +613,7 @@ class TestDropped:
             engine.add([gradient])
             assert float(engine.step().norm) == 1024
         finally:
-            with kernels.device.runtime.active():
+            with kernels.device.active():
                 pool.set_limit(size=0)
 
     def test_a_plan(self, device):

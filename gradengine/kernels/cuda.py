@@ -67,13 +67,12 @@ class CudaKernels(Kernels):
 
     def __init__(self, xp: Any, ordinal: int = 0) -> None:
         self.xp, self.ordinal, self.device = xp, ordinal, CudaDevice(xp, ordinal)
-        self._runtime = self.device.runtime
-        self._launches = Launches(self._runtime)
+        self._launches = Launches(self.device)
 
     def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> CudaPartialSums:
         """See `Kernels.partial_sums`."""
         order = self.device.order(memory)
-        partials = CudaPartialSums(sizes, self._runtime.upload, order)
+        partials = CudaPartialSums(sizes, self.device.upload, order)
         weakref.finalize(partials, order.end).atexit = False
         return partials
 
@@ -132,7 +131,7 @@ class CudaKernels(Kernels):
             for position, memory in itertools.product(positions, _partials(arena)):
                 itemsize = memory.dtype.itemsize
                 start = int(memory.data.ptr) + partials.first[position] * itemsize
-                self._runtime.clear(start, partials.counts[position] * itemsize)
+                self.device.clear(start, partials.counts[position] * itemsize)
 
     def finalise(
         self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0
@@ -179,8 +178,8 @@ class CudaKernels(Kernels):
         if key not in known:
             while len(known) >= _DECISIONS:
                 with order.use():
-                    self._runtime.drop(known.pop(next(iter(known))))
-            known[key] = DecisionMemory(self._runtime.upload, plan, len(partials.sizes), order).decision()
+                    self.device.drop(known.pop(next(iter(known))))
+            known[key] = DecisionMemory(self.device.upload, plan, len(partials.sizes), order).decision()
         decision: DeviceDecision = known[key]
         return decision
 
@@ -218,7 +217,7 @@ class CudaKernels(Kernels):
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         """See `Kernels.fill_zero`; all bits 0 are the zero of each dtype."""
         for buffer in buffers:
-            self._runtime.clear(buffer.pointer, buffer.nbytes)
+            self.device.clear(buffer.pointer, buffer.nbytes)
 
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
         """See `Kernels.first_non_finite`; waits for the device."""
@@ -229,7 +228,7 @@ class CudaKernels(Kernels):
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
         """See `Kernels.status_readback`."""
-        return StatusReadback(self._runtime, self.decision(arena, plan).memory)
+        return StatusReadback(self.device, self.decision(arena, plan).memory)
 
     # ---- tables ----
 

@@ -1,100 +1,144 @@
-"""A GPU as a device: CuPy's memory and streams behind the interface that the core sees."""
+"""A GPU as a device: streams and borrowed memory, over CuPy's memory and events.
+
+The order of our work and of the producers' own is by events; the host never waits. A producer whose stream is known is
+told on that stream when our work is done, and may free its memory at any time: who gets it next on that stream comes
+behind us. Of one whose stream nobody knows the memory is kept until then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import numpy as np
 
 from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.device import device_buffer, exporting_stream
-from gradengine.arrays.streams import ProducerStream
-from gradengine.kernels.cuda_runtime import CudaRuntime
-from gradengine.kernels.device import Device
+from gradengine.arrays.streams import ProducerStream, stream_handle
+from gradengine.errors import CallerError
+from gradengine.kernels.cuda_runtime import CudaRuntime, ExternalStream
+from gradengine.kernels.device import StagingBuffer
 from gradengine.kernels.graphs import CudaGraphs
 from gradengine.kernels.operands import producers_of
-from gradengine.kernels.staging import PinnedStaging
-from gradengine.kernels.streams import ForeignStreams, StreamOrder, on_stream
+from gradengine.kernels.streams import CurrentStream, StreamOrder
 
 
 @final
-class CudaDevice(Device):
+class CudaDevice(CudaRuntime):
     """One GPU; work is queued on the calling thread's current CuPy stream.
 
     Args:
         xp: CuPy, or what has its surface.
         ordinal: Which device.
-
-    Attributes:
-        runtime: What the kernels ask of it.
     """
 
     graphs: CudaGraphs
 
     def __init__(self, xp: Any, ordinal: int) -> None:
-        self.runtime = CudaRuntime(xp, ordinal)
-        self.name = self.runtime.name
-        self.graphs = CudaGraphs(self.runtime)
-        self._foreign_streams = ForeignStreams(self.runtime)
+        super().__init__(xp, ordinal)
+        self.graphs = CudaGraphs(self)
 
     def on(self, stream: object) -> AbstractContextManager[object]:
         """See `Device.on`; a CuPy stream, an object with `__cuda_stream__` or `cuda_stream` (torch), or a handle."""
-        return on_stream(self.runtime, stream)
-
-    def is_capturing(self) -> bool:
-        """See `Device.is_capturing`."""
-        return self.runtime.is_capturing()
+        if stream is None:
+            return nullcontext()
+        if isinstance(stream, self.xp.cuda.Stream):
+            return CurrentStream(self, stream)
+        with self.active():
+            external = ExternalStream(stream_handle(stream), stream)
+            return CurrentStream(self, self.xp.cuda.Stream.from_external(external))
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
         """See `Device.views`; memory of this device only."""
-        runtime = self.runtime
-        with runtime.active():  # DLPack exports from the current device only, and CuPy names its current stream
-            stream, kind = runtime.stream_for_producers(), runtime.xp.ndarray
+        with self.active():  # DLPack exports from the current device only, and CuPy names its current stream
+            current = self.current_stream()
+            # As DLPack counts them: 1 is the default one; -1, in a capture, asks for no ordering.
+            stream = -1 if current.is_capturing() else int(current.ptr) or 1
             named = list(zip(sources, components, strict=True))
-            views = [device_buffer(source, component, self.name, kind, stream) for source, component in named]
+            views = [
+                device_buffer(source, component, self.name, self.xp.ndarray, stream) for source, component in named
+            ]
             behind = set(producers_of(views))
             for (source, component), view in zip(named, views, strict=True):
                 if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
-                    runtime.refuse_foreign(view, component)  # nothing but an address says where it lies
+                    self.refuse_foreign(view, component)  # nothing but an address says where it lies
                     named_stream = exporting_stream(source, component)
                     behind |= {named_stream} if named_stream else set()
         self.wait_for(behind)
         return views
 
     def wait_for(self, producers: Iterable[ProducerStream]) -> None:
-        """See `Device.wait_for`; by events."""
-        self._foreign_streams.wait_for(producers)
+        """See `Device.wait_for`. A graph that is recorded is ordered when it runs."""
+        self.let_go()
+        handles = self._others(producer.stream() for producer in producers)
+        self._refuse_recording(handles)
+        for handle in handles:
+            with self.active():
+                self.current_stream().wait_event(self.behind(handle))
 
     def hand_over(self, producers: Iterable[ProducerStream]) -> None:
-        """See `Device.hand_over`; by events."""
-        self._foreign_streams.give_back(producers)
+        """See `Device.hand_over`."""
+        self.give_back(producers, None)
 
     def give_back(self, producers: Iterable[ProducerStream], borrowed: object) -> None:
-        """What was queued so far is our last use of these producers' memory: see `ForeignStreams.give_back`."""
-        self._foreign_streams.give_back(producers, borrowed)
-
-    def allocate(self, size: int) -> Buffer:
-        """See `Device.allocate`; from CuPy's pool."""
-        return self.runtime.allocate(size)
-
-    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """See `Device.refuse_to_exceed`; what CuPy's pool holds unused counts as free."""
-        self.runtime.refuse_to_exceed(nbytes, what)
-
-    def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Any:
-        """See `Device.array`; a CuPy array."""
-        return self.runtime.array(buffer, shape, np.float32)
+        """Have the producers' streams wait for what was queued so far; where one is unknown, keep what is borrowed."""
+        self.let_go()
+        streams = [producer.stream() for producer in producers]
+        handles, is_kept = self._others(streams), borrowed is not None and None in streams
+        if not (handles or is_kept) or self.is_capturing():
+            return
+        self._refuse_recording(handles)  # to wait would void the graph that is recorded there
+        done = self.record()
+        for handle in handles:
+            with self.active():
+                self.stream_of(handle).wait_event(done)
+        if is_kept:
+            self.kept.until((done,), borrowed)
 
     def storage_array(self, buffer: Buffer) -> Any:
         """Any buffer as a flat CuPy array of its bits: fp32 as it is, the short dtypes as uint16; no copy."""
-        return self.runtime.array(buffer, (buffer.size,), np.float32 if buffer.dtype == "float32" else np.uint16)
+        return self.array(buffer, (buffer.size,), np.float32 if buffer.dtype == "float32" else np.uint16)
 
     def order(self, memory: Buffer | None = None) -> StreamOrder:
         """See `Device.order`."""
-        return StreamOrder(self.runtime, memory.owner if memory else None)
+        return StreamOrder(self, memory.owner if memory else None)
 
     def staging(self, arena: Buffer) -> PinnedStaging:
         """See `Device.staging`; in pinned memory."""
-        return PinnedStaging(self.runtime.xp, arena, self.runtime.pinned(arena.size, np.float32))
+        return PinnedStaging(self, arena)
+
+    def _refuse_recording(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            if self.records(handle):
+                raise CallerError(
+                    "the framework that lends gradients records a graph on its stream",
+                    got=f"stream {handle:#x}",
+                    do="call the engine outside of that capture; engine.capture() records a graph of its own",
+                )
+
+    def _others(self, streams: Iterable[int | None]) -> set[int]:
+        """Those that are not the current one; none where that records a graph."""
+        handles = {handle for handle in streams if handle is not None} - {self.current_stream().ptr}
+        return set() if not handles or self.is_capturing() else handles
+
+
+@final
+class PinnedStaging(StagingBuffer):
+    """Pinned host memory beside a GPU's arena: as many bytes again, but of the host's."""
+
+    is_arena = False
+
+    def __init__(self, device: CudaRuntime, arena: Buffer) -> None:
+        self._device, self._arena = device, device.array(arena, (arena.size,))
+        self.data = device.pinned(arena.size, np.float32)
+
+    def fetch(self, start: int, stop: int) -> None:
+        """See `StagingBuffer.fetch`; behind the current stream's work."""
+        self._device.copy_from(self._arena[start:stop], self.data[start:stop])
+        self._device.current_stream().synchronize()
+
+    def put_back(self) -> None:
+        """See `StagingBuffer.put_back`; waits, since what is here may be written at once."""
+        self._device.copy_to(self._arena, self.data)
+        self._device.current_stream().synchronize()

@@ -1,14 +1,12 @@
-"""CuPy on one device: memory, streams, events and copies, and what may be asked of the driver."""
+"""CuPy on one device: memory, events and copies, and what may be asked of the driver."""
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -16,7 +14,7 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels.device import Recorded
+from gradengine.kernels.device import Device, Recorded
 from gradengine.kernels.toolchain import refuse_to_exceed
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -64,16 +62,11 @@ class Kept:
                     event.synchronize()
 
 
-@final
-class CudaRuntime:
-    """Memory, streams, events and copies of one device; its current stream is CuPy's of the calling thread.
-
-    Args:
-        xp: CuPy, or what has its surface.
-        ordinal: Which device.
+class CudaRuntime(Device):
+    """Memory, events and copies of one device; its current stream is CuPy's of the calling thread.
 
     Attributes:
-        name: "cuda:0", ...
+        recorded: What is being recorded, if anything is.
         kept: What was dropped while work on it may run.
     """
 
@@ -81,7 +74,7 @@ class CudaRuntime:
         self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
         with xp.cuda.Device(ordinal):
             self._uploads = xp.cuda.Stream(non_blocking=True)
-        self._recorded: Recorded | None = None  # what is being recorded
+        self.recorded: Recorded | None = None
         self._foreign: list[Any] = []  # what graphs that others record read
         self.kept = Kept()
 
@@ -92,32 +85,13 @@ class CudaRuntime:
         return self.xp.cuda.Device(self.ordinal)  # type: ignore[no-any-return]
 
     def is_capturing(self) -> bool:
-        """Whether the current stream records a graph instead of working."""
+        """See `Device.is_capturing`."""
         return bool(self.current_stream().is_capturing())
-
-    def begin_recording(self, recorded: Recorded) -> None:
-        """What is queued from now on is recorded."""
-        if self._recorded is not None:
-            raise CallerError(
-                "another window is being captured on this device", do="one at a time, in one thread; capture it then"
-            )
-        self._recorded = recorded
-
-    def end_recording(self, recorded: Recorded) -> None:
-        """It is not any more; nothing changes where another recording is under way."""
-        if self._recorded is recorded:
-            self._recorded = None
-
-    def finish(self, recorded: Recorded) -> None:
-        """Memory that a graph works on outlives its last run."""
-        recorded.launched = self.event()
-        memory = recorded.kept, recorded.graph
-        weakref.finalize(recorded, self.kept.dropped, (recorded.launched,), memory).atexit = False
 
     def keep(self, *memory: Any) -> None:
         """What a graph that is being recorded reads stays alive with it."""
-        if self._recorded is not None:
-            self._recorded.kept += memory
+        if self.recorded is not None:
+            self.recorded.kept += memory
         elif self.is_capturing():  # somebody else's graph: how long it lives is not known here
             self._foreign += memory
 
@@ -134,14 +108,14 @@ class CudaRuntime:
             self.kept.let_go()
 
     def allocate(self, size: int) -> Buffer:
-        """An fp32 buffer from CuPy's pool; raises `OutOfDeviceMemory`."""
+        """See `Device.allocate`; from CuPy's pool."""
         self.refuse_to_exceed(4 * size, f"an fp32 buffer of {size} elements")
         with self.active():
             memory = self._empty((size,), np.dtype(np.float32))
         return Buffer(int(memory.data.ptr), size, "float32", (size,), True, memory, self.name)
 
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """Raise `OutOfDeviceMemory` where so many bytes do not fit; waits where they may once work is done."""
+        """See `Device.refuse_to_exceed`; what CuPy's pool holds unused counts as free; for what is kept it waits."""
         with self.active():
             try:
                 refuse_to_exceed(self.xp, nbytes, what)
@@ -151,8 +125,8 @@ class CudaRuntime:
                 self.kept.wait()
                 refuse_to_exceed(self.xp, nbytes, what)
 
-    def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """A buffer as a CuPy array of that shape and dtype; no copy, and its owner stays alive with it."""
+    def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
+        """See `Device.array`; a CuPy array, of another dtype where that is given."""
         memory = self.xp.cuda.UnownedMemory(buffer.pointer, buffer.nbytes, buffer.owner, self.ordinal)
         return self.xp.ndarray(shape, dtype, self.xp.cuda.MemoryPointer(memory, 0))
 
@@ -171,35 +145,32 @@ class CudaRuntime:
 
     def pinned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Pinned host memory as a NumPy array; much of it is taken from the driver, to the byte, and given back."""
-        nbytes = count * np.dtype(dtype).itemsize
+        nbytes, cuda = count * np.dtype(dtype).itemsize, self.xp.cuda
         with self.active():
-            memory = self._pinned_exactly(nbytes) if nbytes > _POOLED else self.xp.cuda.alloc_pinned_memory(nbytes)
+            if nbytes > _POOLED:
+                memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes, cuda.runtime.hostAllocPortable), 0)
+            else:
+                memory = cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, dtype, count)
-
-    def _pinned_exactly(self, nbytes: int) -> Any:
-        memory = self.xp.cuda.PinnedMemory(nbytes, self.xp.cuda.runtime.hostAllocPortable)
-        return self.xp.cuda.PinnedMemoryPointer(memory, 0)
 
     def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
         """Queue a copy from pinned memory, which must stay as it is until it is done."""
-        runtime, stream = self.xp.cuda.runtime, self.current_stream()
-        with self.active():
-            runtime.memcpyAsync(there.data.ptr, here.ctypes.data, here.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        self._copy(there.data.ptr, here.ctypes.data, here.nbytes, self.xp.cuda.runtime.memcpyHostToDevice)
 
     def copy_from(self, there: Any, here: npt.NDArray[Any]) -> None:
         """Queue a copy into pinned memory, which is not to be looked at until it is done."""
-        runtime, stream = self.xp.cuda.runtime, self.current_stream()
-        with self.active():
-            runtime.memcpyAsync(here.ctypes.data, there.data.ptr, here.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+        self._copy(here.ctypes.data, there.data.ptr, here.nbytes, self.xp.cuda.runtime.memcpyDeviceToHost)
 
     def copied(self, array: Any) -> Any:
         """The same elements in the current stream's memory; a copy, and no kernel."""
-        runtime, stream = self.xp.cuda.runtime, self.current_stream()
         with self.active():
             copy = self._empty(array.shape, array.dtype)
-            kind = runtime.memcpyDeviceToDevice
-            runtime.memcpyAsync(copy.data.ptr, array.data.ptr, array.nbytes, kind, stream.ptr)
+            self._copy(copy.data.ptr, array.data.ptr, array.nbytes, self.xp.cuda.runtime.memcpyDeviceToDevice)
         return copy
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
+        with self.active():
+            self.xp.cuda.runtime.memcpyAsync(target, source, nbytes, kind, self.current_stream().ptr)
 
     def sent(self, values: npt.NDArray[Any]) -> Any:
         """Values in device memory, for the work that the current stream is given next: dropped, it is behind that.
@@ -259,19 +230,7 @@ class CudaRuntime:
             nbytes = dtype.itemsize * math.prod(shape)
             raise OutOfDeviceMemory(str(fault), expected=f"{nbytes} bytes") from None
 
-    def stream_for_producers(self) -> int:
-        """The current stream as DLPack counts them: 1 is the default one; -1, in a capture, asks for no ordering."""
-        stream = self.current_stream()
-        if stream.is_capturing():
-            return -1
-        return int(stream.ptr) or 1
-
-    def wait_for(self, handle: int) -> None:
-        """Have the current stream wait for what another library's has to do; 0 is the default stream."""
-        with self.active():
-            self.current_stream().wait_event(self._behind(handle))
-
-    def _behind(self, handle: int) -> Any:
+    def behind(self, handle: int) -> Any:
         """An event behind what another library's stream has to do; an event is of its stream's device, or refused."""
         stream = self.stream_of(handle)
         try:
@@ -293,11 +252,7 @@ class CudaRuntime:
             driver.ctxSetCurrent(context)
 
     def records(self, handle: int) -> bool:
-        """Whether another library's stream, of whichever device, records a graph.
-
-        Raises:
-            CallerError: There is no such stream, as far as the driver can say.
-        """
+        """Whether another library's stream, of whichever device, records a graph; `CallerError` where there is none."""
         try:
             return bool(self.stream_of(handle).is_capturing())
         except self.xp.cuda.runtime.CUDARuntimeError as fault:
@@ -309,24 +264,10 @@ class CudaRuntime:
                 expected="a stream that lives until the step is over",
             ) from None
 
-    def let_wait(self, handle: int, event: Any) -> None:
-        """Have another library's stream wait for an event."""
-        with self.active():
-            self.stream_of(handle).wait_event(event)
-
     def record(self) -> Any:
         """An event behind what the current stream has to do."""
         with self.active():
             return self.current_stream().record(self.event())
-
-    def launch(self, recorded: Recorded) -> None:
-        """Queue a recorded graph; what it reads stays alive until that is done."""
-        with self.active():
-            recorded.graph.launch()
-            if self.is_capturing():
-                self.keep(recorded)
-            else:
-                self.current_stream().record(recorded.launched)
 
     def used(self, uses: dict[tuple[int, int], Any], born: int) -> None:
         """Have `uses` hold an event behind what the current stream has to do, unless it is the one with that handle."""
@@ -348,7 +289,7 @@ class CudaRuntime:
     def stream_of(self, handle: int) -> Any:
         """Another library's stream as one of CuPy's; 0 is the default stream."""
         with self.active():
-            return self.xp.cuda.Stream.from_external(_Handle(handle)) if handle else self.xp.cuda.Stream.null
+            return self.xp.cuda.Stream.from_external(ExternalStream(handle)) if handle else self.xp.cuda.Stream.null
 
     def refuse_foreign(self, buffer: Buffer, component: str) -> None:
         """Ask the driver about a raw pointer: its first and its last byte must lie on this device."""
@@ -363,11 +304,12 @@ class CudaRuntime:
                 )
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """A bare stream handle, in the way that CuPy takes one."""
+@final
+class ExternalStream:
+    """Another library's stream in the way that CuPy takes one, which keeps it; `owner` is what must live with it."""
 
-    handle: int
+    def __init__(self, handle: int, owner: object = None) -> None:
+        self._handle, self._owner = handle, owner
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
+        return 0, self._handle

@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from gradengine.arrays.buffer import Buffer, refuse_read_only
 from gradengine.arrays.streams import ProducerStream
-from gradengine.kernels.staging import StagingBuffer
 
 
 @dataclass
@@ -50,6 +52,26 @@ class Order(ABC):
     @abstractmethod
     def follow(self) -> None:
         """Have whoever reads next come behind what was queued, whatever stream and device are current."""
+
+
+class StagingBuffer(ABC):
+    """An arena as the exchange sees it: in host memory. The CPU's is the arena, a GPU's has a copy in pinned memory.
+
+    Attributes:
+        data: The arena's elements.
+        is_arena: Whether this is the arena itself, so that nothing is ever copied.
+    """
+
+    data: npt.NDArray[np.float32]
+    is_arena: bool
+
+    @abstractmethod
+    def fetch(self, start: int, stop: int) -> None:
+        """Have elements start..stop - 1 of the arena here; waits for the device."""
+
+    @abstractmethod
+    def put_back(self) -> None:
+        """Have the arena be what is here, before any work that is queued from now on."""
 
 
 class Device(ABC):

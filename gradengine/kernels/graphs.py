@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, final
 
+from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.device import Graphs, Recorded
 from gradengine.kernels.streams import CurrentStream
@@ -13,11 +15,7 @@ from gradengine.kernels.streams import CurrentStream
 
 @final
 class CudaGraphs(Graphs):
-    """Graph capture on a GPU; one at a time.
-
-    Args:
-        runtime: The device.
-    """
+    """Graph capture on a GPU; one at a time."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
@@ -28,7 +26,13 @@ class CudaGraphs(Graphs):
 
     def replay(self, recorded: Recorded) -> None:
         """See `Graphs.replay`; what the graph reads stays alive until that is done."""
-        self._runtime.launch(recorded)
+        runtime = self._runtime
+        with runtime.active():
+            recorded.graph.launch()
+            if runtime.is_capturing():
+                runtime.keep(recorded)
+            else:
+                runtime.current_stream().record(recorded.launched)
 
 
 @final
@@ -42,8 +46,12 @@ class _Recording(AbstractContextManager[Recorded]):
         self._has_begun = False
 
     def __enter__(self) -> Recorded:
+        if self._runtime.recorded is not None:
+            raise CallerError(
+                "another window is being captured on this device", do="one at a time, in one thread; capture it then"
+            )
         try:
-            self._runtime.begin_recording(self._recorded)
+            self._runtime.recorded = self._recorded
             self._begin()
         except BaseException:
             self._abandon()
@@ -62,7 +70,10 @@ class _Recording(AbstractContextManager[Recorded]):
             self._abandon()
             raise
         self._close()
-        self._runtime.finish(self._recorded)
+        recorded, runtime = self._recorded, self._runtime
+        recorded.launched = runtime.event()
+        memory = recorded.kept, recorded.graph  # it outlives the last run
+        weakref.finalize(recorded, runtime.kept.dropped, (recorded.launched,), memory).atexit = False
 
     def _begin(self) -> None:
         runtime = self._runtime
@@ -86,4 +97,5 @@ class _Recording(AbstractContextManager[Recorded]):
     def _close(self) -> None:
         if self._on is not None:
             self._on.__exit__()
-        self._runtime.end_recording(self._recorded)
+        if self._runtime.recorded is self._recorded:
+            self._runtime.recorded = None

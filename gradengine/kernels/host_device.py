@@ -13,8 +13,7 @@ from gradengine.arrays.buffer import Array, Buffer
 from gradengine.arrays.host import host_buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, OutOfDeviceMemory
-from gradengine.kernels.device import Device, Order
-from gradengine.kernels.staging import NoStaging
+from gradengine.kernels.device import Device, Order, StagingBuffer
 
 _IN_ORDER: AbstractContextManager[None] = nullcontext()
 
@@ -68,9 +67,9 @@ class HostDevice(Device):
         """What was called before is done."""
         return _ORDER
 
-    def staging(self, arena: Buffer) -> NoStaging:
+    def staging(self, arena: Buffer) -> StagingBuffer:
         """The arena itself."""
-        return NoStaging(arena)
+        return _NoStaging(arena)
 
 
 @final
@@ -83,3 +82,17 @@ class _HostOrder(Order):
 
 
 _ORDER = _HostOrder()
+
+
+@final
+class _NoStaging(StagingBuffer):
+    is_arena = True
+
+    def __init__(self, arena: Buffer) -> None:
+        self.data = arena.data
+
+    def fetch(self, start: int, stop: int) -> None:
+        pass
+
+    def put_back(self) -> None:
+        pass

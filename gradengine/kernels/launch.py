@@ -136,44 +136,21 @@ class Tables:
         return self._upload(array.view(np.uint8)) if array.size else None
 
 
-class Addresses:
-    """The way of addresses to the kernels of one device.
+def by_value(
+    addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = (), capacities: Mapping[str, int] = CAPACITIES
+) -> tuple[str, Any] | None:
+    """An argument that carries flat addresses (and weights), with the name of the kernel's variant that takes it.
 
-    Args:
-        device: Where they are needed.
-        capacities: How many the kernels' variants take by value, from the smallest on.
+    None where they are too many, and travel through memory.
     """
-
-    def __init__(self, device: CudaRuntime, capacities: Mapping[str, int] = CAPACITIES) -> None:
-        self._device, self._capacities = device, capacities
-
-    def arguments(self, addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = ()) -> tuple[str, tuple[Any, ...]]:
-        """What carries addresses (and weights), and the name of the kernel's variant that takes it.
-
-        Args:
-            addresses: As the kernel reads them, flat.
-            weights: One for each source.
-        """
-        for size, capacity in self._capacities.items():
-            if addresses.size <= capacity:
-                return size, (_by_value(addresses, weights, capacity),)
-        return "table", (*_weights_by_value(weights), self._device.sent(addresses))
-
-
-def _by_value(addresses: npt.NDArray[np.uint64], weights: Sequence[Any], capacity: int) -> Any:
-    argument = np.zeros(1, _argument_type(capacity, len(weights)))
-    argument["address"][0, : addresses.size] = addresses
-    if weights:
-        argument["weight"][0, :] = weights
-    return argument
-
-
-def _weights_by_value(weights: Sequence[Any]) -> tuple[Any, ...]:
-    if not weights:
-        return ()
-    argument = np.empty(1, np.dtype([("weight", "<f4", (len(weights),))]))
-    argument["weight"][0, :] = weights
-    return (argument,)
+    for size, capacity in capacities.items():
+        if addresses.size <= capacity:
+            argument = np.zeros(1, _argument_type(capacity, len(weights)))
+            argument["address"][0, : addresses.size] = addresses
+            if weights:
+                argument["weight"][0, :] = weights
+            return size, argument
+    return None
 
 
 @functools.cache
@@ -198,13 +175,12 @@ class Launches:
     def __init__(self, device: CudaRuntime) -> None:
         self._device = device
         takes_32_kb = takes_large_arguments(device.xp)
-        capacities = CAPACITIES if takes_32_kb else {"small": CAPACITIES["small"]}
+        self._capacities = capacities = CAPACITIES if takes_32_kb else {"small": CAPACITIES["small"]}
         with device.active():
             modules = {file: compiled(device.xp, file, large_arguments=takes_32_kb) for file in _FILES}
         functions = [(name, modules[file]) for file in _FILES for name in _functions_of(file, (*capacities, "table"))]
         self._functions = {name: module.get_function(name) for name, module in functions}
         self._tables = Tables(device.upload, device.kept.dropped)
-        self._addresses = Addresses(device, capacities)
 
     def table(self, entries: Sequence[Entry], chunk: int) -> Table:
         """The table of these entries, made at the first call."""
@@ -220,22 +196,22 @@ class Launches:
     ) -> None:
         """Launch a kernel over a table's rows.
 
-        Args:
-            table: What it works on.
-            function: Its name, without the size of what carries the addresses.
-            arguments: What stands between the table and the addresses.
-            addresses: As the kernel reads them, flat.
-            weights: What travels beside them.
+        `function` is its name without the size of what carries the addresses, `arguments` what stands between the table
+        and these.
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
-        size, carried = self._addresses.arguments(addresses, weights)
+        size, *carried = by_value(addresses, weights, self._capacities) or self._by_memory(addresses, weights)
         self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *carried))
         self._device.used(table.uses, table.born)
 
     def finalise(self, arguments: tuple[Any, ...]) -> None:
         """Launch K2: one thread block."""
         self._run("finalise", 1, _FINALISE_THREADS, arguments)
+
+    def _by_memory(self, addresses: npt.NDArray[np.uint64], weights: Sequence[np.float32]) -> tuple[Any, ...]:
+        carried = [np.array([(weights,)], [("weight", "<f4", (len(weights),))])] if weights else []
+        return "table", *carried, self._device.sent(addresses)
 
     def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         self._device.keep(arguments)

@@ -7,7 +7,7 @@ the step's own work, and looked at when it has come.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -70,11 +70,7 @@ class StepStatus:
 
 @dataclass(frozen=True)
 class DeviceDecision(Decision):
-    """A decision in device memory; its arrays are written anew by each step.
-
-    Attributes:
-        memory: What K2 writes to, by name.
-    """
+    """A decision in device memory; its arrays are written anew by each step."""
 
     memory: DecisionMemory
 
@@ -94,14 +90,7 @@ class DeviceDecision(Decision):
 
 
 class DecisionMemory:
-    """All that K2 reads and writes besides the partials, allocated once for a plan.
-
-    Args:
-        upload: Copies a NumPy array to the device.
-        plan: Which targets share a norm.
-        components: How many targets there are.
-        order: The order of work on them over streams.
-    """
+    """All that K2 reads and writes besides the partials, allocated once for a plan."""
 
     def __init__(self, upload: Any, plan: ClipPlan, components: int, order: Any) -> None:
         self.order = order
@@ -155,12 +144,7 @@ class DecisionMemory:
 
 
 class StatusReadback:
-    """The status of recent steps in pinned memory: copied behind the work of a step, read when it has arrived.
-
-    Args:
-        runtime: The device, a `CudaRuntime`.
-        memory: What holds the status there.
-    """
+    """The status of recent steps in pinned memory: copied behind the work of a step, read when it has arrived."""
 
     SLOTS = 4  # steps that the host may run ahead before one's status is not sent (which was bad is never lost)
 
@@ -206,16 +190,5 @@ def _scalar(array: Any, index: int) -> Any:
 
 
 def _status(record: Any) -> StepStatus:
-    return StepStatus(
-        step=int(record["steps"]),
-        norm=float(record["norm"]),
-        scale=float(record["scale"]),
-        factor=float(record["factor"]),
-        skipped=bool(record["skipped"]),
-        bad_steps=int(record["bad_steps"]),
-        bad_step=int(record["bad_step"]),
-        bad_component=int(record["bad_component"]),
-        bad_index=int(record["bad_index"]),
-        bad_value=float(record["bad_value"]),
-        non_finite=int(record["non_finite"]),
-    )
+    known = {field.name: record[field.name].item() for field in fields(StepStatus) if field.name != "step"}
+    return StepStatus(step=int(record["steps"]), **{**known, "skipped": bool(known["skipped"])})

@@ -1,36 +1,18 @@
-"""Streams: the current one, the order of work over several of ours, and over those of borrowed memory's producers.
-
-All by events; the host never waits. A producer whose stream is known is told on that stream when our work is done, and
-may free its memory at any time: who gets it next on that stream comes behind us. Of one whose stream nobody knows the
-memory is kept until then.
-"""
+"""The order of work on our memory over several streams; by events, and the host never waits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import numpy.typing as npt
 
-from gradengine.arrays.streams import ProducerStream, stream_handle
-from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.device import Order
 
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
 
 # No context manager here is a generator: one that an interrupt leaves suspended ends with its traceback, steps later.
-
-
-def on_stream(runtime: CudaRuntime, stream: object) -> AbstractContextManager[object]:
-    """Within it, work is queued on a stream: CuPy's, one with `__cuda_stream__` or `cuda_stream`, or a handle."""
-    if stream is None:
-        return nullcontext()
-    if isinstance(stream, runtime.xp.cuda.Stream):
-        return CurrentStream(runtime, stream)
-    with runtime.active():
-        return CurrentStream(runtime, runtime.xp.cuda.Stream.from_external(_ForeignStream(stream)))
 
 
 @final
@@ -167,62 +149,3 @@ class _Use(AbstractContextManager[None]):
                 self._order.done(self._stream, is_outermost=self._is_outermost)
             finally:
                 self._active.__exit__(None, None, None)
-
-
-@final
-class ForeignStreams:
-    """The order of our work on borrowed memory and of the producers' own.
-
-    Args:
-        runtime: The device, whose current stream reads and writes what is lent.
-    """
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-
-    def wait_for(self, producers: Iterable[ProducerStream]) -> None:
-        """Have the current stream wait for the producers' own. A graph that is recorded is ordered when it runs."""
-        self._runtime.let_go()
-        handles = self._others(producer.stream() for producer in producers)
-        self._refuse_recording(handles)
-        for handle in handles:
-            self._runtime.wait_for(handle)
-
-    def give_back(self, producers: Iterable[ProducerStream], lent: object = None) -> None:
-        """Have the producers' streams wait for what was queued so far; without one, keep what is `lent` until then."""
-        self._runtime.let_go()
-        streams = [producer.stream() for producer in producers]
-        handles, is_kept = self._others(streams), lent is not None and None in streams
-        if not (handles or is_kept) or self._runtime.is_capturing():
-            return
-        self._refuse_recording(handles)  # to wait would void the graph that is recorded there
-        done = self._runtime.record()
-        for handle in handles:
-            self._runtime.let_wait(handle, done)
-        if is_kept:
-            self._runtime.kept.until((done,), lent)
-
-    def _refuse_recording(self, handles: Iterable[int]) -> None:
-        for handle in handles:
-            if self._runtime.records(handle):
-                raise CallerError(
-                    "the framework that lends gradients records a graph on its stream",
-                    got=f"stream {handle:#x}",
-                    do="call the engine outside of that capture; engine.capture() records a graph of its own",
-                )
-
-    def _others(self, streams: Iterable[int | None]) -> set[int]:
-        """Those that are not the current one; none where that records a graph."""
-        handles = {handle for handle in streams if handle is not None} - {self._runtime.current_stream().ptr}
-        return set() if not handles or self._runtime.is_capturing() else handles
-
-
-class _ForeignStream:
-    """Another library's stream, in the way that CuPy takes one; kept alive by it."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._handle = stream_handle(stream)
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle

@@ -19,7 +19,7 @@ from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Decision, Float64
-from gradengine.kernels.staging import StagingBuffer
+from gradengine.kernels.device import StagingBuffer
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_reduce import AllReduce

@@ -23,7 +23,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Float64
-from gradengine.kernels.staging import StagingBuffer
+from gradengine.kernels.device import StagingBuffer
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Slot, Span
 from gradengine.reduction.all_gather import in_group
