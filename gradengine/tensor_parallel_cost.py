@@ -12,11 +12,17 @@ from typing import final
 from gradengine.arguments import as_float, as_number, out_of_range, said, truth_value, whole_number
 from gradengine.errors import CallerError
 
-_PREFIXES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _BITS_A_BYTE = 8
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+)\s*(?P<unit>[A-Za-z/]*)\s*", re.ASCII)
+_PREFIXES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_SYMBOLS = {"bit/s": _BITS_A_BYTE, "Bit/s": _BITS_A_BYTE, "B/s": 1, "Bps": 1}  # how many make a byte a second
+_UNITS = {  # bytes a second
+    f"{prefix}{infix}{symbol}": Fraction(base**power, bits)
+    for prefix, power in _PREFIXES.items()
+    for infix, base in (("", 1000), ("i", 1024))
+    for symbol, bits in _SYMBOLS.items()
+} | {f"{prefix}{symbol}": Fraction(1000 ** _PREFIXES[prefix], 8) for prefix in "MGT" for symbol in ("b/s", "bps")}
 # "Gb/s" is bits; "gb/s" is ambiguous, since who writes a small prefix may write a small b for bytes.
-_UNIT = re.compile(r"(?P<prefix>[kKMGT]?)(?P<binary>i?)(?P<what>[bB]it/s|B/s|Bps)|(?P<capital>[MGT])(?:b/s|bps)")
 _AMBIGUOUS = re.compile(r"(?P<prefix>[kmgt]?)b(?:/s|ps)", re.IGNORECASE)
 _LONGEST_TEXT = 100
 _SAME = 1e-9  # relative difference of two notations of one bandwidth, whose digits may have been cut
@@ -50,10 +56,7 @@ class Bandwidth:
 
     @staticmethod
     def gigabytes(per_second: float) -> Bandwidth:
-        """From 10^9 bytes a second.
-
-        Raises:
-            CallerError: It is NaN, infinite, or not above 0.
+        """From 10^9 bytes a second; raises as the class.
 
         Example:
             >>> Bandwidth.gigabytes(1.25).gigabits_per_second
@@ -63,15 +66,7 @@ class Bandwidth:
 
     @staticmethod
     def gigabits(per_second: float) -> Bandwidth:
-        """From 10^9 bits a second, as network links are sold.
-
-        Raises:
-            CallerError: It is NaN, infinite, or not above 0.
-
-        Example:
-            >>> Bandwidth.gigabits(10).gigabytes_per_second
-            1.25
-        """
+        """From 10^9 bits a second, as network links are sold; raises as the class."""
         return Bandwidth(_scaled(per_second, Fraction(10**9, _BITS_A_BYTE)))
 
     @staticmethod
@@ -241,22 +236,15 @@ def _parsed(text: object) -> Bandwidth:
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST_TEXT else None
     if found is None:
         raise CallerError("a bandwidth cannot be read", got=said(text), expected="text such as '10 Gbit/s'")
-    written, number, unit = found[0].strip(), found["number"], found["unit"]
+    number, unit = found["number"], found["unit"]
+    if unit in _UNITS:
+        return Bandwidth(_rounded(Fraction(number) * _UNITS[unit]))
+    ambiguous = _AMBIGUOUS.fullmatch(unit)
     if not unit:
         raise _ambiguous_unit("a bandwidth without a unit", number, number, "G")
-    kind, ambiguous = _UNIT.fullmatch(unit), _AMBIGUOUS.fullmatch(unit)
-    if kind is not None:
-        return Bandwidth(_rounded(Fraction(number) * _bytes_of(kind)))
     if ambiguous is not None:
-        raise _ambiguous_unit("a unit that may mean bits or bytes", written, number, ambiguous["prefix"].upper())
+        raise _ambiguous_unit("a unit that may mean bits or bytes", found[0].strip(), number, ambiguous[1].upper())
     raise CallerError("an unknown unit of bandwidth", got=repr(unit), expected="one such as Gbit/s, GB/s or GiB/s")
-
-
-def _bytes_of(unit: re.Match[str]) -> Fraction:
-    if unit["capital"]:
-        return Fraction(1000 ** _PREFIXES[unit["capital"]], _BITS_A_BYTE)
-    scale = (1024 if unit["binary"] else 1000) ** _PREFIXES[unit["prefix"]]
-    return Fraction(scale, _BITS_A_BYTE if unit["what"][1:].startswith("it") else 1)
 
 
 def _ambiguous_unit(what: str, got: str, number: str, prefix: str) -> CallerError:

@@ -42,7 +42,7 @@ class Shard(ABC):
     """
 
     partition: ClassVar[Partition]
-    _dimension: ClassVar[int] = 0  # along which a matrix is sharded
+    _dimension: ClassVar[int | None] = None  # along which it is sharded
     full_shape: Shape
     tp_rank: int
     tp_size: int
@@ -50,7 +50,8 @@ class Shard(ABC):
     @property
     def local_shape(self) -> Shape:
         """The shard's shape."""
-        return self.full_shape
+        shape, d = self.full_shape, self._dimension
+        return shape if d is None else (*shape[:d], shape[d] // self.tp_size, *shape[d + 1 :])
 
     def extract_shard(self, array: AnyArray, *, copy: bool = False) -> AnyArray:
         """This rank's shard of the whole component.
@@ -108,7 +109,7 @@ class Shard(ABC):
         if self.partition == "replicated":
             parts = parts[:1]
         if out is None and is_jax(parts[0]):  # immutable
-            return parts[0] if len(parts) == 1 else joined_by_jax(parts, self._dimension)
+            return parts[0] if len(parts) == 1 else joined_by_jax(parts, self._dimension or 0)
         whole = empty_like(parts[0], self.full_shape) if out is None else as_writable(out, "the destination")
         _refuse_other_shape(whole, self.full_shape, "the parts are merged into")
         refuse_mixed(whole, parts[0], "the destination")
@@ -123,31 +124,29 @@ class Shard(ABC):
         return hash(repr(self))
 
     @abstractmethod
+    def __repr__(self) -> str:
+        """As it was made; what shards are compared by."""
+
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         """The index of a rank's shard in the whole component."""
+        if self._dimension is None:
+            return (...,)  # a view also of an array without dimensions
+        length = self.local_shape[self._dimension]
+        return (*[slice(None)] * self._dimension, slice(rank * length, (rank + 1) * length))
 
 
 class _MatrixShard(Shard):
     """A shard of a matrix along one of its dimensions."""
 
+    _dimension: ClassVar[int]
+
     def __init__(self, rows: int, columns: int, tp_rank: int, tp_size: int) -> None:
         self.tp_rank, self.tp_size = checked_rank(tp_rank, tp_size, TENSOR_PARALLEL)
         self.full_shape = (whole_number("rows", rows, 0), whole_number("columns", columns, 0))
-        self._part = divided(("rows", "columns")[self._dimension], self.full_shape[self._dimension], self.tp_size)
-
-    @property
-    def local_shape(self) -> Shape:
-        """The shard's shape."""
-        rows, columns = self.full_shape
-        return (self._part, columns) if self._dimension == 0 else (rows, self._part)
+        divided(("rows", "columns")[self._dimension], self.full_shape[self._dimension], self.tp_size)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.full_shape[0]}, {self.full_shape[1]}, {self.tp_rank}, {self.tp_size})"
-
-    def _index_of(self, rank: int) -> tuple[Any, ...]:
-        index = [slice(None), slice(None)]
-        index[self._dimension] = slice(rank * self._part, (rank + 1) * self._part)
-        return tuple(index)
 
 
 @final
@@ -176,16 +175,8 @@ class ColumnParallelShard(_MatrixShard):
 class RowParallelShard(_MatrixShard):
     """Rows of a matrix (rows, columns): the inputs that one rank multiplies. A contiguous view.
 
-    The ranks' products are partial sums of the layer's output, which an all-reduce adds.
-
-    Args:
-        rows: Of the whole matrix; a multiple of `tp_size`.
-        columns: Of the whole matrix.
-        tp_rank: The rank, whose rows begin at tp_rank * rows / tp_size.
-        tp_size: Size of the tensor-parallel group.
-
-    Raises:
-        CallerError: The rows cannot be divided, or the rank is out of range.
+    The ranks' products are partial sums of the layer's output, which an all-reduce adds. Arguments and errors are those
+    of `ColumnParallelShard`, but that `tp_size` divides the rows.
 
     Example:
         >>> RowParallelShard(4096, 1024, tp_rank=1, tp_size=2).local_shape
@@ -193,6 +184,7 @@ class RowParallelShard(_MatrixShard):
     """
 
     partition = "row"
+    _dimension = 0
 
 
 @final
@@ -207,9 +199,6 @@ class Replica(Shard):
 
     def __repr__(self) -> str:
         return f"Replica({self.full_shape}, {self.tp_rank}, {self.tp_size})"
-
-    def _index_of(self, rank: int) -> tuple[Any, ...]:
-        return (...,)  # a view also of an array without dimensions
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:

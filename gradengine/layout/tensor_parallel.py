@@ -24,11 +24,6 @@ from gradengine.layout.shards import (
 
 __all__ = ["ColumnParallelShard", "RowParallelShard", "TensorParallelConfig"]
 
-_COLUMN_PARALLEL = ("w_q", "w_k", "w_v", "gate", "up")
-_ROW_PARALLEL = ("w_o", "down")
-_VOCABULARY = ("lm_head", "embedding")
-_REPLICATED = ("input_norm", "post_attn_norm", "final_norm")
-
 
 @final
 @dataclass(frozen=True)
@@ -170,27 +165,21 @@ class TensorParallelConfig:
         """
         refuse_other_kind("a component's name", name, str)
         component = name.rpartition(".")[2]
-        shape = [whole_number("a dimension", size, 0, kind=LayoutMismatch) for size in listed("a shape", shape)]
-        expected = self._full_shape(component, shape)
-        if tuple(shape) != expected:
-            raise LayoutMismatch(f"component '{name}' is not of this model", got=tuple(shape), expected=expected)
-        if len(expected) == 1:
-            return Replica(expected, self.tp_rank, self.tp_size)
-        rows, columns = expected
-        if component in _COLUMN_PARALLEL:
-            return ColumnParallelShard(rows, columns, self.tp_rank, self.tp_size)
-        if component in _ROW_PARALLEL:
-            return RowParallelShard(rows, columns, self.tp_rank, self.tp_size)
-        if component in _VOCABULARY and self.vocab_parallel:
-            self.local_vocab_size(expected[0])
-            return RowParallelShard(rows, columns, self.tp_rank, self.tp_size)
-        return Replica(expected, self.tp_rank, self.tp_size)
-
-    def _full_shape(self, component: str, shape: Sequence[int]) -> Shape:
+        given = tuple(whole_number("a dimension", n, 0, kind=LayoutMismatch) for n in listed("a shape", shape))
         h, kv, i = self.hidden_size, self.kv_hidden_size, self.intermediate_size
-        shapes: dict[str, Shape] = {"w_q": (h, h), "w_k": (h, kv), "w_v": (h, kv), "w_o": (h, h)}
-        shapes |= {"gate": (h, i), "up": (h, i), "down": (i, h)} | dict.fromkeys(_REPLICATED, (h,))
-        shapes |= dict.fromkeys(_VOCABULARY, (shape[0] if shape else 0, h))  # V is the model's choice
-        if component not in shapes:
-            raise LayoutMismatch("unknown component", got=repr(component), expected=f"one of {', '.join(shapes)}")
-        return shapes[component]
+        columns = {"w_q": (h, h), "w_k": (h, kv), "w_v": (h, kv), "gate": (h, i), "up": (h, i)}
+        rows = {"w_o": (h, h), "down": (i, h)}
+        vocabulary = dict.fromkeys(("lm_head", "embedding"), (*given[:1], h))  # V is the model's choice
+        norms = dict.fromkeys(("input_norm", "post_attn_norm", "final_norm"), (h,))
+        known: dict[str, Shape] = {**columns, **rows, **vocabulary, **norms}
+        if component not in known:
+            raise LayoutMismatch("unknown component", got=repr(component), expected=f"one of {', '.join(known)}")
+        if given != known[component]:
+            raise LayoutMismatch(f"component '{name}' is not of this model", got=given, expected=known[component])
+        ranks = self.tp_rank, self.tp_size
+        if component in columns:
+            return ColumnParallelShard(*columns[component], *ranks)
+        if component in vocabulary and self.vocab_parallel:
+            self.local_vocab_size(given[0])  # refuses by its name one that cannot be divided
+            return RowParallelShard(given[0], h, *ranks)
+        return RowParallelShard(*rows[component], *ranks) if component in rows else Replica(given, *ranks)
