@@ -9,7 +9,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
@@ -65,25 +65,17 @@ class RawBuffer:
 
 @dataclass(eq=False)  # not frozen: 0.3 us instead of 1.2, and one is made for each gradient
 class Buffer:
-    """A flat, contiguous view of an array's memory; never changed once it is made.
-
-    Attributes:
-        shape: The array's own.
-        writable: Whether it may be a destination.
-        owner: Kept alive for as long as this view is.
-        data: The elements as a NumPy array, in the storage dtype (bf16 as uint16); None on a GPU.
-        producer: The stream that the array is produced on; None for our own, or CuPy's current stream.
-    """
+    """A flat, contiguous view of an array's memory; never changed once it is made."""
 
     pointer: int
     size: int
     dtype: str
-    shape: tuple[int, ...]
-    writable: bool
-    owner: object
+    shape: tuple[int, ...]  # the array's own
+    writable: bool  # whether it may be a destination
+    owner: object  # kept alive for as long as this view is
     device: str = "cpu"
-    data: Any = None
-    producer: ProducerStream | None = None
+    data: Any = None  # the elements as a NumPy array, in the storage dtype (bf16 as uint16); None on a GPU
+    producer: ProducerStream | None = None  # that it is produced on; None for our own stream, or CuPy's current one
 
     @property
     def nbytes(self) -> int:
@@ -92,12 +84,9 @@ class Buffer:
 
     def part(self, start: int, stop: int) -> Buffer:
         """The elements start..stop - 1 of the same memory, flat."""
-        pointer = self.pointer + start * DTYPES[self.dtype].itemsize
+        pointer, size = self.pointer + start * DTYPES[self.dtype].itemsize, stop - start
         data = None if self.data is None else self.data[start:stop]
-        shape = (stop - start,)
-        return Buffer(
-            pointer, stop - start, self.dtype, shape, self.writable, self.owner, self.device, data, self.producer
-        )
+        return replace(self, pointer=pointer, size=size, shape=(size,), data=data)
 
     def overlaps(self, other: Buffer) -> bool:
         """Whether any byte belongs to both."""
@@ -254,19 +243,14 @@ def _freed(owner: object) -> str | None:
     if isinstance(owner, weakref.ref):
         return "a weak reference to nothing" if owner() is None else freed(owner())
     if isinstance(owner, memoryview):
-        return _freed_view(owner)
+        try:
+            owner.nbytes  # noqa: B018  (the only way to ask)
+        except ValueError:
+            return "a memoryview that is released"
     is_deleted = getattr(owner, "is_deleted", None)  # JAX
     if callable(is_deleted) and is_deleted() is True:
         return f"a {type(owner).__name__} that is deleted"
     has_no_buffer = type(owner).__name__ == "SharedMemory" and getattr(owner, "buf", None) is None
     if has_no_buffer or getattr(owner, "closed", False) is True:  # files and memory maps say so
         return f"a {type(owner).__name__} that is closed"
-    return None
-
-
-def _freed_view(view: memoryview) -> str | None:
-    try:
-        view.nbytes  # noqa: B018  (the only way to ask)
-    except ValueError:
-        return "a memoryview that is released"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -60,14 +60,9 @@ def _device_of_interface(source: Any) -> str:
 def device_buffer(source: Any, component: str, device: str, array_type: type, stream: int) -> Buffer:
     """A view of `source`, which must be contiguous, on `device`, in fp32, fp16 or bf16; else raises `BufferRefused`.
 
-    Args:
-        source: An instance of `array_type`, a torch tensor, a `RawBuffer`, a DLPack producer (JAX), or an object with
-            `__cuda_array_interface__`.
-        component: Its component's name, for errors.
-        device: "cuda:0", ...
-        array_type: cupy.ndarray, which needs no protocol.
-        stream: The stream that will read it, as DLPack numbers them; -1 asks the producer to order nothing. Others than
-            DLPack's producers order nothing: see `Buffer.producer`, and `exporting_stream` for array interfaces.
+    `array_type` is cupy.ndarray, which needs no protocol; else `source` is a torch tensor, a `RawBuffer`, a DLPack
+    producer (JAX), or has `__cuda_array_interface__`. `stream` will read it, as DLPack numbers them; -1 asks a DLPack
+    producer to order nothing. The others order nothing: see `Buffer.producer` and `exporting_stream`.
     """
     if isinstance(source, array_type):
         return _from_own_array(source, component, device)
@@ -79,7 +74,9 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     if has(source, "__dlpack__"):
         if is_jax(source):
             refuse_other_device(jax_device(source, component), component, (device,))
-            _refuse_to_record_immutable(component, stream)
+            if stream == -1:
+                what = f"component '{component}' is a JAX array, which a CUDA graph cannot capture: it is immutable"
+                raise BufferRefused(what, do="add it outside of a capture")
         devices = (device, device.replace("cuda", "cuda_managed"))
         return dlpack_view(source, component, devices, stream, UnknownStream())
     if has(source, "__cuda_array_interface__"):
@@ -113,26 +110,18 @@ def _from_own_array(array: Any, component: str, device: str) -> Buffer:
     return Buffer(int(array.data.ptr), int(array.size), dtype, shape, True, array, device)
 
 
-def _refuse_to_record_immutable(component: str, stream: int) -> None:
-    if stream == -1:
-        what = f"component '{component}' is a JAX array, which a CUDA graph cannot capture: it is immutable"
-        raise BufferRefused(what, do="add it outside of a capture")
-
-
 def _interface_of(source: Any, component: str, device: str) -> Exported:
+    """The exported array. The interface has no field for the device: `kernels/cuda_device.py` asks the driver."""
     try:
         return _read_interface(source, component, device)
     except BufferRefused:
         raise
     except Exception as fault:  # noqa: BLE001  (a framework's own object, and its own errors)
-        raise BufferRefused(
-            f"component '{component}' has a CUDA array interface that cannot be read ({said(fault)})",
-            got=type(source).__name__,
-        ) from None
+        what = f"component '{component}' has a CUDA array interface that cannot be read ({said(fault)})"
+        raise BufferRefused(what, got=type(source).__name__) from None
 
 
 def _read_interface(source: Any, component: str, device: str) -> Exported:
-    """The exported array. The interface has no field for the device: `kernels/device.py` asks the driver for it."""
     interface = source.__cuda_array_interface__
     if interface.get("mask") is not None:
         raise BufferRefused(f"component '{component}' is a masked array", do="pass the array without mask")
@@ -140,19 +129,14 @@ def _read_interface(source: Any, component: str, device: str) -> Exported:
     shape = tuple(operator.index(length) for length in itertools.islice(interface["shape"], MAX_DIMENSIONS + 1))
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"more than {MAX_DIMENSIONS} dimensions")
-    dtype = np.dtype(interface["typestr"])
-    strides = _element_strides(interface.get("strides"), dtype.itemsize, shape)
-    if any(stride % dtype.itemsize for stride in interface.get("strides") or ()):
-        raise not_contiguous(component, shape, strides)
+    dtype, strides, in_bytes = np.dtype(interface["typestr"]), contiguous_strides(shape), interface.get("strides")
+    if in_bytes is not None:
+        if len(in_bytes) != len(shape):
+            raise ValueError(f"{len(in_bytes)} strides for {len(shape)} dimensions")
+        strides = tuple(stride // dtype.itemsize for stride in in_bytes)
+        if any(stride % dtype.itemsize for stride in in_bytes):
+            raise not_contiguous(component, shape, strides)
     return Exported(int(pointer), _named(dtype, component), shape, strides, device, not read_only, source)
-
-
-def _element_strides(strides: Sequence[int] | None, itemsize: int, shape: Sequence[int]) -> tuple[int, ...]:
-    if strides is None:
-        return contiguous_strides(shape)
-    if len(strides) != len(shape):
-        raise ValueError(f"{len(strides)} strides for {len(shape)} dimensions")
-    return tuple(stride // itemsize for stride in strides)
 
 
 def _named(dtype: Any, component: str) -> str:

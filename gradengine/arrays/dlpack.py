@@ -23,22 +23,15 @@ MAX_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that says more would
 
 
 class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
-    """An array as a protocol exports it, unchecked; strides in elements.
+    """An array as a protocol exports it, unchecked; strides in elements."""
 
-    Attributes:
-        pointer: Address of the first element; 0 where there is none.
-        dtype: The dtype's name, or a description of an unsupported one.
-        writable: False where the producer says that the memory is read-only.
-        owner: What must stay alive while the memory is in use.
-    """
-
-    pointer: int
-    dtype: str
+    pointer: int  # of the first element; 0 where there is none
+    dtype: str  # its name, or a description of an unsupported one
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     device: str
     writable: bool
-    owner: object
+    owner: object  # what must stay alive while the memory is in use
 
 
 def exporting_device(source: Any, component: str) -> str:
@@ -83,11 +76,7 @@ def exported(source: Any, component: str, stream: int | None = None) -> Exported
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a C-contiguous array of that shape.
-
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
+    """The strides, in elements, of a C-contiguous array of that shape: (12, 4, 1) of (2, 3, 4)."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 

@@ -18,21 +18,13 @@ _MODULES_OF_DTYPES = ("torch.", "mlx.core.")
 
 
 class DType(NamedTuple):
-    """One gradient dtype.
-
-    Attributes:
-        name: As NumPy, ml_dtypes, torch and JAX call it.
-        storage: NumPy's dtype of the same bits. Where NumPy has none of its own, an unsigned integer, which the host's
-            kernels widen.
-        dlpack: DLPack's (type code, bits).
-        tag: Number of the dtype in `kernels/arithmetic.cuh`; at most 15, since an address has 4 bits for it.
-    """
+    """One gradient dtype, by the name that NumPy, ml_dtypes, torch and JAX call it."""
 
     name: str
     itemsize: int
-    storage: np.dtype[Any]
-    dlpack: tuple[int, int]
-    tag: int
+    storage: np.dtype[Any]  # NumPy's, or an unsigned integer of the same bits, which the host's kernels widen
+    dlpack: tuple[int, int]  # type code, bits
+    tag: int  # in kernels/arithmetic.cuh; at most 15, since an address has 4 bits for it
 
 
 DTYPES: dict[str, DType] = {

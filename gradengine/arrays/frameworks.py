@@ -84,22 +84,31 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     torch = sys.modules["torch"]
     device = torch_device(tensor)
     if device not in devices:
-        raise _on_meta(component) if tensor.is_meta else wrong_device(component, device, devices[0])
+        if tensor.is_meta:
+            what, got = f"component '{component}' is on the meta device and has no memory", "a shape alone"
+            do = "materialise the module before backward: module.to_empty(device=...), then load its weights"
+            raise BufferRefused(what, got=got, do=do)
+        raise wrong_device(component, device, devices[0])
     if tensor.layout is not torch.strided:
-        raise _sparse(tensor, component)
+        what = f"component '{component}' is sparse, or of another torch.layout than strided"
+        do = "pass .to_dense(), or build the embedding with sparse=False"
+        raise BufferRefused(what, got=str(tensor.layout), expected="torch.strided", do=do)
     dtype = supported_name(tensor.dtype)
     if dtype is None:
         raise unsupported_dtype(component, tensor.dtype)
     try:
         shape, pointer = tensor.shape, tensor.data_ptr()
     except RuntimeError as fault:
-        raise _no_storage(tensor, component, fault) from None
+        what = f"component '{component}' has no storage ({said(fault)})"
+        do = "pass plain tensors, outside of torch.func transformations"
+        raise BufferRefused(what, got=type(tensor).__name__, do=do) from None
     if not tensor.is_contiguous():
         raise not_contiguous(component, shape, tensor.stride())
     if tensor.is_neg():
         raise _negated(component)
     if tensor.requires_grad and tensor.is_leaf:
-        raise _parameter(tensor, component)
+        what = f"component '{component}' requires grad: it is a parameter, neither a gradient nor a destination"
+        raise BufferRefused(what, got=type(tensor).__name__, do="pass its .grad, or .detach() it")
     producer = _torch_stream(torch, device) if device != "cpu" else None
     return Buffer(pointer, tensor.numel(), dtype, shape, not tensor.requires_grad, tensor, device, None, producer)
 
@@ -125,6 +134,10 @@ def dlpack_view(
     view = exported_view(tensor, component, devices[0], producer)
     view.writable &= not is_jax(source)
     return view
+
+
+def _negated(component: str) -> BufferRefused:
+    return BufferRefused(f"component '{component}' is lazily negated", do="pass .resolve_neg()")
 
 
 def refuse_distributed(component: str, source: object) -> None:
@@ -220,13 +233,13 @@ def jax_device(array: Any, component: str) -> str:
 
 @functools.lru_cache(maxsize=64)  # 0.5 us an array otherwise, and a process has few
 def _jax_devices(sharding: Any) -> tuple[str, ...]:
-    return tuple(_named(device) for device in sharding.device_set)
-
-
-def _named(device: Any) -> str:
-    if device.platform == "cpu":
-        return "cpu"
-    return f"{'cuda' if device.platform == 'gpu' else device.platform}:{device.local_hardware_id}"
+    kinds = {"gpu": "cuda"}
+    return tuple(
+        "cpu"
+        if device.platform == "cpu"
+        else f"{kinds.get(device.platform, device.platform)}:{device.local_hardware_id}"
+        for device in sharding.device_set
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -316,31 +329,3 @@ def _kind_of(array: AnyArray) -> str:
 
 def _module_of(array: AnyArray) -> Any:
     return sys.modules.get(type(array).__module__.partition(".")[0])
-
-
-# ---- why a torch tensor is refused ----
-
-
-def _no_storage(tensor: Any, component: str, fault: Exception) -> BufferRefused:
-    do = "pass plain tensors, outside of torch.func transformations"
-    return BufferRefused(f"component '{component}' has no storage ({said(fault)})", got=type(tensor).__name__, do=do)
-
-
-def _on_meta(component: str) -> BufferRefused:
-    do = "materialise the module before backward: module.to_empty(device=...), then load its weights"
-    return BufferRefused(f"component '{component}' is on the meta device and has no memory", got="a shape alone", do=do)
-
-
-def _negated(component: str) -> BufferRefused:
-    return BufferRefused(f"component '{component}' is lazily negated", do="pass .resolve_neg()")
-
-
-def _parameter(tensor: Any, component: str) -> BufferRefused:
-    what = f"component '{component}' requires grad: it is a parameter, neither a gradient nor a destination"
-    return BufferRefused(what, got=type(tensor).__name__, do="pass its .grad, or .detach() it")
-
-
-def _sparse(tensor: Any, component: str) -> BufferRefused:
-    what = f"component '{component}' is sparse, or of another torch.layout than strided"
-    do = "pass .to_dense(), or build the embedding with sparse=False"
-    return BufferRefused(what, got=str(tensor.layout), expected="torch.strided", do=do)

@@ -53,13 +53,7 @@ def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> tuple[list[list[Ch
 class PartialSums:
     """The squared sum of each chunk of each target, at fixed places: the norm's partial sums, allocated once.
 
-    Args:
-        sizes: Elements of each target.
-        order: The order of work on them, and on the targets, over streams.
-        chunk: Elements of a chunk: the unit that one thread, or one thread block, sums at a time.
-
-    Attributes:
-        values: The squared sums; NaN until measured, so that a chunk that nobody measured can never pass.
+    A chunk is what one thread, or one thread block, sums at a time. `order` is that of work on these and the targets.
     """
 
     def __init__(self, sizes: Sequence[int], order: Order, chunk: int = CHUNK) -> None:
@@ -69,7 +63,7 @@ class PartialSums:
         self._single = [position for position, count in enumerate(self.counts) if count == 1]
         self._first_of_single = [self.first[position] for position in self._single]
         self._multiple = [position for position, count in enumerate(self.counts) if count > 1]
-        self.values: Any = np.full(sum(self.counts), np.nan)
+        self.values: Any = np.full(sum(self.counts), np.nan)  # so that a chunk that nobody measured can never pass
 
     def chunks(self, positions: Sequence[int]) -> list[Chunk]:
         """Every chunk of these targets."""

@@ -16,7 +16,7 @@ from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launch import OVERWRITE, Entry, Launches, Table, chunk_for, handed_back
+from gradengine.kernels.launch import OVERWRITE, Entry, Launches, Table, chunk_for
 from gradengine.kernels.operands import FoldPass, SlotSet, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.toolchain import load_cupy
@@ -28,13 +28,7 @@ _SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at
 
 @final
 class CudaPartialSums(PartialSums):
-    """The partial sums on the device: a squared sum and a count of non-finite elements for each chunk.
-
-    Attributes:
-        non_finite: How many elements of each chunk are not finite.
-        decisions: What K2 writes to, by clip plan.
-        of_all: The table for measuring all of them, wherever they lie.
-    """
+    """The partial sums on the device: a squared sum and a count of non-finite elements for each chunk."""
 
     order: Any
 
@@ -42,8 +36,8 @@ class CudaPartialSums(PartialSums):
         super().__init__(sizes, order, chunk_for(sum(sizes)))
         self.values = upload(self.values)
         self.non_finite = upload(np.zeros(sum(self.counts), np.uint32))
-        self.decisions: dict[Any, Any] = {}
-        self.of_all: Table | None = None
+        self.decisions: dict[Any, Any] = {}  # what K2 writes to, by clip plan
+        self.of_all: Table | None = None  # for measuring all of them, wherever they lie
         order.keep(self.values, self.non_finite, self.decisions)
 
 
@@ -51,15 +45,9 @@ class CudaPartialSums(PartialSums):
 class CudaKernels(Kernels):
     """CuPy on one device.
 
-    Work is queued on the current CuPy stream of the calling thread; see `on`. The first one on a machine compiles the
-    kernels (about a second); afterwards they come from CuPy's cache.
-
-    Args:
-        xp: CuPy, or what has its surface.
-        ordinal: Which device.
-
-    Raises:
-        DeviceUnavailable: NVRTC or its headers are missing.
+    Work is queued on the current CuPy stream of the calling thread. The first one on a machine compiles the kernels
+    (about a second); afterwards they come from CuPy's cache. Raises `DeviceUnavailable` where NVRTC or its headers are
+    missing.
     """
 
     device: CudaDevice
@@ -262,10 +250,13 @@ class CudaKernels(Kernels):
     def _hand_back_of(
         self, sources: Sequence[Buffer], destinations: Sequence[Buffer], groups: Sequence[int]
     ) -> _HandBack:
-        wanted = [i for i, source in enumerate(sources) if source.size]
-        entries = [handed_back(sources[i], destinations[i], groups[i]) for i in wanted]
+        wanted = [
+            (tagged(s), tagged(d), s.size, g) for s, d, g in zip(sources, destinations, groups, strict=True) if s.size
+        ]
+        # In place the address goes with the launch alone.
+        entries = [Entry(source if source != there else 0, size, 0, group) for source, there, size, group in wanted]
         table = self._launches.table(entries, chunk_for(sum(entry.size for entry in entries)))
-        return _HandBack(table, np.array([tagged(destinations[i]) for i in wanted], np.uint64), destinations)
+        return _HandBack(table, np.array([there for _, there, *_ in wanted], np.uint64), destinations)
 
     def _hand_back_in_place(self, arena: Arena, plan: ClipPlan, memory: DecisionMemory) -> _HandBack:
         """Made once for our own memory: borrowed targets are others at each step."""
@@ -284,13 +275,7 @@ class CudaKernels(Kernels):
 
 @final
 class _HandBack:
-    """What one launch of K3 works on.
-
-    Args:
-        table: Sources and sizes.
-        where: The destinations' addresses, as the kernel reads them.
-        destinations: The destinations.
-    """
+    """What one launch of K3 works on: a table of sources, and destinations with their addresses as it reads them."""
 
     def __init__(self, table: Table, where: npt.NDArray[np.uint64], destinations: Sequence[Buffer]) -> None:
         self.table, self.where, self.destinations = table, where, destinations
@@ -299,11 +284,7 @@ class _HandBack:
 
 @functools.cache
 def cuda_kernels(ordinal: int) -> CudaKernels:
-    """The kernels of one device, compiled once.
-
-    Raises:
-        DeviceUnavailable: CuPy, the driver, the device or NVRTC is missing; the error says which.
-    """
+    """The kernels of one device, compiled once; raises `DeviceUnavailable`, which says what is missing."""
     return CudaKernels(load_cupy(ordinal), ordinal)
 
 

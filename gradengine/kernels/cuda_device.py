@@ -26,12 +26,7 @@ from gradengine.kernels.streams import CurrentStream, StreamOrder
 
 @final
 class CudaDevice(CudaRuntime):
-    """One GPU; work is queued on the calling thread's current CuPy stream.
-
-    Args:
-        xp: CuPy, or what has its surface.
-        ordinal: Which device.
-    """
+    """One GPU; work is queued on the calling thread's current CuPy stream."""
 
     graphs: CudaGraphs
 

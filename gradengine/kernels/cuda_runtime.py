@@ -63,20 +63,15 @@ class Kept:
 
 
 class CudaRuntime(Device):
-    """Memory, events and copies of one device; its current stream is CuPy's of the calling thread.
-
-    Attributes:
-        recorded: What is being recorded, if anything is.
-        kept: What was dropped while work on it may run.
-    """
+    """Memory, events and copies of one device; its current stream is CuPy's of the calling thread."""
 
     def __init__(self, xp: Any, ordinal: int) -> None:
         self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
         with xp.cuda.Device(ordinal):
             self._uploads = xp.cuda.Stream(non_blocking=True)
-        self.recorded: Recorded | None = None
+        self.recorded: Recorded | None = None  # what is being recorded
         self._foreign: list[Any] = []  # what graphs that others record read
-        self.kept = Kept()
+        self.kept = Kept()  # what was dropped while work on it may run
 
     def active(self) -> AbstractContextManager[object]:
         """Within it, this is the current device: where a caller works on another one, launches would go there."""

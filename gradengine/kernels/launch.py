@@ -22,9 +22,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.cuda_runtime import CudaRuntime
-from gradengine.kernels.operands import tagged
 from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
@@ -38,7 +36,12 @@ _WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 bloc
 CAPACITIES = {"small": 480, "large": 4000}
 _THREADS = 256  # as the .cu files say; 512 for finalise
 _FINALISE_THREADS = 512
-_FILES = ("accumulate", "measure", "finalise", "hand_back")
+_FILES = {  # and the kernels in each: but for finalise, in a variant for each way of addresses
+    "accumulate": ("accumulate_1", "accumulate_4"),
+    "measure": ("measure",),
+    "finalise": ("finalise",),
+    "hand_back": ("hand_back",),
+}
 
 
 def chunk_for(size: int) -> int:
@@ -55,57 +58,29 @@ def chunk_for(size: int) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One component of a launch.
-
-    Attributes:
-        address: Where it lies, tagged; 0 where each launch says so.
-        size: Elements.
-        first: Index of its first chunk's partial.
-        group: Which factor it is multiplied by.
-    """
+    """One component of a launch; `address` is tagged, and 0 where each launch says so."""
 
     address: int
     size: int
-    first: int = 0
-    group: int = 0
-
-
-def handed_back(source: Buffer, destination: Buffer, group: int) -> Entry:
-    """The entry of K3 that brings a source to its destination; in place the address goes with the launch alone."""
-    in_place = source.pointer == destination.pointer and source.dtype == destination.dtype
-    return Entry(0 if in_place else tagged(source), source.size, 0, group)
+    first: int = 0  # index of its first chunk's partial
+    group: int = 0  # which factor it is multiplied by
 
 
 @dataclass(frozen=True)
 class Table:
-    """Entries and rows on the device.
-
-    Attributes:
-        entries: How many components.
-        blocks: How many rows: one thread block each.
-        chunk: Elements of a chunk.
-        rows: (entry, chunk) of each thread block.
-        targets: What each entry is.
-        born: Handle of the stream that the memory came from.
-        uses: Events behind the work of other streams, by handle and thread.
-    """
+    """Entries and rows on the device."""
 
     entries: int
-    blocks: int
+    blocks: int  # as many as there are rows: one thread block each
     chunk: int
     rows: Any
     targets: Any
-    born: int
-    uses: dict[tuple[int, int], Any]
+    born: int  # handle of the stream that the memory came from
+    uses: dict[tuple[int, int], Any]  # events behind the work of other streams, by handle and thread
 
 
 class Tables:
-    """The tables made so far, by what is in them.
-
-    Args:
-        upload: Copies a NumPy array to the device, and returns when it is there.
-        dropped: Takes a table's memory when nobody keeps the table any more, and the events behind work that reads it.
-    """
+    """The tables made so far, by what is in them; `dropped` takes their memory, with events behind its readers."""
 
     def __init__(self, upload: Callable[[npt.NDArray[Any]], Any], dropped: Callable[[Any, Any], None]) -> None:
         self._upload, self._dropped = upload, dropped
@@ -163,14 +138,7 @@ def _argument_type(capacity: int, weights: int) -> np.dtype[Any]:
 
 @final
 class Launches:
-    """The kernels of one device, ready to be launched on its current stream.
-
-    Args:
-        device: The device; its kernels are compiled here, or come from CuPy's cache.
-
-    Raises:
-        DeviceUnavailable: NVRTC or its headers are missing.
-    """
+    """The kernels of one device, compiled or from CuPy's cache, to be launched on its current stream."""
 
     def __init__(self, device: CudaRuntime) -> None:
         self._device = device
@@ -178,8 +146,13 @@ class Launches:
         self._capacities = capacities = CAPACITIES if takes_32_kb else {"small": CAPACITIES["small"]}
         with device.active():
             modules = {file: compiled(device.xp, file, large_arguments=takes_32_kb) for file in _FILES}
-        functions = [(name, modules[file]) for file in _FILES for name in _functions_of(file, (*capacities, "table"))]
-        self._functions = {name: module.get_function(name) for name, module in functions}
+        sizes = [f"_{size}" for size in (*capacities, "table")]
+        self._functions = {
+            name + size: modules[file].get_function(name + size)
+            for file, names in _FILES.items()
+            for name in names
+            for size in (sizes if file != "finalise" else [""])
+        }
         self._tables = Tables(device.upload, device.kept.dropped)
 
     def table(self, entries: Sequence[Entry], chunk: int) -> Table:
@@ -217,10 +190,3 @@ class Launches:
         self._device.keep(arguments)
         with self._device.active():
             self._functions[function]((blocks,), (threads,), arguments)
-
-
-def _functions_of(file: str, sizes: Sequence[str]) -> list[str]:
-    if file == "finalise":
-        return [file]
-    names = ("accumulate_1", "accumulate_4") if file == "accumulate" else (file,)
-    return [f"{name}_{size}" for name in names for size in sizes]

@@ -19,11 +19,7 @@ _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
 
 
 class SlotSet:
-    """Some of an arena's targets, in order; compared by identity, so that what is known of them is found at once.
-
-    Args:
-        positions: Which targets.
-    """
+    """Some of an arena's targets, in order; compared by identity, so that what is known of them is found at once."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = tuple(positions)
@@ -41,17 +37,11 @@ class SlotSet:
 
 @dataclass(frozen=True, eq=False)
 class AddressCheck:
-    """Where arrays lay when they came, to be compared with where they lie when they are read.
+    """Where arrays lay when they came, to be compared with where they lie when they are read."""
 
-    Attributes:
-        read: Asks arrays where they lie now: an answer for each.
-        sources: The arrays.
-        then: What they said.
-    """
-
-    read: Callable[[Sequence[Any]], list[Any]]
+    read: Callable[[Sequence[Any]], list[Any]]  # asks arrays where they lie now: an answer for each
     sources: Sequence[Any]
-    then: Sequence[Any]
+    then: Sequence[Any]  # what they said
 
     def moved(self, columns: Sequence[int]) -> int | None:
         """The first of these columns whose array lies elsewhere now, or is gone; None where all stand."""
@@ -77,21 +67,13 @@ def as_of_now(producers: frozenset[ProducerStream]) -> frozenset[ProducerStream]
 
 @dataclass(eq=False)
 class Contribution:
-    """One micro-batch's gradients for some targets.
-
-    Attributes:
-        slots: Which targets.
-        views: Each one's gradient; None where the micro-batch gave none.
-        producers: Whose streams they are worked on.
-        sources: The arrays themselves, to be kept alive, where the views do not do that.
-        address_check: Where they lay, where they are held and may move meanwhile.
-    """
+    """One micro-batch's gradients for some targets."""
 
     slots: SlotSet
-    views: Sequence[Buffer | None]
+    views: Sequence[Buffer | None]  # None where the micro-batch gave none
     producers: frozenset[ProducerStream] = frozenset()
-    sources: Sequence[Any] = ()
-    address_check: AddressCheck | None = None
+    sources: Sequence[Any] = ()  # the arrays themselves, to be kept alive, where the views do not do that
+    address_check: AddressCheck | None = None  # where they are held and may move meanwhile
 
     @staticmethod
     def of(slots: SlotSet, views: Sequence[Buffer | None]) -> Contribution:

@@ -49,13 +49,7 @@ class StreamOrder(Order):
     """The order of work on some memory, whichever streams it is queued on: each use waits for the one before.
 
     Behind each use an event is kept. A stream is never asked later: it may be gone then, and another have its handle.
-
-    Args:
-        runtime: Where the memory is, given out on the stream that is current now.
-        memory: What is kept alive until the work on it is done, when all else that kept it is dropped.
-
-    Attributes:
-        runtime: Where the memory is.
+    `memory`, given out on the stream that is current now, lives until the work on it is done, whoever drops it before.
     """
 
     def __init__(self, runtime: CudaRuntime, *memory: Any) -> None:

@@ -31,11 +31,7 @@ def device_ordinal(device: object) -> int | None:
 
 
 def load_cupy(ordinal: int) -> ModuleType:
-    """CuPy, on a machine where that device can be used.
-
-    Raises:
-        DeviceUnavailable: Something is missing; the error says what, and how to get it.
-    """
+    """CuPy, on a machine where that device can be used; else `DeviceUnavailable` says what is missing."""
     try:
         cupy = importlib.import_module("cupy")  # by name: the core imports no framework, and CuPy only when asked for
     except ImportError as fault:
@@ -98,11 +94,6 @@ def takes_large_arguments(xp: Any) -> bool:
 def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
     """The module of one .cu file, compiled for the current device (from CuPy's cache after the first time).
 
-    Args:
-        xp: CuPy.
-        name: The file.
-        large_arguments: Whether with the kernels that take 32 KB of arguments.
-
     Raises:
         DeviceUnavailable: NVRTC or its headers are missing.
     """
@@ -111,7 +102,7 @@ def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
     try:
         module.compile()
     except (RuntimeError, ImportError, OSError) as fault:
-        if _is_compile_error(fault):
+        if type(fault).__name__ == "CompileException":
             raise
         raise DeviceUnavailable(
             f"the kernels cannot be compiled ({fault})",
@@ -119,10 +110,6 @@ def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
             do="pip install 'cuda-toolkit[nvrtc,cudart]==12.*' (or 13.*, as the driver's CUDA version says)",
         ) from None
     return module
-
-
-def _is_compile_error(fault: Exception) -> bool:
-    return type(fault).__name__ == "CompileException"
 
 
 def refuse_to_exceed(xp: Any, nbytes: int, what: str) -> None:

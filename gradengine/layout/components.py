@@ -55,9 +55,10 @@ def is_nested(value: object) -> bool:
     >>> is_nested({}), is_nested([np.zeros(2)]), is_nested((2, 3))
     (True, True, False)
     """
-    if isinstance(value, (list, tuple)):
-        return any(not isinstance(item, _DIMENSION) and _is_component(item) for item in value)
-    return isinstance(value, Mapping)
+    if not isinstance(value, (list, tuple)):
+        return isinstance(value, Mapping)
+    items = [item for item in value if not isinstance(item, _DIMENSION)]
+    return any(item is None or isinstance(item, (list, tuple, Mapping)) or has(item, "shape") for item in items)
 
 
 def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
@@ -65,7 +66,8 @@ def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
     parameters = trainable(module)
     for name, parameter in parameters.items():
         refuse_unsupported(name, parameter)
-    return {name: _shape_in_memory(parameter) for name, parameter in parameters.items()}
+    orders = {name: memory_order(parameter) or range(parameter.ndim) for name, parameter in parameters.items()}
+    return {name: tuple(parameters[name].shape[d] for d in order) for name, order in orders.items()}
 
 
 def refuse_unsupported(name: str, array: Any) -> None:
@@ -108,27 +110,14 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     if has(module, "named_parameters"):
         yield from module.named_parameters()
         return
+    kind = getattr(getattr(sys.modules.get("torch"), "nn", None), "Parameter", ())
     is_other = isinstance(module, (str, bytes, Mapping)) or has(module, "shape")  # an array's rows are no parameters
     is_list = isinstance(module, Iterable) and not is_other
     for position, parameter in enumerate(module if is_list else [None]):
-        if not _is_parameter(parameter):
+        if not isinstance(parameter, kind):
             expected = "torch.nn.Module, or a list of its parameters"
             raise CallerError("not a torch module", got=type(module).__name__, expected=expected)
         yield str(position), parameter
-
-
-def _is_component(value: object) -> bool:
-    return value is None or isinstance(value, (list, tuple, Mapping)) or has(value, "shape")
-
-
-def _is_parameter(value: object) -> bool:
-    kind = getattr(getattr(sys.modules.get("torch"), "nn", None), "Parameter", None)
-    return kind is not None and isinstance(value, kind)
-
-
-def _shape_in_memory(parameter: Any) -> tuple[int, ...]:
-    order = memory_order(parameter)
-    return tuple(parameter.shape) if order is None else tuple(parameter.shape[dimension] for dimension in order)
 
 
 def _leaves(value: Any, path: str, count: Iterator[int], depth: int = 0) -> Iterator[tuple[str, Any]]:

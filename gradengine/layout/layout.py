@@ -73,7 +73,10 @@ class GradientLayout:
         # Models list their parameters from input to output, so backward completes them in reverse.
         appearance = dict.fromkeys(slot.name if slot.block is None else slot.block for slot in self.slots)
         order = [*reversed(appearance)] if backward_order is None else listed("backward_order", backward_order)
-        _refuse_bad_order(order, by_key)
+        if not all(isinstance(key, (int, str)) for key in order) or sorted(map(repr, order)) != sorted(
+            map(repr, by_key)
+        ):
+            raise LayoutMismatch("the backward order does not name each span once", got=order, expected=list(by_key))
         self.spans_by_key = {key: by_key[key] for key in order}
         self.spans = tuple(self.spans_by_key.values())
         self.arena_size = max(span.stop for span in self.spans)
@@ -179,8 +182,9 @@ class GradientLayout:
         if tensor_parallel is None:
             return GradientLayout(rows, order)
         refuse_other_kind("tensor_parallel", tensor_parallel, TensorParallelConfig)
-        local = [_part_of(row, tensor_parallel) for row in rows]
-        return GradientLayout(local, order, tp_rank=tensor_parallel.tp_rank, tp_size=tensor_parallel.tp_size)
+        shards = [tensor_parallel.shard_of(row.name, row.shape) for row in rows]
+        rows = [Row(r.name, s.local_shape, r.block_name, s.partition) for r, s in zip(rows, shards, strict=True)]
+        return GradientLayout(rows, order, tp_rank=tensor_parallel.tp_rank, tp_size=tensor_parallel.tp_size)
 
     @staticmethod
     def lora(num_blocks: int, hidden_size: int, kv_hidden_size: int, rank: int) -> GradientLayout:
@@ -315,21 +319,10 @@ def _shape_of(name: str, array: Any) -> Shape:
 
 def _block_name(name: str) -> str | None:
     parts = name.split(".")[:-1]
-    for is_number in (str.isdecimal, _ends_in_number):
-        for i, part in enumerate(parts):
-            if is_number(part):
-                return ".".join(parts[: i + 1])
-    return None
-
-
-def _ends_in_number(part: str) -> bool:
-    """Whether this is a flax module's numbered name: "Block_0", but not "layer0"."""
-    return part.rpartition("_")[2].isdecimal() and "_" in part
-
-
-def _part_of(row: Row, config: TensorParallelConfig) -> Row:
-    shard = config.shard_of(row.name, row.shape)
-    return Row(row.name, shard.local_shape, row.block_name, shard.partition)
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    # As flax names modules: "Block_0", but not "layer0".
+    numbers += [i for i, part in enumerate(parts) if "_" in part and part.rpartition("_")[2].isdecimal()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else None
 
 
 def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str, object], tp_size: int | None) -> None:
@@ -341,12 +334,6 @@ def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str,
     for name in named if tp_size is not None and tp_size > 1 else ():
         if name not in partitions:  # as "replicated" a forgotten shard would count once in the norm
             raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(PARTITIONS))
-
-
-def _refuse_bad_order(order: Sequence[int | str], spans: Mapping[int | str, Span]) -> None:
-    are_keys = all(isinstance(key, (int, str)) for key in order)
-    if not are_keys or len(order) != len(spans) or set(order) != set(spans):
-        raise LayoutMismatch("the backward order does not name each span once", got=order, expected=list(spans))
 
 
 def _few(names: Iterable[str], limit: int = 4) -> str:

@@ -99,19 +99,14 @@ def refuse_bad_rows(rows: Sequence[Row]) -> None:
                 got=said(row.partition),
                 expected=f"one of {get_args(Partition)}",
             )
-        if not _is_utf8(row.name):
-            raise LayoutMismatch("a component's name is not UTF-8", got=said(row.name), expected="text in UTF-8")
+        try:
+            row.name.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            what = "a component's name is not UTF-8"
+            raise LayoutMismatch(what, got=said(row.name), expected="text in UTF-8") from None
         if row.name in seen:
             raise LayoutMismatch("two components have one name", got=repr(row.name), expected="names that differ")
         seen.add(row.name)
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
 
 
 def slots_of(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:

@@ -25,20 +25,12 @@ class GroupState(Enum):
 
 @final
 class AllReduce:
-    """One rank's part in a group's sums, step by step.
-
-    Attributes:
-        exchange: What carries them; None before a group is joined.
-        progress: How far the step has come, whatever exchange carried it there.
-        started: Keys of the spans that this rank has contributed to.
-        is_alone: Whether there is nobody to sum with.
-        state: Where this rank stands in the group.
-    """
+    """One rank's part in a group's sums, step by step."""
 
     def __init__(self) -> None:
-        self.exchange: Exchange | None = None
-        self.progress = Progress()
-        self.started: set[int | str] = set()
+        self.exchange: Exchange | None = None  # before a group is joined
+        self.progress = Progress()  # of the step, whatever exchange carried it there
+        self.started: set[int | str] = set()  # keys of the spans that this rank has contributed to
         self.is_alone = True
         self.state = GroupState.SUMMING
         self._gathered: dict[str, list[bytes]] = {}  # what was told, kept: the others are past it

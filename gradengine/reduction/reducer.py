@@ -31,18 +31,12 @@ _NO_TOTALS: Float64 = np.empty(0)
 
 @dataclass(frozen=True)
 class DecidedStep:
-    """A step that is summed and decided: its gradients can be handed back, and what is left of it be done again.
-
-    Attributes:
-        non_finite: What was not finite, where the host knows it.
-        way: Where to the gradients went: "in place", "out" or "deferred".
-        window: Its window's number.
-    """
+    """A step that is summed and decided: its gradients can be handed back, and what is left of it be done again."""
 
     stats: StepStats
     decision: Decision
-    non_finite: NonFiniteGradient | None
-    way: str
+    non_finite: NonFiniteGradient | None  # where the host knows it
+    way: str  # the gradients go: "in place", "out" or "deferred"
     step: int
     window: int
 
@@ -51,16 +45,7 @@ class DecidedStep:
 class Reducer:
     """The sum over workers of one accumulator's windows.
 
-    Args:
-        per_worker: Whether each worker's sum is divided by its own weight before it leaves.
-        settings: What all workers must have set alike.
-        parts: The tensor-parallel group, whose ranks hold the other parts of this worker's model.
-
-    Attributes:
-        workers: The sum over the workers that hold the same part.
-        window: The number of the open window, counted from 0; one that was dropped counts, if others know of it.
-        agreed: What all ranks know, in a step that is AGREED.
-        decided: What is handed back, in a step that is HANDED_BACK.
+    `workers` sums over those that hold the same part of a model, `parts` over the ranks with its other parts.
     """
 
     def __init__(
@@ -75,9 +60,9 @@ class Reducer:
         self.parts, self.workers = parts, AllReduce()
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
-        self.window = 0
-        self.agreed: StepStats | None = None
-        self.decided: DecidedStep | None = None
+        self.window = 0  # the open one's number; one that was dropped counts, if others know of it
+        self.agreed: StepStats | None = None  # what all ranks know, in a step that is AGREED
+        self.decided: DecidedStep | None = None  # what is handed back, in a step that is HANDED_BACK
         self._state = accumulator.state
         self._measured_upto: dict[int | str, int] = {}
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -21,23 +22,15 @@ _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One worker's part of a window, or all workers' together.
-
-    Attributes:
-        weight: Sum of the micro-batches' weights.
-        totals: Squared sum of each component.
-        settings: What all workers must have set alike.
-        place: Which step and window it is of, in words.
-        workers: How many workers had a micro-batch.
-    """
+    """One worker's part of a window, or all workers' together."""
 
     weight: float
     micro_batches: int
-    totals: Float64
+    totals: Float64  # squared sum of each component
     unused: Flags
-    settings: Mapping[str, str] = field(default_factory=dict)
-    place: str = ""
-    workers: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)  # what all workers must have set alike
+    place: str = ""  # which step and window it is of
+    workers: int = 1  # that had a micro-batch
 
 
 def agree(group: AllReduce, mine: StepStats) -> StepStats:
@@ -69,8 +62,15 @@ def stats_of_all(group: AllReduce, mine: StepStats) -> list[StepStats]:
     totals, unused = mine.totals.astype("<f8").tobytes(), mine.unused.tobytes()
     told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, unused, dict(mine.settings)])
     stats = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]
-    for rank, theirs in enumerate(stats):
-        _refuse_other_settings(rank, theirs.settings, stats[0].settings)
+    first = stats[0].settings
+    for rank, name in itertools.product(range(len(stats)), first):
+        if stats[rank].settings.get(name) != first[name]:
+            raise ExchangeError(
+                f"rank {rank} has another {name} than rank 0",
+                got=stats[rank].settings.get(name, "nothing"),
+                expected=first[name],
+                do="build the engines of all workers with the same settings",
+            )
     return stats
 
 
@@ -94,17 +94,6 @@ def _checked(rank: int, facts: Any, mine: StepStats) -> StepStats:
             expected=f"weight above 0 and micro-batches, or 0 and none, {mine.totals.size} components",
         )
     return stats
-
-
-def _refuse_other_settings(rank: int, settings: Mapping[str, str], first: Mapping[str, str]) -> None:
-    for name in first:
-        if settings.get(name) != first[name]:
-            raise ExchangeError(
-                f"rank {rank} has another {name} than rank 0",
-                got=settings.get(name, "nothing"),
-                expected=first[name],
-                do="build the engines of all workers with the same settings",
-            )
 
 
 def refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:
