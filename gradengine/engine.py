@@ -22,7 +22,7 @@ from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import DecidedStep, Reducer
 from gradengine.reduction.stats import StepStats
-from gradengine.reduction.tensor_parallel import Replicated, TensorParallelGroup
+from gradengine.reduction.tensor_parallel_group import Replicated, TensorParallelGroup
 from gradengine.result import StepResult
 from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale
 

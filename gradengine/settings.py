@@ -12,7 +12,7 @@ from gradengine.errors import CallerError
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import ClipPlan, DeviceLike
 from gradengine.layout import GradientLayout
-from gradengine.reduction.tensor_parallel import Replicated
+from gradengine.reduction.tensor_parallel_group import Replicated
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
 Average: TypeAlias = Literal["weighted", "per_worker"]

@@ -62,22 +62,10 @@ _PERHAPS_APPLIED = Refusal(
     expected="finish_step(applied=True) where it did, finish_step(applied=False) to call it again",
 )
 
-
-_TRAIN, _FINISH = range(2)
-# fmt: off
-#: Why each call is refused, if it is. A batch of which all or some are in may have been dropped by the engine's own
-#: discard(); then another can begin.
-_REFUSALS: Mapping[Batch, tuple[Refusal | None, Refusal | None]] = {
-    #                train_batch()     finish_step()
-    Batch.READY:    (None,             _NO_BATCH),
-    Batch.ADDING:   (None,             _BROKE_OFF),
-    Batch.ADDED:    (None,             None),
-    Batch.STEPPED:  (_UNFINISHED,      None),
-    Batch.APPLYING: (_PERHAPS_APPLIED, _PERHAPS_APPLIED),
-    Batch.APPLIED:  (_UNFINISHED,      None),
-    Batch.FINISHED: (None,             None),
-}
-# fmt: on
+#: Why each call is refused, and in which states. A batch of which all or some are in may have been dropped by the
+#: engine's own discard(); then another can begin.
+_TRAIN_REFUSED = {Batch.STEPPED: _UNFINISHED, Batch.APPLYING: _PERHAPS_APPLIED, Batch.APPLIED: _UNFINISHED}
+_FINISH_REFUSED = {Batch.READY: _NO_BATCH, Batch.ADDING: _BROKE_OFF, Batch.APPLYING: _PERHAPS_APPLIED}
 
 
 class LocalTrainer(Protocol[MicroBatchT_contra]):
@@ -200,14 +188,17 @@ class DistributedTrainer:
         batches = iterated("micro_batches", micro_batches)
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
-        self._refuse_to_begin()
+        self._ask(_TRAIN_REFUSED)
+        if self.engine.has_open_window or (self._batch is Batch.ADDED and self._lost_result() is not None):
+            raise self._error(_UNFINISHED)
         self._batch, self._losses, self._loss_came_through = Batch.ADDING, [], _NOTHING
         for count, micro_batch in enumerate(batches, start=1):
             weight = self._weight(micro_batch)
             if weight == 0:
                 continue  # it counts nothing, and its mean over 0 tokens may be NaN
             last = count == self.engine.micro_batches
-            loss = self._stream(micro_batch, weight) if last and self._streams else self._add(micro_batch, weight)
+            streams = last and hasattr(self.trainer, "stream_backward")
+            loss = self._stream(micro_batch, weight) if streams else self._add(micro_batch, weight)
             self._losses.append((loss, weight))
         if not self._losses:
             self.engine.add(None, weight=0)
@@ -232,7 +223,7 @@ class DistributedTrainer:
         """
         applied = None if applied is None else truth_value("applied", applied)
         if applied is None or self._batch is not Batch.APPLYING:
-            self._ask(_FINISH)
+            self._ask(_FINISH_REFUSED)
         if self._batch is Batch.ADDED:
             self.last_result, self._batch = self._step(), Batch.STEPPED
         if self._batch is Batch.STEPPED or (self._batch is Batch.APPLYING and not applied):
@@ -247,7 +238,10 @@ class DistributedTrainer:
         lost = self._lost_result()
         if lost is not None:
             return lost
-        self._share_loss()  # before the step, so that a failure here leaves the step to be run again
+        exchange = self.engine.exchange
+        if self._loss_came_through is not exchange:  # where a step is run again through one, the others are past it
+            # Before the step, so that a failure here leaves the step to be run again.
+            self._loss, self._loss_came_through = self._global_loss(), exchange
         return self.engine.step()
 
     def _lost_result(self) -> StepResult | None:
@@ -260,16 +254,9 @@ class DistributedTrainer:
         self.engine.discard()
         self._batch = Batch.READY
 
-    def _refuse_to_begin(self) -> None:
-        self._ask(_TRAIN)
-        is_over = self._batch is Batch.ADDED and self._lost_result() is not None
-        if self.engine.has_open_window or is_over:
-            raise self._error(_UNFINISHED)
-
-    def _ask(self, call: int) -> None:
-        refusal = _REFUSALS[self._batch][call]
-        if refusal is not None:
-            raise self._error(refusal)
+    def _ask(self, refused: Mapping[Batch, Refusal]) -> None:
+        if self._batch in refused:
+            raise self._error(refused[self._batch])
 
     def _error(self, refusal: Refusal) -> WindowError:
         engine = self.engine
@@ -281,10 +268,6 @@ class DistributedTrainer:
         result, self._batch = self.last_result, Batch.APPLYING
         if result is not None and not result.skipped:
             self.trainer.apply_gradients(result.gradients)
-
-    @property
-    def _streams(self) -> bool:
-        return hasattr(self.trainer, "stream_backward")
 
     def _add(self, micro_batch: object, weight: float) -> float:
         loss, gradients = _pair("forward_backward", self.trainer.forward_backward(micro_batch), "(loss, gradients)")
@@ -311,12 +294,6 @@ class DistributedTrainer:
             return 1.0
         counts = weight(micro_batch)
         return 0.0 if as_float(counts) == 0 else float(checked_weight(counts))
-
-    def _share_loss(self) -> None:
-        """Once through each exchange: where a step is run again through the same one, the others are past it."""
-        exchange = self.engine.exchange
-        if self._loss_came_through is not exchange:
-            self._loss, self._loss_came_through = self._global_loss(), exchange
 
     def _global_loss(self) -> float:
         mine = (ordered_sum(loss * weight for loss, weight in self._losses), ordered_sum(w for _, w in self._losses))

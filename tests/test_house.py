@@ -74,7 +74,7 @@ ORDER = [
     "reduction.all_gather",
     "reduction.all_reduce",
     "reduction.stats",
-    "reduction.tensor_parallel",
+    "reduction.tensor_parallel_group",
     "reduction.reducer",
     "reduction",
     "deferred",

@@ -13,7 +13,7 @@ from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.errors import ExchangeError, PeerLost, WindowError
 from gradengine.reduction.reducer import Reducer
-from gradengine.reduction.tensor_parallel import TensorParallelGroup
+from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
 LAYOUT = GradientLayout.transformer(2, 8, 4, 12, 16)
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})

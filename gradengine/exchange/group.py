@@ -21,8 +21,8 @@ from gradengine.exchange.coordinator import Coordinator
 from gradengine.exchange.handshake import differing_rows
 from gradengine.exchange.interface import (
     GROUP_BYTES,
-    Arena,
     Bucket,
+    Float32,
     Membership,
     NonFiniteValue,
     Progress,
@@ -46,11 +46,11 @@ class Member(ABC):
         self.rank, self.progress = rank, progress
 
     @abstractmethod
-    def contribution(self, bucket: Bucket) -> Arena:
+    def contribution(self, bucket: Bucket) -> Float32:
         """The rank's gradients of the bucket that is summed next."""
 
     @abstractmethod
-    def deliver(self, step: int, bucket: Bucket, total: Arena) -> None:
+    def deliver(self, step: int, bucket: Bucket, total: Float32) -> None:
         """Take a bucket's sum, in `total` until the step is over. Called in order, without the lock."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Group:
         self.members: dict[int, Member] = {}
         self._dismissed: set[int] = set()
         self.coordinator: Coordinator | None = None
-        self._store: Arena | None = None
+        self._store: Float32 | None = None
         self._summing_thread: int | None = None
         self._last_progress = time.monotonic()
 
@@ -101,7 +101,7 @@ class Group:
         """Whether all ranks have joined."""
         return self.coordinator is not None and not self.coordinator.missing
 
-    def admit(self, member: Member, layout: GradientLayout, arena: Arena | None = None) -> None:
+    def admit(self, member: Member, layout: GradientLayout, arena: Float32 | None = None) -> None:
         """A rank joins; the last one opens the group. With rank 0's own arena, in this process, sums are made in it.
 
         Raises:
@@ -201,7 +201,7 @@ class Group:
         if self.failure is not None:
             raise self.failure
 
-    def _admit(self, member: Member, layout: GradientLayout, arena: Arena | None) -> None:
+    def _admit(self, member: Member, layout: GradientLayout, arena: Float32 | None) -> None:
         if self.layout is None:
             self.layout, self.buckets = layout, buckets_of(layout, self.bucket_bytes)
         elif self.layout != layout:
@@ -239,7 +239,7 @@ class Group:
             if summed and summed == len(self.buckets):
                 member.end_step(coordinator.step, self.members[0].progress.bad)
 
-    def _total(self, bucket: Bucket) -> Arena:
+    def _total(self, bucket: Bucket) -> Float32:
         assert self._store is not None  # noqa: S101  (set when the group opens)
         return self._store[bucket.start : bucket.stop]
 
@@ -292,7 +292,7 @@ class Group:
             member.deliver(step, bucket, total)
 
 
-def _sum_in_rank_order(parts: Sequence[Arena], total: Arena, start: int) -> list[NonFiniteValue]:
+def _sum_in_rank_order(parts: Sequence[Float32], total: Float32, start: int) -> list[NonFiniteValue]:
     """Total = parts[0] + parts[1] + ..., in place if `total` is rank 0's part."""
     bad = [value for rank, part in enumerate(parts) for value in find_non_finite(rank, part, start)]
     if parts[0].ctypes.data != total.ctypes.data:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
-Arena: TypeAlias = npt.NDArray[np.float32]
+Float32: TypeAlias = npt.NDArray[np.float32]
 GROUP_BYTES = 16  # of a group's random identifier
 DEFAULT_BUCKET_BYTES = 1 << 21  # 1 MB: twice the switches between threads, 15 % slower on loopback; 4 MB gains nothing
 DEFAULT_TIMEOUT = 300.0  # seconds
@@ -168,7 +168,7 @@ class Exchange(NotCopied, ABC, instead="make one in each process, with connect()
     url: str | None
 
     @abstractmethod
-    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
+    def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
         """Join the group with a layout and an arena; returns when all ranks have joined.
 
         Args:
@@ -295,7 +295,7 @@ def refuse_other_bucket(peer: str, message: Gradient | Sum, payload_bytes: int, 
         raise ProtocolError(f"{peer} sent another {message.kind}", got=(message, payload_bytes), expected=expected)
 
 
-def find_non_finite(rank: int, contribution: Arena, start: int) -> list[NonFiniteValue]:
+def find_non_finite(rank: int, contribution: Float32, start: int) -> list[NonFiniteValue]:
     """The first NaN or Inf of a contribution that starts at arena index `start`; an empty list without one.
 
     >>> find_non_finite(3, np.array([1, np.inf], np.float32), 100)
@@ -333,7 +333,7 @@ def set_bucket_bytes(bucket_bytes: int, progress: Progress, rank: int) -> None:
     progress.bucket_bytes = bucket_bytes
 
 
-def refuse_bad_arena(layout: GradientLayout, arena: Arena) -> None:
+def refuse_bad_arena(layout: GradientLayout, arena: Float32) -> None:
     """Raise `CallerError` unless the arena is flat contiguous fp32 memory of the layout's size."""
     refuse_other_kind("layout", layout, GradientLayout)
     refuse_other_kind("arena", arena, np.ndarray)

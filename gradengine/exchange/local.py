@@ -13,9 +13,9 @@ from gradengine.exchange.interface import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
-    Arena,
     Bucket,
     Exchange,
+    Float32,
     NonFiniteValue,
     OnReduced,
     Outbox,
@@ -69,7 +69,7 @@ class LocalExchange(Exchange):
         self._on_close, self.url = on_close, url
 
     @closing_if_interrupted
-    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
+    def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
         """See `Exchange.bind`."""
         refuse_bad_arena(layout, arena)
         if self._member is not None:
@@ -143,16 +143,16 @@ class LocalExchange(Exchange):
 class _LocalMember(Member):
     """A rank whose arena is in this process; rank 0's arena is summed in place."""
 
-    def __init__(self, rank: int, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
+    def __init__(self, rank: int, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
         super().__init__(rank, progress)
         self._arena, self._on_reduced = arena, on_reduced
         self.gathers: list[list[bytes]] = []
         self.is_welcome = self.has_ended = False
 
-    def contribution(self, bucket: Bucket) -> Arena:
+    def contribution(self, bucket: Bucket) -> Float32:
         return self._arena[bucket.start : bucket.stop]
 
-    def deliver(self, step: int, bucket: Bucket, total: Arena) -> None:
+    def deliver(self, step: int, bucket: Bucket, total: Float32) -> None:
         mine = self.contribution(bucket)
         if mine.ctypes.data != total.ctypes.data:
             np.copyto(mine, total)

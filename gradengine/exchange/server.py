@@ -47,8 +47,8 @@ from gradengine.exchange.interface import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
-    Arena,
     Bucket,
+    Float32,
     NonFiniteValue,
     Progress,
     again_if_interrupted,
@@ -318,15 +318,15 @@ class _RemoteMember(Member):
         self._channel, self._group = channel, group
         self._outgoing: queue.SimpleQueue[tuple[Message, bytes | memoryview] | None] = queue.SimpleQueue()
         self._unsent = 0
-        self._arrived: deque[Arena] = deque()
-        self._summing: Arena | None = None
-        self._free: list[Arena] = []
+        self._arrived: deque[Float32] = deque()
+        self._summing: Float32 | None = None
+        self._free: list[Float32] = []
 
-    def contribution(self, bucket: Bucket) -> Arena:
+    def contribution(self, bucket: Bucket) -> Float32:
         self._summing = self._arrived.popleft()
         return self._summing[: bucket.stop - bucket.start]
 
-    def deliver(self, step: int, bucket: Bucket, total: Arena) -> None:
+    def deliver(self, step: int, bucket: Bucket, total: Float32) -> None:
         with self._group.lock:
             if self._summing is not None:
                 self._free.append(self._summing)

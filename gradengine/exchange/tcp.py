@@ -24,9 +24,9 @@ from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
     GROUP_BYTES,
-    Arena,
     Bucket,
     Exchange,
+    Float32,
     Membership,
     NonFiniteValue,
     OnReduced,
@@ -114,7 +114,7 @@ class WorkerClient(Exchange):
         self._last_progress = time.monotonic()
 
     @closing_if_interrupted
-    def bind(self, layout: GradientLayout, arena: Arena, progress: Progress, on_reduced: OnReduced) -> None:
+    def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
         """See `Exchange.bind`."""
         refuse_bad_arena(layout, arena)
         if self._channel is not None:

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, final
 
 from gradengine.errors import CallerError, PeerLost
-from gradengine.exchange.interface import Arena, Exchange, OnReduced, Progress, closing_if_interrupted
+from gradengine.exchange.interface import Exchange, Float32, OnReduced, Progress, closing_if_interrupted
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import gathered, packed
@@ -36,7 +36,7 @@ class AllReduce:
         self._gathered: dict[str, list[bytes]] = {}  # what was told, kept: the others are past it
 
     @closing_if_interrupted
-    def join(self, exchange: Exchange, layout: GradientLayout, arena: Arena, on_reduced: OnReduced) -> None:
+    def join(self, exchange: Exchange, layout: GradientLayout, arena: Float32, on_reduced: OnReduced) -> None:
         """Join the group, and contribute again what had left through another exchange. One that fails is closed."""
         try:
             exchange.bind(layout, arena, self.progress, on_reduced)

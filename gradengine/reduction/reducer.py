@@ -24,7 +24,7 @@ from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, agree
-from gradengine.reduction.tensor_parallel import TensorParallelGroup
+from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
 _NO_TOTALS: Float64 = np.empty(0)
 

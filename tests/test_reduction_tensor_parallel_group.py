@@ -29,7 +29,7 @@ from gradengine import (
 )
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.errors import HandshakeRefused, PeerLost, ProtocolError, WindowError
-from gradengine.reduction.tensor_parallel import TensorParallelGroup
+from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
 pytestmark = pytest.mark.timeout(150)
 SIZES = (2, 16, 16, 24, 12)  # blocks, H, KV, I, V
