@@ -40,10 +40,10 @@ _ROOT_CAUSE_SECONDS = 5.0  # given to who is at fault, after others missed it: r
 
 @dataclass(frozen=True)
 class _Failed:
-    """The last report of a worker that gives up; `lost_peer` if the fault is another's, who may have more to say."""
+    """The last report of a worker that gives up."""
 
     message: str
-    lost_peer: bool
+    lost_peer: bool  # the fault is another's, who may have more to say
 
 
 @final
@@ -57,6 +57,11 @@ class Worker:
     failure: _Failed | None = None
     is_at_work: bool = False
     is_late: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is late, gave up, or died; a pipe is closed once its end has been read."""
+        return self.is_late or self.failure is not None or (self.connection.closed and self.process.exitcode != 0)
 
     @property
     def has_lost_peer(self) -> bool:
@@ -192,55 +197,48 @@ class ProcessPool:
                     worker.kill()
         for connection in ready:
             worker = self._running[connection]
-            report, has_failed = self._receive(worker)
-            if has_failed:
+            report = self._receive(worker)
+            if worker.has_failed:
                 raise self._root_cause(worker)
             if not connection.closed:  # type: ignore[union-attr]
                 yield worker, report
 
-    def _receive(self, worker: Worker) -> tuple[Any, bool]:
-        """A worker's next report, and whether it is its last because it failed, died or is late."""
+    def _receive(self, worker: Worker) -> Any:
+        """A worker's next report; None where no more comes."""
         _set_timeout(worker.connection, self._deadline)
+        report = None
         try:
             report = worker.connection.recv()
         except BlockingIOError:
             worker.kill()
-            return None, True
         except (EOFError, OSError):
-            self._reap(worker)
-            return None, worker.is_late or bool(worker.process.exitcode)
+            del self._running[worker.connection]
+            worker.connection.close()
+            worker.process.join()
         if isinstance(report, _Failed):
             worker.failure = report
-        return report, worker.failure is not None
-
-    def _reap(self, worker: Worker) -> None:
-        del self._running[worker.connection]
-        worker.connection.close()
-        worker.process.join()
+        return report
 
     def _root_cause(self, first: Worker) -> ExchangeError:
         """The error of a pool of which one worker failed: who is at fault, not who noticed."""
         if first.is_late:
-            return self._too_late(first)
-        culprit = first
-        deadline = time.monotonic() + _ROOT_CAUSE_SECONDS
+            late = dict.fromkeys([first, *(worker for worker in self._running.values() if worker.is_late)])
+            names = ", ".join(f"{worker.name} (process {worker.process.pid})" for worker in late)
+            do = "it was stopped or hangs: the others have been ended too, run it again"
+            return DeadlineExceeded(f"{names} reported nothing for {self._deadline:g} s", do=do)
+        culprit, deadline = first, time.monotonic() + _ROOT_CAUSE_SECONDS
         while culprit.has_lost_peer and (others := [c for c, worker in self._running.items() if worker.is_at_work]):
             ready = wait(others, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for worker in [self._running[connection] for connection in ready]:
-                if self._receive(worker)[1] and not worker.has_lost_peer:
+                self._receive(worker)
+                if worker.has_failed and not worker.has_lost_peer:
                     culprit = worker
         culprit.process.join(_JOIN_SECONDS)  # it may still be printing what a bug report needs
         if culprit.failure is None:
             return PeerLost(culprit.exit_message, do="the others have been stopped")
         return ExchangeError(culprit.exit_message)
-
-    def _too_late(self, first: Worker) -> DeadlineExceeded:
-        late = dict.fromkeys([first, *(worker for worker in self._running.values() if worker.is_late)])
-        names = ", ".join(f"{worker.name} (process {worker.process.pid})" for worker in late)
-        do = "it was stopped or hangs: the others have been ended too, run it again"
-        return DeadlineExceeded(f"{names} reported nothing for {self._deadline:g} s", do=do)
 
 
 def _set_timeout(connection: Connection[Any, Any], seconds: float) -> None:
@@ -254,16 +252,14 @@ def _set_timeout(connection: Connection[Any, Any], seconds: float) -> None:
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """What processes started here find in their environment."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

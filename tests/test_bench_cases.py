@@ -1,27 +1,27 @@
 """Every case on the host at a tiny size: what it computes, and the bytes counted by hand."""
 
-import dataclasses
 import importlib.util
 import math
 
 import numpy as np
 import pytest
 
-from gradengine.bench import parts
+from gradengine.bench import parts, report
 from gradengine.bench.case import Absent, Benchmark, Case, Missing, Variant, check, relative_error
-from gradengine.bench.device import Host, open_host, peak_growth
+from gradengine.bench.device import open_host, peak_growth
 from gradengine.bench.exchange import exchange_variants
 from gradengine.bench.peers import ByHand
+from gradengine.bench.report import yardsticks
 from gradengine.bench.step import step
 from gradengine.bench.workers import ProcessCrew, Reduction, span_layout
 from gradengine.bench.workload import Workload, block_layout, equal_layout, model_layout, widened
-from gradengine.bench.yardstick import Yardsticks
 from gradengine.errors import CallerError, ExchangeError
 
 SET = 4 * (16 + 4 + 4 + 16 + 3 * 64 + 4 + 4)  # bytes of one block of hidden size 4 in fp32
 TORCH = importlib.util.find_spec("torch") is not None
-HOST = open_host(1)
-WITHOUT_TORCH = dataclasses.replace(HOST, torch_module=None)
+HOST, WITHOUT_TORCH = open_host(1), open_host(1)
+WITHOUT_TORCH.torch_module = None
+HOST.copied = 1024
 
 
 def tiny(micro_batches=3, dtype="float32", host=HOST):
@@ -101,15 +101,14 @@ def test_exchange(world_size):
 
 
 def test_yardsticks():
-    variants = Yardsticks(dataclasses.replace(HOST, copied=1024)).variants
+    variants = yardsticks(HOST)
     checked(variants, 0.0)
     assert counted(variants) == {"copy": 2 * 4096, "triad": 3 * 4096}
 
 
 def test_a_copy_that_copies_nothing_is_no_yardstick(monkeypatch):
-    monkeypatch.setattr(Host, "spread", lambda self, work, size: None)
-    yardsticks = Yardsticks(dataclasses.replace(HOST, copied=1024))
-    assert check(Benchmark("fake", yardsticks.variants, 1e-6, {}))[2] == ["copy", "triad"]
+    monkeypatch.setattr(report, "spread", lambda *_: None)
+    assert check(Benchmark("fake", yardsticks(HOST), 1e-6, {}))[2] == ["copy", "triad"]
 
 
 def test_missing_torch_is_named():

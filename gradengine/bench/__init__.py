@@ -1,17 +1,17 @@
 """Benchmarks: each part of the step beside the same by hand and by PyTorch, in one interleaved run.
 
-One harness for every device. A `Device` (the host, or a GPU) places arrays, times a run, and measures memory. A
-`Workload` is a step's micro-batches on a device, and what must come out of them. A benchmark is a list of `Variant`s
-over a workload: `measure` builds each, compares its result with fp64's, times those that compute the same in turns
-beside what the memory can do, and gives a `Report`, which is a table or JSON.
+One harness for every device. A `Device` (the host, or a GPU) places arrays and times a run. A `Workload` is a step's
+micro-batches on a device, and what must come out of them. A benchmark is a list of `Variant`s over a workload:
+`measure` builds each, compares its result with fp64's, times those that compute the same in turns beside what the
+memory can do, and gives a `Report`, which is a table or JSON.
 
 The files, each using only those before it:
 
-    case  machine                    a variant and its check; where a figure was taken
-    device  workload  peers          where, on what, and what is compared with: the same by hand and by torch
-    parts  step  calls               the variants of each benchmark, and the bytes that each moves
-    yardstick  report  launches      the memory's bandwidth; what is found
-    workers  exchange                workers that sum a gradient set
-    benchmarks  __main__             the GPU's by name, several in one process
-    table  command                   the command line
+    case  machine            a variant and its check; where a figure was taken
+    device  workload  peers  where, on what, and what is compared with: the same by hand and by torch
+    parts  step              the variants of each benchmark, and the bytes that each moves
+    report  launches         the memory's bandwidth; what is found
+    workers  exchange        workers that sum a gradient set
+    benchmarks  __main__     the GPU's by name, several in one process
+    table  command           the command line
 """

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from gradengine.bench.benchmarks import Benchmarks, Options, run
 from gradengine.bench.device import Gpu, open_gpu
-from gradengine.bench.launches import LaunchReport
 from gradengine.bench.report import Report
 
 __all__ = ["benchmarks_of", "parser"]
@@ -35,10 +34,10 @@ def parser() -> argparse.ArgumentParser:
 def benchmarks_of(given: argparse.Namespace, gpu: Gpu) -> Benchmarks:
     """The benchmarks with these options, on a device."""
     options = Options(**{name: getattr(given, name) for name in ("blocks", "dtype", "odd", "rounds", "compile_limit")})
-    if not given.small:
-        return Benchmarks(gpu, options)
-    small = replace(options, blocks=1, hidden=16, rounds=2, lora_hidden=48)
-    return Benchmarks(replace(gpu, scratch=_SMALL_ELEMENTS, copied=_SMALL_ELEMENTS), small)
+    if given.small:
+        gpu.scratch = gpu.copied = _SMALL_ELEMENTS
+        options = replace(options, blocks=1, hidden=16, rounds=2, lora_hidden=48)
+    return Benchmarks(gpu, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _show(report: Report | LaunchReport) -> None:
+def _show(report: Report) -> None:
     print(f"{report.benchmark}: {len(report.rows)} variants, {len(report.absent)} absent", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""One line of a benchmark, and the check that it must pass before anything is timed."""
+"""A variant of a benchmark, and the check that it must pass before anything is timed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,24 +16,9 @@ import numpy.typing as npt
 from gradengine.errors import GradientError
 from gradengine.kernels.host import available_cpus
 
-__all__ = [
-    "Absent",
-    "Benchmark",
-    "Case",
-    "Checked",
-    "Missing",
-    "ResultsDiffer",
-    "Variant",
-    "check",
-    "in_turn",
-    "on_all_cpus",
-    "reason",
-    "relative_error",
-]
+__all__ = ["Absent", "Benchmark", "Case", "Checked", "Missing", "ResultsDiffer", "Variant", "check", "relative_error"]
 
 Result = TypeVar("Result")
-
-_PIECE = 1 << 16  # elements that are compared at a time
 
 
 class ResultsDiffer(GradientError):
@@ -45,6 +31,16 @@ class Missing(Exception):
 
 def nothing() -> None:
     """What a case does before it is run, where it needs no preparation."""
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """One call that makes them all."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -91,23 +87,12 @@ class Absent:
     why: str
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """A variant that was built and computes what it should, up to its error."""
 
     variant: Variant
     case: Case
     error: float
-
-
-def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """One call that makes them all."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run
 
 
 def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]:
@@ -131,6 +116,21 @@ def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]
     return checked, absent, failed
 
 
+def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
+    case = variant.build()
+    case.prepare()
+    case.run()
+    error = case.error()
+    tolerance = benchmark.tolerance if variant.tolerance is None else variant.tolerance
+    if not error <= tolerance:  # written so that NaN is refused
+        raise ResultsDiffer(
+            f"{benchmark.name}: '{variant.name}' computes something else",
+            got=f"a relative error of {error:.3g}",
+            expected=f"at most {tolerance:.3g} from the result in fp64",
+        )
+    return Checked(variant, case, error)
+
+
 def reason(fault: Exception) -> str:
     """Why, in a line; the traceback of what is no error of ours goes to stderr."""
     if isinstance(fault, Missing):
@@ -151,37 +151,22 @@ def relative_error(
     >>> relative_error([np.array([2, 4], np.float32)], lambda position: np.array([2.0, 5.0]))
     0.2
     """
-    errors = on_all_cpus(lambda i: _difference(results[i], expected(i)), range(len(results)))
-    return float(np.max(errors, initial=0.0))
+
+    def error(position: int) -> float:
+        found, wanted = results[position].reshape(-1), expected(position).reshape(-1)
+        if found.size != wanted.size:
+            raise ResultsDiffer("a result has another size", got=found.size, expected=wanted.size)
+        largest, difference = (float(np.max(np.abs(each), initial=0.0)) for each in (wanted, found - wanted))
+        return difference / largest if largest else difference
+
+    return float(np.max(on_all_cpus(error, range(len(results))), initial=0.0))
 
 
 def on_all_cpus(work: Callable[[int], Result], numbers: Iterable[int]) -> list[Result]:
-    """The results for these numbers, in order."""
-    with ThreadPoolExecutor(available_cpus()) as pool:
-        return list(pool.map(work, numbers))
+    """The results for these numbers, in order; such work calls this for no work of its own."""
+    return list(_pool().map(work, numbers))
 
 
-def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
-    case = variant.build()
-    case.prepare()
-    case.run()
-    error = case.error()
-    tolerance = benchmark.tolerance if variant.tolerance is None else variant.tolerance
-    if not error <= tolerance:  # written so that NaN is refused
-        raise ResultsDiffer(
-            f"{benchmark.name}: '{variant.name}' computes something else",
-            got=f"a relative error of {error:.3g}",
-            expected=f"at most {tolerance:.3g} from the result in fp64",
-        )
-    return Checked(variant, case, error)
-
-
-def _difference(result: npt.NDArray[np.float32], expected: npt.NDArray[np.float64]) -> float:
-    """Of one component, in pieces that stay in the cache."""
-    found, wanted = result.reshape(-1), expected.reshape(-1)
-    if found.size != wanted.size:
-        raise ResultsDiffer("a result has another size", got=found.size, expected=wanted.size)
-    pieces = [slice(start, start + _PIECE) for start in range(0, wanted.size, _PIECE)]
-    largest = float(np.max([np.max(np.abs(wanted[piece])) for piece in pieces], initial=0.0))
-    difference = float(np.max([np.max(np.abs(found[piece] - wanted[piece])) for piece in pieces], initial=0.0))
-    return difference / largest if largest else difference
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(available_cpus())

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, as_json, run
+from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
 from gradengine.bench.case import Benchmark
-from gradengine.bench.device import Device, open_gpu, open_host
+from gradengine.bench.device import Host, open_gpu, open_host
 from gradengine.bench.exchange import exchange_variants
-from gradengine.bench.launches import LaunchReport
-from gradengine.bench.parts import accumulate as accumulate_variants
+from gradengine.bench.parts import accumulate
 from gradengine.bench.parts import clip as clip_variants
-from gradengine.bench.report import Report, measure
-from gradengine.bench.step import step as step_variants
-from gradengine.bench.table import launch_table, table_of
+from gradengine.bench.report import Report, as_json, measure, yardsticks
+from gradengine.bench.step import step
+from gradengine.bench.table import table_of
 from gradengine.bench.workload import Workload, block_layout, equal_layout
-from gradengine.bench.yardstick import Yardsticks
 from gradengine.errors import CallerError
+from gradengine.layout import GradientLayout
 from gradengine.options import STDOUT, one_of, print_or_save, writable_json
 
 __all__ = ["bench"]
@@ -30,7 +29,7 @@ _DTYPES = ("float32", "bfloat16")
 _MAIN = ("accumulate", "norm", "step", "lora", "host")
 
 # Relative to fp64. PyTorch takes the norm in fp32: at 91 million elements it is 7e-5 off, ours 1e-7 (column "error").
-TOLERANCES = {"accumulate": 1e-5, "clip": 1e-3, "step": 1e-3, "exchange": 1e-5}
+_TOLERANCES = {"accumulate": 1e-5, "clip": 1e-3, "step": 1e-3, "exchange": 1e-5}
 _TOLERANCE_IN_BFLOAT16 = 3e-2  # of what is clipped where it lies: its rounding is 4e-3, and torch's norm has it too
 
 _WIDE = 100  # columns of a terminal from which on the table has room for quantiles
@@ -54,8 +53,10 @@ Json = Annotated[
 ]
 
 
-@bench.command()
-def accumulate(
+@bench.command("step", help="A whole step: K micro-batches are added, checked, clipped, averaged and handed back.")
+@bench.command("accumulate", help="K micro-batches become one fp32 sum.")
+def _window(
+    context: typer.Context,
     k: MicroBatches = 4,
     blocks: Blocks = 6,
     hidden: Hidden = 1024,
@@ -66,11 +67,12 @@ def accumulate(
     rounds: Rounds = 15,
     json: Json = None,
 ) -> None:
-    """K micro-batches become one fp32 sum."""
-    workload, parameters = _drawn(k, blocks, hidden, tensors, elements, dtype)
-    parameters = {"k": k, **parameters, "hold": hold or k}
-    variants = accumulate_variants(workload, (1, hold or k))
-    _show(workload.device, Benchmark("accumulate", variants, TOLERANCES["accumulate"], parameters), rounds, json)
+    layout, size = _model(blocks, hidden, tensors, elements)
+    host, holds = open_host(layout.num_elements), (1, hold or k)
+    variants_of = {"accumulate": accumulate, "step": step}[name := str(context.info_name)]
+    variants = variants_of(Workload.drawn(host, layout, k, dtype), holds)
+    parameters = {"k": k, **size, "dtype": dtype, "hold": holds[1]}
+    _show(host, Benchmark(name, variants, _TOLERANCES[name], parameters), rounds, json)
 
 
 @bench.command()
@@ -84,28 +86,11 @@ def clip(
     json: Json = None,
 ) -> None:
     """Gradients are clipped in place by their global norm."""
-    workload, parameters = _drawn(1, blocks, hidden, tensors, elements, dtype)
-    tolerance = TOLERANCES["clip"] if dtype == "float32" else _TOLERANCE_IN_BFLOAT16
-    _show(workload.device, Benchmark("clip", clip_variants(workload), tolerance, parameters), rounds, json)
-
-
-@bench.command()
-def step(
-    k: MicroBatches = 4,
-    blocks: Blocks = 6,
-    hidden: Hidden = 1024,
-    tensors: Tensors = None,
-    elements: Elements = None,
-    dtype: Dtype = "float32",
-    hold: Hold = None,
-    rounds: Rounds = 15,
-    json: Json = None,
-) -> None:
-    """A whole step: K micro-batches are added, checked, clipped, averaged and handed back."""
-    workload, parameters = _drawn(k, blocks, hidden, tensors, elements, dtype)
-    parameters = {"k": k, **parameters, "hold": hold or k}
-    variants = step_variants(workload, (1, hold or k))
-    _show(workload.device, Benchmark("step", variants, TOLERANCES["step"], parameters), rounds, json)
+    layout, size = _model(blocks, hidden, tensors, elements)
+    host = open_host(layout.num_elements)
+    variants = clip_variants(Workload.drawn(host, layout, 1, dtype))
+    tolerance = _TOLERANCES["clip"] if dtype == "float32" else _TOLERANCE_IN_BFLOAT16
+    _show(host, Benchmark("clip", variants, tolerance, {**size, "dtype": dtype}), rounds, json)
 
 
 @bench.command()
@@ -120,7 +105,7 @@ def exchange(
     parameters = {"workers": workers, "megabytes": 4 * elements / 1e6}
     host = open_host(elements)
     with exchange_variants(host, workers, elements) as variants:
-        _show(host, Benchmark("exchange", variants, TOLERANCES["exchange"], parameters), rounds, json)
+        _show(host, Benchmark("exchange", variants, _TOLERANCES["exchange"], parameters), rounds, json)
 
 
 @bench.command()
@@ -142,40 +127,33 @@ def gpu(
 ) -> None:
     """On a GPU: the 350M model's step and its parts, beside torch and CuPy by hand, on the same memory."""
     benchmarks = Benchmarks(open_gpu(), Options(k, blocks, hidden, dtype, odd, rounds, compile_limit))
-    reports: list[Report | LaunchReport] = []
+    reports: list[Report] = []
     console = Console(width=max(_GPU_WIDTH, Console().width))
-    show, file = (reports.append, None) if json == STDOUT else (lambda report: _print(report, console), json)
+    show, file = (reports.append, None) if json == STDOUT else (lambda report: console.print(table_of(report)), json)
     failed = run(benchmarks, names or _MAIN, file, show)
     if json == STDOUT:
-        typer.echo(as_json(reports))
+        typer.echo(as_json({"reports": reports}))
     _end(failed)
 
 
-def _drawn(
-    k: int, blocks: int, hidden: int, tensors: int | None, elements: int | None, dtype: str
-) -> tuple[Workload, dict[str, Any]]:
-    """The workload on the host that the options ask for, and those of them that it is recorded by."""
+def _model(
+    blocks: int, hidden: int, tensors: int | None, elements: int | None
+) -> tuple[GradientLayout, dict[str, int]]:
+    """The layout that the options ask for, and those of them that it is recorded by."""
     if (tensors is None) is not (elements is None):
         raise CallerError("--tensors and --elements go together", do="pass both, or neither")
-    layout, size = block_layout(blocks, hidden), {"blocks": blocks, "hidden": hidden}
     if tensors is not None and elements is not None:
-        layout, size = equal_layout(tensors, elements), {"tensors": tensors, "elements": elements}
-    return Workload.drawn(open_host(layout.num_elements), layout, k, dtype), {**size, "dtype": dtype}
+        return equal_layout(tensors, elements), {"tensors": tensors, "elements": elements}
+    return block_layout(blocks, hidden), {"blocks": blocks, "hidden": hidden}
 
 
-def _show(device: Device, benchmark: Benchmark, rounds: int, json: Path | None) -> None:
-    report = measure(device, benchmark, rounds, Yardsticks(device))
-    print_or_save(report.as_json(), json)
+def _show(host: Host, benchmark: Benchmark, rounds: int, json: Path | None) -> None:
+    report = measure(host, benchmark, rounds, yardsticks(host))
+    print_or_save(as_json(report), json)
     if json != STDOUT:
-        _print(report, Console())
-    _end([f"{report.benchmark}: {variant}" for variant in report.failed])
-
-
-def _print(report: Report | LaunchReport, console: Console) -> None:
-    if isinstance(report, LaunchReport):
-        console.print(launch_table(report))
-    else:
+        console = Console()
         console.print(table_of(report, wide=console.width >= _WIDE))
+    _end([f"{report.benchmark}: {variant}" for variant in report.failed])
 
 
 def _end(failed: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The devices: each places arrays, times work on them, measures memory, and knows what torch is there."""
+"""The devices: each places arrays, times work on them, and knows what torch is there; and a process's peak memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,23 +19,10 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import RawBuffer
 from gradengine.bench.case import Case, Missing
-from gradengine.kernels import CudaKernels, Kernels, kernels_for
+from gradengine.kernels import Kernels, kernels_for
 from gradengine.kernels.cuda import cuda_kernels
-from gradengine.kernels.host import available_cpus
 
-__all__ = [
-    "Array",
-    "Device",
-    "Gpu",
-    "Host",
-    "Replay",
-    "Sample",
-    "Tensor",
-    "gpu_of",
-    "open_gpu",
-    "open_host",
-    "peak_growth",
-]
+__all__ = ["Array", "Device", "Gpu", "Host", "Sample", "Tensor", "open_gpu", "open_host", "peak_growth"]
 
 Array: TypeAlias = Any  # NumPy's or CuPy's
 Tensor: TypeAlias = Any
@@ -45,7 +31,6 @@ Result = TypeVar("Result")
 
 _ODD_SHIFTS = (1, 3, 5, 7)
 _REST_SECONDS = 0.03  # OpenMP's threads spin on for milliseconds after PyTorch is done, on the next variant's CPUs
-_CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
 _COPIED = (1 << 22, 1 << 25)  # elements: beyond a core's caches; 128 MB, four times the largest L3 of a core complex
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -59,36 +44,34 @@ class Sample(NamedTuple):
     host: float  # until the call comes back: what the training loop's thread pays
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Device(ABC):
     """Where the gradients of a benchmark lie."""
 
     is_gpu: ClassVar[bool]
+    torch_device: ClassVar[str]
 
     xp: Any  # NumPy or CuPy
     kernels: Kernels
     torch_module: Any  # None where it is missing or does not know the device
-    torch_device: str
-    tensor: Callable[[Array], Tensor]  # over the same memory; bfloat16 comes as its bits
-    by_hand: Callable[[Array], Any]  # as a person who writes NumPy's names has it
     copied: int  # fp32 elements of the arrays by which the memory's bandwidth is measured
     clock: Callable[[], float] = time.perf_counter
     warm_up: int = 1  # rounds whose samples are dropped: pages are touched, threads started, clocks rise
 
     @property
     def torch(self) -> Any:
-        """PyTorch.
-
-        Raises:
-            Missing: It is not there, or does not know the device.
-        """
+        """PyTorch; `Missing` where it is not there, or does not know the device."""
         if self.torch_module is None:
             raise Missing("torch not installed, or without CUDA" if self.is_gpu else "torch not installed")
         return self.torch_module
 
-    def tensors(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """The same memory for torch; raises as `torch`."""
-        return [self.tensor(array) for array in arrays] if self.torch else []
+    @abstractmethod
+    def tensor(self, array: Array) -> Tensor:
+        """The same memory for torch; bfloat16 comes as its bits. Raises as `torch`."""
+
+    def by_hand(self, array: Array) -> Any:
+        """The same memory as a person who writes NumPy's names has it."""
+        return array
 
     def empty(self, shapes: Sequence[tuple[int, ...]], dtype: npt.DTypeLike, *, odd: bool = False) -> list[Array]:
         """Arrays of undefined contents, each in memory of its own; `odd` ones 1, 3, 5 or 7 elements off its start."""
@@ -130,23 +113,19 @@ class Device(ABC):
     def sample(self, case: Case) -> Sample:
         """Prepare a case, run it, and take its times."""
 
-    @abstractmethod
-    def spread(self, work: Callable[[slice], object], size: int) -> None:
-        """Do elementwise work on slices of arrays of that size, with all that the device has."""
-
-    @abstractmethod
-    def peak_growth(self, work: Callable[[], Result]) -> tuple[Result, int | None]:
-        """What `work` gives back, and by how many bytes the memory grew at the peak; None where it is not measured."""
-
 
 @final
-@dataclass(frozen=True, kw_only=True)
 class Host(Device):
     """The CPUs of this machine: a call comes back when all is done."""
 
-    is_gpu = False
+    is_gpu, torch_device = False, "cpu"
+    rest = _REST_SECONDS  # before each sample
 
-    rest: float = _REST_SECONDS  # before each sample
+    def tensor(self, array: Array) -> Tensor:
+        """See `Device.tensor`."""
+        if array.dtype == np.float32:
+            return self.torch.from_numpy(array)
+        return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
 
     def sample(self, case: Case) -> Sample:
         """Rest, then run the case once: its data are no longer in the caches, as after a backward pass."""
@@ -156,41 +135,46 @@ class Host(Device):
         case.run()
         return Sample(*[self.clock() - began] * 3)
 
-    def spread(self, work: Callable[[slice], object], size: int) -> None:
-        """Each CPU has a share of the elements, chunk by chunk."""
-        cpus = available_cpus()
-        edges = [size * i // cpus for i in range(cpus + 1)]
-
-        def share(i: int) -> None:
-            for start in range(edges[i], edges[i + 1], _CHUNK):
-                work(slice(start, min(edges[i + 1], start + _CHUNK)))
-
-        for _ in self._pool.map(share, range(cpus)):
-            pass
-
-    def peak_growth(self, work: Callable[[], Result]) -> tuple[Result, int | None]:
-        """Of this process, as Linux counts it."""
-        return peak_growth(work)
-
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(available_cpus())
-
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Gpu(Device):
     """A GPU: a call comes back when its work is queued."""
 
-    is_gpu = True
+    is_gpu, torch_device = True, "cuda"
 
-    torch_tensor: Callable[[Array], object]  # as ours gets it from torch: recognised, and asked where it lies
-    elapsed_ms: Callable[[Any, Any], float]  # between two events
-    recorded: Callable[[Callable[[], object]], Callable[[], object]]  # torch's work -> what launches its CUDA graph
-    compiled: Callable[[Callable[..., object]], Callable[..., object]]  # torch.compile
     scratch: int = 1 << 30  # fp32 elements that are read before each run
     copied: int = 1 << 29
     warm_up: int = 3
+
+    def tensor(self, array: Array) -> Tensor:
+        """Through the CUDA array interface; bf16 comes as int16, which every torch has, and is looked at anew."""
+        if array.dtype == np.float32:
+            return self.torch.as_tensor(array, device="cuda")
+        return self.torch.as_tensor(array.view(np.int16), device="cuda").view(self.torch.bfloat16)
+
+    def torch_tensor(self, array: Array) -> object:
+        """As ours gets it from torch: recognised, and asked where it lies."""
+        return self.tensor(array)
+
+    def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
+        """What launches a CUDA graph of torch's work: warmed up on a stream of its own, as its documentation has it."""
+        cuda = self.torch.cuda
+        side = cuda.Stream()
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            for _ in range(2):
+                run()
+        cuda.current_stream().wait_stream(side)
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
+            run()
+        return launching(graph.replay, run)
+
+    def compiled(self, function: Callable[..., object]) -> Callable[..., object]:
+        """By `torch.compile`."""
+        compiled: Callable[..., object] = self.torch.compile(function, fullgraph=True, dynamic=False)
+        return compiled
 
     def sample(self, case: Case) -> Sample:
         """Run the case twice: behind other work, timed by events; then from an idle GPU, timed by the host's clock.
@@ -201,14 +185,6 @@ class Gpu(Device):
         """
         device, host = self._by_events(case)
         return Sample(device, self._by_clock(case), host)
-
-    def spread(self, work: Callable[[slice], object], size: int) -> None:
-        """All in one."""
-        work(slice(size))
-
-    def peak_growth(self, work: Callable[[], Result]) -> tuple[Result, int | None]:
-        """Not measured: CuPy's pool keeps no peak."""
-        return work(), None
 
     def wait(self) -> None:
         """Until all that was queued is done."""
@@ -224,7 +200,7 @@ class Gpu(Device):
         host = self.clock() - began
         stop.record()
         stop.synchronize()
-        return 1e-3 * self.elapsed_ms(start, stop), host
+        return 1e-3 * self.xp.cuda.get_elapsed_time(start, stop), host
 
     def _by_clock(self, case: Case) -> float:
         case.prepare()
@@ -247,36 +223,20 @@ class Gpu(Device):
         return lambda: self.kernels.measure(arena)
 
 
-@dataclass(frozen=True)
-class Replay:
-    """What launches a graph."""
+def launching(launch: Callable[[], object], recorded: Callable[[], object]) -> Callable[[], object]:
+    """What launches a graph of a recorded call, and keeps all that the call holds: a graph has only the addresses."""
 
-    launch: Callable[[], object]
-    kept: object  # whatever the graph reads and writes: it has only their addresses
+    def replay() -> object:
+        launch()
+        return recorded
 
-    def __call__(self) -> None:
-        """Launch it."""
-        self.launch()
+    return replay
 
 
 def open_host(elements: int) -> Host:
     """This machine, for gradients of that many elements, with PyTorch if it is installed."""
-    torch = _torch()
-
-    def tensor(array: npt.NDArray[Any]) -> Tensor:
-        if array.dtype == np.float32:
-            return torch.from_numpy(array)
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-
-    return Host(
-        xp=np,
-        kernels=kernels_for("cpu"),
-        torch_module=torch,
-        torch_device="cpu",
-        tensor=tensor,
-        by_hand=lambda array: array,
-        copied=int(np.clip(elements, *_COPIED)),
-    )
+    copied = int(np.clip(elements, *_COPIED))
+    return Host(xp=np, kernels=kernels_for("cpu"), torch_module=_torch(), copied=copied)
 
 
 def open_gpu() -> Gpu:
@@ -285,31 +245,13 @@ def open_gpu() -> Gpu:
     Raises:
         DeviceUnavailable: It, CuPy, or what CuPy needs is missing.
     """
-    torch = _torch()
-    return gpu_of(cuda_kernels(0), torch if torch is not None and torch.cuda.is_available() else None)
+    torch, kernels = _torch(), cuda_kernels(0)
+    has_cuda = torch is not None and torch.cuda.is_available()
+    return Gpu(xp=kernels.xp, kernels=kernels, torch_module=torch if has_cuda else None)
 
 
-def gpu_of(kernels: CudaKernels, torch: Any) -> Gpu:
-    """The GPU of these kernels, and PyTorch on the same one."""
-
-    def tensor(array: Array) -> Tensor:
-        """Through the CUDA array interface; bf16 comes as int16, which every torch has, and is looked at anew."""
-        if array.dtype == np.float32:
-            return torch.as_tensor(array, device="cuda")
-        return torch.as_tensor(array.view(np.int16), device="cuda").view(torch.bfloat16)
-
-    return Gpu(
-        xp=kernels.xp,
-        kernels=kernels,
-        torch_module=torch,
-        torch_device="cuda",
-        tensor=tensor,
-        by_hand=lambda array: array,
-        torch_tensor=tensor,
-        elapsed_ms=kernels.xp.cuda.get_elapsed_time,
-        recorded=lambda run: _recorded(torch, run),
-        compiled=lambda function: torch.compile(function, fullgraph=True, dynamic=False),
-    )
+def _torch() -> Any:
+    return importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 
 def peak_growth(work: Callable[[], Result]) -> tuple[Result, int | None]:
@@ -337,21 +279,3 @@ def peak_growth(work: Callable[[], Result]) -> tuple[Result, int | None]:
 def _resident(field: str) -> int:
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
-
-
-def _torch() -> Any:
-    return importlib.import_module("torch") if importlib.util.find_spec("torch") else None
-
-
-def _recorded(torch: Any, run: Callable[[], object]) -> Callable[[], object]:
-    """As torch's documentation has it: warmed up on a stream of its own, then captured, then replayed."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return Replay(graph.replay, kept=run)

@@ -3,59 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
-from gradengine.bench.case import Absent, Benchmark, check
+from gradengine.bench.case import Benchmark, check
 from gradengine.bench.device import Gpu
-from gradengine.bench.machine import machine, versions
+from gradengine.bench.report import Report, report_of
 
-__all__ = ["Count", "Counts", "LaunchReport", "count_launches", "counts_of", "profiled"]
+__all__ = ["COUNTED", "Count", "count_launches", "counts_of", "profiled"]
 
+# A launch is a call of the host: of a kernel, or of a graph of many. In a wait the host waits for the device.
+COUNTED = ("kernels", "copies", "fills", "launches", "waits")
 
-@dataclass(frozen=True)
-class Counts:
-    """Of one run."""
-
-    kernels: int = 0
-    copies: int = 0
-    fills: int = 0
-    launches: int = 0  # calls of the host that launch: a kernel, or a graph of many
-    waits: int = 0  # calls in which the host waits for the device
-
-    def less(self, other: Counts) -> Counts:
-        """What is beyond another's; never below 0."""
-        theirs = asdict(other)
-        return Counts(**{name: max(0, mine - theirs[name]) for name, mine in asdict(self).items()})
+Count: TypeAlias = "Callable[[Callable[[], object]], Counter[str]]"  # what counts one call
 
 
-Count = Callable[[Callable[[], object]], Counts]  # what counts one call
-
-
-@dataclass(frozen=True)
-class LaunchReport:
-    """The counts of each variant of a step."""
-
-    benchmark: str
-    parameters: Mapping[str, object]
-    machine: Mapping[str, object]
-    versions: Mapping[str, str | None]
-    rows: Mapping[str, Counts]
-    absent: Sequence[Absent]
-    failed: Sequence[str]  # what should have run and did not, and ours that wait for the device
-
-
-def count_launches(gpu: Gpu, benchmark: Benchmark, count: Count) -> LaunchReport:
-    """Run each variant that computes the same once under a profiler."""
+def count_launches(gpu: Gpu, benchmark: Benchmark, count: Count) -> Report:
+    """Run each variant that computes the same once under a profiler; ours that wait for the device have failed."""
     checked, absent, failed = check(benchmark)
     rows, of_nothing = {}, count(lambda: None)  # the profiler's own
     for each in checked:
         each.case.prepare()
         gpu.wait()
-        rows[each.variant.name] = count(each.case.run).less(of_nothing)
-    waiting = [f"{each.variant.name} waits" for each in checked if each.variant.base and rows[each.variant.name].waits]
-    where = (machine(gpu.xp), versions(gpu.xp))
-    return LaunchReport(benchmark.name, benchmark.parameters, *where, rows, absent, [*failed, *waiting])
+        found = count(each.case.run) - of_nothing
+        rows[each.variant.name] = {kind: found[kind] for kind in COUNTED}
+    waiting = [
+        f"{each.variant.name} waits" for each in checked if each.variant.base and rows[each.variant.name]["waits"]
+    ]
+    return report_of(gpu, benchmark, rows, absent, [*failed, *waiting])
 
 
 def profiled(gpu: Gpu) -> Count:
@@ -63,7 +38,7 @@ def profiled(gpu: Gpu) -> Count:
     profiler = gpu.torch.profiler
     activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
 
-    def count(run: Callable[[], object]) -> Counts:
+    def count(run: Callable[[], object]) -> Counter[str]:
         with profiler.profile(activities=activities) as found:
             run()
         return counts_of((str(event.device_type), event.name) for event in found.events())
@@ -71,15 +46,14 @@ def profiled(gpu: Gpu) -> Count:
     return count
 
 
-def counts_of(events: Iterable[tuple[str, str]]) -> Counts:
+def counts_of(events: Iterable[tuple[str, str]]) -> Counter[str]:
     """Counts of (device type, name) pairs, as torch's profiler gives them.
 
-    Example:
-        >>> counts_of([("DeviceType.CPU", "cuLaunchKernel"), ("DeviceType.CUDA", "accumulate_1_small")])
-        Counts(kernels=1, copies=0, fills=0, launches=1, waits=0)
+    >>> sorted(counts_of([("DeviceType.CPU", "cuLaunchKernel"), ("DeviceType.CUDA", "accumulate_1_small")]).items())
+    [('kernels', 1), ('launches', 1)]
     """
     kinds = (_kind(name, on_device=device.endswith("CUDA")) for device, name in events)
-    return Counts(**Counter(kind for kind in kinds if kind))
+    return Counter(kind for kind in kinds if kind)
 
 
 def _kind(name: str, *, on_device: bool) -> str | None:

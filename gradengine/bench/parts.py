@@ -1,4 +1,4 @@
-"""The parts of a step one by one: micro-batches are added, a norm is taken, gradients are handed back or clipped.
+"""The parts of the step one by one: micro-batches are added, a norm is taken, gradients are handed back or clipped.
 
 Bytes counted, of G a micro-batch's gradients and A the sum in fp32; each pass reads or writes whole buffers:
 
@@ -25,18 +25,23 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.bench.case import Case, Variant, in_turn
-from gradengine.bench.device import Array, Gpu, Replay
-from gradengine.bench.peers import ByHand, Peer, Torch, adding, by_hand_name, torch_name
+from gradengine.bench.device import Array, Gpu, launching
+from gradengine.bench.peers import ByHand, Peer, Torch, adding, peers, torch_name
 from gradengine.bench.workload import Workload, norm_of, widened
 from gradengine.clip import FusedClipState, clip_gradients_fused, clip_lora_gradients_fused, init_lora_fused_clip
 from gradengine.kernels import ClipPlan
 from gradengine.layout import LORA_COMPONENTS
 
-__all__ = ["accumulate", "bytes_of_adding", "clip", "hand_back", "lora", "norm"]
+__all__ = ["accumulate", "bytes_of_adding", "clip", "hand_back", "lora", "norm", "ours", "summed"]
 
-OURS = 1e-6  # the largest error that ours may have, but for rounding to bfloat16
+_OURS = 1e-6  # the largest error that ours may have, but for rounding to bfloat16
 _FACTOR = 0.75  # exact in fp32, and not 1, which would end the kernel at once
 _TO_BF16 = 2.0**-8  # relative error of one rounding to bfloat16
+
+
+def ours(name: str, nbytes: int, build: Callable[[], Case], tolerance: float = _OURS) -> Variant:
+    """A variant that the others are compared with."""
+    return Variant(name, nbytes, build, base=True, tolerance=tolerance)
 
 
 # ---- accumulate ----
@@ -47,21 +52,29 @@ def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 
 
     As many as have `begun` are in the sum already; the others alone are timed.
     """
-    device, by_passes = workload.device, bytes_of_adding(workload, begun=begun)
-    ours = [
-        Variant(
-            "ours" if begun else f"ours hold={hold}",
-            bytes_of_adding(workload, hold, begun=begun),
-            partial(_our_sum, workload, hold, begun),
-            base=True,
-            tolerance=OURS,
-        )
-        for hold in dict.fromkeys(holds)
-    ]
+    untimed = 1 + begun if begun else 0  # the zeroing, and what has begun
+
+    def of_ours(hold: int) -> Case:
+        accumulator = PerBlockGradientAccumulator(workload.layout, workload.device.kernels, hold=hold)
+        workload.device.poison(list(accumulator.views().values()))
+        adds = [partial(accumulator.add, gradients) for gradients in workload.for_ours()]
+        calls: list[Callable[[], object]] = [accumulator.zero_all, *adds, accumulator.close]
+        return summed(workload, calls, untimed, lambda: list(accumulator.views().values()))
+
+    def of_peer(kind: type[Peer]) -> Case:
+        peer, calls = adding(workload, kind)
+        return summed(workload, calls, untimed, lambda: peer.gradients)
+
     return [
-        *ours,
-        Variant(by_hand_name(device), by_passes, partial(_sum_of_peer, workload, ByHand, begun)),
-        Variant(torch_name(device, workload.dtype), by_passes, partial(_sum_of_peer, workload, Torch, begun)),
+        *(
+            ours(
+                "ours" if begun else f"ours hold={hold}",
+                bytes_of_adding(workload, hold, begun=begun),
+                partial(of_ours, hold),
+            )
+            for hold in dict.fromkeys(holds)
+        ),
+        *peers(workload, bytes_of_adding(workload, begun=begun), of_peer, torch_name(workload)),
     ]
 
 
@@ -73,24 +86,10 @@ def bytes_of_adding(workload: Workload, hold: int | None = None, *, begun: int =
     return count * workload.gradient_bytes + (2 * passes + first) * workload.sum_bytes
 
 
-def _our_sum(workload: Workload, hold: int, begun: int) -> Case:
-    accumulator = PerBlockGradientAccumulator(workload.layout, workload.device.kernels, hold=hold)
-    workload.device.poison(list(accumulator.views().values()))
-    adds = [partial(accumulator.add, gradients) for gradients in workload.for_ours()]
-    calls: list[Callable[[], object]] = [accumulator.zero_all, *adds, accumulator.close]
-    return _sum(workload, calls, begun, lambda: list(accumulator.views().values()))
-
-
-def _sum_of_peer(workload: Workload, kind: type[Peer], begun: int) -> Case:
-    peer, calls = adding(workload, kind)
-    return _sum(workload, calls, begun, lambda: peer.gradients)
-
-
-def _sum(
-    workload: Workload, calls: Sequence[Callable[[], object]], begun: int, results: Callable[[], Sequence[Any]]
+def summed(
+    workload: Workload, calls: Sequence[Callable[[], object]], untimed: int, results: Callable[[], Sequence[Any]]
 ) -> Case:
-    """Calls that zero, and add micro-batches, of which as many as have begun are not timed, nor is the zeroing then."""
-    untimed = 1 + begun if begun else 0
+    """Calls that zero a sum and add the workload's micro-batches to it, of which the first few are not timed."""
     return Case(in_turn(calls[untimed:]), lambda: workload.error(results()), prepare=in_turn(calls[:untimed]))
 
 
@@ -99,32 +98,26 @@ def _sum(
 
 def norm(workload: Workload) -> list[Variant]:
     """The global norm of one micro-batch's gradients as they lie."""
+
+    def of_ours() -> Case:
+        kernels = workload.device.kernels
+        arena = kernels.arena([kernels.device.view(gradient, "gradient") for gradient in workload.for_ours()[0]])
+        plan = ClipPlan((0,) * len(workload.shapes), (workload.max_norm,))
+
+        def run() -> Any:
+            kernels.measure(arena)
+            return kernels.finalise(arena, plan, 1.0, zero_if_bad=False)
+
+        return Case(run, error=lambda: workload.error_of_norm(float(run().norm)))
+
+    def of_peer(kind: type[Peer]) -> Case:
+        peer = kind.over(workload.device, workload.batches[0])
+        if isinstance(peer, ByHand):
+            peer = ByHand([widened(gradient) for gradient in peer.gradients])
+        return Case(peer.norm, error=lambda: workload.error_of_norm(float(peer.norm())))
+
     nbytes = workload.gradient_bytes
-    return [
-        Variant("ours", nbytes, partial(_our_norm, workload), base=True, tolerance=OURS),
-        Variant(by_hand_name(workload.device), nbytes, partial(_norm_of_peer, workload, ByHand)),
-        Variant("torch foreach", nbytes, partial(_norm_of_peer, workload, Torch)),
-    ]
-
-
-def _our_norm(workload: Workload) -> Case:
-    kernels = workload.device.kernels
-    views = [kernels.device.view(gradient, "gradient") for gradient in workload.for_ours()[0]]
-    arena = kernels.arena(views)
-    plan = ClipPlan((0,) * len(views), (workload.max_norm,))
-
-    def run() -> Any:
-        kernels.measure(arena)
-        return kernels.finalise(arena, plan, 1.0, zero_if_bad=False)
-
-    return Case(run, error=lambda: workload.error_of_norm(float(run().norm)))
-
-
-def _norm_of_peer(workload: Workload, kind: type[Peer]) -> Case:
-    peer = kind.over(workload.device, workload.batches[0])
-    if isinstance(peer, ByHand):
-        peer = ByHand([widened(gradient) for gradient in peer.gradients])
-    return Case(peer.norm, error=lambda: workload.error_of_norm(float(peer.norm())))
+    return [ours("ours", nbytes, of_ours), *peers(workload, nbytes, of_peer)]
 
 
 # ---- hand back ----
@@ -132,56 +125,45 @@ def _norm_of_peer(workload: Workload, kind: type[Peer]) -> Case:
 
 def hand_back(workload: Workload, *, to_bf16: bool) -> list[Variant]:
     """One micro-batch of fp32 is multiplied: in place, or into bfloat16 destinations, which nobody writes by hand."""
-    tolerance, whole = _TO_BF16 if to_bf16 else OURS, workload.sum_bytes
-    ours, torch = (whole * 3 // 2, whole * 7 // 2) if to_bf16 else (2 * whole, 2 * whole)
-    by_hand = Variant(by_hand_name(workload.device), 2 * whole, partial(_hand_back_of_peer, workload, ByHand))
-    return [
-        Variant("ours", ours, partial(_our_hand_back, workload, to_bf16=to_bf16), base=True, tolerance=tolerance),
-        *([] if to_bf16 else [by_hand]),
-        Variant(
-            "torch foreach", torch, partial(_hand_back_of_peer, workload, Torch, to_bf16=to_bf16), tolerance=tolerance
-        ),
-    ]
+    device, whole = workload.device, workload.sum_bytes
 
+    def case(run_on: Callable[[list[Array], list[Array]], Callable[[], object]]) -> Case:
+        arrays, put_back = _restored(workload)
+        results = device.empty(workload.shapes, np.uint16, odd=workload.odd) if to_bf16 else arrays
+        if to_bf16:
+            device.poison(results)
+        return Case(run_on(arrays, results), lambda: workload.error(results, _FACTOR), put_back)
 
-def _our_hand_back(workload: Workload, *, to_bf16: bool) -> Case:
-    kernels, (arrays, put_back) = workload.device.kernels, _restored(workload)
-    results = _bf16_like(workload) if to_bf16 else arrays
-    given = [workload.device.raw(result) for result in results] if to_bf16 else arrays
-    sources, destinations = (kernels.device.writable_views(each, [""] * len(each)) for each in (arrays, given))
-    return Case(
-        lambda: kernels.scale(sources, np.float32(_FACTOR), destinations),
-        error=lambda: workload.error(results, _FACTOR),
-        prepare=put_back,
-    )
+    def of_ours(arrays: list[Array], results: list[Array]) -> Callable[[], object]:
+        given = [device.raw(result) for result in results] if to_bf16 else results
+        sources, destinations = (
+            device.kernels.device.writable_views(each, [""] * len(each)) for each in (arrays, given)
+        )
+        return lambda: device.kernels.scale(sources, np.float32(_FACTOR), destinations)
 
+    def of_peer(kind: type[Peer], arrays: list[Array], results: list[Array]) -> Callable[[], object]:
+        peer = kind.over(device, arrays)
+        if not to_bf16:
+            return partial(peer.scale, _FACTOR)
+        tensors = [device.tensor(result) for result in results]
+        return in_turn([partial(peer.scale, _FACTOR), partial(device.torch._foreach_copy_, tensors, peer.gradients)])
 
-def _hand_back_of_peer(workload: Workload, kind: type[Peer], *, to_bf16: bool = False) -> Case:
-    arrays, put_back = _restored(workload)
-    peer = kind.over(workload.device, arrays)
+    def by_peer(kind: type[Peer]) -> Case:
+        return case(partial(of_peer, kind))
+
     if not to_bf16:
-        return Case(lambda: peer.scale(_FACTOR), error=lambda: workload.error(arrays, _FACTOR), prepare=put_back)
-    results = _bf16_like(workload)
-    destinations, torch = workload.device.tensors(results), workload.device.torch
-
-    def run() -> None:
-        peer.scale(_FACTOR)
-        torch._foreach_copy_(destinations, peer.gradients)
-
-    return Case(run, error=lambda: workload.error(results, _FACTOR), prepare=put_back)
+        return [ours("ours", 2 * whole, partial(case, of_ours)), *peers(workload, 2 * whole, by_peer)]
+    return [
+        ours("ours", whole * 3 // 2, partial(case, of_ours), _TO_BF16),
+        Variant("torch foreach", whole * 7 // 2, partial(by_peer, Torch), tolerance=_TO_BF16),
+    ]
 
 
 def _restored(workload: Workload, *, odd: bool = False) -> tuple[list[Array], Callable[[], None]]:
     """Arrays with the first micro-batch's values, and what puts the values back."""
     device, values = workload.device, workload.values[0]
     originals, arrays = device.placed(values, odd=odd), device.placed(values, odd=odd)
-    return arrays, lambda: device.copy(arrays, originals)
-
-
-def _bf16_like(workload: Workload) -> list[Array]:
-    results = workload.device.empty(workload.shapes, np.uint16, odd=workload.odd)
-    workload.device.poison(results)
-    return results
+    return arrays, partial(device.copy, arrays, originals)
 
 
 # ---- clip ----
@@ -192,19 +174,15 @@ def clip(workload: Workload) -> list[Variant]:
     device, bound, nbytes = workload.device, workload.max_norm, 3 * workload.gradient_bytes
     clipped = partial(_clipped, workload, bound, [slice(None)])
 
-    def ours(arrays: list[Array]) -> Callable[[], object]:
+    def of_ours(arrays: list[Array]) -> Callable[[], object]:
         state = FusedClipState([array.size for array in arrays], device.kernels)
         return partial(clip_gradients_fused, workload.as_taken(arrays), bound, state)
 
-    def of_peer(kind: type[Peer], arrays: list[Array]) -> Callable[[], object]:
-        return partial(kind.over(device, arrays).clip, bound)
+    def of_peer(kind: type[Peer]) -> Case:
+        return clipped(lambda arrays: partial(kind.over(device, arrays).clip, bound))
 
-    tolerance = OURS if workload.dtype == "float32" else _TO_BF16
-    return [
-        Variant("ours", nbytes, partial(clipped, ours), base=True, tolerance=tolerance),
-        Variant(by_hand_name(device), nbytes, partial(clipped, partial(of_peer, ByHand))),
-        Variant("torch foreach", nbytes, partial(clipped, partial(of_peer, Torch))),
-    ]
+    tolerance = _OURS if workload.dtype == "float32" else _TO_BF16
+    return [ours("ours", nbytes, partial(clipped, of_ours), tolerance), *peers(workload, nbytes, of_peer)]
 
 
 def lora(workload: Workload) -> list[Variant]:
@@ -215,22 +193,18 @@ def lora(workload: Workload) -> list[Variant]:
     blocks = [slice(start, start + count) for start in range(0, len(workload.layout.slots), count)]
     clipped = partial(_clipped, workload, bound, blocks)
 
-    def ours(arrays: list[Array]) -> Callable[[], object]:
+    def of_ours(arrays: list[Array]) -> Callable[[], object]:
         block = dict(zip(LORA_COMPONENTS, arrays, strict=True))
         return partial(clip_lora_gradients_fused, block, bound, init_lora_fused_clip(block, gpu.kernels))
 
     def of_torch(arrays: list[Array]) -> Callable[[], object]:
         return partial(Torch.over(gpu, arrays).clip, bound)
 
-    our_graph, graph_of_torch = (
-        partial(clipped, ours, partial(_recorded, gpu)),
-        partial(clipped, of_torch, gpu.recorded),
-    )
     return [
-        Variant("ours replayed", nbytes, our_graph, base=True, tolerance=OURS),
-        Variant("ours eager", nbytes, partial(clipped, ours), base=True, tolerance=OURS),
+        ours("ours replayed", nbytes, partial(clipped, of_ours, partial(_recorded, gpu))),
+        ours("ours eager", nbytes, partial(clipped, of_ours)),
         Variant("torch foreach", nbytes, partial(clipped, of_torch)),
-        Variant("torch foreach, graph", nbytes, graph_of_torch),
+        Variant("torch foreach, graph", nbytes, partial(clipped, of_torch, gpu.recorded)),
     ]
 
 
@@ -254,4 +228,4 @@ def _recorded(gpu: Gpu, run: Callable[[], object]) -> Callable[[], object]:
     assert graphs is not None
     with graphs.recording() as recorded:
         run()
-    return Replay(recorded.graph.launch, kept=run)
+    return launching(recorded.graph.launch, run)

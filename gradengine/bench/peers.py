@@ -9,10 +9,11 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from gradengine.bench.case import Case, Variant
 from gradengine.bench.device import Array, Device, Tensor
 from gradengine.bench.workload import Workload, widened
 
-__all__ = ["ByHand", "Peer", "Torch", "adding", "by_hand_name", "torch_name"]
+__all__ = ["ByHand", "Peer", "Torch", "adding", "peers", "torch_name"]
 
 
 @final
@@ -48,11 +49,7 @@ class ByHand:
             np.multiply(gradient, np.float32(factor), out=gradient)
 
     def norm(self) -> float:
-        """The global norm, from each tensor's.
-
-        >>> ByHand([np.array([3], np.float32), np.array([4], np.float32)]).norm()
-        5.0
-        """
+        """The global norm, from each tensor's."""
         return math.sqrt(sum(float(np.linalg.norm(gradient)) ** 2 for gradient in self.gradients))
 
     def clip(self, max_norm: float, divisor: float = 1.0) -> None:
@@ -62,14 +59,11 @@ class ByHand:
             FloatingPointError: The norm is not finite.
 
         Example:
-            >>> gradient = np.array([6, 8], np.float32)
+            >>> gradient, bits = np.array([6, 8], np.float32), np.array([0x40C0, 0x4100], np.uint16)  # both 6 and 8
             >>> ByHand([gradient]).clip(max_norm=1.0, divisor=2.0)
-            >>> gradient
-            array([0.6, 0.8], dtype=float32)
-            >>> bits = np.array([0x40C0, 0x4100], np.uint16)  # 6 and 8
             >>> ByHand([bits]).clip(max_norm=5.0)
-            >>> [hex(word) for word in bits]
-            ['0x4040', '0x4080']
+            >>> gradient, [hex(word) for word in bits]
+            (array([0.6, 0.8], dtype=float32), ['0x4040', '0x4080'])
         """
         wide = ByHand([widened(gradient) for gradient in self.gradients])
         norm = wide.norm() / divisor
@@ -79,6 +73,12 @@ class ByHand:
         for gradient, values in zip(self.gradients, wide.gradients, strict=True):
             if values is not gradient:
                 gradient[...] = _bfloat16_bits(values)
+
+
+def _bfloat16_bits(values: Any) -> Any:
+    """The bits of the nearest bfloat16, ties to even; not for NaN."""
+    bits = values.view(np.uint32)
+    return (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
 
 
 @final
@@ -92,7 +92,7 @@ class Torch:
     @staticmethod
     def over(device: Device, arrays: Sequence[Array]) -> Torch:
         """Over the memory of a device's arrays."""
-        return Torch(device, device.tensors(arrays))
+        return Torch(device, [device.tensor(array) for array in arrays])
 
     @staticmethod
     def sums_for(workload: Workload) -> Torch:
@@ -142,14 +142,17 @@ class Torch:
 Peer: TypeAlias = ByHand | Torch
 
 
-def by_hand_name(device: Device) -> str:
-    """What the tables call `ByHand`."""
-    return "cupy by hand" if device.is_gpu else "numpy by hand"
+def torch_name(workload: Workload) -> str:
+    """What the tables call `Torch` where it adds these gradients; see `Torch.add`."""
+    return "torch foreach" if workload.device.is_gpu or workload.dtype == "float32" else "torch add_"
 
 
-def torch_name(device: Device, dtype: str = "float32") -> str:
-    """What the tables call `Torch` where it adds gradients of a dtype; see `Torch.add`."""
-    return "torch foreach" if device.is_gpu or dtype == "float32" else "torch add_"
+def peers(
+    workload: Workload, nbytes: int, build: Callable[[type[Peer]], Case], torch: str = "torch foreach"
+) -> list[Variant]:
+    """The same by hand and by torch, over the same bytes."""
+    by_hand = "cupy by hand" if workload.device.is_gpu else "numpy by hand"
+    return [Variant(name, nbytes, partial(build, kind)) for name, kind in ((by_hand, ByHand), (torch, Torch))]
 
 
 def adding(workload: Workload, kind: type[Peer]) -> tuple[Peer, list[Callable[[], object]]]:
@@ -157,9 +160,3 @@ def adding(workload: Workload, kind: type[Peer]) -> tuple[Peer, list[Callable[[]
     peer = kind.sums_for(workload)
     batches = [kind.over(workload.device, batch).gradients for batch in workload.batches]
     return peer, [peer.zero, *(partial(peer.add, batch) for batch in batches)]
-
-
-def _bfloat16_bits(values: Any) -> Any:
-    """The bits of the nearest bfloat16, ties to even; not for NaN."""
-    bits = values.view(np.uint32)
-    return (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16

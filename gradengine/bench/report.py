@@ -1,23 +1,32 @@
-"""One interleaved run, and what it found: a row for each variant, and the same with every sample as JSON."""
+"""One interleaved run, and what it found: a row for each variant, and the same with every sample as JSON.
+
+In the same run stands what the device's memory can do: a copy, and STREAM's triad a = b + s c with s = 1. Bytes
+counted: the copy reads one array and writes one, the triad reads two and writes one. On a CPU by NumPy on all cores, on
+a GPU by the driver's own copy and CuPy's kernel.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 
-from gradengine.bench.case import Absent, Benchmark, Case, Checked, check
-from gradengine.bench.device import Device, Sample
+from gradengine.bench.case import Absent, Benchmark, Case, Checked, Variant, check, on_all_cpus, relative_error
+from gradengine.bench.device import Array, Device, Sample
 from gradengine.bench.machine import load, machine, versions
-from gradengine.bench.yardstick import COPY, TRIAD, Yardsticks
 from gradengine.errors import CallerError
+from gradengine.kernels.host import available_cpus
 
-__all__ = ["Report", "Row", "interleave", "measure", "median_ratio"]
+__all__ = ["Report", "Row", "as_json", "interleave", "measure", "median_ratio", "yardsticks"]
+
+_COPY, _TRIAD = "copy", "triad"
+_PIECES = 32  # of a yardstick's array, which is so many times the same random numbers
+_CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """One benchmark, run once."""
+    """One benchmark, run once; if its launches were counted, the rows are variant -> counts, and there is no time."""
 
     benchmark: str
     parameters: Mapping[str, object]
@@ -52,38 +61,38 @@ class Report:
     versions: Mapping[str, str | None]
     load: float | None  # average over the minute before, where the system keeps one
     time: str  # which the rows are about: "device", "wall" or "host"
-    rows: Sequence[Row]
+    rows: Sequence[Row] | Mapping[str, Mapping[str, int]]
     absent: Sequence[Absent]
     failed: Sequence[str]  # of those absent, what should have run and did not, or computes something else
 
-    @property
-    def bases(self) -> list[str]:
-        """The variants with which the others are compared."""
-        return list(self.rows[0].ratios) if self.rows else []
 
-    def as_json(self) -> str:
-        """All of it, samples included."""
-        return json.dumps(asdict(self), indent=1)
+def as_json(report: Report | Mapping[str, Sequence[Report]]) -> str:
+    """All of it, samples included."""
+    return json.dumps(report, indent=1, default=asdict)
 
 
-def measure(device: Device, benchmark: Benchmark, rounds: int, yardsticks: Yardsticks | None = None) -> Report:
+def report_of(
+    device: Device,
+    benchmark: Benchmark,
+    rows: Sequence[Row] | Mapping[str, Mapping[str, int]],
+    absent: Sequence[Absent],
+    failed: Sequence[str],
+    load_before: float | None = None,
+) -> Report:
+    """What was found, and where."""
+    name, parameters, tolerance = benchmark.name, benchmark.parameters, benchmark.tolerance
+    where = machine(device.xp), versions(device.xp)
+    return Report(name, parameters, tolerance, *where, load_before, benchmark.time, rows, absent, failed)
+
+
+def measure(device: Device, benchmark: Benchmark, rounds: int, beside: Sequence[Variant] = ()) -> Report:
     """Check every variant's result, then time those that are right, and the yardsticks, in one interleaved run."""
     load_before = load()
-    variants = [*benchmark.variants, *(yardsticks.variants if yardsticks else [])]
-    checked, absent, failed = check(replace(benchmark, variants=variants))
+    parameters, variants = {**benchmark.parameters, "rounds": rounds}, [*benchmark.variants, *beside]
+    benchmark = replace(benchmark, parameters=parameters, variants=variants)
+    checked, absent, failed = check(benchmark)
     samples = interleave([each.case for each in checked], rounds, device.sample, warm_up=device.warm_up)
-    return Report(
-        benchmark.name,
-        {**benchmark.parameters, "rounds": rounds},
-        benchmark.tolerance,
-        machine(device.xp),
-        versions(device.xp),
-        load_before,
-        benchmark.time,
-        _rows(checked, samples, benchmark.time),
-        absent,
-        failed,
-    )
+    return report_of(device, benchmark, _rows(checked, samples, benchmark.time), absent, failed, load_before)
 
 
 def interleave(
@@ -99,8 +108,14 @@ def interleave(
     """
     if rounds < 1:
         raise CallerError("too few rounds", got=rounds, expected="at least 1")
-    with _collector_paused():
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
         taken = [[sample(case) for case in cases] for _ in range(warm_up + rounds)]
+    finally:
+        if was_enabled:
+            gc.enable()
     return [list(series) for series in zip(*taken[warm_up:], strict=True)]
 
 
@@ -130,8 +145,8 @@ def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time:
             p10_s=p10,
             p90_s=p90,
             gb_per_s=rates[name] / 1e9,
-            of_copy=rates[name] / rates[COPY] if COPY in rates else None,
-            of_triad=rates[name] / rates[TRIAD] if TRIAD in rates else None,
+            of_copy=rates[name] / rates[_COPY] if _COPY in rates else None,
+            of_triad=rates[name] / rates[_TRIAD] if _TRIAD in rates else None,
             device_s=device,
             wall_s=wall,
             host_s=host,
@@ -144,13 +159,48 @@ def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time:
     return [row(each, series) for each, series in zip(checked, samples, strict=True)]
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def yardsticks(device: Device) -> list[Variant]:
+    """The copy and the triad; their three arrays are of random numbers, as zeros would be faster than data."""
+    piece = np.random.default_rng(1).standard_normal(device.copied // _PIECES, np.float32)
+    size = _PIECES * piece.size
+
+    @cache
+    def arrays() -> list[Array]:
+        made = device.empty([(_PIECES, piece.size)] * 3, np.float32)
+        for array in made[:2]:
+            array[...] = device.xp.asarray(piece)
+        device.poison(made[2:])
+        return [device.by_hand(array.reshape(-1)) for array in made]
+
+    def copy(source: Array, _: Array, target: Array, part: slice) -> None:
+        np.copyto(target[part], source[part])
+
+    def triad(one: Array, other: Array, target: Array, part: slice) -> None:
+        np.add(one[part], other[part], out=target[part])
+
+    def case(work: Callable[..., None], factor: float) -> Case:
+        def error() -> float:
+            found = device.read(arrays()[2]).reshape(_PIECES, -1)
+            return relative_error(list(found), lambda _: piece.astype(np.float64) * factor)
+
+        return Case(partial(spread, device, partial(work, *arrays()), size), error)
+
+    return [
+        Variant(_COPY, 2 * 4 * size, partial(case, copy, 1.0), required=True, tolerance=1e-6),
+        Variant(_TRIAD, 3 * 4 * size, partial(case, triad, 2.0), tolerance=1e-6),
+    ]
+
+
+def spread(device: Device, work: Callable[[slice], object], size: int) -> None:
+    """Elementwise work on arrays of that size: on a GPU all in one; each CPU has a share, chunk by chunk."""
+    if device.is_gpu:
+        work(slice(size))
+        return
+    cpus = available_cpus()
+
+    def share(number: int) -> None:
+        end = size * (number + 1) // cpus
+        for start in range(size * number // cpus, end, _CHUNK):
+            work(slice(start, min(end, start + _CHUNK)))
+
+    on_all_cpus(share, range(cpus))

@@ -26,19 +26,20 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
+from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.bench.case import Case, Missing, Variant, in_turn
-from gradengine.bench.device import Device, Gpu, Tensor
-from gradengine.bench.parts import OURS, bytes_of_adding
-from gradengine.bench.peers import ByHand, Peer, Torch, adding, by_hand_name, torch_name
+from gradengine.bench.device import Array, Device, Gpu, Tensor, peak_growth
+from gradengine.bench.parts import bytes_of_adding, ours, summed
+from gradengine.bench.peers import ByHand, Peer, Torch, adding, peers, torch_name
 from gradengine.bench.workload import Workload
 from gradengine.engine import GradientEngine
 from gradengine.result import StepResult
 
-__all__ = ["compiled", "limited", "step"]
+__all__ = ["Lent", "calls", "compiled", "limited", "step"]
 
 _LEAST_BYTES = 1 << 20  # of a set whose memory is measured: below it the interpreter's own growth is all that is seen
 
@@ -48,29 +49,28 @@ def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
 
     Torch is given the average for nothing (as where the loss was divided by K), and once more with a pass for it.
     """
-    device, by_passes = workload.device, _bytes(workload, 3)
-    torch, bound = torch_name(device, workload.dtype), workload.max_norm  # the benchmark's own work and memory
-    add_and_clip = partial(_of_peer, workload, bound)
-    peers = [
-        Variant(by_hand_name(device), by_passes, partial(add_and_clip, ByHand, averages=True)),
-        Variant(f"{torch}, sum", by_passes, partial(add_and_clip, Torch, averages=False)),
-        Variant(f"{torch}, mean", _bytes(workload, 5), partial(add_and_clip, Torch, averages=True)),
+    device, bound, by_passes = workload.device, workload.max_norm, _bytes(workload, 3)
+
+    def of_peer(kind: type[Peer], *, averages: bool, is_recorded: bool = False) -> Case:
+        peer, adds = adding(workload, kind)
+        # A sum clipped to K max_norm is K times the average clipped to max_norm: no pass is charged for the average.
+        times = 1 if averages else workload.count
+        run: Callable[[], object] = in_turn([*adds, partial(peer.clip, bound * times, workload.count // times)])
+        if is_recorded:
+            assert isinstance(device, Gpu)
+            run = device.recorded(run)
+        return Case(run, lambda: workload.error_of_step(peer.gradients, times))
+
+    name = torch_name(workload)
+    graph = Variant(f"{name}, sum, graph", by_passes, partial(of_peer, Torch, averages=False, is_recorded=True))
+    variants = [
+        *_ours(workload, holds),
+        *peers(workload, by_passes, lambda kind: of_peer(kind, averages=kind is ByHand), f"{name}, sum"),
+        Variant(f"{name}, mean", _bytes(workload, 5), partial(of_peer, Torch, averages=True)),
+        *([graph] if device.is_gpu else []),
     ]
-    if isinstance(device, Gpu):
-        graph = partial(add_and_clip, Torch, averages=False, recorded=device.recorded)
-        peers.append(Variant(f"{torch}, sum, graph", by_passes, graph))
     _start_torch(device)
-    return [_with_memory(workload, variant) for variant in (*_ours(workload, holds), *peers)]
-
-
-def compiled(workload: Workload, limit: float) -> list[Variant]:
-    """On a GPU ours beside `torch.compile` of the same, whose two ways may each take `limit` seconds to compile."""
-    count, build = workload.count, partial(_compiled, workload, limit)
-    return [
-        *_ours(workload, (1, count)),
-        Variant("torch.compile, by micro-batch", _bytes(workload, 3, 1), partial(build, whole=False)),
-        Variant("torch.compile, whole window", _bytes(workload, 3, count), partial(build, whole=True)),
-    ]
+    return variants if device.is_gpu else [_with_memory(workload, variant) for variant in variants]
 
 
 def _bytes(workload: Workload, sets: int, hold: int | None = None) -> int:
@@ -95,7 +95,7 @@ def _with_memory(workload: Workload, variant: Variant) -> Variant:
         return case
 
     def build() -> Case:
-        case, grown = workload.device.peak_growth(build_and_run)
+        case, grown = peak_growth(build_and_run)
         if grown is None or workload.sum_bytes < _LEAST_BYTES:
             return case
         return replace(case, arenas=grown / workload.sum_bytes)
@@ -105,37 +105,34 @@ def _with_memory(workload: Workload, variant: Variant) -> Variant:
 
 def _ours(workload: Workload, holds: Sequence[int]) -> list[Variant]:
     """For each hold, on a GPU eager and captured."""
-    ways = {"": False, ", captured": True} if isinstance(workload.device, Gpu) else {"": False}
-    bound = workload.max_norm
+    ways = {"": False, ", captured": True} if workload.device.is_gpu else {"": False}
+    bound = workload.max_norm  # the benchmark's own work and memory, before any case is built
     return [
-        Variant(
+        ours(
             f"ours hold={hold}{way}",
             _bytes(workload, 2, hold),
             partial(_our_step, workload, bound, hold, is_captured=is_captured),
-            base=True,
-            tolerance=OURS,
         )
         for hold in dict.fromkeys(holds)
         for way, is_captured in ways.items()
     ]
 
 
-def _our_step(workload: Workload, bound: float, hold: int, *, is_captured: bool) -> Case:
+def _our_step(workload: Workload, bound: float, hold: int = 1, *, is_captured: bool, **replay: Any) -> Case:
     kernels, count = workload.device.kernels, workload.count
     engine = GradientEngine(workload.layout, kernels, max_norm=bound, micro_batches=count, hold=hold)
     workload.device.poison(list(engine.accumulator.views().values()))
     micro_batches = workload.for_ours()
 
-    def eager() -> StepResult:
+    def run() -> StepResult:
         for gradients in micro_batches:
             engine.add(gradients)
         return engine.step()
 
-    run: Callable[[], StepResult] = eager
     if is_captured:
         with engine.capture() as graph:
-            eager()
-        run = graph.replay
+            run()
+        run = partial(graph.replay, **replay)
 
     def error() -> float:
         norm = float(run().norm)
@@ -145,25 +142,75 @@ def _our_step(workload: Workload, bound: float, hold: int, *, is_captured: bool)
     return Case(run, error)
 
 
-def _of_peer(
-    workload: Workload,
-    bound: float,
-    kind: type[Peer],
-    *,
-    averages: bool,
-    recorded: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
-) -> Case:
-    peer, adds = adding(workload, kind)
-    # A sum clipped to K max_norm is K times the average clipped to max_norm: no pass is charged for the average.
-    times = 1 if averages else workload.count
-    run: Callable[[], object] = in_turn([*adds, partial(peer.clip, bound * times, workload.count // times)])
-    return Case(recorded(run) if recorded else run, lambda: workload.error_of_step(peer.gradients, times))
+# ---- on a GPU alone: the host's time ----
 
 
-def _compiled(workload: Workload, limit: float, *, whole: bool) -> Case:
+@final
+class Lent:
+    """An array of which DLPack alone is to be seen: what ours gets of a framework that it does not know."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def __dlpack__(self, **arguments: Any) -> object:
+        return self._array.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._array.__dlpack_device__()
+        return device
+
+
+def calls(workload: Workload) -> list[Variant]:
+    """The call that takes one micro-batch of fp32, by what the gradients come as; and a whole window replayed.
+
+    What is given is checked tensor by tensor each time, so that the tensors' number and what they come as count.
+    """
+    gpu, one = workload.device, workload.first(1)
+    assert isinstance(gpu, Gpu)
+
+    def add(kind: Callable[[Array], object]) -> Case:
+        accumulator = PerBlockGradientAccumulator(one.layout, gpu.kernels)
+        given = [kind(array) for array in one.batches[0]]
+        adds: list[Callable[[], object]] = [accumulator.zero_all, partial(accumulator.add, given)]
+        return summed(one, adds, 1, lambda: list(accumulator.views().values()))
+
+    def torch_add() -> Case:
+        peer, adds = adding(one, Torch)
+        return summed(one, adds, 1, lambda: peer.gradients)
+
+    kinds: dict[str, Callable[[Array], object]] = {
+        "torch tensors": gpu.torch_tensor,
+        "arrays by DLPack": Lent,
+        "raw buffers": partial(gpu.raw, dtype="float32"),
+    }
+    nbytes, window = workload.gradient_bytes + workload.sum_bytes, _bytes(workload, 2, 1)
+    replay = partial(_our_step, workload, workload.max_norm, is_captured=True)
+    return [
+        ours("ours add, cupy arrays", nbytes, partial(add, lambda array: array)),
+        *(Variant(f"ours add, {name}", nbytes, partial(add, kind), required=True) for name, kind in kinds.items()),
+        Variant("ours replay of a window", window, partial(replay, check=True), required=True),
+        Variant("ours replay, unchecked", window, partial(replay, check=False), required=True),
+        Variant("torch foreach_add_", nbytes + workload.sum_bytes, torch_add),
+    ]
+
+
+# ---- on a GPU alone: torch.compile ----
+
+
+def compiled(workload: Workload, limit: float) -> list[Variant]:
+    """Ours beside `torch.compile` of the same, whose two ways may each take `limit` seconds to compile."""
+    count, build = workload.count, partial(_compiled, workload, limit)
+    return [
+        *_ours(workload, (1, count)),
+        Variant("torch.compile, by micro-batch", _bytes(workload, 3, 1), partial(build, is_whole=False)),
+        Variant("torch.compile, whole window", _bytes(workload, 3, count), partial(build, is_whole=True)),
+    ]
+
+
+def _compiled(workload: Workload, limit: float, *, is_whole: bool) -> Case:
     """The step as functions over lists of tensors: a call for each micro-batch, as backward makes them, or for all."""
-    torch, bound = workload.device.torch, workload.max_norm * workload.count
-    assert isinstance(workload.device, Gpu)
+    gpu, torch, bound = workload.device, workload.device.torch, workload.max_norm * workload.count
+    assert isinstance(gpu, Gpu)
 
     def add(totals: list[Tensor], gradients: list[Tensor]) -> None:
         torch._foreach_add_(totals, gradients)
@@ -182,20 +229,14 @@ def _compiled(workload: Workload, limit: float, *, whole: bool) -> Case:
             torch._foreach_add_(totals, gradients)
         clip(totals)
 
-    totals: Any = Torch.sums_for(workload).gradients
-    micro_batches = [workload.device.tensors(batch) for batch in workload.batches]
-    compile_ = workload.device.compiled
-    begins, adds, clips, windows = compile_(begin), compile_(add), compile_(clip), compile_(window)
-
-    def by_micro_batch() -> None:
-        begins(totals, micro_batches[0])
-        for gradients in micro_batches[1:]:
-            adds(totals, gradients)
-        clips(totals)
-
-    def run() -> None:
-        windows(totals, micro_batches) if whole else by_micro_batch()
-
+    totals = Torch.sums_for(workload).gradients
+    first, *others = micro_batches = [[gpu.tensor(array) for array in batch] for batch in workload.batches]
+    if is_whole:
+        run: Callable[[], object] = partial(gpu.compiled(window), totals, micro_batches)
+    else:
+        begins, adds, clips = gpu.compiled(begin), gpu.compiled(add), gpu.compiled(clip)
+        by_one = (partial(adds, totals, gradients) for gradients in others)
+        run = in_turn([partial(begins, totals, first), *by_one, partial(clips, totals)])
     with limited(limit):  # compiled here, so that it is no part of any time
         run()
         run()

@@ -3,65 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 
 from rich import box
 from rich.table import Table
 
-from gradengine.bench.launches import LaunchReport
+from gradengine.bench.launches import COUNTED
 from gradengine.bench.report import Report, Row
 
-__all__ = ["launch_table", "table_of"]
+__all__ = ["table_of"]
 
 _ON_A_GPU: Mapping[str, Callable[[Row], str]] = {
     "device ms": lambda row: f"{1e3 * row.device_s:.3f}",
     "wall ms": lambda row: f"{1e3 * row.wall_s:.3f}",
     "host us": lambda row: f"{1e6 * row.host_s:.0f}",
 }
-_ON_A_HOST: Mapping[str, Callable[[Row], str]] = {"ms": lambda row: _ms(row.median_s)}
-_QUANTILES: Mapping[str, Callable[[Row], str]] = {"p10-90": lambda row: f"{_ms(row.p10_s)}-{_ms(row.p90_s)}"}
+_ON_A_HOST: Mapping[str, Callable[[Row], str]] = {
+    "ms": lambda row: _ms(row.median_s),
+    "p10-90": lambda row: f"{_ms(row.p10_s)}-{_ms(row.p90_s)}",
+}
 
 
 def table_of(report: Report, *, wide: bool = True) -> Table:
     """The report as a table; absent variants are named below. A narrow one leaves the quantiles to --json."""
-    columns, has_memory = _columns(report, wide=wide), any(row.arenas is not None for row in report.rows)
+    if isinstance(report.rows, Mapping):
+        counts = {variant: [str(found) for found in row.values()] for variant, row in report.rows.items()}
+        return _table(report, COUNTED, counts, [])
+    columns, has_memory = _columns(report, report.rows, wide=wide), any(row.arenas is not None for row in report.rows)
     lines = [
         f"all results within {report.tolerance:g} of fp64's before anything was timed",
         f"MB: bytes moved, counted; GB/s and / x: by the median {report.time} time",
         "/ x: time of the row / time of our x, above 1 ours is faster",
         *(["arenas: memory beyond the gradients at its peak, in fp32 gradient sets"] if has_memory else []),
     ]
-    table = _table(report, columns, lines)
-    for row in report.rows:
-        table.add_row(row.variant, *(cell(row) for cell in columns.values()))
-    return table
+    cells = {row.variant: [cell(row) for cell in columns.values()] for row in report.rows}
+    return _table(report, columns, cells, lines)
 
 
-def launch_table(report: LaunchReport) -> Table:
-    """What each variant's step asked of the device."""
-    table = _table(report, ("kernels", "copies", "fills", "launches", "waits"), [])
-    for variant, counts in report.rows.items():
-        table.add_row(variant, *map(str, asdict(counts).values()))
-    return table
-
-
-def _columns(report: Report, *, wide: bool) -> dict[str, Callable[[Row], str]]:
+def _columns(report: Report, rows: Sequence[Row], *, wide: bool) -> dict[str, Callable[[Row], str]]:
     """Header -> what stands below it."""
     on_a_gpu = "gpu" in report.machine
-    columns = dict(_ON_A_GPU if on_a_gpu else {**_ON_A_HOST, **_QUANTILES} if wide else _ON_A_HOST)
+    columns = dict(_ON_A_GPU if on_a_gpu else _ON_A_HOST)
+    if not wide:
+        columns.pop("p10-90", None)
     columns |= {"MB": lambda row: f"{row.bytes / 1e6:.1f}", "GB/s": lambda row: f"{row.gb_per_s:.1f}"}
     columns |= {"of copy": lambda row: _share(row.of_copy)} if on_a_gpu else {"triad": lambda row: _share(row.of_triad)}
-    for base in report.bases:
+    for base in rows[0].ratios if rows else ():
         header = f"/ {base.removeprefix('ours').strip() or 'ours'}"
         columns[header] = lambda row, base=base: f"{row.ratios[base]:.2f}"  # type: ignore[misc]
     columns["error"] = lambda row: f"{row.error:.0e}"
-    if any(row.arenas is not None for row in report.rows):
+    if any(row.arenas is not None for row in rows):
         columns["arenas"] = lambda row: "" if row.arenas is None else f"{row.arenas:.2f}"
     return columns
 
 
-def _table(report: Report | LaunchReport, headers: Sequence[str] | Mapping[str, object], lines: Sequence[str]) -> Table:
-    """An empty one; what is absent and why stands below it, and where all this is."""
+def _table(
+    report: Report, headers: Sequence[str] | Mapping[str, object], rows: Mapping[str, list[str]], lines: Sequence[str]
+) -> Table:
+    """Below the rows stands what is absent and why, and where all this is."""
     absent = [f"absent: {absent.variant}: {absent.why}" for absent in report.absent]
     table = Table(
         title=f"{report.benchmark}: {', '.join(f'{name} {value}' for name, value in report.parameters.items())}",
@@ -73,14 +71,17 @@ def _table(report: Report | LaunchReport, headers: Sequence[str] | Mapping[str, 
     table.add_column("variant", no_wrap=True)
     for header in headers:
         table.add_column(header, justify="right")
+    for variant, cells in rows.items():
+        table.add_row(variant, *cells)
     return table
 
 
-def _where(report: Report | LaunchReport) -> str:
-    facts, load = report.machine, getattr(report, "load", None)
+def _where(report: Report) -> str:
+    facts = report.machine
     device = "{gpu}, driver {driver}, CUDA {runtime_cuda}" if "gpu" in facts else "{cpu}, {cores} cores"
+    load = "" if report.load is None else f", load {report.load:.1f} before"
     versions = [f"{name} {version}" for name, version in report.versions.items() if version and name != "commit"]
-    return f"{device.format(**facts)}{'' if load is None else f', load {load:.1f} before'}; {', '.join(versions)}"
+    return f"{device.format(**facts)}{load}; {', '.join(versions)}"
 
 
 def _ms(seconds: float) -> str:

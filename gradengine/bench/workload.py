@@ -24,10 +24,6 @@ _STRIDE = 4801  # between the beginnings of one component and the next: odd, so 
 def block_layout(blocks: int, hidden: int) -> GradientLayout:
     """Transformer blocks alone, in the proportions of the 350M model: kv = hidden / 4, intermediate = 4 hidden.
 
-    Args:
-        blocks: How many.
-        hidden: Hidden size; 1024 is the 350M model's, 15.2 million elements a block.
-
     Raises:
         CallerError: There is no block, or the hidden size is no multiple of 4.
 
@@ -44,30 +40,19 @@ def block_layout(blocks: int, hidden: int) -> GradientLayout:
 
 
 def model_layout(blocks: int, hidden: int, *, odd: bool = False) -> GradientLayout:
-    """Blocks, LM head and final norm in the same proportions; the embedding is tied.
+    """Blocks, LM head and final norm in the same proportions; the embedding is tied. The model's are 24 of 1024.
 
-    Args:
-        blocks: 24 is the model's.
-        hidden: 1024 is the model's.
-        odd: Each component flat and 3 elements shorter: no size is a multiple of 8.
+    If `odd`, each component is flat and 3 elements shorter: no size is a multiple of 8.
 
-    Example:
-        >>> layout = model_layout(24, 1024)
-        >>> len(layout.slots), layout.nbytes
-        (218, 1594036224)
-        >>> model_layout(1, 8, odd=True).slots[0].shape
-        (61,)
+    >>> model_layout(24, 1024).nbytes, model_layout(1, 8, odd=True).slots[0].shape
+    (1594036224, (61,))
     """
     whole = GradientLayout.transformer(blocks, hidden, hidden // 4, 4 * hidden, 32 * hidden, embedding=False)
     return GradientLayout.of({slot.name: (slot.size - 3,) for slot in whole.slots}) if odd else whole
 
 
 def equal_layout(tensors: int, elements: int) -> GradientLayout:
-    """As many tensors of as many elements: a small model, where the calls count and not the bytes.
-
-    >>> equal_layout(34, 17600).num_elements
-    598400
-    """
+    """As many tensors of as many elements: a small model, where the calls count and not the bytes."""
     return GradientLayout.of([(elements,)] * tensors)
 
 
@@ -95,11 +80,15 @@ class Workload:
             raise CallerError("no benchmark for this dtype", got=repr(dtype), expected="'float32' or 'bfloat16'")
         if micro_batches < 1:
             raise CallerError("too few micro-batches", got=micro_batches, expected="at least 1")
-        pool, count = _pool(max(slot.size for slot in layout.slots) + _SHIFTS, dtype), len(layout.slots)
-        values = [
-            [_stretch(pool, k * count + i, slot.shape) for i, slot in enumerate(layout.slots)]
-            for k in range(micro_batches)
-        ]
+        slots = list(layout.slots) * micro_batches
+        size = max(slot.size for slot in slots) + _SHIFTS
+        pool: npt.NDArray[Any] = np.random.default_rng(0).standard_normal(size, np.float32)
+        if dtype == "bfloat16":
+            pool = (pool.view(np.uint32) >> 16).astype(np.uint16)
+        stretches = (
+            pool[number * _STRIDE % _SHIFTS :][: slot.size].reshape(slot.shape) for number, slot in enumerate(slots)
+        )
+        values = [[next(stretches) for _ in layout.slots] for _ in range(micro_batches)]
         return Workload(device, layout, dtype, values, [device.placed(batch, odd=odd) for batch in values], odd)
 
     def first(self, count: int) -> Workload:
@@ -137,7 +126,14 @@ class Workload:
     @cached_property
     def sums(self) -> list[npt.NDArray[np.float64]]:
         """The sum of each component over the micro-batches, in fp64, flat."""
-        return on_all_cpus(self._sum, range(len(self.layout.slots)))
+
+        def total(position: int) -> npt.NDArray[np.float64]:
+            found = np.zeros(self.layout.slots[position].size)
+            for batch in self.values:
+                found += widened(batch[position]).reshape(-1)
+            return found
+
+        return on_all_cpus(total, range(len(self.layout.slots)))
 
     @cached_property
     def norm(self) -> float:
@@ -163,12 +159,6 @@ class Workload:
         """How far a norm of the averaged gradient is from fp64's."""
         return abs(norm - self.norm) / self.norm
 
-    def _sum(self, position: int) -> npt.NDArray[np.float64]:
-        total = np.zeros(self.layout.slots[position].size)
-        for batch in self.values:
-            total += widened(batch[position]).reshape(-1)
-        return total
-
 
 def norm_of(components: Sequence[npt.NDArray[np.float64]]) -> float:
     """The global norm."""
@@ -185,13 +175,3 @@ def widened(gradient: Any) -> Any:
     if gradient.dtype == np.float32:
         return gradient
     return (gradient.astype(np.uint32) << 16).view(np.float32)
-
-
-def _pool(size: int, dtype: str) -> npt.NDArray[Any]:
-    numbers = np.random.default_rng(0).standard_normal(size, np.float32)
-    return numbers if dtype == "float32" else (numbers.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def _stretch(pool: npt.NDArray[Any], number: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    start = number * _STRIDE % _SHIFTS
-    return pool[start : start + int(np.prod(shape))].reshape(shape)
