@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from gradengine.demo import worker
-from gradengine.demo.comparison import compare, report_comparison
+from gradengine.demo.comparison import LIMITS, compare
 from gradengine.demo.model import LlamaConfig
-from gradengine.demo.proofs import NORM_TOLERANCE, SHARD_TOLERANCE, STEP_TOLERANCE, shards_are_whole
-from gradengine.demo.record import Compared, Heartbeat
-from gradengine.demo.settings import Settings, divide
-from gradengine.demo.shards import WHOLE, ActivationAllReduce
-from gradengine.demo.text import standard_library_text
+from gradengine.demo.proofs import shards_are_whole
+from gradengine.demo.settings import Settings
+from gradengine.demo.shards import TensorParallelRank
+from gradengine.demo.text import Texts, split, standard_library_text
 from gradengine.demo.worker import Learner, layout_of
 from gradengine.engine import GradientEngine
 from gradengine.errors import ExchangeError
@@ -20,11 +19,17 @@ from gradengine.layout import GradientLayout
 
 MODEL = LlamaConfig(num_blocks=1, hidden_size=32, num_heads=8, num_kv_heads=4, intermediate_size=32, sequence_length=16)
 SETTINGS = Settings(steps=6, batch_size=2, model=MODEL)
-TEXTS = divide(standard_library_text(50_000), "the standard library", MODEL.sequence_length)
+TEXTS = Texts(*split(standard_library_text(100_000)), "the standard library")
+SHARD, NORM, STEP = LIMITS["gradients"], LIMITS["norm"], LIMITS["AdamW step"]
 
 
 def compared(tp_size, **changes):
-    return compare(dataclasses.replace(SETTINGS, tensor_parallel=tp_size, **changes), TEXTS)
+    reports = []
+    compare(dataclasses.replace(SETTINGS, tensor_parallel=tp_size, **changes), TEXTS, reports.append)
+    assert set(reports[:-1]) == {None}
+    name, figures = reports[-1]
+    assert (name, list(figures)) == ("shards", list(LIMITS))
+    return figures
 
 
 def is_proved(found):
@@ -35,18 +40,13 @@ def is_proved(found):
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_shards_are_the_model_in_one_piece_within_the_tolerances(tp_size, seed):
     found = compared(tp_size, seed=seed)
-    assert 0 < found.outputs <= SHARD_TOLERANCE
-    assert 0 < found.gradients <= SHARD_TOLERANCE
-    assert found.norm <= NORM_TOLERANCE
-    assert found.scale <= NORM_TOLERANCE
-    assert 0 < found.clipped <= SHARD_TOLERANCE
-    assert 0 < found.descended <= SHARD_TOLERANCE
-    assert 0 < found.weights <= STEP_TOLERANCE
+    assert all(figure <= LIMITS[name] for name, figure in found.items())
+    assert all(found[name] > 0 for name in ("outputs", "gradients", "clipped", "AdamW step"))
     assert is_proved(found)
 
 
 def test_one_shard_is_the_model_in_one_piece_bit_for_bit():
-    assert compared(1) == Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert compared(1) == dict.fromkeys(LIMITS, 0.0)
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e9])
@@ -54,7 +54,8 @@ def test_the_gradient_is_clipped_whatever_the_bound_of_the_run(monkeypatch, max_
     scales = []
     altered(monkeypatch, lambda layout, result: scales.append(result.scale) or result)
     assert is_proved(compared(2, max_norm=max_norm))
-    assert scales == pytest.approx([0.01, 0.01], rel=1e-5)
+    assert len(scales) == 2
+    assert all(0 < scale < 0.1 for scale in scales)
 
 
 @pytest.mark.parametrize("steps", [1, 60])
@@ -68,13 +69,6 @@ def test_a_batch_whose_attention_has_nothing_to_choose_from_is_no_fault_of_the_s
     for seed in range(3):
         found = compared(tp_size, batch_size=batch_size, model=model, seed=seed, steps=steps)
         assert is_proved(found), found
-
-
-def test_the_comparison_is_reported():
-    reports = []
-    report_comparison(dataclasses.replace(SETTINGS, tensor_parallel=2), TEXTS, reports.append)
-    assert reports[-1] == compared(2)
-    assert set(reports[:-1]) == {Heartbeat()}
 
 
 # ---- what the engine hands back ----
@@ -147,23 +141,22 @@ def one_component_forgotten(layout, result):
 def test_a_wrong_gradient_of_the_shards_engines_fails_proof_4(monkeypatch, tp_size, change):
     altered(monkeypatch, change)
     found = compared(tp_size)
-    assert found.clipped > SHARD_TOLERANCE
-    assert found.descended > SHARD_TOLERANCE
+    assert found["clipped"] > SHARD
     assert not is_proved(found)
-    assert found.gradients <= SHARD_TOLERANCE  # backward's own are right
+    assert found["gradients"] <= SHARD  # backward's own are right
 
 
 def test_a_wrong_scale_alone_fails_proof_4(monkeypatch):
     altered(monkeypatch, lambda layout, result: decided(result, scale=result.scale * 1.00001))
     found = compared(2)
-    assert found.scale > NORM_TOLERANCE
+    assert found["clip scale"] > NORM
     assert not is_proved(found)
 
 
 def test_a_wrong_norm_on_one_shard_fails_proof_4(monkeypatch):
     altered(monkeypatch, lambda layout, result: decided(result, norm=result.norm * (1 + 1e-5 * layout.tp_rank)))
     found = compared(2)
-    assert found.norm > NORM_TOLERANCE
+    assert found["norm"] > NORM
     assert not is_proved(found)
 
 
@@ -179,8 +172,8 @@ def test_an_optimizer_that_leaves_a_component_behind_fails_proof_4(monkeypatch):
 
     monkeypatch.setattr(Learner, "apply_gradients", partly)
     found = compared(2)
-    assert found.clipped <= SHARD_TOLERANCE
-    assert found.weights > STEP_TOLERANCE
+    assert found["clipped"] <= SHARD
+    assert found["AdamW step"] > STEP
     assert not is_proved(found)
 
 
@@ -191,9 +184,9 @@ def with_nan(monkeypatch, where):
     """Have shard 1 hold NaN, in a component that comes neither first nor last."""
     begin = Learner.__init__
 
-    def noting(self, settings, texts, rank=WHOLE, *others):
-        self.tp_rank = rank.tp_rank
-        begin(self, settings, texts, rank, *others)
+    def noting(self, settings, texts, tp, report):
+        self.tp_rank = tp.tp_rank
+        begin(self, settings, texts, tp, report)
 
     def spoilt(self, *arguments):
         found = sound(self, *arguments)
@@ -203,8 +196,11 @@ def with_nan(monkeypatch, where):
 
     monkeypatch.setattr(Learner, "__init__", noting)
     name, spoil = {
-        "outputs": ("logits", lambda learner, logits: logits.__setitem__((0, 1, 2), np.nan)),
-        "weights": ("apply_gradients", lambda learner, _: learner.weights["blocks.0.up"].__setitem__((1, 1), np.nan)),
+        "outputs": ("logits", lambda learner, logits: logits.__setitem__((1, 2), np.nan)),
+        "AdamW step": (
+            "apply_gradients",
+            lambda learner, _: learner.weights["blocks.0.up"].__setitem__((1, 1), np.nan),
+        ),
         "gradients": ("forward_backward", spoil_first_gradients),
     }[where]
     sound = getattr(Learner, name)
@@ -218,29 +214,29 @@ def spoil_first_gradients(learner, found):
         found[1]["blocks.0.up"][1, 1] = np.nan
 
 
-@pytest.mark.parametrize("figure", ["outputs", "gradients", "weights"])
+@pytest.mark.parametrize("figure", ["outputs", "gradients", "AdamW step"])
 def test_nan_in_what_a_shard_computes_is_its_figure_and_fails_proof_4(monkeypatch, figure):
     with_nan(monkeypatch, figure)
     found = compared(2)
-    assert [name for name, value in dataclasses.asdict(found).items() if np.isnan(value)] == [figure]
+    assert [name for name, value in found.items() if np.isnan(value)] == [figure]
     assert not is_proved(found)
 
 
-@pytest.mark.parametrize("figures", [["norm"], ["scale"], ["clipped", "descended"]])
-def test_nan_in_what_a_shards_engine_says_is_its_figure_and_fails_proof_4(monkeypatch, figures):
+@pytest.mark.parametrize("figure", ["norm", "clip scale", "clipped"])
+def test_nan_in_what_a_shards_engine_says_is_its_figure_and_fails_proof_4(monkeypatch, figure):
     def spoilt(layout, result):
         if layout.tp_rank == 0:
             return result
-        if figures == ["clipped", "descended"]:
+        if figure == "clipped":
             gradients = {name: gradient.copy() for name, gradient in result.gradients.items()}
             gradients["blocks.0.up"][1, 1] = np.nan
             return dataclasses.replace(result, _arrays=gradients)
-        return decided(result, **{figures[0]: np.float32(np.nan)})
+        return decided(result, **{figure.split()[-1]: np.float32(np.nan)})
 
     altered(monkeypatch, spoilt)
     found = compared(2)
-    are_nan = [name for name, value in dataclasses.asdict(found).items() if np.isnan(value)]
-    assert [name for name in are_nan if name != "weights"] == figures  # AdamW moves by what it was handed
+    are_nan = [name for name, value in found.items() if np.isnan(value)]
+    assert [name for name in are_nan if name != "AdamW step"] == [figure]  # AdamW moves by what it was handed
     assert not is_proved(found)
 
 
@@ -249,16 +245,16 @@ def test_nan_in_what_a_shards_engine_says_is_its_figure_and_fails_proof_4(monkey
 
 def one_wrong(monkeypatch, position, outcome):
     """Have one of the block's four all-reduces be another: forward attention, feed-forward, then both backward."""
-    whole = ActivationAllReduce.__call__
+    whole = TensorParallelRank.all_reduce
     counts = {}
 
     def some(self, partial):
         count = counts[id(self)] = counts.get(id(self), -1) + 1
-        # The logits take two of their own before the four of forward and backward; the whole model takes none.
-        is_it = (count if count < 2 else (count - 2) % 4) == position
+        # The logits take two of their own before the four of forward and backward.
+        is_it = self.exchange is not None and (count if count < 2 else (count - 2) % 4) == position
         return outcome(self, partial, whole) if is_it else whole(self, partial)
 
-    monkeypatch.setattr(ActivationAllReduce, "__call__", some)
+    monkeypatch.setattr(TensorParallelRank, "all_reduce", some)
 
 
 @pytest.mark.parametrize("position", range(4))
@@ -272,12 +268,10 @@ def test_a_missing_all_reduce_leaves_other_replicas_and_the_engine_refuses_them(
 def test_an_all_reduce_that_all_shards_get_wrong_alike_is_in_the_figures(monkeypatch, position):
     one_wrong(monkeypatch, position, lambda all_reduce, partial, whole: 2 * whole(all_reduce, partial))
     found = compared(2)
-    assert (found.outputs > 1000 * SHARD_TOLERANCE) == (position < 2)
-    assert found.gradients > 1000 * SHARD_TOLERANCE
-    assert found.clipped > 1000 * SHARD_TOLERANCE
-    assert found.descended > 100 * SHARD_TOLERANCE
-    assert found.norm > 100 * NORM_TOLERANCE
-    assert found.weights > STEP_TOLERANCE
+    assert (found["outputs"] > 1000 * SHARD) == (position < 2)
+    assert min(found["gradients"], found["clipped"]) > 1000 * SHARD
+    assert found["norm"] > 100 * NORM
+    assert found["AdamW step"] > STEP
 
 
 def test_parts_that_are_passed_for_the_whole_are_refused_and_never_compared(monkeypatch):

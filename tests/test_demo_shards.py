@@ -1,33 +1,27 @@
-"""The demo's model in shards: cut and united is the same, mirrored is the same function, a group ends together."""
+"""The demo's model in shards: cut and united is the same, sums are in rank order, a group ends together."""
 
 import dataclasses
+import threading
+import time
+from functools import partial, reduce
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transports import SOON
 
-from gradengine.demo.model import LlamaConfig, forward, forward_backward, initial_weights, only_shard
-from gradengine.demo.settings import Settings, divide
-from gradengine.demo.shards import (
-    WHOLE,
-    ActivationAllReduce,
-    cut,
-    mirrored,
-    replicated_part,
-    run_threads,
-    tensor_parallel_group,
-    united,
-)
-from gradengine.demo.text import standard_library_text
-from gradengine.demo.worker import Learner, layout_of
-from gradengine.errors import CallerError, PeerLost
+from gradengine.demo.model import LlamaConfig, initial_weights
+from gradengine.demo.settings import Settings
+from gradengine.demo.shards import cut, replicated_part, run_threads, tensor_parallel_group, united
+from gradengine.demo.worker import layout_of
+from gradengine.engine import GradientEngine
+from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
 
 MODEL = LlamaConfig(
     num_blocks=2, hidden_size=32, num_heads=8, num_kv_heads=4, intermediate_size=24, vocab_size=256, sequence_length=12
 )
 SETTINGS = Settings(steps=4, batch_size=2, model=MODEL)
-TEXTS = divide(standard_library_text(50_000), "the standard library", MODEL.sequence_length)
 
 
 def with_shards(tp_size, settings=SETTINGS):
@@ -89,90 +83,92 @@ def test_layouts_of_shards_know_which_part_they_are():
     layouts = [layout_of(with_shards(2), tp_rank) for tp_rank in range(2)]
     assert [(layout.tp_rank, layout.tp_size) for layout in layouts] == [(0, 2), (1, 2)]
     assert layouts[0] != layouts[1]
-    assert layout_of(SETTINGS).num_elements == sum(int(np.prod(shape)) for shape in MODEL.weight_shapes.values())
+    assert layout_of(SETTINGS, 0).num_elements == sum(int(np.prod(shape)) for shape in MODEL.weight_shapes.values())
 
 
-# ---- mirrored ----
+# ---- the sum over shards ----
 
 
-def test_a_mirrored_model_is_the_same_function_rounded_otherwise():
-    weights = initial_weights(MODEL, 0)
-    other = mirrored(weights, MODEL)
-    tokens = np.random.default_rng(1).integers(0, MODEL.vocab_size, (3, MODEL.sequence_length + 1))
-    logits, mirrored_logits = (forward(w, tokens[:, :-1], MODEL)[0] for w in (weights, other))
-    assert not np.array_equal(logits, mirrored_logits)
-    np.testing.assert_allclose(mirrored_logits, logits, atol=1e-5 * abs(logits).max())
-    gradients = forward_backward(weights, tokens, MODEL)[1]
-    for name, gradient in mirrored(forward_backward(other, tokens, MODEL)[1], MODEL).items():
-        np.testing.assert_allclose(gradient, gradients[name], rtol=0, atol=1e-5 * abs(gradients[name]).max())
+def on_group(work, tp_size):
+    def run(tp):
+        with tp:
+            return work(tp)
+
+    return run_threads([partial(run, tp) for tp in tensor_parallel_group(tp_size)])
 
 
-def test_mirrored_twice_is_as_it_was_and_shares_no_memory():
-    weights = initial_weights(MODEL, 0)
-    once = mirrored(weights, MODEL)
-    assert all(not np.shares_memory(once[name], weights[name]) for name in weights)
-    assert all(np.array_equal(array, weights[name]) for name, array in mirrored(once, MODEL).items())
-    moved = {name.rpartition(".")[2] for name in weights if not np.array_equal(once[name], weights[name])}
-    assert moved == {"w_q", "w_k", "w_v", "w_o", "gate", "up", "down"}
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_every_shard_gets_the_rank_ordered_sum_in_every_round(tp_size):
+    """Numbers of many magnitudes, so that the order of a sum shows."""
+    rng = np.random.default_rng(0)
+    shape = (50, tp_size, 5, 7)
+    rounds = (rng.standard_normal(shape) * 10.0 ** rng.integers(-5, 6, shape)).astype(np.float32)
+    results = on_group(lambda tp: [tp.all_reduce(parts[tp.tp_rank]) for parts in rounds], tp_size)
+    for mine in results:
+        assert all(np.array_equal(total, reduce(np.add, parts)) for total, parts in zip(mine, rounds, strict=True))
+    assert tp_size < 3 or not np.array_equal(results[0][0], reduce(np.add, rounds[0][::-1]))
 
 
-# ---- the group ----
+def test_shards_have_an_exchange_in_the_order_of_their_ranks_and_a_whole_model_has_none():
+    assert [(tp.tp_rank, tp.exchange.rank) for tp in tensor_parallel_group(3)] == [(0, 0), (1, 1), (2, 2)]
+    assert [tp.exchange for tp in tensor_parallel_group(1)] == [None]
 
 
-def test_a_model_in_one_piece_needs_no_exchange():
-    assert tensor_parallel_group(1) == [WHOLE]
-    assert WHOLE.all_reduce(4) is only_shard
-    with WHOLE as rank:
-        assert (rank.tp_rank, rank.activations, rank.gradients) == (0, None, None)
+WAITS = {
+    "for partial sums": lambda tp: tp.all_reduce(np.ones(4)),
+    "for an engine": lambda tp: GradientEngine(layout_of(with_shards(4), tp.tp_rank), tp_exchange=tp.exchange),
+}
 
 
-def test_shards_have_two_exchanges_in_the_order_of_their_ranks():
-    group = tensor_parallel_group(3)
-    for tp_rank, rank in enumerate(group):
-        assert (rank.tp_rank, rank.activations.rank, rank.gradients.rank) == (tp_rank,) * 3
-        assert rank.activations is not rank.gradients
-    assert len({id(rank.activations._group) for rank in group}) == 1
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_shard_that_fails_ends_all_that_the_others_wait_for(wait):
+    lost = []
+
+    def work(tp):
+        if tp.tp_rank == 1:
+            raise ZeroDivisionError("of shard 1")
+        try:
+            wait(tp)
+        except PeerLost as fault:
+            lost.append(str(fault))
+            raise
+
+    begin = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="of shard 1"):
+        on_group(work, 4)
+    assert time.monotonic() - begin < SOON
+    assert len(lost) == 3
+    assert all("left the group" in message for message in lost)
 
 
-def test_whoever_leaves_the_block_ends_both_exchanges_of_the_others():
-    def work(rank):
-        with rank:
-            if rank.tp_rank == 1:
-                return None
-            failures = []
-            for exchange in (rank.activations, rank.gradients):
-                with pytest.raises(PeerLost) as lost:
-                    ActivationAllReduce(exchange, 4)
-                failures.append(str(lost.value))
-            return failures
-
-    failures, _ = run_threads([lambda r=r: work(r) for r in tensor_parallel_group(2)])
-    assert all("rank 1 left the group" in failure for failure in failures)
+# ---- threads ----
 
 
-# ---- the learner ----
+def fail(error, after=0.0):
+    time.sleep(after)
+    raise error
 
 
-def test_a_learner_of_one_shard_is_the_learner():
-    assert all(
-        np.array_equal(weight, initial_weights(MODEL, SETTINGS.seed)[name])
-        for name, weight in Learner(SETTINGS, TEXTS).weights.items()
-    )
+def test_results_come_in_the_order_of_the_works_and_each_work_has_a_thread():
+    assert run_threads([lambda s=s: (time.sleep(s), s)[1] for s in (0.1, 0.0, 0.05)]) == [0.1, 0.0, 0.05]
+    meeting = threading.Barrier(3)
+    assert sorted(run_threads([lambda: meeting.wait(10)] * 3)) == [0, 1, 2]
 
 
-def test_shards_predict_held_out_text_as_the_model_in_one_piece_does():
-    settings = with_shards(4)
-
-    def work(rank):
-        with rank:
-            learner = Learner(settings, TEXTS, rank)
-            return learner.held_out_loss(), learner.logits(0).tobytes()
-
-    results = run_threads([lambda r=r: work(r) for r in tensor_parallel_group(4)])
-    assert len(set(results)) == 1
-    assert results[0][0] == pytest.approx(Learner(SETTINGS, TEXTS).held_out_loss(), rel=1e-6)
+@pytest.mark.parametrize("lost_first", [True, False])
+def test_who_is_at_fault_is_raised_and_not_who_missed_it(lost_first):
+    at_fault, missed = (0.1, 0.0) if lost_first else (0.0, 0.1)
+    works = [lambda: fail(PeerLost("gone"), missed), lambda: fail(CallerError("mistaken"), at_fault), lambda: 1]
+    with pytest.raises(CallerError, match="mistaken"):
+        run_threads(works)
 
 
-def test_a_learner_starts_from_the_weights_it_is_given():
-    initial = {name: np.full_like(weight, 2.0) for name, weight in initial_weights(MODEL, 0).items()}
-    assert all((weight == 2).all() for weight in Learner(SETTINGS, TEXTS, WHOLE, initial).weights.values())
+def test_where_all_miss_a_peer_one_of_them_is_raised():
+    with pytest.raises(PeerLost):
+        run_threads([lambda: fail(PeerLost("first")), lambda: fail(PeerLost("second"))])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), DeadlineExceeded("late"), ZeroDivisionError()])
+def test_every_kind_of_failure_comes_through(error):
+    with pytest.raises(type(error)):
+        run_threads([lambda: fail(error), lambda: 1])

@@ -1,19 +1,16 @@
 """The demo's Llama: 1, 2 and 4 shards are the model in one piece, and each all-reduce is needed for it."""
 
 import functools
-import types
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transports import on_all
 
 from gradengine.demo import model
-from gradengine.demo.model import BlockArrays, LlamaConfig, forward, forward_backward, initial_weights, loss
-from gradengine.demo.shards import ActivationAllReduce
-from gradengine.exchange import local_group
-from gradengine.layout.tensor_parallel import TensorParallelConfig
+from gradengine.demo.model import LlamaConfig, forward, forward_backward, initial_weights, loss
+from gradengine.demo.settings import Settings
+from gradengine.demo.shards import cut, run_threads, tensor_parallel_group, united
 
 CONFIG = LlamaConfig(
     num_blocks=2, hidden_size=32, num_heads=8, num_kv_heads=4, intermediate_size=64, vocab_size=40, sequence_length=12
@@ -40,37 +37,26 @@ def tokens_of(config, batch=3, seed=1):
     return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, config.sequence_length + 1))
 
 
-def parallel(config, tp_rank, tp_size):
-    return TensorParallelConfig(
-        tp_rank, tp_size, config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads
-    )
-
-
-def shards_of(config, tp_rank, tp_size):
-    cut = parallel(config, tp_rank, tp_size).shard_of
-    return {name: cut(name, shape) for name, shape in config.weight_shapes.items()}
+def in_shards(config, tp_size):
+    return Settings(tensor_parallel=tp_size, model=config)
 
 
 def sharded(weights, config, tp_rank, tp_size):
-    return {
-        name: shard.extract_shard(weights[name], copy=True)
-        for name, shard in shards_of(config, tp_rank, tp_size).items()
-    }
+    return cut(in_shards(config, tp_size), weights, tp_rank)
 
 
 def merged(parts, config):
-    shards = shards_of(config, 0, len(parts))
-    return {name: shard.merge_shards([part[name] for part in parts]) for name, shard in shards.items()}
+    return united(in_shards(config, len(parts)), parts)
 
 
-def on_shards(work, config, tp_size, batch=3):
+def on_shards(work, tp_size):
     """`work(rank, all_reduce)` on each of `tp_size` threads."""
 
-    def run(exchange):
-        all_reduce = ActivationAllReduce(exchange, batch * config.sequence_length * config.hidden_size)
-        return work(exchange.rank, all_reduce)
+    def run(tp):
+        with tp:
+            return work(tp.tp_rank, tp.all_reduce)
 
-    return on_all(run, local_group(tp_size, timeout=20.0, join_timeout=10.0))
+    return run_threads([functools.partial(run, tp) for tp in tensor_parallel_group(tp_size)])
 
 
 def apart(array, expected):
@@ -83,10 +69,10 @@ def shard_results(weights, config, tp_size, tokens, wrap=lambda all_reduce: all_
 
     def work(rank, all_reduce):
         mine, all_reduce = sharded(weights, config, rank, tp_size), wrap(all_reduce)
-        logits = forward(mine, tokens[:, :-1], config, np, all_reduce)[0]
-        return (logits, *forward_backward(mine, tokens, config, np, all_reduce))
+        logits = forward(mine, tokens[:, :-1], config, all_reduce)[0]
+        return (logits, *forward_backward(mine, tokens, config, all_reduce))
 
-    return on_shards(work, config, tp_size, len(tokens))
+    return on_shards(work, tp_size)
 
 
 def largest_difference(weights, config, tp_size, wrap=lambda all_reduce: all_reduce):
@@ -107,14 +93,14 @@ def test_a_blocks_output_is_the_whole_ones_and_equal_on_all_ranks(tp_size):
     x = np.random.default_rng(3).standard_normal((24, CONFIG.hidden_size)).astype(np.float32)
 
     def output(weights, all_reduce):
-        context = model.make_context(CONFIG, CONFIG.sequence_length, np.float32, np, all_reduce)
+        context = model.make_context(CONFIG, CONFIG.sequence_length, np.float32, all_reduce)
         return model.block(x.copy(), model.block_weights(weights, 0), context)[0]
 
     def work(rank, all_reduce):
         return output(sharded(weights, CONFIG, rank, tp_size), all_reduce)
 
-    outputs = on_shards(work, CONFIG, tp_size)
-    assert apart(outputs[0], output(weights, model.only_shard)) <= TOLERANCE
+    outputs = on_shards(work, tp_size)
+    assert apart(outputs[0], output(weights, model.alone)) <= TOLERANCE
     assert {array.tobytes() for array in outputs} == {outputs[0].tobytes()}
 
 
@@ -164,26 +150,12 @@ def test_any_legal_model_is_its_shards(tp_size, kv_heads, groups, pairs, interme
     assert largest_difference(rough_weights(config, seed), config, tp_size) <= 10 * TOLERANCE
 
 
-def test_a_shorter_batch_goes_through_the_same_all_reduce():
-    weights = rough_weights(CONFIG)
-    batches = [tokens_of(CONFIG, 3), tokens_of(CONFIG, 1)[:, :6], tokens_of(CONFIG, 2)]
-    results = on_shards(
-        lambda rank, all_reduce: [
-            loss(sharded(weights, CONFIG, rank, 2), batch, CONFIG, np, all_reduce) for batch in batches
-        ],
-        CONFIG,
-        2,
-    )
-    assert results[0] == results[1]
-    assert results[0] == pytest.approx([loss(weights, batch, CONFIG) for batch in batches], rel=TOLERANCE)
-
-
 # ---- the model in one piece has not changed ----
 
 
 def test_without_shards_the_all_reduce_is_the_very_array_that_goes_in():
     array = np.ones(3, np.float32)
-    assert model.only_shard(array) is array
+    assert model.alone(array) is array
 
 
 def test_one_shard_over_an_exchange_has_the_bits_of_the_whole_model():
@@ -192,35 +164,6 @@ def test_one_shard_over_an_exchange_has_the_bits_of_the_whole_model():
     ((_, shard_value, shard_gradients),) = shard_results(weights, CONFIG, 1, tokens)
     assert shard_value == value
     assert all(np.array_equal(shard_gradients[name], gradients[name]) for name in gradients)
-
-
-def test_a_whole_block_is_nothing_but_its_layers_bit_for_bit():
-    context = model.make_context(CONFIG, CONFIG.sequence_length, np.float32, np, model.only_shard)
-    w = model.block_weights(rough_weights(CONFIG), 0)
-    x, dy = np.random.default_rng(3).standard_normal((2, 24, CONFIG.hidden_size)).astype(np.float32)
-    normed, input_saved = model.rms_norm(x, w.input_norm, context)
-    attended, attention_saved = model.attention(normed, w, context)
-    residual = attended + x
-    normed, post_saved = model.rms_norm(residual, w.post_attn_norm, context)
-    fed, fed_saved = model.feed_forward(normed, w, np)
-    y, saved = model.block(x, w, context)
-    assert np.array_equal(y, fed + residual)
-    inner, gate, up, down = model.feed_forward_backward(dy, w, fed_saved)
-    residual, post = model.rms_norm_backward(inner, w.post_attn_norm, post_saved)
-    residual += dy
-    inner, *four = model.attention_backward(residual, w, attention_saved, context)
-    dx, norm = model.rms_norm_backward(inner, w.input_norm, input_saved)
-    found_dx, found = model.block_backward(dy, w, saved, context)
-    assert np.array_equal(found_dx, dx + residual)
-    for array, expected in zip(found, BlockArrays(*four, gate, up, down, norm, post), strict=True):
-        assert np.array_equal(array, expected)
-
-
-def test_a_shard_too_uses_only_functions_that_cupy_has():
-    shared = "arange asarray ascontiguousarray complex64 exp inf int64 log result_type sqrt tanh where"
-    xp = types.SimpleNamespace(**{name: getattr(np, name) for name in shared.split()})
-    weights, tokens = sharded(rough_weights(CONFIG), CONFIG, 1, 2), tokens_of(CONFIG)
-    assert np.isfinite(forward_backward(weights, tokens, CONFIG, xp, lambda partial: 2 * partial)[0])
 
 
 # ---- two all-reduces in each block each way, and none that could be left out ----
@@ -245,11 +188,11 @@ def test_there_are_two_all_reduces_in_each_block_each_way(tp_size):
 
     def work(rank, all_reduce):
         recording, mine = Recording(all_reduce), sharded(weights, CONFIG, rank, tp_size)
-        _, stream = model.stream_gradients(mine, tokens, CONFIG, np, recording)
+        _, stream = model.stream_gradients(mine, tokens, CONFIG, recording)
         forward_calls = len(recording.calls)
         return [forward_calls, *(len(recording.calls) for _ in stream)]
 
-    for counts in on_shards(work, CONFIG, tp_size):
+    for counts in on_shards(work, tp_size):
         assert counts == [4, 4, 4, 6, 8, 8]  # forward of both blocks; lm_head, final_norm, block 1, block 0, embedding
 
 
@@ -259,10 +202,10 @@ def test_partial_sums_are_parts_and_their_sums_are_the_same_bytes_on_all_ranks(t
 
     def work(rank, all_reduce):
         recording = Recording(all_reduce)
-        forward_backward(sharded(weights, CONFIG, rank, tp_size), tokens, CONFIG, np, recording)
+        forward_backward(sharded(weights, CONFIG, rank, tp_size), tokens, CONFIG, recording)
         return recording.calls
 
-    for calls in zip(*on_shards(work, CONFIG, tp_size), strict=True):
+    for calls in zip(*on_shards(work, tp_size), strict=True):
         partials, totals = zip(*calls, strict=True)
         assert len({total.tobytes() for total in totals}) == 1
         assert np.array_equal(totals[0], functools.reduce(np.add, partials))
@@ -292,9 +235,9 @@ def missing_in_gradients(left_out, tp_size):
 
     def work(rank, all_reduce):
         mine = sharded(weights, ONE_BLOCK, rank, tp_size)
-        return forward_backward(mine, tokens, ONE_BLOCK, np, Leaving(all_reduce, left_out))[1]
+        return forward_backward(mine, tokens, ONE_BLOCK, Leaving(all_reduce, left_out))[1]
 
-    found = merged(on_shards(work, ONE_BLOCK, tp_size), ONE_BLOCK)
+    found = merged(on_shards(work, tp_size), ONE_BLOCK)
     return {name for name in gradients if apart(found[name], gradients[name]) > MISSING}
 
 

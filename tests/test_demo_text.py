@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,10 +14,9 @@ from gradengine.demo import text as demo_text
 from gradengine.demo.text import (
     evaluation_batches,
     micro_batch,
-    read_text,
+    read_texts,
     split,
     standard_library_text,
-    step_indexes,
     unigram_entropy,
 )
 from gradengine.errors import CallerError
@@ -49,53 +49,59 @@ def library(tmp_path):
 
 
 def test_library_is_joined_in_order_without_what_is_left_out(library):
-    assert standard_library_text(max_bytes=19, folder=library) == b"first,second,third,"
+    assert standard_library_text(19, library) == b"first,second,third,"
 
 
 def test_library_is_cut_where_asked(library):
-    assert standard_library_text(max_bytes=8, folder=library) == b"first,se"
+    assert standard_library_text(8, library) == b"first,se"
 
 
 def test_this_pythons_library_is_there_and_the_same_each_time():
-    text = standard_library_text(max_bytes=300_000)
-    assert len(text) == 300_000
-    assert text == standard_library_text(max_bytes=300_000)
-    assert text == standard_library_text(max_bytes=400_000)[:300_000]
-    assert b"def " in text
-    assert 2.5 < unigram_entropy(text) < 3.6
+    texts = read_texts(None, sequence_length=64)
+    assert texts == read_texts(None, sequence_length=64)
+    assert len(texts.train) + len(texts.held_out) == 4_000_000
+    assert b"def " in texts.train
+    assert 2.5 < unigram_entropy(texts.held_out) < 3.6
+    assert re.fullmatch(r"the standard library of \w+ 3\.[\d.]+\S*", texts.source)
 
 
 @pytest.mark.parametrize("folder", ["empty", "python311.zip"])
-def test_absent_library_says_what_to_do(tmp_path, folder):
+def test_absent_library_says_what_to_do(tmp_path, monkeypatch, folder):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        CallerError, match=r"too little text in .*got 0 bytes, expected at least 10000; pass --text FILE"
-    ):
-        standard_library_text(folder=tmp_path / folder)
+    monkeypatch.setattr(demo_text.sysconfig, "get_path", lambda _: str(tmp_path / folder))
+    message = r"too little text in the standard library.*got 0 bytes, expected at least 10000; pass --text FILE"
+    with pytest.raises(CallerError, match=message):
+        read_texts(None, 64)
 
 
 def test_reads_a_file_as_it_is(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes(b"\xff\r\n\x00" * 5000)
-    assert read_text(path) == read_text(str(path)) == b"\xff\r\n\x00" * 5000
+    texts = read_texts(path, 64)
+    assert texts.train + texts.held_out == b"\xff\r\n\x00" * 5000
+    assert (len(texts.held_out), texts.source) == (2000, str(path))
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(CallerError, match=r"cannot read the text '.*absent': No such file"):
-        read_text(tmp_path / "absent")
-
-
-def test_folder_for_a_file(tmp_path):
-    with pytest.raises(CallerError, match="cannot read the text"):
-        read_text(tmp_path)
+@pytest.mark.parametrize(("name", "reason"), [("absent", "No such file"), (".", "Is a directory")])
+def test_what_cannot_be_read(tmp_path, name, reason):
+    with pytest.raises(CallerError, match=rf"cannot read the text '.*': {reason}"):
+        read_texts(tmp_path / name, 64)
 
 
 @pytest.mark.parametrize("length", [0, demo_text.MIN_TEXT_BYTES - 1])
 def test_short_file(tmp_path, length):
     path = tmp_path / "short"
     path.write_bytes(bytes(length))
-    with pytest.raises(CallerError, match=f"too little text in .*short': got {length} bytes, expected at least 10000"):
-        read_text(path)
+    with pytest.raises(CallerError, match=f"too little text in .*short: got {length} bytes, expected at least 10000"):
+        read_texts(path, 64)
+
+
+def test_a_text_too_short_for_the_sequences_is_refused(tmp_path):
+    path = tmp_path / "short"
+    path.write_bytes(bytes(10_000))
+    assert len(read_texts(path, 999).held_out) == 1000
+    with pytest.raises(CallerError, match="got 1000 bytes held out, expected more than --sequence-length=1000"):
+        read_texts(path, 1000)
 
 
 # What is held out.
@@ -131,12 +137,6 @@ def test_entropy_of_known_distributions(text, entropy):
 
 
 # What is drawn.
-
-
-@given(step=st.integers(0, 1000), micro_batches=st.integers(1, 16), world_size=st.integers(1, 20))
-def test_workers_share_the_micro_batches_of_a_step(step, micro_batches, world_size):
-    taken = [index for rank in range(world_size) for index in step_indexes(step, micro_batches, rank, world_size)]
-    assert sorted(taken) == list(range(step * micro_batches, (step + 1) * micro_batches))
 
 
 def test_micro_batch_is_its_seed_and_index():
@@ -176,10 +176,3 @@ def test_evaluation_covers_the_text_evenly():
     assert starts[-1] == len(text) - 51
     assert min(np.diff(starts)) >= 49
     assert len(list(evaluation_batches(text, 4, 50, max_batches=3))) == 3
-
-
-def test_text_shorter_than_a_window():
-    with pytest.raises(ValueError, match=r"a window of 3 \+ 1 bytes does not fit into a text of 3"):
-        micro_batch(b"abc", 0, 1, 3)
-    with pytest.raises(ValueError, match="does not fit"):
-        list(evaluation_batches(b"abc", 1, 3, 1))

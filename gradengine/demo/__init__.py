@@ -2,5 +2,5 @@
 
 Read in this order: `text` (what is learned), `model` (forward and backward), `adamw` (the update), `shards` (the model
 cut for tensor parallelism), `worker` (a rank and its replay), `run` (all ranks), `comparison` and `proofs` (what it
-shows). `model` and `adamw` run on NumPy and on CuPy, whichever module they are given as `xp`.
+shows).
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +15,13 @@ from gradengine.demo.model import LlamaConfig, initial_weights
 from gradengine.demo.proofs import Proof, prove
 from gradengine.demo.record import Record
 from gradengine.demo.run import replay_all, train
-from gradengine.demo.screen import Screen
-from gradengine.demo.settings import Settings, Texts, Transport, counted, divide
-from gradengine.demo.text import read_text, standard_library_text, unigram_entropy
+from gradengine.demo.screen import introduce, say, show, trained
+from gradengine.demo.settings import Settings, Transport, counted
+from gradengine.demo.text import Texts, read_texts, unigram_entropy
 from gradengine.errors import CallerError
 from gradengine.options import refuse_bad_plot, save
 
 __all__ = ["demo"]
-
 
 _LAST_PORT = 65535
 _PLOT = Path("out/demo-loss.png")
@@ -75,27 +73,19 @@ def demo(
         learning_rate=learning_rate,
         seed=seed,
         compared_steps=min(compared_steps, steps),
-        model=_model(blocks, hidden_size, heads, kv_heads, sequence_length),
-    )
-    _refuse_uncut(settings)
-    _refuse_ports_beyond_last(settings)
-    if not all(proof.holds for proof in _run(settings, _texts(text, sequence_length), plot)):
-        raise typer.Exit(1)
-
-
-def _model(blocks: int, hidden_size: int, heads: int, kv_heads: int, sequence_length: int) -> LlamaConfig:
-    try:
-        return LlamaConfig(
+        model=LlamaConfig(
             num_blocks=blocks,
             hidden_size=hidden_size,
             num_heads=heads,
             num_kv_heads=kv_heads,
             intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
             sequence_length=sequence_length,
-        )
-    except ValueError as fault:
-        got = f"--heads={heads} --kv-heads={kv_heads} --hidden-size={hidden_size} ({fault})"
-        raise CallerError("there is no such model", got=got) from None
+        ),
+    )
+    _refuse_uncut(settings)
+    _refuse_ports_beyond_last(settings)
+    if not all(proof.holds for proof in _run(settings, read_texts(text, sequence_length), plot)):
+        raise typer.Exit(1)
 
 
 def _refuse_uncut(settings: Settings) -> None:
@@ -122,27 +112,17 @@ def _refuse_ports_beyond_last(settings: Settings) -> None:
         )
 
 
-def _texts(path: Path | None, sequence_length: int) -> Texts:
-    if path is not None:
-        return divide(read_text(path), str(path), sequence_length)
-    version = f"{platform.python_implementation()} {platform.python_version()}"
-    return divide(standard_library_text(), f"the standard library of {version}", sequence_length)
-
-
 def _run(settings: Settings, texts: Texts, plot: Path | None) -> list[Proof]:
     save_plot, begin = _plotter(plot), time.perf_counter()
     initial, entropy = initial_weights(settings.model, settings.seed), unigram_entropy(texts.held_out)
-    screen = Screen(settings, sum(weight.size for weight in initial.values()))
-    screen.introduce(texts, entropy)
-    with screen:
-        record = train(settings, texts, screen)
-    screen.trained(record)
-    screen.note("plot", save_plot(record, entropy))
-    screen.note("replay", f"{counted(settings.compared_steps, 'step')} again, in one process")
-    replays = replay_all(settings, texts)
-    proofs = prove(record, replays.weights, initial, entropy, replays.comparison)
-    screen.show(proofs)
-    screen.note("all", f"{time.perf_counter() - begin:.1f} s")
+    introduce(settings, texts, sum(weight.size for weight in initial.values()), entropy)
+    record = train(settings, texts, say)
+    trained(record)
+    say("plot", save_plot(record, entropy))
+    say("replay", f"{counted(settings.compared_steps, 'step')} again, in one process")
+    proofs = prove(record, replay_all(settings, texts), initial, entropy)
+    show(proofs)
+    say("all", f"{time.perf_counter() - begin:.1f} s")
     return proofs
 
 

@@ -1,11 +1,9 @@
-"""A byte-level Llama in array code: RMSNorm, grouped-query attention with RoPE, SwiGLU, and their backward by hand.
+"""A byte-level Llama in NumPy: RMSNorm, grouped-query attention with RoPE, SwiGLU, and their backward by hand.
 
-Every layer is a pair: `layer` returns its output and what its backward needs, `layer_backward` takes both from there.
-In the shapes below B is the batch, T the sequence, N = B*T the rows, H the hidden size, I the intermediate size, D the
-size of one head, K the key-value heads, G the query heads that share one of them, and V the vocabulary.
-
-`xp` is NumPy or CuPy: only functions that both have are used, and nothing here reads a value back from a device. All
-arithmetic is in the dtype of the weights: float32 to train, float64 to check gradients.
+Every layer returns its output and its backward: a function from the gradient of the output to the gradients of what
+went in. In the shapes below B is the batch, T the sequence, N = B*T the rows, H the hidden size, I the intermediate
+size, D the size of one head, K the key-value heads, G the query heads that share one of them, and V the vocabulary.
+All arithmetic is in the dtype of the weights: float32 to train, float64 to check gradients.
 
 The weights may be those of a shard (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053, section 3): it has its
 share of the heads and of the intermediate columns, and all else whole. What a block adds to the residual, and the
@@ -14,27 +12,27 @@ gradients of what it read there, are then partial sums, which `all_reduce` adds 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from gradengine.errors import CallerError
 
 __all__ = [
-    "BlockArrays", "LlamaConfig", "backward_blocks", "forward", "forward_backward", "initial_weights", "loss",
-    "stream_gradients",
+    "COMPONENTS", "AllReduce", "Array", "LlamaConfig", "Weights", "block_names", "forward", "forward_backward",
+    "initial_weights", "loss", "stream_gradients",
 ]  # fmt: skip
 
-Array: TypeAlias = Any  # of the module passed as `xp`
-ArrayModule: TypeAlias = Any  # NumPy or CuPy
-# A shard's partial sum (N, H) to the sum over all shards, maybe in place.
-AllReduce: TypeAlias = Callable[[Array], Array]
-Saved: TypeAlias = tuple[Any, ...]  # what a layer's backward takes over from its forward
-Weights: TypeAlias = "Mapping[str, Any]"  # by name, as `initial_weights` gives them
-GradientStream: TypeAlias = "Iterator[tuple[str | int, Any]]"  # a name and its array, or a block's index and its nine
+Array: TypeAlias = Any  # of NumPy, float32 or float64
+Weights: TypeAlias = dict[str, Array]  # or gradients, by name as `LlamaConfig.weight_shapes` gives them
+AllReduce: TypeAlias = Callable[[Array], Array]  # a shard's partial sum (N, H) to the sum over all, maybe in place
+Layer: TypeAlias = tuple[Array, Callable[[Array], Any]]  # its output and its backward
+GradientStream: TypeAlias = Iterator[tuple["str | int", Any]]  # a name and its array, or a block's index and its nine
+
+COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
+"""Of a block, in the order they are exchanged."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,7 @@ class LlamaConfig:
     """The sizes of the model; the defaults are the demo's, about 250,000 weights.
 
     Raises:
-        ValueError: Heads do not divide what they must divide.
-
-    Example:
-        >>> LlamaConfig(hidden_size=96, num_heads=5)
-        Traceback (most recent call last):
-        ValueError: num_heads must divide hidden_size: 96 / 5 leaves 1
+        CallerError: Heads do not divide what they must divide.
     """
 
     num_blocks: int = 2
@@ -61,12 +54,16 @@ class LlamaConfig:
     norm_epsilon: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name, divisor_name in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
-            value, divisor = getattr(self, name), getattr(self, divisor_name)
+        for name, value, divisor_name, divisor in (
+            ("--hidden-size", self.hidden_size, "--heads", self.num_heads),
+            ("--heads", self.num_heads, "--kv-heads", self.num_kv_heads),
+        ):
             if value % divisor:
-                raise ValueError(f"{divisor_name} must divide {name}: {value} / {divisor} leaves {value % divisor}")
+                got = f"{value} / {divisor}, which leaves {value % divisor}"
+                raise CallerError(f"there is no such model: {divisor_name} must divide {name}", got=got)
         if self.head_size % 2:
-            raise ValueError(f"RoPE turns pairs: hidden_size / num_heads must be even, got {self.head_size}")
+            what = "there is no such model: RoPE turns pairs, and --hidden-size / --heads is odd"
+            raise CallerError(what, got=self.head_size, expected="an even number")
 
     @property
     def head_size(self) -> int:
@@ -74,56 +71,34 @@ class LlamaConfig:
         return self.hidden_size // self.num_heads
 
     @property
-    def kv_hidden_size(self) -> int:
-        """The columns of w_k and w_v: all key-value heads side by side, K*D."""
-        return self.num_kv_heads * self.head_size
-
-    @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every weight by name, in the order of all dictionaries of weights and gradients.
 
         Matrices of a block are stored (in, out) and used as `x @ w`; lm_head and embedding are (V, H).
-
-        Example:
-            >>> list(LlamaConfig(num_blocks=1).weight_shapes)
-            ['blocks.0.w_q', 'blocks.0.w_k', 'blocks.0.w_v', 'blocks.0.w_o', 'blocks.0.gate', 'blocks.0.up',
-             'blocks.0.down', 'blocks.0.input_norm', 'blocks.0.post_attn_norm', 'lm_head', 'final_norm', 'embedding']
         """
-        h, kv, i = self.hidden_size, self.kv_hidden_size, self.intermediate_size
-        block = BlockArrays((h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h,), (h,))
+        h, kv, i = self.hidden_size, self.num_kv_heads * self.head_size, self.intermediate_size
+        block = ((h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h,), (h,))
         shapes: dict[str, tuple[int, ...]] = {}
         for index in range(self.num_blocks):
             shapes |= zip(block_names(index), block, strict=True)
         return shapes | {"lm_head": (self.vocab_size, h), "final_norm": (h,), "embedding": (self.vocab_size, h)}
 
 
-class BlockArrays(NamedTuple):
-    """The nine components of a block, weights or gradients, in the order they are exchanged."""
-
-    w_q: Array
-    w_k: Array
-    w_v: Array
-    w_o: Array
-    gate: Array
-    up: Array
-    down: Array
-    input_norm: Array
-    post_attn_norm: Array
-
-
 def block_names(index: int) -> list[str]:
     """The names of the nine weights of block `index`, in order."""
-    return [f"blocks.{index}.{component}" for component in BlockArrays._fields]
+    return [f"blocks.{index}.{component}" for component in COMPONENTS]
 
 
-def initial_weights(config: LlamaConfig, seed: int, xp: ArrayModule = np) -> dict[str, Array]:
-    """Draw fp32 weights: norms are 1, matrices normal with variance 1 / inputs, those that write the residual smaller.
+def block_weights(weights: Mapping[str, Array], index: int) -> Weights:
+    """The nine weights of block `index`, by component."""
+    return {component: weights[f"blocks.{index}.{component}"] for component in COMPONENTS}
 
-    They are drawn by NumPy and then moved, so that a seed means the same bytes on every device.
-    """
+
+def initial_weights(config: LlamaConfig, seed: int) -> Weights:
+    """Draw fp32 weights: norms are 1, matrices normal, variance 1 / inputs; those that write the residual smaller."""
     generator = np.random.default_rng(seed)
     drawn = {name: generator.standard_normal(shape, np.float32) for name, shape in config.weight_shapes.items()}
-    return {name: xp.asarray(_scaled(name, values, config)) for name, values in drawn.items()}
+    return {name: _scaled(name, values, config) for name, values in drawn.items()}
 
 
 def _scaled(name: str, values: Array, config: LlamaConfig) -> Array:
@@ -138,56 +113,46 @@ def _scaled(name: str, values: Array, config: LlamaConfig) -> Array:
     return values * np.float32((values.shape[0] * writes) ** -0.5)
 
 
-def only_shard(partial: Array) -> Array:
+def alone(partial: Array) -> Array:
     """The all-reduce of a model in one piece: its partial sums are whole."""
     return partial
 
 
 class Context(NamedTuple):
-    """What all blocks of one forward and its backward share: `turns` (T, D/2) complex, `mask` (T, T) of 0 and -inf."""
+    """What all blocks of one forward share: `turns` (T, D/2) complex, `mask` (T, T) of 0 and -inf."""
 
     config: LlamaConfig
-    xp: ArrayModule
     turns: Array
     mask: Array
     all_reduce: AllReduce
 
 
-def make_context(config: LlamaConfig, length: int, dtype: Any, xp: ArrayModule, all_reduce: AllReduce) -> Context:
+def make_context(config: LlamaConfig, length: int, dtype: Any, all_reduce: AllReduce) -> Context:
     """Build the tables for sequences of `length` tokens: turns e^(i t theta^(-2j/D)), and who may look at whom."""
-    positions = xp.arange(length)
-    angles = positions[:, None] * config.rope_theta ** (-xp.arange(0, config.head_size, 2) / config.head_size)
-    mask = xp.where(positions[:, None] >= positions, 0.0, -xp.inf).astype(dtype)
-    turns = xp.exp(1j * angles).astype(xp.result_type(dtype, xp.complex64))
-    return Context(config, xp, turns, mask, all_reduce)
+    positions = np.arange(length)
+    angles = positions[:, None] * config.rope_theta ** (-np.arange(0, config.head_size, 2) / config.head_size)
+    mask = np.where(positions[:, None] >= positions, 0.0, -np.inf).astype(dtype)
+    return Context(config, np.exp(1j * angles).astype(np.result_type(dtype, np.complex64)), mask, all_reduce)
 
 
-def linear_backward(gradient: Array, x: Array, weight: Array) -> tuple[Array, Array]:
-    """Backward of y = x w, x (N, in), w (in, out): dx = dy w^T, dw = x^T dy."""
-    return gradient @ weight.T, x.T @ gradient
-
-
-def rms_norm(x: Array, weight: Array, context: Context) -> tuple[Array, Saved]:
+def rms_norm(x: Array, weight: Array, epsilon: float) -> Layer:
     """Give rows (N, H) the size w (H,): y = w * x / rms(x), rms(x) = sqrt(mean(x^2) + epsilon)."""
-    inverse_rms = 1.0 / context.xp.sqrt((x * x).mean(axis=-1, keepdims=True) + context.config.norm_epsilon)
+    inverse_rms = 1.0 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
     scaled = x * inverse_rms
-    return scaled * weight, (scaled, inverse_rms)
+
+    def backward(gradient: Array) -> tuple[Array, Array]:
+        """With s = x / rms(x) and u = dy * w: dx = (u - s mean(u * s)) / rms(x), dw = sum over rows of dy * s."""
+        product = gradient * scaled
+        mean = (product * weight).mean(axis=-1, keepdims=True)
+        return (gradient * weight - scaled * mean) * inverse_rms, product.sum(axis=0)
+
+    return scaled * weight, backward
 
 
-def rms_norm_backward(gradient: Array, weight: Array, saved: Saved) -> tuple[Array, Array]:
-    """With s = x / rms(x) and u = dy * w: dx = (u - s mean(u * s)) / rms(x), dw = sum over rows of dy * s."""
-    scaled, inverse_rms = saved
-    product = gradient * scaled
-    mean = (product * weight).mean(axis=-1, keepdims=True)
-    return (gradient * weight - scaled * mean) * inverse_rms, product.sum(axis=0)
-
-
-def split_heads(rows: Array, kv_heads: int, context: Context) -> Array:
+def split_heads(rows: Array, length: int, kv_heads: int, size: int) -> Array:
     """Copy rows (N, K*G*D) to heads (B, K, G, T, D); G is 1 for keys and values."""
-    size = context.config.head_size
-    groups = rows.shape[1] // (kv_heads * size)
-    heads = rows.reshape(-1, len(context.mask), kv_heads, groups, size)
-    return context.xp.ascontiguousarray(heads.transpose(0, 2, 3, 1, 4))
+    heads = rows.reshape(-1, length, kv_heads, rows.shape[1] // (kv_heads * size), size)
+    return np.ascontiguousarray(heads.transpose(0, 2, 3, 1, 4))
 
 
 def merge_heads(heads: Array) -> Array:
@@ -206,190 +171,148 @@ def rotate(heads: Array, turns: Array) -> Array:
     return heads
 
 
-def causal_softmax(scores: Array, context: Context) -> Array:
-    """Softmax of each row of scores + mask, in place; scores (..., T, T)."""
-    scores += context.mask
+def softmax(scores: Array) -> Array:
+    """Softmax of each row of scores (..., T, T), in place."""
     scores -= scores.max(axis=-1, keepdims=True)
-    context.xp.exp(scores, out=scores)
+    np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
     return scores
 
 
-def attention(x: Array, w: BlockArrays, context: Context) -> tuple[Array, Saved]:
+def attention(x: Array, w: Weights, context: Context) -> Layer:
     """Rows (N, H) look back: softmax(q k^T + mask) v w_o, q = rope(x w_q) / sqrt(D), k = rope(x w_k), v = x w_v."""
-    kv_heads = w.w_k.shape[1] // context.config.head_size  # a shard has its share of them
-    queries = rotate(split_heads(x @ w.w_q, kv_heads, context), context.turns)
-    queries *= context.config.head_size**-0.5
-    keys = rotate(split_heads(x @ w.w_k, kv_heads, context), context.turns)
-    values = split_heads(x @ w.w_v, kv_heads, context)
-    probabilities = causal_softmax(queries @ keys.swapaxes(-1, -2), context)
+    size, length, turns = context.config.head_size, len(context.mask), context.turns
+    kv_heads = w["w_k"].shape[1] // size  # a shard has its share of them
+    queries, keys, values = (
+        split_heads(x @ matrix, length, kv_heads, size) for matrix in (w["w_q"], w["w_k"], w["w_v"])
+    )
+    queries, keys = rotate(queries, turns) * size**-0.5, rotate(keys, turns)
+    probabilities = softmax(queries @ keys.swapaxes(-1, -2) + context.mask)
     attended = probabilities @ values
-    return merge_heads(attended) @ w.w_o, (x, queries, keys, values, probabilities, attended)
+    rows = merge_heads(attended)
+
+    def backward(gradient: Array) -> tuple[Array, list[Array]]:
+        """With ds = p * (do v^T - rowsum(do * o)): dq = ds k, dk = ds^T q, dv = p^T do; dx, dw_q, dw_k, dw_v, dw_o."""
+        out = split_heads(gradient @ w["w_o"].T, length, kv_heads, size)
+        scores = out @ values.swapaxes(-1, -2) - (out * attended).sum(axis=-1, keepdims=True)
+        scores *= probabilities
+        dq = rotate((scores @ keys) * size**-0.5, turns.conj())
+        dk = rotate((scores.swapaxes(-1, -2) @ queries).sum(axis=2, keepdims=True), turns.conj())
+        dv = (probabilities.swapaxes(-1, -2) @ out).sum(axis=2, keepdims=True)
+        q_rows, k_rows, v_rows = merge_heads(dq), merge_heads(dk), merge_heads(dv)
+        dx = q_rows @ w["w_q"].T + k_rows @ w["w_k"].T + v_rows @ w["w_v"].T
+        return dx, [x.T @ q_rows, x.T @ k_rows, x.T @ v_rows, rows.T @ gradient]
+
+    return rows @ w["w_o"], backward
 
 
-def attention_backward(gradient: Array, w: BlockArrays, saved: Saved, context: Context) -> tuple[Array, ...]:
-    """Return dx, dw_q, dw_k, dw_v, dw_o from dy (N, H)."""
-    x, *heads, attended = saved
-    attended_gradient, w_o = linear_backward(gradient, merge_heads(attended), w.w_o)
-    attended_heads = split_heads(attended_gradient, attended.shape[1], context)
-    queries, keys, values = attend_backward(attended_heads, heads, attended, context)
-    x_gradient, w_q = linear_backward(merge_heads(queries), x, w.w_q)
-    from_keys, w_k = linear_backward(merge_heads(keys), x, w.w_k)
-    from_values, w_v = linear_backward(merge_heads(values), x, w.w_v)
-    return x_gradient + from_keys + from_values, w_q, w_k, w_v, w_o
-
-
-def attend_backward(gradient: Array, heads: list[Array], attended: Array, context: Context) -> tuple[Array, ...]:
-    """From do, o = p v, p = softmax(q k^T): dv = p^T do, ds = p * (do v^T - rowsum(do * o)), dq = ds k, dk = ds^T q.
-
-    rowsum(do * o) is rowsum(dp * p), but D wide instead of T. Returns dq, dk, dv before RoPE, heads (B, K, ., T, D).
-    """
-    queries, keys, values, probabilities = heads
-    scores = gradient @ values.swapaxes(-1, -2)
-    scores -= (gradient * attended).sum(axis=-1, keepdims=True)
-    scores *= probabilities
-    queries_gradient = scores @ keys
-    queries_gradient *= context.config.head_size**-0.5
-    keys_gradient = (scores.swapaxes(-1, -2) @ queries).sum(axis=2, keepdims=True)
-    values_gradient = (probabilities.swapaxes(-1, -2) @ gradient).sum(axis=2, keepdims=True)
-    turns_back = context.turns.conj()
-    return rotate(queries_gradient, turns_back), rotate(keys_gradient, turns_back), values_gradient
-
-
-def feed_forward(x: Array, w: BlockArrays, xp: ArrayModule) -> tuple[Array, Saved]:
+def feed_forward(x: Array, w: Weights) -> Layer:
     """SwiGLU: y = (silu(x gate) * (x up)) down, silu(a) = a sigmoid(a); x and y (N, H)."""
-    gate, up = x @ w.gate, x @ w.up
-    sigmoid = 0.5 + 0.5 * xp.tanh(0.5 * gate)  # cannot overflow, unlike 1 / (1 + exp(-gate))
+    gate, up = x @ w["gate"], x @ w["up"]
+    sigmoid = 0.5 + 0.5 * np.tanh(0.5 * gate)  # cannot overflow, unlike 1 / (1 + exp(-gate))
     silu = gate * sigmoid
-    return (silu * up) @ w.down, (x, sigmoid, silu, up)
+    hidden = silu * up
+
+    def backward(gradient: Array) -> tuple[Array, list[Array]]:
+        """Return dx and dgate, dup, ddown; silu'(a) = s + silu(a) (1 - s) with s = sigmoid(a)."""
+        inner = gradient @ w["down"].T
+        from_gate, from_up = inner * up * (sigmoid + silu * (1.0 - sigmoid)), inner * silu
+        return from_gate @ w["gate"].T + from_up @ w["up"].T, [x.T @ from_gate, x.T @ from_up, hidden.T @ gradient]
+
+    return hidden @ w["down"], backward
 
 
-def feed_forward_backward(gradient: Array, w: BlockArrays, saved: Saved) -> tuple[Array, ...]:
-    """Return dx, dgate, dup, ddown from dy (N, H); silu'(a) = s + silu(a) (1 - s) with s = sigmoid(a)."""
-    x, sigmoid, silu, up = saved
-    hidden, down_gradient = linear_backward(gradient, silu * up, w.down)
-    x_gradient, gate_gradient = linear_backward(hidden * up * (sigmoid + silu * (1.0 - sigmoid)), x, w.gate)
-    from_up, up_gradient = linear_backward(hidden * silu, x, w.up)
-    return x_gradient + from_up, gate_gradient, up_gradient, down_gradient
-
-
-def block(x: Array, w: BlockArrays, context: Context) -> tuple[Array, Saved]:
+def block(x: Array, w: Weights, context: Context) -> Layer:
     """One transformer layer: h = x + attention(norm(x)), y = h + feed_forward(norm(h)); all (N, H)."""
-    normed, input_norm = rms_norm(x, w.input_norm, context)
-    attended, attention_saved = attention(normed, w, context)
-    residual = context.all_reduce(attended)
-    residual += x
-    normed, post_attn_norm = rms_norm(residual, w.post_attn_norm, context)
-    fed, feed_forward_saved = feed_forward(normed, w, context.xp)
-    y = context.all_reduce(fed)
-    y += residual
-    return y, (input_norm, attention_saved, post_attn_norm, feed_forward_saved)
+    all_reduce, epsilon = context.all_reduce, context.config.norm_epsilon
+    normed, input_norm_backward = rms_norm(x, w["input_norm"], epsilon)
+    attended, attention_backward = attention(normed, w, context)
+    residual = all_reduce(attended) + x
+    normed, post_attn_norm_backward = rms_norm(residual, w["post_attn_norm"], epsilon)
+    fed, feed_forward_backward = feed_forward(normed, w)
+
+    def backward(gradient: Array) -> tuple[Array, list[Array]]:
+        """Return dx and the nine gradients."""
+        inner, last_three = feed_forward_backward(gradient)
+        through, post_attn_norm = post_attn_norm_backward(all_reduce(inner))
+        through += gradient
+        inner, first_four = attention_backward(through)
+        dx, input_norm = input_norm_backward(all_reduce(inner))
+        return dx + through, [*first_four, *last_three, input_norm, post_attn_norm]
+
+    return all_reduce(fed) + residual, backward
 
 
-def block_backward(gradient: Array, w: BlockArrays, saved: Saved, context: Context) -> tuple[Array, BlockArrays]:
-    """Return dx and the nine gradients from dy (N, H)."""
-    input_saved, attention_saved, post_attn_saved, feed_forward_saved = saved
-    inner, gate, up, down = feed_forward_backward(gradient, w, feed_forward_saved)
-    residual, post_attn_norm = rms_norm_backward(context.all_reduce(inner), w.post_attn_norm, post_attn_saved)
-    residual += gradient
-    inner, w_q, w_k, w_v, w_o = attention_backward(residual, w, attention_saved, context)
-    x_gradient, input_norm = rms_norm_backward(context.all_reduce(inner), w.input_norm, input_saved)
-    x_gradient += residual
-    return x_gradient, BlockArrays(w_q, w_k, w_v, w_o, gate, up, down, input_norm, post_attn_norm)
+def embedding_backward(gradient: Array, tokens: Array, vocab_size: int) -> Array:
+    """Sum the rows of dy (N, H) that belong to each token, (V, H): the product with the one-hot matrix (V, N)."""
+    return (np.arange(vocab_size)[:, None] == tokens).astype(gradient.dtype) @ gradient
 
 
-def embedding_backward(gradient: Array, tokens: Array, vocab_size: int, xp: ArrayModule) -> Array:
-    """Sum the rows of dy (N, H) that belong to each token: (V, H).
-
-    As a product with the one-hot matrix (V, N): a scatter-add would sum in no fixed order on a GPU, and be slower.
-    """
-    one_hot = xp.arange(vocab_size)[:, None] == tokens
-    return one_hot.astype(gradient.dtype) @ gradient
-
-
-def cross_entropy(logits: Array, targets: Array, xp: ArrayModule) -> tuple[Array, Array]:
+def cross_entropy(logits: Array, targets: Array) -> tuple[float, Array]:
     """Return the mean over rows of -ln p(target) in nats, p = softmax(logits), and dlogits = (p - one_hot(target)) / N.
 
-    Logits (N, V), targets (N,); the loss is a scalar of `xp`.
+    Logits (N, V), targets (N,).
     """
-    rows = xp.arange(len(targets))
+    rows = np.arange(len(targets))
     shifted = logits - logits.max(axis=-1, keepdims=True)
-    gradient = xp.exp(shifted)
+    gradient = np.exp(shifted)
     total = gradient.sum(axis=-1, keepdims=True)
     gradient /= total
     gradient[rows, targets] -= 1.0
     gradient /= len(targets)
-    return (xp.log(total[:, 0]) - shifted[rows, targets]).mean(), gradient
-
-
-def block_weights(weights: Weights, index: int) -> BlockArrays:
-    """The nine weights of block `index`."""
-    return BlockArrays(*(weights[name] for name in block_names(index)))
+    return float((np.log(total[:, 0]) - shifted[rows, targets]).mean()), gradient
 
 
 def forward(
-    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np, all_reduce: AllReduce = only_shard
-) -> tuple[Array, Saved]:
-    """Predict the byte after each byte: return the logits (B, T, V), and what the backward needs.
+    weights: Mapping[str, Array], tokens: Array, config: LlamaConfig, all_reduce: AllReduce = alone
+) -> tuple[Array, Callable[[Array], GradientStream]]:
+    """Predict the byte after each byte: return the logits (N, V), and their backward.
 
-    Tokens (B, T) are integers below `config.vocab_size`, T at most `config.sequence_length`.
-    `all_reduce` adds up the partial sums of all shards: twice in each block here, and twice in its backward.
+    Tokens (B, T) are integers below `config.vocab_size`. `all_reduce` adds up the partial sums of all shards: twice in
+    each block here, and twice in its backward. The backward yields gradients as it finishes them, so that an exchange
+    can start while it still runs: ("lm_head", g), ("final_norm", g), (last block, the nine), ..., (0, the nine),
+    ("embedding", g). The weights must not change until its end.
     """
-    tokens = xp.asarray(tokens).astype(xp.int64)
-    batch, length = tokens.shape
-    context = make_context(config, length, weights["embedding"].dtype, xp, all_reduce)
-    x = weights["embedding"][tokens.reshape(-1)]
-    saved_blocks = []
+    rows = tokens.reshape(-1)
+    context = make_context(config, tokens.shape[1], weights["embedding"].dtype, all_reduce)
+    x, backwards = weights["embedding"][rows], []
     for index in range(config.num_blocks):
-        x, saved_block = block(x, block_weights(weights, index), context)
-        saved_blocks.append(saved_block)
-    normed, final_norm = rms_norm(x, weights["final_norm"], context)
-    logits = (normed @ weights["lm_head"].T).reshape(batch, length, -1)
-    return logits, (context, tokens.reshape(-1), saved_blocks, final_norm, normed)
+        x, block_backward = block(x, block_weights(weights, index), context)
+        backwards.append(block_backward)
+    normed, norm_backward = rms_norm(x, weights["final_norm"], config.norm_epsilon)
 
+    def backward(logits_gradient: Array) -> GradientStream:
+        yield "lm_head", logits_gradient.T @ normed
+        gradient, final_norm = norm_backward(logits_gradient @ weights["lm_head"])
+        yield "final_norm", final_norm
+        for index in reversed(range(config.num_blocks)):
+            gradient, nine = backwards[index](gradient)
+            yield index, nine
+        yield "embedding", embedding_backward(gradient, rows, len(weights["embedding"]))
 
-def backward_blocks(logits_gradient: Array, saved: Saved, weights: Weights) -> GradientStream:
-    """Yield gradients as backward finishes them, so that an exchange can start while it still runs.
-
-    In order: ("lm_head", g), ("final_norm", g), (last block, the nine), ..., (0, the nine), ("embedding", g). Takes the
-    gradient of the logits, (N, V) or (B, T, V), and what `forward` saved; the weights must not change until the end.
-    """
-    context, tokens, blocks, final_norm_saved, normed = saved
-    logits_gradient = logits_gradient.reshape(len(normed), -1)
-    yield "lm_head", logits_gradient.T @ normed
-    gradient = logits_gradient @ weights["lm_head"]
-    gradient, final_norm = rms_norm_backward(gradient, weights["final_norm"], final_norm_saved)
-    yield "final_norm", final_norm
-    for index in reversed(range(context.config.num_blocks)):
-        gradient, nine = block_backward(gradient, block_weights(weights, index), blocks[index], context)
-        yield index, nine
-    yield "embedding", embedding_backward(gradient, tokens, len(weights["embedding"]), context.xp)
+    return normed @ weights["lm_head"].T, backward
 
 
 def stream_gradients(
-    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np, all_reduce: AllReduce = only_shard
-) -> tuple[Array, GradientStream]:
-    """Run `forward` on `tokens` (B, T+1); return the loss, a scalar of `xp`, and `backward_blocks` yet to run."""
-    tokens = xp.asarray(tokens)
-    logits, saved = forward(weights, tokens[:, :-1], config, xp, all_reduce)
-    targets = tokens[:, 1:].reshape(-1)
-    value, logits_gradient = cross_entropy(logits.reshape(len(targets), -1), targets, xp)
-    return value, backward_blocks(logits_gradient, saved, weights)
+    weights: Mapping[str, Array], tokens: Array, config: LlamaConfig, all_reduce: AllReduce = alone
+) -> tuple[float, GradientStream]:
+    """Run `forward` on `tokens` (B, T+1); return the loss, and the backward yet to run."""
+    logits, backward = forward(weights, tokens[:, :-1], config, all_reduce)
+    value, logits_gradient = cross_entropy(logits, tokens[:, 1:].reshape(-1))
+    return value, backward(logits_gradient)
 
 
-def loss(
-    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np, all_reduce: AllReduce = only_shard
-) -> float:
+def loss(weights: Mapping[str, Array], tokens: Array, config: LlamaConfig, all_reduce: AllReduce = alone) -> float:
     """Return the mean cross-entropy of `tokens` (B, T+1) in nats per byte: each but the first of a row is a target."""
-    return float(stream_gradients(weights, tokens, config, xp, all_reduce)[0])
+    return stream_gradients(weights, tokens, config, all_reduce)[0]
 
 
 def forward_backward(
-    weights: Weights, tokens: Array, config: LlamaConfig, xp: ArrayModule = np, all_reduce: AllReduce = only_shard
-) -> tuple[float, dict[str, Array]]:
+    weights: Mapping[str, Array], tokens: Array, config: LlamaConfig, all_reduce: AllReduce = alone
+) -> tuple[float, Weights]:
     """Return the loss of `tokens` (B, T+1) and its gradients, by name, in the order of the weights."""
-    value, stream = stream_gradients(weights, tokens, config, xp, all_reduce)
-    found: dict[str, Array] = {}
+    value, stream = stream_gradients(weights, tokens, config, all_reduce)
+    found: Weights = {}
     for key, gradients in stream:
         found |= zip(block_names(key), gradients, strict=True) if isinstance(key, int) else {key: gradients}
-    return float(value), {name: found[name] for name in weights}
+    return value, {name: found[name] for name in weights}

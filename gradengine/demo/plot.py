@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from matplotlib.figure import Figure
 
+from gradengine.demo.record import Record
 from gradengine.demo.settings import counted
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from matplotlib.axes import Axes
-
-    from gradengine.demo.record import Record
 
 __all__ = ["drawn"]
 
@@ -21,10 +14,17 @@ _TRAIN, _HELD_OUT, _ENTROPY = "#4c72b0", "#c44e52", "#555555"
 
 
 def drawn(record: Record, entropy: float) -> Figure:
-    """The picture of a run."""
+    """The picture of a run; the mean at each step is over about a fortieth of it, and over less at both ends."""
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    _draw_losses(axes, record)
+    numbers, losses = [step.number for step in record.steps], np.array([step.loss for step in record.steps])
+    window = np.ones(2 * (len(losses) // 80) + 1)
+    means = np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same")
+    axes.plot(numbers, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
+    axes.plot(numbers, means, color=_TRAIN, linewidth=1.6, label="training, each step and its mean")
+    steps, held_out = zip(*record.evaluations.items(), strict=True)
+    label = f"held out, {held_out[-1]:.2f} at last"
+    axes.plot(steps, held_out, "o-", color=_HELD_OUT, markersize=4, linewidth=1.2, label=label)
     label = f"entropy of the held-out bytes, {entropy:.2f}"
     axes.axhline(entropy, color=_ENTROPY, linestyle="--", linewidth=1, label=label)
     axes.set_title(_title(record), fontsize=11)
@@ -33,21 +33,6 @@ def drawn(record: Record, entropy: float) -> Figure:
     axes.grid(alpha=0.2)
     axes.legend(frameon=False)
     return figure
-
-
-def _draw_losses(axes: Axes, record: Record) -> None:
-    numbers, losses = [step.number for step in record.steps], np.array([step.loss for step in record.steps])
-    axes.plot(numbers, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
-    axes.plot(numbers, _smoothed(losses), color=_TRAIN, linewidth=1.6, label="training, each step and its mean")
-    steps, held_out = zip(*sorted(record.evaluations.items()), strict=True)
-    label = f"held out, {held_out[-1]:.2f} at last"
-    axes.plot(steps, held_out, "o-", color=_HELD_OUT, markersize=4, linewidth=1.2, label=label)
-
-
-def _smoothed(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The mean over about a fortieth of the run around each step, and over less at both ends."""
-    window = np.ones(2 * (len(losses) // 80) + 1)
-    return np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same")
 
 
 def _title(record: Record) -> str:

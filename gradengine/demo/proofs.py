@@ -2,28 +2,24 @@
 
 Ranks add their own micro-batches before the sums meet, (a + c) + (b + d), where one process adds ((a + b) + c) + d.
 In fp32 both are right to the last place, and training amplifies last places. So the workers are held to two things: to
-be no further from one process than that process is from itself with its micro-batches added in reverse order; and to be
-equal, byte for byte, to one process that adds in their order. With one micro-batch for each worker both orders are one.
-
-Shards of a model add up their own heads and columns first, so they never are one process bit for bit: there the process
-that is the measure adds heads and columns in reverse order too.
+be no further from one process than that process is from itself with its sums in reverse order; and to be equal, byte
+for byte, to one process that adds in their order. With one micro-batch for each worker both orders are one. Shards of a
+model add up their own heads and columns first, so they never are one process bit for bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from gradengine.demo.comparison import distance
+from gradengine.demo.comparison import LIMITS, distance
+from gradengine.demo.model import Weights
+from gradengine.demo.record import Finished, Record
 from gradengine.demo.settings import counted
 from gradengine.trainer import weights_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from gradengine.demo.record import Compared, Record, Weights
 
 __all__ = ["Proof", "prove", "shards_are_whole"]
 
@@ -35,24 +31,12 @@ LARGEST_TOLERANCE = 1e-2
 """Half of what one micro-batch lost in the last of 20 steps does: where order alone moves the weights as far, too many
 steps are compared to show anything."""
 
-SHARD_TOLERANCE = 1e-5
-"""Of outputs, gradients and a step of gradient descent, in parts of the largest: fp32 rounds at 6e-8, sums of hundreds
-of terms and what a softmax makes of them at about 1e-6. A missing all-reduce changes a third of the largest."""
-
-NORM_TOLERANCE = 1e-6
-"""Of the global norm, which is summed in fp64, and of the clip scale, which is a bound divided by it."""
-
-STEP_TOLERANCE = 1e-2
-"""Of the weights after one step of AdamW, whose first step is as long where a gradient is nothing but rounding as where
-it is large: it says no more than that no weight was left behind."""
-
 ENOUGH_STEPS = 60
 """The demo's own model beats the bytes' entropy after 15 steps; a run of less than these is told how many to make."""
 
 _ORDER = "3a: fp32 sums depend on their order; with --micro-batches 1 and no shards the bits are equal."
 _SAME_CODE = (
-    "3b runs the code of the shards twice: processes, transport and overlap change no bit. That shards compute what the"
-    " model in one piece does is for 3a and 4 to show."
+    "3b runs the code of the shards twice; that they compute what the whole model does is for 3a and 4 to show."
 )
 
 
@@ -68,51 +52,35 @@ class Proof:
     remark: str = ""
 
 
-def prove(
-    record: Record,
-    replays: Mapping[str, Weights],
-    initial: Weights,
-    entropy: float,
-    comparison: Compared | None = None,
-) -> list[Proof]:
+def prove(record: Record, replays: Mapping[str, Any], initial: Weights, entropy: float) -> list[Proof]:
     """Hold a run against its claims.
 
     Args:
         record: The run.
-        replays: The weights of each replay, as `replay_all` gives them.
+        replays: What `replay_all` gave.
         initial: The weights that all began with.
         entropy: Unigram entropy of the held-out text in nats per byte.
-        comparison: Of shards with the model in one piece, where the run had shards.
     """
-    shards = [] if comparison is None else [shards_are_whole(comparison)]
-    return [
-        _same_on_all_ranks(record),
-        _learned(record, entropy),
-        *_same_as_one_process(record, replays, initial),
-        *shards,
-    ]
+    same, learned = _same_on_all_ranks(record), _learned(record, entropy)
+    shards = [shards_are_whole(replays["shards"])] if "shards" in replays else []
+    return [same, learned, *_same_as_one_process(record, replays, initial), *shards]
 
 
 def _same_on_all_ranks(record: Record) -> Proof:
     settings = record.settings
     claim = f"one set of weights on {counted(settings.workers, 'rank')} after {counted(len(record.steps), 'step')}"
-    digests = [record.digests.get(rank, "none") for rank in range(settings.workers)]
-    holds = len(set(digests)) == 1 and len(set(record.kept_digests.values())) == 1
+    missing = Finished(-1, "none", (), "none")
+    ends = [record.ends.get(rank, missing) for rank in range(settings.workers)]
+    holds = len({(end.digest, end.compared_digest) for end in ends}) == 1
     if settings.tensor_parallel > 1:
         claim += f", and one copy of norms, embedding and LM head in {settings.tensor_parallel} shards"
-        holds = holds and _shards_agree(record)
-    return Proof("1", claim, f"sha256 {_shown(digests)}", "must be one", holds)
+        replicated = [digest for end in ends for digest in end.replicated]
+        holds = holds and len(replicated) == settings.workers * settings.tensor_parallel and len(set(replicated)) == 1
+    return Proof("1", claim, _shown([end.digest for end in ends]), "must be one", holds)
 
 
 def _shown(digests: list[str]) -> str:
-    return " and ".join(digest[:12] for digest in dict.fromkeys(digests))
-
-
-def _shards_agree(record: Record) -> bool:
-    """Whether all shards of all ranks reported one digest of what they all hold."""
-    settings = record.settings
-    replicated = [digest for rank in range(settings.workers) for digest in record.replicated_digests.get(rank, ())]
-    return len(replicated) == settings.workers * settings.tensor_parallel and len(set(replicated)) == 1
+    return "sha256 " + " and ".join(digest[:12] for digest in dict.fromkeys(digests))
 
 
 def _learned(record: Record, entropy: float) -> Proof:
@@ -125,16 +93,16 @@ def _learned(record: Record, entropy: float) -> Proof:
 
 
 def _same_as_one_process(record: Record, replays: Mapping[str, Weights], initial: Weights) -> list[Proof]:
-    settings = record.settings
+    settings, kept = record.settings, record.ends[0].compared_weights or {}
     first = f"weights after {counted(settings.compared_steps, 'step')} are those of one process"
     one = f"{first} with {counted(settings.micro_batches_in_all, 'micro-batch')}"
     has_shards = settings.tensor_parallel > 1
     if not has_shards and (settings.workers == 1 or settings.micro_batches == 1):
-        return [_equal("3", f"{one}, bit for bit", record.kept, replays["one"])]
+        return [_equal("3", f"{one}, bit for bit", kept, replays["one"])]
     same_order = f"{first} that adds in the workers' order, bit for bit"
     return [
-        _near("3a", one, record.kept, replays, initial),
-        _equal("3b", same_order, record.kept, replays["ranks"], _SAME_CODE if has_shards else ""),
+        _near("3a", one, kept, replays, initial),
+        _equal("3b", same_order, kept, replays["ranks"], _SAME_CODE if has_shards else ""),
     ]
 
 
@@ -149,23 +117,14 @@ def _near(name: str, claim: str, weights: Weights, replays: Mapping[str, Weights
     return Proof(name, claim, measured, required, apart <= tolerance, _ORDER)
 
 
-def shards_are_whole(comparison: Compared) -> Proof:
-    """Proof 4: a figure that is NaN is within no limit."""
-    pairs = {
-        "outputs": (comparison.outputs, SHARD_TOLERANCE),
-        "gradients": (comparison.gradients, SHARD_TOLERANCE),
-        "norm": (comparison.norm, NORM_TOLERANCE),
-        "clip scale": (comparison.scale, NORM_TOLERANCE),
-        "clipped": (comparison.clipped, SHARD_TOLERANCE),
-        "SGD step": (comparison.descended, SHARD_TOLERANCE),
-        "AdamW step": (comparison.weights, STEP_TOLERANCE),
-    }
-    measured = "\n".join(f"{name} {apart:.1e}, limit {tolerance:.0e}" for name, (apart, tolerance) in pairs.items())
-    holds = all(apart <= tolerance for apart, tolerance in pairs.values())
-    claim = "one micro-batch and one step of all shards are those of the model in one piece"
-    return Proof("4", claim, measured, "differences relative to the whole", holds)
-
-
 def _equal(name: str, claim: str, weights: Weights, others: Weights, remark: str = "") -> Proof:
     digests = [weights_digest(weights), weights_digest(others)]
-    return Proof(name, claim, f"sha256 {_shown(digests)}", "must be one", len(set(digests)) == 1, remark)
+    return Proof(name, claim, _shown(digests), "must be one", len(set(digests)) == 1, remark)
+
+
+def shards_are_whole(figures: Mapping[str, float]) -> Proof:
+    """Proof 4: a figure that is NaN is within no limit."""
+    measured = "\n".join(f"{name} {apart:.1e}, limit {LIMITS[name]:.0e}" for name, apart in figures.items())
+    holds = all(figures[name] <= limit for name, limit in LIMITS.items())
+    claim = "one micro-batch and one step of all shards are those of the model in one piece"
+    return Proof("4", claim, measured, "differences relative to the whole", holds)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
-from gradengine.demo.comparison import report_comparison
-from gradengine.demo.record import Compared, Listening, Record, Replayed, Step, Weights
-from gradengine.demo.settings import Transport
-from gradengine.demo.worker import replay, report_replay, train_as_rank_0, train_as_threads, train_at
+from gradengine.demo.comparison import compare
+from gradengine.demo.record import Finished, Listening, Record, Step
+from gradengine.demo.settings import Settings, Transport
+from gradengine.demo.text import Texts
+from gradengine.demo.worker import replay, train_as_threads, train_at
 from gradengine.processes import Job, ProcessPool
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+__all__ = ["Say", "replay_all", "train"]
 
-    from gradengine.demo.settings import Settings, Texts
-    from gradengine.exchange.channel import Address
-
-__all__ = ["Replays", "Watcher", "replay_all", "train"]
+Say = Callable[[str, str], None]  # a name and what there is to say of it, one line
 
 ENVIRONMENT = {
     # One BLAS thread each: workers share the cores, and a product's bits may depend on how it is divided.
@@ -32,26 +29,11 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "1000000000",
     "MALLOC_MMAP_THRESHOLD_": "33554432",
 }
+_ROWS = 20  # of steps in a whole run
 
 
-class Watcher(Protocol):
-    """Who is told how the run goes."""
-
-    def started(self, processes: Mapping[str, int | None]) -> None:
-        """Processes were started: name -> id."""
-        ...
-
-    def listening(self, urls: Sequence[str]) -> None:
-        """Rank 0 waits for the others, for each shard at a url of its own."""
-        ...
-
-    def stepped(self, step: Step) -> None:
-        """All ranks made a step."""
-        ...
-
-
-def train(settings: Settings, texts: Texts, watcher: Watcher) -> Record:
-    """Train on all workers.
+def train(settings: Settings, texts: Texts, say: Say) -> Record:
+    """Train on all workers, and say how it goes.
 
     Raises:
         PeerLost: A worker died.
@@ -62,56 +44,55 @@ def train(settings: Settings, texts: Texts, watcher: Watcher) -> Record:
     names = ["all ranks"] if is_local else [f"rank {rank}" for rank in range(settings.workers)]
     with tempfile.TemporaryDirectory(prefix="gradengine-") as folder, ProcessPool(environment=ENVIRONMENT) as pool:
         first, *others = [pool.start(name) for name in names]
-        watcher.started({worker.name: worker.process.pid for worker in (first, *others)})
-        token, addresses = secrets.token_hex(), _addresses(settings, os.path.join(folder, "exchange"))
-        as_rank_0 = partial(train_as_rank_0, settings, texts, addresses, token)
+        say("workers", ", ".join(f"{worker.name}: process {worker.process.pid}" for worker in (first, *others)))
+        token, urls = secrets.token_hex(), _urls(settings, folder)
+        as_rank_0 = partial(train_at, settings, texts, 0, urls, token)
         pool.give(first, partial(train_as_threads, settings, texts) if is_local else as_rank_0)
         begin = time.perf_counter()
         for report in pool.reports():
             if isinstance(report, Listening):
-                watcher.listening(report.urls)
+                say("", "over " + ", ".join(report.urls))
                 for rank, worker in enumerate(others, 1):
                     pool.give(worker, partial(train_at, settings, texts, rank, report.urls, token))
-            elif (step := record.take(report)) is not None:
-                watcher.stepped(step)
+            elif isinstance(report, Step):
+                record.steps.append(report)
+                _say_step(settings, report, say)
+            elif isinstance(report, Finished):
+                record.ends[report.rank] = report
     record.seconds = time.perf_counter() - begin
     return record
 
 
-def _addresses(settings: Settings, path: str) -> list[Address]:
+def _urls(settings: Settings, folder: str) -> list[str]:
     """Where rank 0 listens for each shard: at ports that follow each other, where one was chosen."""
     shards = range(settings.tensor_parallel)
     if settings.transport is Transport.UNIX:
-        return [f"{path}-{tp_rank}" for tp_rank in shards]
-    return [("127.0.0.1", settings.port and settings.port + tp_rank) for tp_rank in shards]
+        return [f"unix://{folder}/exchange-{tp_rank}" for tp_rank in shards]
+    return [f"tcp://127.0.0.1:{settings.port and settings.port + tp_rank}" for tp_rank in shards]
 
 
-@dataclass(frozen=True)
-class Replays:
-    """What the workers are compared with.
+def _say_step(settings: Settings, step: Step, say: Say) -> None:
+    if step.number == 1:
+        say("\n   step ", "  loss    norm  wait ms")
+    if step.number % max(1, settings.steps // _ROWS) == 0:
+        say(f"{step.number:>7}", f"{step.loss:>6.3f} {step.norm:>7.2f} {1e3 * step.exchange_seconds:>8.1f}")
 
-    The weights are of "one" process with all micro-batches in order and the model in one piece; "reversed", the same in
-    reverse order; and "ranks", one process that adds as the workers and their shards did.
+
+def replay_all(settings: Settings, texts: Texts) -> dict[str, Any]:
+    """Repeat the beginning of a run, each way in a process of its own; raises as `train`.
+
+    Returns:
+        The weights of "one" process with all micro-batches in order and the model in one piece; "reversed", the same
+        in reverse order; and "ranks", one process that adds as the workers and their shards did. Where there are
+        shards, "shards": what `compare` found.
     """
-
-    weights: dict[str, Weights]
-    comparison: Compared | None  # of the shards with the model in one piece; None where there is one shard
-
-
-def replay_all(settings: Settings, texts: Texts) -> Replays:
-    """Repeat the beginning of a run, each way in a process of its own; raises as `train`."""
-    whole, has_shards = replace(settings, tensor_parallel=1), settings.tensor_parallel > 1
-    replays = {
-        "one": partial(replay, whole, texts, 1),
-        "reversed": partial(replay, whole, texts, 1, backwards=True, staging=has_shards),
-        "ranks": partial(replay, settings, texts, settings.workers),
-    }
-    jobs: dict[str, Job] = {f"the replay {name!r}": partial(report_replay, name, run) for name, run in replays.items()}
-    if has_shards:
-        jobs["the comparison of shards"] = partial(report_comparison, settings, texts)
+    ranks = replace(settings, is_replay=True)
+    one = replace(ranks, workers=1, micro_batches=settings.micro_batches_in_all, tensor_parallel=1)
+    ways = {"one": one, "reversed": replace(one, backwards=True), "ranks": ranks}
+    jobs: dict[str, Job] = {f"the replay {name!r}": partial(replay, name, way, texts) for name, way in ways.items()}
+    if settings.tensor_parallel > 1:
+        jobs["the comparison of shards"] = partial(compare, settings, texts)
     with ProcessPool(environment=ENVIRONMENT) as pool:
         for worker, job in [(pool.start(name), job) for name, job in jobs.items()]:
             pool.give(worker, job)
-        reports = list(pool.reports())
-    weights = {report.name: report.weights for report in reports if isinstance(report, Replayed)}
-    return Replays(weights, next((report for report in reports if isinstance(report, Compared)), None))
+        return dict(report for report in pool.reports() if report is not None)

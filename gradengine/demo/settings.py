@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from gradengine.demo.model import LlamaConfig
-from gradengine.demo.text import split
-from gradengine.errors import CallerError
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 
-__all__ = ["Settings", "Texts", "Transport", "counted", "divide"]
+__all__ = ["Settings", "Transport", "counted"]
 
 
 class Transport(str, Enum):
@@ -38,22 +36,31 @@ class Settings:
     compared_steps: int = 20
     evaluations: int = 10  # how often the held-out loss is taken, spread evenly over the run
     model: LlamaConfig = field(default_factory=LlamaConfig)
+    is_replay: bool = False  # only of the compared steps: whole micro-batches are added, and nothing is evaluated
+    backwards: bool = False  # micro-batches, and the model's intermediate columns, are added in reverse order
 
     @property
     def micro_batches_in_all(self) -> int:
         """Micro-batches of all workers in each step."""
         return self.workers * self.micro_batches
 
-    @property
-    def activation_size(self) -> int:
-        """Elements of what an all-reduce inside the model adds up: (B*T, H)."""
-        return self.batch_size * self.model.sequence_length * self.model.hidden_size
+    def share(self, step: int, rank: int) -> range:
+        """The global indexes of the micro-batches that a rank takes of a step, counted from 1.
+
+        All ranks together take each index once; what the step sees does not depend on how many they are.
+
+        Example:
+            >>> list(Settings(workers=2, micro_batches=2).share(step=2, rank=0))
+            [4, 6]
+        """
+        share = range((step - 1) * self.micro_batches_in_all + rank, step * self.micro_batches_in_all, self.workers)
+        return share[::-1] if self.backwards else share
 
     def shard(self, tp_rank: int) -> TensorParallelConfig:
         """How a shard of the model is cut; CallerError if it cannot be."""
-        model, tp_size = self.model, self.tensor_parallel
+        model = self.model
         sizes = (model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads)
-        return TensorParallelConfig(tp_rank, tp_size, *sizes)
+        return TensorParallelConfig(tp_rank, self.tensor_parallel, *sizes)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the held-out loss is taken after `step` steps; always after the last.
@@ -62,29 +69,8 @@ class Settings:
             >>> [step for step in range(1, 11) if Settings(steps=10, evaluations=3).is_evaluated(step)]
             [4, 7, 10]
         """
-        return step * self.evaluations // self.steps > (step - 1) * self.evaluations // self.steps
-
-
-@dataclass(frozen=True)
-class Texts:
-    """What is learned and what is held out, and where they come from."""
-
-    train: bytes
-    held_out: bytes
-    source: str
-
-
-def divide(text: bytes, source: str, sequence_length: int) -> Texts:
-    """Hold out a tenth of the text; CallerError if a sequence does not fit into that."""
-    train, held_out = split(text)
-    if len(held_out) <= sequence_length:
-        raise CallerError(
-            f"too little text in {source}",
-            got=f"{len(held_out)} bytes held out",
-            expected=f"more than --sequence-length={sequence_length}",
-            do="pass a longer text or a shorter sequence length",
-        )
-    return Texts(train, held_out, source)
+        due = step * self.evaluations // self.steps > (step - 1) * self.evaluations // self.steps
+        return due and not self.is_replay
 
 
 def counted(number: int, noun: str) -> str:

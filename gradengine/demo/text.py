@@ -6,23 +6,29 @@ All here are pure functions of their arguments and of the files read: all worker
 from __future__ import annotations
 
 import os
+import platform
 import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from gradengine.errors import CallerError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
 __all__ = [
-    "evaluation_batches", "micro_batch", "read_text", "split", "standard_library_text", "step_indexes",
+    "Texts",
+    "evaluation_batches",
+    "micro_batch",
+    "read_texts",
+    "split",
+    "standard_library_text",
     "unigram_entropy",
-]  # fmt: skip
+]
+
+Tokens: TypeAlias = npt.NDArray[np.uint8]
 
 MIN_TEXT_BYTES = 10_000
 """A shorter text leaves too little to hold out for a loss that means anything."""
@@ -37,26 +43,48 @@ _LEFT_OUT = {
 }
 
 
-def standard_library_text(max_bytes: int = 4_000_000, folder: str | os.PathLike[str] | None = None) -> bytes:
-    """Join the modules of the standard library, this interpreter's own or that in `folder`, in sorted order.
+@dataclass(frozen=True)
+class Texts:
+    """What is learned and what is held out, and where they come from."""
 
-    Tests, installed packages and generated tables are left out, unreadable files skipped. CallerError if nothing is
-    found: this interpreter keeps its library zipped or without sources.
+    train: bytes
+    held_out: bytes
+    source: str
+
+
+def read_texts(path: Path | None, sequence_length: int) -> Texts:
+    """The user's file, in any encoding, or the standard library; a tenth is held out.
+
+    CallerError if it cannot be read, or is too short to hold out sequences that mean anything.
     """
-    root = Path(folder if folder is not None else sysconfig.get_path("stdlib"))
+    if path is None:
+        text = standard_library_text()
+        source = f"the standard library of {platform.python_implementation()} {platform.python_version()}"
+    else:
+        text, source = _user_text(path), str(path)
+    do = "pass --text FILE with any longer file, such as a book or source code"
+    if len(text) < MIN_TEXT_BYTES:
+        expected = f"at least {MIN_TEXT_BYTES}"
+        raise CallerError(f"too little text in {source}", got=f"{len(text)} bytes", expected=expected, do=do)
+    train, held_out = split(text)
+    if len(held_out) <= sequence_length:
+        got, expected = f"{len(held_out)} bytes held out", f"more than --sequence-length={sequence_length}"
+        raise CallerError(f"too little text in {source}", got=got, expected=expected, do=do)
+    return Texts(train, held_out, source)
+
+
+def standard_library_text(max_bytes: int = 4_000_000, root: Path | None = None) -> bytes:
+    """Join the modules of a standard library, by default this interpreter's, in sorted order.
+
+    Tests, installed packages and generated tables are left out, unreadable files skipped; one that is zipped has none.
+    """
     text = bytearray()
-    for path in _source_files(root):
-        text += _bytes_or_nothing(path)
-        if len(text) >= max_bytes:
-            break
-    place = f"the standard library's folder {str(root)!r}"
-    return _long_enough(bytes(text[:max_bytes]), place, min(max_bytes, MIN_TEXT_BYTES))
-
-
-def _source_files(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root or sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - _LEFT_OUT)
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+        for name in sorted(files):
+            if name.endswith(".py") and len(text) < max_bytes:
+                text += _bytes_or_nothing(Path(folder, name))
+    return bytes(text[:max_bytes])
 
 
 def _bytes_or_nothing(path: Path) -> bytes:
@@ -66,21 +94,11 @@ def _bytes_or_nothing(path: Path) -> bytes:
         return b""
 
 
-def read_text(path: str | os.PathLike[str]) -> bytes:
-    """Read the user's file, in any encoding; CallerError if it cannot be read, or is too short to hold out a part."""
+def _user_text(path: Path) -> bytes:
     try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        what = f"cannot read the text {os.fspath(path)!r}: {error.strerror}"
-        raise CallerError(what, do="pass --text FILE") from None
-    return _long_enough(text, repr(os.fspath(path)), MIN_TEXT_BYTES)
-
-
-def _long_enough(text: bytes, place: str, minimum: int) -> bytes:
-    if len(text) >= minimum:
-        return text
-    do = "pass --text FILE with any longer file, such as a book or source code"
-    raise CallerError(f"too little text in {place}", got=f"{len(text)} bytes", expected=f"at least {minimum}", do=do)
+        return path.read_bytes()
+    except OSError as fault:
+        raise CallerError(f"cannot read the text '{path}': {fault.strerror}", do="pass --text FILE") from None
 
 
 def split(text: bytes, held_out_fraction: float = 0.1) -> tuple[bytes, bytes]:
@@ -115,53 +133,32 @@ def unigram_entropy(text: bytes) -> float:
     return float(np.sum(shares * -np.log(shares)))
 
 
-def step_indexes(step: int, micro_batches: int, rank: int, world_size: int) -> range:
-    """Return the global indexes of the micro-batches that `rank` takes of a step's `micro_batches`.
-
-    All workers together take each index once; what the step sees does not depend on how many they are.
-
-    Example:
-        >>> list(step_indexes(step=1, micro_batches=4, rank=0, world_size=2))
-        [4, 6]
-    """
-    return range(step * micro_batches + rank, (step + 1) * micro_batches, world_size)
-
-
-def micro_batch(text: bytes, index: int, batch_size: int, sequence_length: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Cut `batch_size` windows of the text at places drawn from `seed` and `index` alone.
+def micro_batch(text: bytes, index: int, batch_size: int, sequence_length: int, seed: int = 0) -> Tokens:
+    """Cut `batch_size` windows of the text, longer than one, at places drawn from `seed` and `index` alone.
 
     Returns (B, T+1) bytes: `[:, :-1]` are the inputs, `[:, 1:]` the targets. Drawn by `SeedSequence`, whose output
-    NumPy keeps the same in all versions: unlike machines draw alike. ValueError if the text is shorter than a window.
+    NumPy keeps the same in all versions: unlike machines draw alike.
 
     Example:
         >>> micro_batch(bytes(range(100)), index=0, batch_size=2, sequence_length=3).shape
         (2, 4)
     """
-    places = _last_start(text, sequence_length) + 1
     drawn = np.random.SeedSequence((seed, index)).generate_state(batch_size, np.uint64)
-    return _windows(text, (drawn % np.uint64(places)).astype(np.int64), sequence_length)
+    return _windows(text, (drawn % np.uint64(len(text) - sequence_length)).astype(np.int64), sequence_length)
 
 
-def evaluation_batches(
-    text: bytes, batch_size: int, sequence_length: int, max_batches: int
-) -> Iterator[NDArray[np.uint8]]:
+def evaluation_batches(text: bytes, batch_size: int, sequence_length: int, max_batches: int) -> Iterator[Tokens]:
     """Yield up to `max_batches` batches (B, T+1) of windows spread evenly over the text, the same ones every time.
 
     No two windows overlap by more than the byte that ends one and starts the next, as long as the text allows a batch.
     """
-    last_start = _last_start(text, sequence_length)
+    last_start = len(text) - sequence_length - 1
     batches = max(1, min(max_batches, (last_start // sequence_length + 1) // batch_size))
     starts = np.linspace(0, last_start, batches * batch_size).astype(np.int64)
     for batch in starts.reshape(batches, batch_size):
         yield _windows(text, batch, sequence_length)
 
 
-def _last_start(text: bytes, sequence_length: int) -> int:
-    if len(text) <= sequence_length:
-        raise ValueError(f"a window of {sequence_length} + 1 bytes does not fit into a text of {len(text)}")
-    return len(text) - sequence_length - 1
-
-
-def _windows(text: bytes, starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.uint8]:
-    windows: NDArray[np.uint8] = np.frombuffer(text, np.uint8)[starts[:, None] + np.arange(sequence_length + 1)]
+def _windows(text: bytes, starts: npt.NDArray[np.int64], sequence_length: int) -> Tokens:
+    windows: Tokens = np.frombuffer(text, np.uint8)[starts[:, None] + np.arange(sequence_length + 1)]
     return windows
