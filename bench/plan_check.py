@@ -27,9 +27,8 @@ from plan_workers import Footprint, Stepper
 from rich.console import Console
 from rich.table import Table
 
-from gradengine import local_group
 from gradengine.bench.machine import load, machine, versions
-from gradengine.bench.workers import Crew, ExchangeReduction, ProcessCrew, ThreadCrew, free_port, span_layout
+from gradengine.bench.workers import Crew, ExchangeReduction, ThreadReductions, free_port, span_layout
 from gradengine.errors import GradientError
 from gradengine.plan.machine import (
     ON_ONE_MACHINE,
@@ -114,13 +113,13 @@ def rates(found: dict[str, Any], elements: int) -> Rates:
 def exchange_checks(workers: int, elements: int, rounds: int) -> tuple[list[Check], Rates]:
     """tcp://, unix:// and threads: predicted from the constants of the same rounds."""
     with TemporaryDirectory(prefix="gradengine-plan-") as name:
-        folder, group = Path(name), local_group(workers)
+        folder = Path(name)
         urls = {"tcp://": f"tcp://127.0.0.1:{free_port()}", "unix://": f"unix://{folder / 'group'}"}
         builds: dict[str, Callable[[], Crew]] = pairs(folder, elements)
         for transport, url in urls.items():
             build = partial(ExchangeReduction.over, url, workers, elements)
-            builds[transport] = partial(ProcessCrew, build, workers)
-        builds["threads"] = lambda: ThreadCrew(lambda rank: ExchangeReduction(group[rank], elements), workers)
+            builds[transport] = partial(Crew, build, workers)
+        builds["threads"] = partial(Crew, partial(ThreadReductions, workers, elements), 1)
         with crews(builds) as made:
             for variant, crew in made.items():
                 refuse_wrong(variant, crew)
@@ -169,7 +168,7 @@ def overlap_checks(elements: int, backwards: Sequence[float], rounds: int, worke
         builds: dict[str, Callable[[], Crew]] = pairs(folder, elements)
         for backward in backwards:
             url = f"tcp://127.0.0.1:{free_port()}"
-            builds[shown(backward)] = partial(ProcessCrew, partial(Stepper, url, workers, elements, backward), workers)
+            builds[shown(backward)] = partial(Crew, partial(Stepper, url, workers, elements, backward), workers)
         with crews(builds) as made:
             cases: dict[str, Any] = {n: (made[n].run, made[n].prepare) for n in ("tcp", "unix")}
             cases |= {n: (partial(slowest, made[n]), lambda: None) for n in map(shown, backwards)}
@@ -215,7 +214,7 @@ def memory_checks(elements: int, worlds: Sequence[int]) -> list[Check]:
     checks = []
     for workers in worlds:
         url = None if workers == 1 else f"tcp://127.0.0.1:{free_port()}"
-        with crews({"grown": partial(ProcessCrew, partial(Footprint, url, workers, elements), workers)}) as made:
+        with crews({"grown": partial(Crew, partial(Footprint, url, workers, elements), workers)}) as made:
             grown = made["grown"].tell("run")
         places = {0: "rank 0"} if workers == 1 else {0: "rank 0", workers - 1: f"rank {workers - 1}"}
         for rank, name in places.items():

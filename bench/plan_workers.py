@@ -37,10 +37,6 @@ class Stepper:
         self._engine.step()
         return {"exposed": time.perf_counter() - begin - self._backward}
 
-    def close(self) -> None:
-        """Leave the group."""
-        self._exchange.close()
-
 
 class Footprint:
     """A rank that is watched while it builds an engine, joins and makes steps."""
@@ -63,6 +59,3 @@ class Footprint:
             engine.step()
         if exchange is not None:
             exchange.close()
-
-    def close(self) -> None:
-        """Nothing is left."""

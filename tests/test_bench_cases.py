@@ -9,11 +9,10 @@ import pytest
 from gradengine.bench import parts, report
 from gradengine.bench.case import Absent, Benchmark, Case, Missing, Variant, check, relative_error
 from gradengine.bench.device import open_host, peak_growth
-from gradengine.bench.exchange import exchange_variants
 from gradengine.bench.peers import ByHand
 from gradengine.bench.report import yardsticks
 from gradengine.bench.step import step
-from gradengine.bench.workers import ProcessCrew, Reduction, span_layout
+from gradengine.bench.workers import Crew, Reduction, exchange_variants, span_layout
 from gradengine.bench.workload import Workload, block_layout, equal_layout, model_layout, widened
 from gradengine.errors import CallerError, ExchangeError
 
@@ -251,16 +250,13 @@ class Faulty(Reduction):
     def run(self):
         raise ValueError(f"rank {self.rank} cannot")
 
-    def close(self):
-        pass
-
 
 def refuse(rank):
     raise OSError(f"no room for {rank}")
 
 
 def test_a_worker_that_fails_is_named():
-    crew = ProcessCrew(Faulty, 2)
+    crew = Crew(Faulty, 2)
     crew.prepare()
     with pytest.raises(ExchangeError, match=r"rank [01]: ValueError: rank [01] cannot"):
         crew.run()
@@ -269,7 +265,7 @@ def test_a_worker_that_fails_is_named():
 
 def test_a_worker_that_cannot_be_made_is_named():
     with pytest.raises(ExchangeError, match=r"rank (\d): OSError: no room for \1"):
-        ProcessCrew(refuse, 2)
+        Crew(refuse, 2)
 
 
 def test_spans_fill_the_set():

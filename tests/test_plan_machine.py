@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.bench.workers import ProcessCrew
+from gradengine.bench.workers import Crew
 from gradengine.errors import CallerError
 from gradengine.kernels.host import available_cpus
 from gradengine.plan import machine
@@ -121,7 +121,7 @@ ELEMENTS = 32 * 1024
 def test_each_of_a_pair_gets_what_the_other_has(tmp_path, transport):
     crew = pairs(tmp_path, ELEMENTS)[transport]()
     try:
-        assert isinstance(crew, ProcessCrew)
+        assert isinstance(crew, Crew)
         crew.prepare()
         assert crew.error() > 1
         crew.run()

@@ -11,7 +11,7 @@ The files, each using only those before it:
     device  workload  peers  where, on what, and what is compared with: the same by hand and by torch
     parts  step              the variants of each benchmark, and the bytes that each moves
     report  launches         the memory's bandwidth; what is found
-    workers  exchange        workers that sum a gradient set
+    workers                  workers that sum a gradient set
     benchmarks  __main__     the GPU's by name, several in one process
     table  command           the command line
 """

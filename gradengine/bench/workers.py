@@ -1,4 +1,7 @@
-"""Workers of this machine that sum a gradient set: what each of them does, and the crew that does it together."""
+"""`bench exchange`: W workers on this machine sum one gradient set; what each of them does, and their crew.
+
+Bytes counted, for every variant alike: 2 (W - 1) sets, what crosses between workers in a star as in a ring.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,25 @@ import os
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.bench.case import relative_error
-from gradengine.exchange import Exchange, Progress, connect
+from gradengine.bench.case import Case, Variant, relative_error
+from gradengine.bench.device import Host
+from gradengine.exchange import Exchange, Progress, connect, local_group
 from gradengine.exchange.channel import Address, connect_socket, listen_socket
 from gradengine.layout import GradientLayout
 from gradengine.processes import ProcessPool, Reporter
 
-__all__ = [
-    "Crew", "ExchangeReduction", "GlooReduction", "ProcessCrew", "Reduction", "SocketReduction", "ThreadCrew",
-    "contribution", "free_port", "receive_all", "sockets_of", "span_layout",
-]  # fmt: skip
+__all__ = ["Crew", "Reduction", "contribution", "exchange_variants", "free_port", "receive_all", "sockets_of"]
 
 _SPAN = 1 << 20  # elements: 4 MB, a weight matrix of the 350M model
 _JOIN_SECONDS = 60.0
@@ -69,10 +73,6 @@ class Reduction(ABC):
             total += contribution(rank, self.arena.size)
         return relative_error([self.arena], lambda _: total)
 
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the group."""
-
 
 @final
 class ExchangeReduction(Reduction):
@@ -95,9 +95,26 @@ class ExchangeReduction(Reduction):
         self._exchange.wait()
         self._progress.next_step()
 
-    def close(self) -> None:
-        """Leave the group."""
-        self._exchange.close()
+
+@final
+class ThreadReductions:
+    """Ours between threads: all the ranks in one process, a thread for each."""
+
+    def __init__(self, world_size: int, elements: int, _: int) -> None:
+        self._pool, group = ThreadPoolExecutor(world_size), local_group(world_size)
+        self._ranks = list(self._pool.map(lambda exchange: ExchangeReduction(exchange, elements), group))
+
+    def prepare(self) -> None:
+        """See `Reduction.prepare`."""
+        list(self._pool.map(Reduction.prepare, self._ranks))
+
+    def run(self) -> None:
+        """See `Reduction.run`."""
+        list(self._pool.map(ExchangeReduction.run, self._ranks))
+
+    def error(self) -> float:
+        """The largest of any rank."""
+        return float(np.max(list(self._pool.map(Reduction.error, self._ranks))))
 
 
 @final
@@ -121,11 +138,6 @@ class SocketReduction(Reduction):
         for connection in self._others:
             connection.sendall(self.arena.data)
 
-    def close(self) -> None:
-        """Hang up."""
-        for connection in self._others:
-            connection.close()
-
 
 @final
 class GlooReduction(Reduction):
@@ -143,10 +155,6 @@ class GlooReduction(Reduction):
     def run(self) -> None:
         """One all-reduce of the whole set."""
         self._distributed.all_reduce(self._tensor)
-
-    def close(self) -> None:
-        """End the process group."""
-        self._distributed.destroy_process_group()
 
 
 def sockets_of(address: Address, world_size: int, rank: int) -> list[socket.socket]:
@@ -172,71 +180,18 @@ def receive_all(connection: socket.socket, memory: npt.NDArray[np.float32]) -> N
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens at.
-
-    >>> 0 < free_port() < 1 << 16
-    True
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    """A port of 127.0.0.1 that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
 
 
-Build: TypeAlias = Callable[[int], Reduction]  # rank -> its worker; of a process: importable and picklable
-
-
-class Crew(ABC):
-    """Workers 0..world_size - 1 of one group."""
-
-    @abstractmethod
-    def tell(self, method: str) -> list[Any]:
-        """Have every worker call one of its methods; what each returned, in rank order, once all have.
-
-        Raises:
-            ExchangeError: A worker failed.
-        """
-
-    def prepare(self) -> None:
-        """Have every worker put its contribution back."""
-        self.tell("prepare")
-
-    def run(self) -> None:
-        """Have the workers sum."""
-        self.tell("run")
-
-    def error(self) -> float:
-        """The largest error of any worker's result; NaN where one is."""
-        errors: list[float] = self.tell("error")
-        return next((error for error in errors if not error <= max(errors)), max(errors))
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the workers."""
+Build: TypeAlias = Callable[[int], Any]  # rank -> its worker, often a `Reduction`; importable and picklable
 
 
 @final
-class ThreadCrew(Crew):
-    """A thread of this process for each worker, which is built there."""
-
-    def __init__(self, build: Build, world_size: int) -> None:
-        self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="gradengine-bench")
-        self._workers = list(self._pool.map(build, range(world_size)))
-
-    def tell(self, method: str) -> list[Any]:
-        """See `Crew.tell`."""
-        return list(self._pool.map(lambda worker: getattr(worker, method)(), self._workers))
-
-    def close(self) -> None:
-        """See `Crew.close`."""
-        for worker in self._workers:
-            worker.close()
-        self._pool.shutdown()
-
-
-@final
-class ProcessCrew(Crew):
-    """A process for each worker, which is built there: started anew, so that it shares nothing with this one.
+class Crew:
+    """A process for each worker of a group, which is built there: started anew, so that it shares nothing with this.
 
     Raises:
         ExchangeError: A worker could not be made.
@@ -248,11 +203,27 @@ class ProcessCrew(Crew):
         self._all([partial(_serve, build, rank) for rank in range(world_size)])
 
     def tell(self, method: str) -> list[Any]:
-        """See `Crew.tell`."""
+        """Have every worker call one of its methods; what each returned, in rank order, once all have.
+
+        Raises:
+            ExchangeError: A worker failed.
+        """
         return self._all([method] * len(self._workers))
 
+    def prepare(self) -> None:
+        """Have every worker put its contribution back."""
+        self.tell("prepare")
+
+    def run(self) -> None:
+        """Have the workers sum."""
+        self.tell("run")
+
+    def error(self) -> float:
+        """The largest error of any worker's result; NaN where one is."""
+        return float(np.max(self.tell("error")))
+
     def close(self) -> None:
-        """See `Crew.close`."""
+        """Let the workers end."""
         self._pool.close()
 
     def _all(self, jobs: Sequence[Any]) -> list[Any]:
@@ -273,4 +244,31 @@ def _serve(build: Build, rank: int, report: Reporter) -> None:
     report(None)
     for method in report:
         report(getattr(worker, method)())
-    worker.close()
+
+
+@contextmanager
+def exchange_variants(host: Host, world_size: int, elements: int) -> Iterator[list[Variant]]:
+    """Ours over TCP, over a Unix socket and between threads; a star of sockets by hand; and gloo.
+
+    The processes live until the context ends; the set is a multiple of 32 elements.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="gradengine-bench-")))
+
+        def variant(name: str, kind: Callable[..., Any], *where: object, processes: int = world_size) -> Variant:
+            def build() -> Case:
+                if kind is GlooReduction:
+                    assert host.torch  # or it is missing
+                crew = Crew(partial(kind, *where, world_size, elements), processes)
+                stack.callback(crew.close)
+                return Case(crew.run, crew.error, crew.prepare)
+
+            return Variant(name, 2 * (world_size - 1) * 4 * elements, build, base=name.startswith("ours"))
+
+        yield [
+            variant("ours tcp://", ExchangeReduction.over, f"tcp://127.0.0.1:{free_port()}"),
+            variant("ours unix://", ExchangeReduction.over, f"unix://{folder / 'socket'}"),
+            variant("ours threads", ThreadReductions, processes=1),
+            variant("sockets by hand", SocketReduction, ("127.0.0.1", free_port())),
+            variant("torch gloo", GlooReduction, str(folder / "gloo")),
+        ]

@@ -22,7 +22,7 @@ from typing import final
 import numpy as np
 
 from gradengine.arguments import as_float, said
-from gradengine.bench.workers import Crew, ProcessCrew, Reduction, contribution, free_port, receive_all, sockets_of
+from gradengine.bench.workers import Crew, Reduction, contribution, free_port, receive_all, sockets_of
 from gradengine.errors import CallerError
 from gradengine.exchange.channel import Address, Channel
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, find_non_finite
@@ -178,10 +178,6 @@ class Duplex(Reduction):
         """0 where what came is what the other has."""
         return float(np.abs(self.arena - contribution(1 - self.rank, self.arena.size)).max())
 
-    def close(self) -> None:
-        """Hang up."""
-        self._socket.close()
-
 
 @final
 class Sum:
@@ -205,7 +201,7 @@ class Sum:
 def pairs(folder: Path, elements: int) -> dict[str, Callable[[], Crew]]:
     """The pairs of processes that send each other a set: "tcp" and "unix" -> how one is started."""
     addresses: dict[str, Address] = {"tcp": ("127.0.0.1", free_port()), "unix": str(folder / "plain")}
-    return {name: partial(ProcessCrew, partial(Duplex, address, elements), 2) for name, address in addresses.items()}
+    return {name: partial(Crew, partial(Duplex, address, elements), 2) for name, address in addresses.items()}
 
 
 def rates_of(seconds: Mapping[str, float], elements: int) -> Rates:
