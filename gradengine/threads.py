@@ -25,11 +25,6 @@ class Condition:
 
     Attributes:
         lock: Reentrant; `with condition.lock` is one call into C. Not to be held when calling `wait_for`.
-
-    Example:
-        >>> condition = Condition()
-        >>> condition.wait_for(lambda: True), condition.wait_for(lambda: False, seconds=0.0)
-        (True, False)
     """
 
     def __init__(self) -> None:

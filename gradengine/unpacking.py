@@ -15,16 +15,8 @@ MAX_OBJECTS = 1 << 20  # 64 MB of Python objects at most
 def unpack(data: bytes, what: str) -> Any:
     """The value of one msgpack object.
 
-    Args:
-        data: The object's bytes.
-        what: What they encode, for the error: "a layout table".
-
     Raises:
         ProtocolError: Invalid msgpack, nested deeper than 8, or more than 2**20 objects.
-
-    Example:
-        >>> unpack(msgpack.packb(["loss", [2.5, 1.0]]), "a loss")
-        ['loss', [2.5, 1.0]]
     """
     refuse_unbounded(data, what)
     try:

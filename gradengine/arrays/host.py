@@ -20,11 +20,6 @@ def host_buffer(source: object, component: str) -> Buffer:
 
     `source` is a NumPy array (ml_dtypes' bfloat16 too), a torch tensor, a JAX array, a `RawBuffer`, or any object with
     `__dlpack__`. Nothing is copied.
-
-    >>> array = np.ones((2, 3), np.float16)
-    >>> view = host_buffer(array, "w")
-    >>> view.size, view.dtype, view.pointer == array.ctypes.data
-    (6, 'float16', True)
     """
     if isinstance(source, np.ndarray):
         return _from_numpy(source, component)

@@ -25,13 +25,7 @@ _base, _form = attrgetter("base"), attrgetter("dtype", "shape", "strides")
 
 @final
 class KnownArrays:
-    """Arrays that came before, or None in their place; `reader` asks them where they lie now.
-
-    >>> arrays = [np.zeros(2), np.zeros(3)]
-    >>> known = KnownArrays(arrays, read_writable_numpy)
-    >>> known.are(arrays), known.are([np.zeros(2), np.zeros(3)])
-    (True, False)
-    """
+    """Arrays that came before, or None in their place; `reader` asks them where they lie now."""
 
     def __init__(self, sources: Sequence[Any], reader: Reader) -> None:
         self.reader = reader

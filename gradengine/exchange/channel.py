@@ -207,11 +207,7 @@ def shown(address: Address) -> str:
 
 
 def url_of(address: Address) -> str:
-    """An address as a URL for `connect`.
-
-    >>> url_of(("::1", 5000)), url_of("/run/group")
-    ('tcp://[::1]:5000', 'unix:///run/group')
-    """
+    """An address as a URL for `connect`."""
     return f"unix://{address}" if isinstance(address, str) else f"tcp://{shown(address)}"
 
 

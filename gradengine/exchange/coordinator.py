@@ -23,19 +23,7 @@ class Stall:
 
 
 class Coordinator:
-    """The state of one group from the first join on; `summed` is the position of the next bucket to sum.
-
-    >>> coordinator = Coordinator(world_size=2, num_buckets=1)
-    >>> coordinator.join(0, step=0), coordinator.join(1, step=0)
-    (None, None)
-    >>> coordinator.open(summed=0)
-    >>> coordinator.contribute(0, 0)
-    >>> coordinator.ready() is None
-    True
-    >>> coordinator.contribute(1, 0)
-    >>> coordinator.ready()
-    0
-    """
+    """The state of one group from the first join on; `summed` is the position of the next bucket to sum."""
 
     def __init__(self, world_size: int, num_buckets: int, step: int = 0) -> None:
         self.world_size, self.num_buckets, self.step = world_size, num_buckets, step

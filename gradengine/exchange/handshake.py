@@ -26,12 +26,7 @@ def new_nonce() -> bytes:
 
 
 def proof(token: str | None, role: str, hello: Hello, coordinator_nonce: bytes) -> bytes:
-    """The HMAC of this handshake under the token, None being the empty one; `role` is "coordinator" or "worker".
-
-    >>> hello = Hello(rank=1, world_size=2, job="", nonce=bytes(32))
-    >>> proof("a", "worker", hello, bytes(32)) == proof("b", "worker", hello, bytes(32))
-    False
-    """
+    """The HMAC of this handshake under the token, None being the empty one; `role` is "coordinator" or "worker"."""
     bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, coordinator_nonce]
     return hmac.new((token or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
 
@@ -110,13 +105,7 @@ def _check(given: bytes, expected: bytes, who: str) -> None:
 
 
 def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
-    """The rows in which two valid layout tables differ, as at most `limit` lines for an error message.
-
-    >>> from gradengine.layout import GradientLayout
-    >>> a, b = GradientLayout.of({"w": (2, 3)}), GradientLayout.of({"w": (3, 2)})
-    >>> print(differing_rows(a.table(), b.table()))
-    row 0: here 'w' (2, 3), there 'w' (3, 2)
-    """
+    """The rows in which two valid layout tables differ, as at most `limit` lines for an error message."""
     (ours, order, *part), (others, other_order, *other_part) = msgpack.unpackb(mine), msgpack.unpackb(theirs)
     pad = max(len(ours), len(others))
     pairs = zip(ours + [None] * (pad - len(ours)), others + [None] * (pad - len(others)), strict=True)

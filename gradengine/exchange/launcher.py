@@ -30,11 +30,7 @@ def job_or_launchers(job: str | None) -> str:
 
 
 def launchers_job(environment: Mapping[str, str]) -> str:
-    """The launcher's job as "variable=value", so that those of two launchers differ; "" without a launcher.
-
-    >>> launchers_job({"SLURM_JOB_ID": "4711", "SLURM_PROCID": "3"})
-    'SLURM_JOB_ID=4711'
-    """
+    """The launcher's job as "variable=value", so that those of two launchers differ; "" without a launcher."""
     for variable in VARIABLES:
         value = environment.get(variable, "")
         if _names_a_job(variable, value):

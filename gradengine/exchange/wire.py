@@ -147,12 +147,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bytes": (b
 
 
 def encode_head(message: Message, payload_bytes: int = 0) -> bytes:
-    """A message's prefix and header: everything before the payload.
-
-    >>> head = encode_head(Verdict(step=7), payload_bytes=3)
-    >>> msgpack.unpackb(head[PREFIX_BYTES:] + b"abc")
-    {'kind': 'verdict', 'step': 7, 'payload': b'abc'}
-    """
+    """A message's prefix and header: everything before the payload."""
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     packer = msgpack.Packer(autoreset=False)
     packer.pack_map_header(len(values) + 2)
@@ -166,11 +161,7 @@ def encode_head(message: Message, payload_bytes: int = 0) -> bytes:
 
 
 def decode_prefix(prefix: bytes) -> tuple[int, int]:
-    """The lengths of a message's header and payload in bytes.
-
-    >>> decode_prefix(encode_head(Verdict(step=7))[:PREFIX_BYTES])
-    (33, 0)
-    """
+    """The lengths of a message's header and payload in bytes."""
     if len(prefix) != PREFIX_BYTES:
         raise ProtocolError("message prefix is cut off", got=f"{len(prefix)} bytes", expected=f"{PREFIX_BYTES} bytes")
     array, string, magic, u8, version, u32, header_bytes, u64, payload_bytes = _PREFIX.unpack(prefix)
@@ -186,11 +177,7 @@ def decode_prefix(prefix: bytes) -> tuple[int, int]:
 
 
 def decode_header(header: bytes, payload_bytes: int) -> Message:
-    """The message of a header whose payload has `payload_bytes`.
-
-    >>> decode_header(encode_head(Verdict(step=7))[PREFIX_BYTES:], 0)
-    Verdict(step=7)
-    """
+    """The message of a header whose payload has `payload_bytes`."""
     if len(header) <= _BIN32.size:
         raise ProtocolError("message header is cut off", got=f"{len(header)} bytes")
     tag, announced = _BIN32.unpack(header[-_BIN32.size :])

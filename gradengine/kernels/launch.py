@@ -45,11 +45,7 @@ _FILES = {  # and the kernels in each: but for finalise, in a variant for each w
 
 
 def chunk_for(size: int) -> int:
-    """Elements of a chunk for `size` elements in all: a power of two that depends on the size alone.
-
-    >>> chunk_for(400_000_000), chunk_for(10_000_000), chunk_for(10)
-    (32768, 8192, 2048)
-    """
+    """Elements of a chunk for `size` elements in all: a power of two that depends on the size alone."""
     chunk = _LARGEST_CHUNK
     while chunk > _SMALLEST_CHUNK and size < chunk * _WANTED_CHUNKS:
         chunk //= 2

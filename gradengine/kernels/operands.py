@@ -77,12 +77,7 @@ class Contribution:
 
     @staticmethod
     def of(slots: SlotSet, views: Sequence[Buffer | None]) -> Contribution:
-        """That of views as they were resolved.
-
-        >>> view = Buffer(4096, 2, "float16", (2,), True, None)
-        >>> [hex(address) for address in Contribution.of(SlotSet([0, 1]), [view, None]).addresses.tolist()]
-        ['0x100000000001000', '0x0']
-        """
+        """That of views as they were resolved."""
         return Contribution(slots, views, producers_of(views))
 
     @staticmethod

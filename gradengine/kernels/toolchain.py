@@ -17,11 +17,7 @@ _OLDEST_CAPABILITY = 70  # arguments taken by reference (__grid_constant__)
 
 
 def device_ordinal(device: object) -> int | None:
-    """The number of a CUDA device by name, or None where the name is no such device's.
-
-    >>> device_ordinal("cuda"), device_ordinal("cuda:1"), device_ordinal("cpu")
-    (0, 1, None)
-    """
+    """The number of a CUDA device by name, or None where the name is no such device's."""
     if not isinstance(device, str):
         return None
     name, colon, ordinal = device.partition(":")

@@ -22,12 +22,7 @@ from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
 
 
 def packed(what: str, facts: object) -> bytes:
-    """One rank's facts for a gather, tagged with what they are; `CallerError` for what no rank could read.
-
-    >>> packed("loss of step 0", {1, 2})
-    Traceback (most recent call last):
-    gradengine.errors.CallerError: what is told holds something that no rank could read: got set, ...
-    """
+    """One rank's facts for a gather, tagged with what they are; `CallerError` for what no rank could read."""
     refuse_other_kind("what is told", what, str)
     try:
         _refuse_unreadable([what, facts])
@@ -41,11 +36,7 @@ def packed(what: str, facts: object) -> bytes:
 
 
 def gathered(parts: Sequence[bytes]) -> list[Any]:
-    """Every rank's facts, in rank order; `ExchangeError` where a rank's tag is another than rank 0's.
-
-    >>> gathered([packed("loss of step 0", [2.5, 1.0]), packed("loss of step 0", None)])
-    [[2.5, 1.0], None]
-    """
+    """Every rank's facts, in rank order; `ExchangeError` where a rank's tag is another than rank 0's."""
     told = [_unpacked(rank, part) for rank, part in enumerate(parts)]
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
