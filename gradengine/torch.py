@@ -16,7 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gradengine.accumulate.gradients import and_more
-from gradengine.arguments import as_float, has, refuse_other_kind, said, truth_value
+from gradengine.arguments import as_float, as_text, has, refuse_other_kind, said, truth_value
 from gradengine.arrays.device import device_of
 from gradengine.clip import checked_max_norm, clip_by_global_norm
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient
@@ -75,7 +75,9 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
     """
-    _refuse_other_norm(norm_type)
+    if as_text(norm_type) not in {"2", "2.0"} and as_float(norm_type) != 2:
+        do = "use torch.nn.utils.clip_grad_norm_ for it"
+        raise CallerError("norm_type is not supported", got=said(norm_type), expected="2", do=do)
     bound, must_be_finite = checked_max_norm(max_norm), truth_value("error_if_nonfinite", error_if_nonfinite)
     gradients = _gradients_by_position(parameters)
     if not gradients:
@@ -272,13 +274,6 @@ class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
 
 
 # ---- clipping ----
-
-
-def _refuse_other_norm(norm_type: object) -> None:
-    as_text = isinstance(norm_type, str) and norm_type in ("2", "2.0")
-    if not as_text and as_float(norm_type) != 2:
-        do = "use torch.nn.utils.clip_grad_norm_ for it"
-        raise CallerError("norm_type is not supported", got=said(norm_type), expected="2", do=do)
 
 
 def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:

@@ -68,7 +68,6 @@ class TorchStream(ProducerStream):
     ordinal: int
 
     def stream(self) -> int:
-        """See `ProducerStream.stream`."""
         current = self.torch.cuda.current_stream(self.ordinal)
         if hasattr(current, "__cuda_stream__"):
             return int(current.__cuda_stream__()[1])

@@ -33,7 +33,6 @@ class NamedStream(ProducerStream):
         object.__setattr__(self, "handle", 0 if handle == 1 else handle)
 
     def stream(self) -> int:
-        """See `ProducerStream.stream`."""
         return self.handle
 
 

@@ -70,7 +70,6 @@ class LocalExchange(Exchange):
 
     @closing_if_interrupted
     def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
-        """See `Exchange.bind`."""
         refuse_bad_arena(layout, arena)
         if self._member is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
@@ -93,7 +92,6 @@ class LocalExchange(Exchange):
 
     @closing_if_interrupted
     def wait(self) -> tuple[NonFiniteValue, ...]:
-        """See `Exchange.wait`."""
         member, group = self._bound(), self._group
         if self._outbox is None and group.buckets and not member.has_ended and group.failure is None:
             raise nothing_started(self.rank)
@@ -105,7 +103,6 @@ class LocalExchange(Exchange):
 
     @closing_if_interrupted
     def gather(self, data: bytes) -> list[bytes]:
-        """See `Exchange.gather`."""
         member = self._bound()
         refuse_long_part(data)
         with self._group.lock:
@@ -116,7 +113,6 @@ class LocalExchange(Exchange):
 
     @again_if_interrupted
     def close(self) -> None:
-        """See `Exchange.close`."""
         self._group.changed.let_go()
         self._group.fail(PeerLost(f"rank {self.rank} left the group", do="windows are kept: reconnect or discard()"))
         try:

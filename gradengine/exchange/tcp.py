@@ -115,7 +115,6 @@ class WorkerClient(Exchange):
 
     @closing_if_interrupted
     def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
-        """See `Exchange.bind`."""
         refuse_bad_arena(layout, arena)
         if self._channel is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new exchange for another engine")
@@ -135,7 +134,6 @@ class WorkerClient(Exchange):
 
     @closing_if_interrupted
     def start(self, span: Span) -> None:
-        """See `Exchange.start`."""
         self._refuse_unbound()
         if self._outbox is None:
             self._outbox = Outbox(self._buckets, 0)
@@ -148,7 +146,6 @@ class WorkerClient(Exchange):
 
     @closing_if_interrupted
     def wait(self) -> tuple[NonFiniteValue, ...]:
-        """See `Exchange.wait`."""
         self._refuse_unbound()
         idle = self._outbox is None or self._outbox.is_untouched
         if idle and self._buckets and not self._has_ended and self._failure is None:
@@ -159,7 +156,6 @@ class WorkerClient(Exchange):
 
     @closing_if_interrupted
     def gather(self, data: bytes) -> list[bytes]:
-        """See `Exchange.gather`."""
         self._refuse_unbound()
         refuse_long_part(data)
         self._outgoing.put((Gather(), data))
@@ -168,7 +164,6 @@ class WorkerClient(Exchange):
 
     @again_if_interrupted
     def close(self) -> None:
-        """See `Exchange.close`."""
         self._changed.let_go()
         self._fail(PeerLost(f"rank {self.rank} has left the group"))
         self._stop()

@@ -58,7 +58,6 @@ class CudaKernels(Kernels):
         self._launches = Launches(self.device)
 
     def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> CudaPartialSums:
-        """See `Kernels.partial_sums`."""
         order = self.device.order(memory)
         partials = CudaPartialSums(sizes, self.device.upload, order)
         weakref.finalize(partials, order.end).atexit = False
@@ -113,7 +112,6 @@ class CudaKernels(Kernels):
         return partials.totals_of(partials.order.read(partials.values))
 
     def zero_sums(self, arena: Arena, positions: Sequence[int]) -> None:
-        """See `Kernels.zero_sums`."""
         partials = arena.partials
         with arena.in_order():
             for position, memory in itertools.product(positions, _partials(arena)):
@@ -215,7 +213,6 @@ class CudaKernels(Kernels):
         return (status.bad_index, status.bad_value) if status.is_bad else None
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
-        """See `Kernels.status_readback`."""
         return StatusReadback(self.device, self.decision(arena, plan).memory)
 
     # ---- tables ----

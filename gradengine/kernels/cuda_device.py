@@ -73,7 +73,6 @@ class CudaDevice(CudaRuntime):
                 self.current_stream().wait_event(self.behind(handle))
 
     def hand_over(self, producers: Iterable[ProducerStream]) -> None:
-        """See `Device.hand_over`."""
         self.give_back(producers, None)
 
     def give_back(self, producers: Iterable[ProducerStream], borrowed: object) -> None:
@@ -96,7 +95,6 @@ class CudaDevice(CudaRuntime):
         return self.array(buffer, (buffer.size,), np.float32 if buffer.dtype == "float32" else np.uint16)
 
     def order(self, memory: Buffer | None = None) -> StreamOrder:
-        """See `Device.order`."""
         return StreamOrder(self, memory.owner if memory else None)
 
     def staging(self, arena: Buffer) -> PinnedStaging:

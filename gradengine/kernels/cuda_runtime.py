@@ -15,7 +15,6 @@ import numpy.typing as npt
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.device import Device, Recorded
-from gradengine.kernels.toolchain import refuse_to_exceed
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
@@ -80,7 +79,6 @@ class CudaRuntime(Device):
         return self.xp.cuda.Device(self.ordinal)  # type: ignore[no-any-return]
 
     def is_capturing(self) -> bool:
-        """See `Device.is_capturing`."""
         return bool(self.current_stream().is_capturing())
 
     def keep(self, *memory: Any) -> None:
@@ -112,13 +110,23 @@ class CudaRuntime(Device):
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
         """See `Device.refuse_to_exceed`; what CuPy's pool holds unused counts as free; for what is kept it waits."""
         with self.active():
-            try:
-                refuse_to_exceed(self.xp, nbytes, what)
-            except OutOfDeviceMemory:
-                if not self.kept or self.is_capturing():
-                    raise
+            free, total = self._free_memory()
+            if nbytes > free and self.kept and not self.is_capturing():
                 self.kept.wait()
-                refuse_to_exceed(self.xp, nbytes, what)
+                free, total = self._free_memory()
+        if nbytes > free:
+            raise OutOfDeviceMemory(
+                f"{what} does not fit on the device",
+                got=f"{free} bytes free of {total}",
+                expected=f"{nbytes} bytes",
+                do="free memory there, or split the layout over more devices",
+            )
+
+    def _free_memory(self) -> tuple[int, int]:
+        """Bytes that can be taken, from CuPy's pool too, and bytes in all."""
+        free, total = self.xp.cuda.runtime.memGetInfo()
+        pool = self.xp.get_default_memory_pool()
+        return free + pool.total_bytes() - pool.used_bytes(), total
 
     def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
         """See `Device.array`; a CuPy array, of another dtype where that is given."""

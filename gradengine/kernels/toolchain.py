@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gradengine.errors import DeviceUnavailable, OutOfDeviceMemory
+from gradengine.errors import DeviceUnavailable
 
 _FOLDER = Path(__file__).parent  # importlib.resources takes 30 ms to import, a fifth of what the package may take
 _INSTALL = "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]', as nvidia-smi's CUDA version says"
@@ -106,17 +106,3 @@ def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
             do="pip install 'cuda-toolkit[nvrtc,cudart]==12.*' (or 13.*, as the driver's CUDA version says)",
         ) from None
     return module
-
-
-def refuse_to_exceed(xp: Any, nbytes: int, what: str) -> None:
-    """Raise `OutOfDeviceMemory` where `nbytes` do not fit, before anything is taken."""
-    free, total = xp.cuda.runtime.memGetInfo()
-    pool = xp.get_default_memory_pool()
-    reusable = pool.total_bytes() - pool.used_bytes()
-    if nbytes > free + reusable:
-        raise OutOfDeviceMemory(
-            f"{what} does not fit on the device",
-            got=f"{free + reusable} bytes free of {total}",
-            expected=f"{nbytes} bytes",
-            do="free memory there, or split the layout over more devices",
-        )

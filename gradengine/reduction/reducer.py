@@ -123,9 +123,7 @@ class Reducer:
         accumulator.close(measure=is_alone or self.workers.is_alone)
         if is_alone:
             accumulator.measure_rest()
-            self.agreed = self._stats(_NO_TOTALS, {})  # there is nobody to compare them with
-        else:
-            self.agreed = self._agree()
+        self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # alone nobody compares them
         self._state.enter(Event.AGREE)
         return self.agreed
 

@@ -25,7 +25,7 @@ from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Float64
 from gradengine.kernels.device import StagingBuffer
 from gradengine.layout import GradientLayout
-from gradengine.layout.slots import Slot, Span
+from gradengine.layout.slots import Slot
 from gradengine.reduction.all_gather import in_group
 from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, refuse_diverged, same_sums, stats_of_all, unused_by_all
@@ -55,9 +55,16 @@ class TensorParallelGroup:
 
     def join(self, exchange: Exchange) -> None:
         """Join the group, and let leave again what had left through another exchange."""
-        _refuse_other_group(exchange, self._accumulator.layout)
-        with _named():
-            self.group.join(exchange, self._layout, self._replicas.data, _do_nothing)
+        layout = self._accumulator.layout
+        if (exchange.rank, exchange.world_size) != (layout.tp_rank, layout.tp_size):
+            raise CallerError(
+                "tp_exchange is not the layout's",
+                got=f"rank {exchange.rank} of {exchange.world_size}",
+                expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
+                do="connect each rank as its tp_rank of its TensorParallelConfig",
+            )
+        with _named():  # nothing is done as sums come: they are few, and measured when all have
+            self.group.join(exchange, self._layout, self._replicas.data, lambda _span, _upto: None)
 
     def agree(self, mine: StepStats) -> StepStats:
         """The whole model's stats from this rank's: the same on all ranks of the group."""
@@ -74,7 +81,7 @@ class TensorParallelGroup:
 
     def own_of(self, positions: Sequence[int]) -> list[int]:
         """Those of these components whose gradient in the arena is this rank's own, and not a sum over the group."""
-        return [p for p in positions if not self._is_traveller(self._slots[p])]
+        return [p for p in positions if not (self._travels and self._is_replicated[p])]
 
     def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
         """The first, in layout order, of what all ranks found in their own; the same on each. `mine` is this rank's."""
@@ -82,7 +89,9 @@ class TensorParallelGroup:
             return mine
         order = {slot.name: i for i, slot in enumerate(self._slots)}
         with _named():
-            told = self.group.tell(f"finding in {place}", _facts_of(mine or self._found_in_sums(step)))
+            mine = mine or self._found_in_sums(step)
+            facts = None if mine is None else [mine.component, mine.index, float(mine.value), mine.rank]
+            told = self.group.tell(f"finding in {place}", facts)
             found = [_found_by(rank, facts, step, order) for rank, facts in enumerate(told)]
         return min((f for f in found if f is not None), key=lambda f: order[f.component], default=None)
 
@@ -90,34 +99,26 @@ class TensorParallelGroup:
 
     @cached_property
     def _targets(self) -> list[Buffer]:
-        return [
-            target
-            for target, is_one in zip(self._accumulator.arena.targets, self._is_replicated, strict=True)
-            if is_one
-        ]
+        return [self._accumulator.arena.targets[position] for position in np.flatnonzero(self._is_replicated)]
 
     @cached_property
     def _layout(self) -> GradientLayout:
         """What the handshake compares: every component, but only what travels has elements."""
         shapes: dict[str, tuple[int, ...]] = {f"replicated={self._replicated}": (0,)}
-        for slot in self._slots:
-            name = f"{slot.name} ({slot.partition})"
-            shapes[name] = slot.shape if self._is_traveller(slot) else (0, *slot.shape)
+        for slot, is_one in zip(self._slots, self._is_replicated, strict=True):
+            shapes[f"{slot.name} ({slot.partition})"] = slot.shape if self._travels and is_one else (0, *slot.shape)
         return GradientLayout.of(shapes)
 
     @cached_property
     def _travellers(self) -> list[tuple[Slot, Slot]]:
         """Of each component that travels its slot in the arena and in what travels."""
-        pairs = zip(self._slots, self._layout.slots[1:], strict=True)
-        return [(slot, travelling) for slot, travelling in pairs if self._is_traveller(slot)]
+        pairs = list(zip(self._slots, self._layout.slots[1:], strict=True))
+        return [pairs[position] for position in np.flatnonzero(self._is_replicated & self._travels)]
 
     @cached_property
     def _replicas(self) -> _Replicas:
         slots = [travelling for _, travelling in self._travellers]
         return _Replicas(self._accumulator, self._layout, slots, average=self._replicated == "average")
-
-    def _is_traveller(self, slot: Slot) -> bool:
-        return self._travels and slot.partition == "replicated"
 
     def _of_all_parts(self, mine: StepStats) -> StepStats:
         totals, settings = mine.totals.copy(), {**mine.settings, "window": _described(self._accumulator.weights)}
@@ -153,7 +154,7 @@ class TensorParallelGroup:
             return
         differs = np.flatnonzero(~same_sums(replica, first))
         if differs.size:
-            slot = [s for s in self._slots if s.partition == "replicated"][differs[0]]
+            slot = self._slots[np.flatnonzero(self._is_replicated)[differs[0]]]
             raise ExchangeError(
                 f"replicated gradient '{slot.name}' is not the same on ranks 0 and {rank}",
                 got=f"norm {replica[differs[0]] ** 0.5:.9g} on rank {rank}",
@@ -217,20 +218,6 @@ class _Replicas:
             self._kernels.scale(self._arena.targets, np.float32(1 / self._divisor), targets)
 
 
-def _do_nothing(span: Span, upto: int) -> None:
-    """Sums are measured when all have come: there are few."""
-
-
-def _refuse_other_group(exchange: Exchange, layout: GradientLayout) -> None:
-    if (exchange.rank, exchange.world_size) != (layout.tp_rank, layout.tp_size):
-        raise CallerError(
-            "tp_exchange is not the layout's",
-            got=f"rank {exchange.rank} of {exchange.world_size}",
-            expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
-            do="connect each rank as its tp_rank of its TensorParallelConfig",
-        )
-
-
 def _described(weights: Sequence[float]) -> str:
     """A window's micro-batches, in words that are the same only where all weights are."""
     shown = ", ".join(f"{weight:.9g}" for weight in weights)
@@ -241,10 +228,6 @@ def _described(weights: Sequence[float]) -> str:
 
 def _named() -> AbstractContextManager[None]:
     return in_group("in the tensor-parallel group")
-
-
-def _facts_of(found: NonFiniteGradient | None) -> list[object] | None:
-    return None if found is None else [found.component, found.index, float(found.value), found.rank]
 
 
 def _found_by(tp_rank: int, facts: Any, step: int, known: Container[str]) -> NonFiniteGradient | None:
