@@ -116,10 +116,8 @@ class TensorParallelCost:
     """Communication of a tensor-parallel group in one optimizer step.
 
     Each transformer block needs two all-reduces of its activations in the forward and two in the backward (Megatron-LM,
-    Shoeybi et al. 2019, arXiv:1909.08053, section 3). `bytes_per_step` counts the forward alone,
-    `bytes_per_step_both_ways` the backward too. Neither depends on `tp_size`: they are sizes of the reduced buffers.
-    `link_bytes_per_step` counts the bytes sent, 0 for a group of one. A sharded vocabulary adds one all-reduce each
-    way, the embedding's and the LM head's; the few floats a token of its loss are not counted.
+    Shoeybi et al. 2019, arXiv:1909.08053, section 3); a sharded vocabulary adds one each way, the embedding's and the
+    LM head's. The few floats a token of its loss are not counted.
 
     Args:
         hidden_size: H of the whole model.
@@ -163,15 +161,12 @@ class TensorParallelCost:
 
     @property
     def all_reduces_per_step(self) -> int:
-        """All-reduces of a step's forward: two a block and micro-batch, one more a micro-batch if `vocab_parallel`.
-
-        The backward has as many.
-        """
+        """All-reduces of a step's forward; the backward has as many."""
         return (2 * self.num_blocks + self.vocab_parallel) * self.micro_batches
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of all all-reduces of a step's forward."""
+        """Bytes of the buffers that a step's forward reduces, whatever `tp_size` is."""
         return self.all_reduces_per_step * self.bytes_per_all_reduce
 
     @property
@@ -181,10 +176,7 @@ class TensorParallelCost:
 
     @property
     def link_bytes_per_step(self) -> int:
-        """Bytes that each rank sends in a step by ring all-reduces: 2 (T - 1) / T of `bytes_per_step_both_ways`.
-
-        Rounded up to a whole byte; 0 for a group of one.
-        """
+        """Bytes that each rank sends in a step by ring all-reduces: 2 (T - 1) / T of both ways' bytes, rounded up."""
         return -(-2 * (self.tp_size - 1) * self.bytes_per_step_both_ways // self.tp_size)
 
     def seconds_per_step(self, bandwidth: Bandwidth, *, latency_seconds: float = 0.0) -> float:

@@ -95,8 +95,8 @@ def layout_of(module: Parameters) -> GradientLayout:
     which are named by their position.
 
     The dimensions of a dense parameter that is not contiguous (channels_last, transposed) are in memory order: so it is
-    accumulated and exchanged, and workers must agree on it. `result.gradients` has that shape too, which does not show
-    where a transposed weight is square: `tensors_of` permutes it back.
+    accumulated, exchanged and handed back, which does not show where a transposed weight is square. `tensors_of`
+    permutes it back.
 
     Raises:
         CallerError: It is not a module.
@@ -117,9 +117,8 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
     Args:
         module: The module, of which the trainable parameters are used.
         allocate: Give a parameter without `.grad` one of zeros, of its `grad_dtype`. Destinations need it:
-            `engine.step(out=...)` skips a None, and with it the sum for a parameter that the window's last micro-batch
-            did not use. A parameter unused in the whole window then has zeros, which AdamW decays: `drop_unused`
-            removes them.
+            `engine.step(out=...)` skips a None, though other micro-batches of the window may have used the parameter.
+            One unused in the whole window has zeros then, which AdamW decays: `drop_unused` removes them.
 
     Returns:
         Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself where the
@@ -167,11 +166,9 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
     """Make each trainable parameter's `.grad` a view of a step's result; no copy.
 
     For fp32 parameters, and in torch >= 2.10 for others whose `grad_dtype` is float32 or None. Good until the next
-    `engine.add`, which writes over that memory. Call `module.zero_grad()` before the next backward: its default drops
-    the views. Backward would add to the engine's memory otherwise, and `engine.add` refuses that.
-
-    A parameter that no micro-batch of any worker used is left without a gradient, as torch leaves it, so that AdamW
-    does not decay it. All workers agree on which those are.
+    `engine.add`. Call `module.zero_grad()` before the next backward, which would add to the engine's memory. Parameters
+    that no micro-batch of any worker used are left without a gradient, as torch leaves them, so that AdamW does not
+    decay them. Where it raises nothing was set.
 
     Args:
         module: The module of the engine's layout, by `layout_of`.
@@ -179,10 +176,9 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
         zero_unused: Give unused parameters zeros, for an optimizer that should decay them or needs every gradient.
 
     Raises:
-        BufferRefused: A parameter takes no fp32, or lies on another device; it is named, and nothing was set.
-        LayoutMismatch: The result is not of this module's layout; nothing was set.
-        CallerError: The engine has been called since, and has reused the result's memory; or the step was deferred, so
-            that any optimizer but a fused one would use the sum as the gradient. Nothing was set.
+        BufferRefused: A parameter takes no fp32, or lies on another device.
+        LayoutMismatch: The result is not of this module's layout.
+        CallerError: The engine has been called since, or the step was deferred: it left a sum.
 
     Example::
 
@@ -197,16 +193,16 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
 def drop_unused(module: Parameters, result: StepResult) -> None:
     """Set `.grad` to None where no micro-batch of any worker used the parameter, as torch leaves it.
 
-    For gradients that a step wrote into `.grad`, where unused parameters have zeros, which AdamW takes for a reason to
-    decay them. `give_gradients` does this by itself.
+    For gradients that a step wrote into `.grad`, zeros where unused; `give_gradients` does this by itself. Where it
+    raises nothing was dropped.
 
     Args:
         module: The module of the engine's layout, by `layout_of`.
         result: From `engine.step(out=gradients_of(module, allocate=True))`.
 
     Raises:
-        LayoutMismatch: The result is not of this module's layout; nothing was dropped.
-        CallerError: The engine has been called since: what was unused may have a gradient by now. Nothing was dropped.
+        LayoutMismatch: The result is not of this module's layout.
+        CallerError: The engine has been called since: what was unused may have a gradient by now.
 
     Example::
 
@@ -230,7 +226,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
     it by `result.inverse_factor` as it reads it, writes the quotient back, and changes neither parameters nor state if
     `result.skipped` is set. On a GPU it reads both from the engine's memory, and the host does not wait, except for the
     first step that is not skipped of an SGD with momentum and dampening. Call `module.zero_grad()` before the next
-    backward.
+    backward. Where it raises nothing was done.
 
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
@@ -239,10 +235,10 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
 
     Raises:
         BufferRefused: A parameter takes no fp32 or lies on another device, or the optimizer has one with a gradient
-            that is not the module's. It is named, and nothing was done.
-        LayoutMismatch: The result is not of this module's layout. Nothing was done.
+            that is not the module's.
+        LayoutMismatch: The result is not of this module's layout.
         CallerError: The optimizer is not fused, or none of its parameters is the module's, or the result is not
-            deferred, or the engine has been called since. Nothing was done.
+            deferred, or the engine has been called since.
 
     Example::
 

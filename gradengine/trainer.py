@@ -181,8 +181,8 @@ class DistributedTrainer:
             WindowError: No worker has a micro-batch, an earlier batch is not finished, or all steps are done.
             CallerError: The trainer returned no (loss, gradients), or a loss that is no number; these gradients have
                 not been added.
-            NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; the window is kept,
-                and `finish_step()` runs the step again.
+            NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; `finish_step()` runs
+                it again.
             ExchangeError: The workers' weights differ.
         """
         batches = iterated("micro_batches", micro_batches)

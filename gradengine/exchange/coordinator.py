@@ -48,9 +48,8 @@ class Coordinator:
     def missing_sums(self, rank: int, progress: Progress) -> range:
         """Positions whose sum must be sent again to a worker that reconnected.
 
-        Raises:
-            HandshakeRefused: It has overwritten contributions whose sums the coordinator lost; or it has not
-                contributed to buckets that are summed already, and would contribute another window's gradients.
+        `HandshakeRefused` where it has overwritten contributions whose sums the coordinator lost, or would contribute
+        another window's gradients to buckets that are summed.
         """
         summed = self.summed - self.step * self.num_buckets
         if progress.contributed < summed:

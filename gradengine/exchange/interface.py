@@ -62,24 +62,14 @@ class Membership:
 
 @dataclass
 class Progress:
-    """Progress of one step's all-reduce on this worker; kept by the engine, so that a new exchange can resume it.
-
-    Attributes:
-        step: Counted from 0.
-        summed: Leading buckets in backward order that hold the sum over all ranks; the others are still local.
-        partially_written: Whether the next bucket is half overwritten by its sum, which the coordinator still has.
-        contributed: Leading buckets to which this worker has contributed: at least those that are summed.
-        bad: The non-finite values in contributions so far.
-        bucket_bytes: The size of the buckets that `summed` counts; 0 before the first group.
-        membership: This worker's identity in the step.
-    """
+    """Progress of one step's all-reduce on this worker; kept by the engine, so that a new exchange can resume it."""
 
     step: int = 0
-    summed: int = 0
-    partially_written: bool = False
+    summed: int = 0  # leading buckets in backward order that hold the sum over all ranks; the others are still local
+    partially_written: bool = False  # whether the next bucket is, by its sum, which the coordinator still has
     bad: list[NonFiniteValue] = field(default_factory=list)
-    bucket_bytes: int = 0
-    contributed: int = 0
+    bucket_bytes: int = 0  # of the buckets that `summed` counts; 0 before the first group
+    contributed: int = 0  # leading buckets that this worker contributed to: at least those that are summed
     membership: Membership = Membership()
 
     @property

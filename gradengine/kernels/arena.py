@@ -100,19 +100,12 @@ class PartialSums:
 @final
 @dataclass(frozen=True, eq=False)
 class Arena:
-    """What kernels work on.
+    """What kernels work on."""
 
-    Attributes:
-        targets: fp32 buffers that are summed into; or, to be clipped, a caller's own of any dtype.
-        partials: Their partial squared sums, and the order of work on all of it.
-        memory: The flat buffer that the targets are parts of, the padding between them zero; None where they are not.
-        prepared: What a device's kernels have made for some of the targets.
-    """
-
-    targets: tuple[Buffer, ...]
+    targets: tuple[Buffer, ...]  # fp32, to be summed into; or, to be clipped, a caller's own of any dtype
     partials: PartialSums
-    memory: Buffer | None = None
-    prepared: WeakKeyDictionary[SlotSet, Any] = field(default_factory=WeakKeyDictionary)
+    memory: Buffer | None = None  # that the targets are parts of, the padding between them zero, where they are
+    prepared: WeakKeyDictionary[SlotSet, Any] = field(default_factory=WeakKeyDictionary)  # by a device's kernels
 
     def in_order(self) -> AbstractContextManager[None]:
         """What is queued in it comes behind what was done with this memory, and before what will be; on any stream.

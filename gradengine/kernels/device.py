@@ -17,17 +17,11 @@ from gradengine.arrays.streams import ProducerStream
 
 @dataclass
 class Recorded:
-    """Work that was recorded instead of done.
+    """Work that was recorded instead of done."""
 
-    Attributes:
-        graph: The CUDA graph, once the recording is over; `launch()` runs it on the current stream.
-        kept: Memory that the graph reads or writes: it outlives the last run, also where this is dropped before.
-        launched: An event behind the last run.
-    """
-
-    graph: Any = None
-    kept: list[Any] = field(default_factory=list)
-    launched: Any = None
+    graph: Any = None  # CUDA's, once the recording is over; `launch()` runs it on the current stream
+    kept: list[Any] = field(default_factory=list)  # memory that it reads or writes, which outlives the last run
+    launched: Any = None  # an event behind the last run
 
 
 class Graphs(ABC):

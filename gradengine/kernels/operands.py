@@ -114,19 +114,12 @@ class Contribution:
 
 @dataclass(frozen=True, eq=False)
 class FoldPass:
-    """One pass of K1: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation.
-
-    Attributes:
-        slots: Which targets.
-        overwrite: Of each, whether this is the window's first contribution: it is written without being read.
-        contributions: The micro-batches, all for these targets, in the order they came.
-        weights: One fp32 weight for each; exactly 1 multiplies nothing.
-    """
+    """One pass of K1: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation."""
 
     slots: SlotSet
-    overwrite: npt.NDArray[np.bool_]
-    contributions: Sequence[Contribution]
-    weights: Sequence[np.float32]
+    overwrite: npt.NDArray[np.bool_]  # of each target, whether it is written without being read: the window's first
+    contributions: Sequence[Contribution]  # all for these targets, in the order they came
+    weights: Sequence[np.float32]  # one for each; exactly 1 multiplies nothing
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:

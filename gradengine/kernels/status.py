@@ -34,33 +34,19 @@ RECORD = np.dtype(_FIELDS)  # struct StepStatus of finalise.cu
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What one step came to, on the host.
+    """What one step came to, on the host; what follows `bad_step` is of that step."""
 
-    Attributes:
-        step: Which step of this engine, counted by the device from 1 on.
-        norm: Global norm of the averaged gradient, before clipping.
-        scale: Clip scale; of several groups the smallest.
-        factor: What the sum was multiplied by.
-        skipped: Whether zeros were handed back.
-        bad_steps: Steps so far whose gradient was not finite.
-        bad_step: The last of them, or 0. What follows is of that step.
-        bad_component: Position of the first component that was not finite.
-        bad_index: Its first such element; -1 where it was not looked for.
-        bad_value: What was there.
-        non_finite: Elements of the whole set that were not finite.
-    """
-
-    step: int
-    norm: float
-    scale: float
-    factor: float
-    skipped: bool
-    bad_steps: int
-    bad_step: int
-    bad_component: int
-    bad_index: int
+    step: int  # of this engine, counted by the device from 1 on
+    norm: float  # of the averaged gradient, before clipping
+    scale: float  # of several groups the smallest
+    factor: float  # what the sum was multiplied by
+    skipped: bool  # whether zeros were handed back
+    bad_steps: int  # so far, whose gradient was not finite
+    bad_step: int  # the last of them, or 0
+    bad_component: int  # position of the first component that was not finite
+    bad_index: int  # its first such element; -1 where it was not looked for
     bad_value: float
-    non_finite: int
+    non_finite: int  # elements of the whole set
 
     @property
     def is_bad(self) -> bool:

@@ -32,9 +32,7 @@ Components: TypeAlias = Mapping[str, Any] | Iterable[Any] | ParameterHolder
 
 
 class GradientLayout:
-    """Layout of one model's gradients in a flat fp32 arena.
-
-    Built by `transformer`, `lora` or `of`. Workers can exchange gradients if their fingerprints are equal.
+    """Layout of one model's gradients in a flat fp32 arena, built by `transformer`, `lora` or `of`.
 
     Attributes:
         slots: The components' slots, in the order in which sequences of gradients are passed.
@@ -94,15 +92,14 @@ class GradientLayout:
         """The layout of a collection of arrays or shapes.
 
         Args:
-            gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; the
-                components of a sequence are named "0", "1", ... Containers may be nested: names are joined by dots. Or
-                a torch.nn.Module: its trainable parameters by name, their dimensions in memory order. Or a list of its
-                parameters, named by position, frozen ones included. Only shapes and dtypes are read (of a torch
-                parameter its `grad_dtype`): pass shapes if gradients will have another dtype. A dotted name belongs to
-                the block that ends with its first whole-number part: "layers.0.wq" is in block "layers.0"; without such
-                a part, with the first part that ends in a number, as flax names modules: "Block_0.kernel" is in
-                "Block_0". Blocks are ordered by stem, then by that number. They are exchanged in reverse order, so list
-                components from the model's input to its output for overlap with backward.
+            gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; a sequence's
+                names are "0", "1", ... Containers may be nested: names are joined by dots. Or a torch.nn.Module: its
+                trainable parameters, their dimensions in memory order. Or a list of its parameters, named by position,
+                frozen ones included. Only shapes and dtypes are read (of a torch parameter its `grad_dtype`): pass
+                shapes if gradients will have another dtype. A dotted name belongs to the block that ends with its first
+                whole-number part, "layers.0.wq" to "layers.0"; else with the first that ends in a number, as flax names
+                modules: "Block_0.kernel" to "Block_0". Blocks are ordered by stem, then by that number, and exchanged
+                in reverse order: list components from the model's input to its output.
             tp_rank: This rank in its tensor-parallel group; the shapes are those of its shards.
             tp_size: Size of that group; 1, the default, for a whole model.
             partitions: Name -> "column", "row" or "replicated", for each component if `tp_size` > 1. The norm treats
@@ -115,8 +112,6 @@ class GradientLayout:
             CallerError: The rank is out of range, or there are partitions and no `tp_size`.
 
         Example:
-            >>> [slot.shape for slot in GradientLayout.of([(2, 3), (4,)]).slots]
-            [(2, 3), (4,)]
             >>> [slot.name for slot in GradientLayout.of({"encoder": [{"w": (2,)}], "head": (1,)}).slots]
             ['encoder.0.w', 'head']
             >>> split = {"w": "column", "norm": "replicated"}

@@ -21,21 +21,13 @@ ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
 
 @dataclass(frozen=True)
 class Slot:
-    """A component's range in the arena; `offset` and `size` count fp32 elements.
-
-    Attributes:
-        name: The component's name.
-        shape: Its shape; under tensor parallelism that of this rank's shard.
-        offset: Its first element in the arena.
-        block: The index of its block; None outside of blocks.
-        partition: Its sharding over a tensor-parallel group: "column", "row" or "replicated".
-    """
+    """A component's range in the arena; `offset` and `size` count fp32 elements."""
 
     name: str
-    shape: Shape
-    offset: int
-    block: int | None
-    partition: Partition = "replicated"
+    shape: Shape  # under tensor parallelism that of this rank's shard
+    offset: int  # its first element in the arena
+    block: int | None  # the index of its block
+    partition: Partition = "replicated"  # over a tensor-parallel group
 
     @property
     def size(self) -> int:
