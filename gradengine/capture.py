@@ -13,7 +13,7 @@ from gradengine.arguments import listed, truth_value
 from gradengine.arrays.buffer import RawBuffer, refuse_freed
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, CallerError, WindowError
-from gradengine.kernels import Kernels, Recorded
+from gradengine.kernels import Graph, Kernels
 from gradengine.layout import Slot
 from gradengine.result import StepResult
 
@@ -45,12 +45,10 @@ class CapturedWindow:
         launched: Callable[[CapturedWindow, StepResult], StepResult],
         record_again: Callable[..., CapturedWindow],
     ) -> None:
-        graphs = kernels.device.graphs
-        assert graphs is not None  # noqa: S101  (the engine looked)
-        self.kernels, self._graphs, self._launched, self._record_again = kernels, graphs, launched, record_again
+        self._device, self._launched, self._record_again = kernels.device, launched, record_again
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
-        self._recorded: Recorded | None = None
+        self._recorded: Graph | None = None
         self._producers: AbstractSet[ProducerStream] = frozenset()
         self.out: Gradients | None = None
         self._deferred = False
@@ -109,19 +107,21 @@ class CapturedWindow:
         elif self._weights is not None:
             self._weights.append(weight)
 
-    def recording(self) -> AbstractContextManager[Recorded]:
-        """Within it, work is recorded and not done."""
-        return self._graphs.recording()
+    def recording(self) -> Graph:
+        """A graph that is to be this window's."""
+        graph = self._device.graph()
+        assert graph is not None  # noqa: S101  (the engine looked)
+        return graph
 
     def wait_for_producers(self) -> None:
         """What is queued next comes behind what the arrays' producers have queued; one that records is refused."""
-        self.kernels.device.wait_for(self._producers)
+        self._device.wait_for(self._producers)
 
     def launch(self) -> None:
         """Queue the graph, before what the arrays' producers will."""
         assert self._recorded is not None  # noqa: S101  (replay looked)
-        self._graphs.replay(self._recorded)
-        self.kernels.device.hand_over(self._producers)
+        self._recorded.replay()
+        self._device.hand_over(self._producers)
 
     def closed(
         self,
@@ -138,7 +138,7 @@ class CapturedWindow:
         self._producers = producers
         self.result, self._deferred, self.out = result, deferred, out
 
-    def recorded(self, recorded: Recorded) -> None:
+    def recorded(self, recorded: Graph) -> None:
         """The kernels have recorded it; they keep what it reads."""
         if self.result is None:
             raise WindowError("nothing was closed inside capture()", expected="add() as often as you like, then step()")
@@ -179,7 +179,7 @@ class Capture(AbstractContextManager[CapturedWindow]):
         window = self.window
         self._begin(self)
         try:
-            self._recorded = self._recording.__enter__()
+            self._recording.__enter__()
         except BaseException as fault:
             self._leave(type(fault), fault, fault.__traceback__)
             raise
@@ -190,7 +190,7 @@ class Capture(AbstractContextManager[CapturedWindow]):
     ) -> None:
         self._leave(kind, fault, trace)
         if kind is None:
-            self.window.recorded(self._recorded)
+            self.window.recorded(self._recording)
 
     def abandon(self) -> None:
         """Record nothing any more."""

@@ -1272,14 +1272,14 @@ class TestStreams:
             return decision
 
         decision = step()
-        with kernels.device.graphs.recording() as recorded:
+        with kernels.device.graph() as recorded:
             assert kernels.device.is_capturing()
             step()
         assert not kernels.device.is_capturing()
         assert status_of(decision).step == 1
         for _ in range(2):
             with sums.order.use():
-                kernels.device.graphs.replay(recorded)
+                recorded.replay()
         assert status_of(decision).step == 3
         total = np.ones(3000, np.float32)
         for _ in range(2):
@@ -1290,14 +1290,14 @@ class TestStreams:
         """It is copied on a stream of its own, which no capture sees."""
         kernels, target = emulated.kernels, emulated.buffer(np.zeros(77, np.float32))
         view = emulated.buffer(np.ones(77, np.float32))
-        with kernels.device.graphs.recording() as recorded:
+        with kernels.device.graph() as recorded:
             accumulate(kernels, [target], [fold_of(0, False, [view], [3])])
         assert operations_of(recorded.graph) == ["accumulate_1_small"]
         recorded.graph.launch()
         assert (emulated.get(target) == 3).all()
 
     def test_the_host_records_nothing(self):
-        assert HostKernels(1).device.graphs is None
+        assert HostKernels(1).device.graph() is None
 
 
 class WithProtocol:

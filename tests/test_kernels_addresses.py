@@ -98,7 +98,7 @@ class TestThroughMemory:
         """What a later launch sends, and what the host frees, is nothing to a graph that was recorded before."""
         counting, kernels = Counting(device), device.kernels
         counting.fold(0, overwrite=True)
-        with kernels.device.graphs.recording() as recorded:
+        with kernels.device.graph() as recorded:
             counting.fold(5, overwrite=False)
         counting.fold(1, overwrite=False)
         for _ in range(3):

@@ -30,6 +30,7 @@ from gradengine.bench.peers import ByHand, Peer, Torch, adding, peers, torch_nam
 from gradengine.bench.workload import Workload, norm_of, widened
 from gradengine.clip import FusedClipState, clip_gradients_fused, clip_lora_gradients_fused, init_lora_fused_clip
 from gradengine.kernels import ClipPlan
+from gradengine.kernels.graphs import CudaGraph
 from gradengine.layout import LORA_COMPONENTS
 
 __all__ = ["accumulate", "bytes_of_adding", "clip", "hand_back", "lora", "norm", "ours", "summed"]
@@ -224,8 +225,8 @@ def _clipped(
 
 def _recorded(gpu: Gpu, run: Callable[[], object]) -> Callable[[], object]:
     run()  # what is made at the first call is no part of the graph
-    graphs = gpu.kernels.device.graphs
-    assert graphs is not None
-    with graphs.recording() as recorded:
+    graph = gpu.kernels.device.graph()
+    assert isinstance(graph, CudaGraph)
+    with graph:
         run()
-    return launching(recorded.graph.launch, run)
+    return launching(graph.graph.launch, run)

@@ -17,10 +17,10 @@ from typing import TypeAlias
 from gradengine.arguments import said
 from gradengine.arrays.frameworks import TorchDevice, device_name
 from gradengine.errors import CallerError
-from gradengine.kernels.arena import CHUNK, Arena, Chunk, PartialSums
+from gradengine.kernels.arena import CHUNK, Arena
 from gradengine.kernels.cuda import CudaKernels, cuda_kernels
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, refuse_bad_divisor
-from gradengine.kernels.device import Device, Recorded
+from gradengine.kernels.device import Device, Graph
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.launch import chunk_for
@@ -41,7 +41,6 @@ __all__ = [
     "CHUNK",
     "AddressCheck",
     "Arena",
-    "Chunk",
     "ClipPlan",
     "Contribution",
     "CudaKernels",
@@ -50,10 +49,9 @@ __all__ = [
     "DeviceLike",
     "Float64",
     "FoldPass",
+    "Graph",
     "HostKernels",
     "Kernels",
-    "PartialSums",
-    "Recorded",
     "SlotSet",
     "StepStatus",
     "arithmetic",

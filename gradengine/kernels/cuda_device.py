@@ -19,7 +19,7 @@ from gradengine.arrays.streams import ProducerStream, stream_handle
 from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime, ExternalStream
 from gradengine.kernels.device import StagingBuffer
-from gradengine.kernels.graphs import CudaGraphs
+from gradengine.kernels.graphs import CudaGraph
 from gradengine.kernels.operands import producers_of
 from gradengine.kernels.streams import CurrentStream, StreamOrder
 
@@ -28,11 +28,9 @@ from gradengine.kernels.streams import CurrentStream, StreamOrder
 class CudaDevice(CudaRuntime):
     """One GPU; work is queued on the calling thread's current CuPy stream."""
 
-    graphs: CudaGraphs
-
-    def __init__(self, xp: Any, ordinal: int) -> None:
-        super().__init__(xp, ordinal)
-        self.graphs = CudaGraphs(self)
+    def graph(self) -> CudaGraph:
+        """See `Device.graph`; recorded on a stream of its own, behind the current one, and one at a time."""
+        return CudaGraph(self)
 
     def on(self, stream: object) -> AbstractContextManager[object]:
         """See `Device.on`; a CuPy stream, an object with `__cuda_stream__` or `cuda_stream` (torch), or a handle."""

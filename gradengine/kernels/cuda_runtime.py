@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels.device import Device, Recorded
+from gradengine.kernels.device import Device, Graph
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
@@ -68,7 +68,7 @@ class CudaRuntime(Device):
         self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
         with xp.cuda.Device(ordinal):
             self._uploads = xp.cuda.Stream(non_blocking=True)
-        self.recorded: Recorded | None = None  # what is being recorded
+        self.recorded: Graph | None = None  # what is being recorded
         self._foreign: list[Any] = []  # what graphs that others record read
         self.kept = Kept()  # what was dropped while work on it may run
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,25 +14,18 @@ from gradengine.arrays.buffer import Buffer, refuse_read_only
 from gradengine.arrays.streams import ProducerStream
 
 
-@dataclass
-class Recorded:
-    """Work that was recorded instead of done."""
+class Graph(AbstractContextManager["Graph"], ABC):
+    """Work that is recorded within the `with` of it, and not done; each replay does it.
 
-    graph: Any = None  # CUDA's, once the recording is over; `launch()` runs it on the current stream
-    kept: list[Any] = field(default_factory=list)  # memory that it reads or writes, which outlives the last run
-    launched: Any = None  # an event behind the last run
+    Attributes:
+        kept: Memory that it reads or writes: it outlives the last run, also where this is dropped before.
+    """
 
-
-class Graphs(ABC):
-    """Graph capture on a device."""
+    kept: list[Any]
 
     @abstractmethod
-    def recording(self) -> AbstractContextManager[Recorded]:
-        """Within it, work is recorded and not done."""
-
-    @abstractmethod
-    def replay(self, recorded: Recorded) -> None:
-        """Queue recorded work on the current stream."""
+    def replay(self) -> None:
+        """Queue the work on the current stream."""
 
 
 class Order(ABC):
@@ -73,11 +65,13 @@ class Device(ABC):
 
     Attributes:
         name: "cpu", "cuda:0", ...
-        graphs: Graph capture; None where there is none, as on the CPU.
     """
 
     name: str
-    graphs: Graphs | None
+
+    @abstractmethod
+    def graph(self) -> Graph | None:
+        """A graph to be recorded; None where there are none, as on the CPU."""
 
     @abstractmethod
     def on(self, stream: object) -> AbstractContextManager[object]:

@@ -3,60 +3,51 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, final
 
 from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime
-from gradengine.kernels.device import Graphs, Recorded
+from gradengine.kernels.device import Graph
 from gradengine.kernels.streams import CurrentStream
 
 
 @final
-class CudaGraphs(Graphs):
-    """Graph capture on a GPU; one at a time."""
+class CudaGraph(Graph):
+    """A CUDA graph; while it is recorded, its stream is the current one."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
-
-    def recording(self) -> AbstractContextManager[Recorded]:
-        """See `Graphs.recording`; on a stream of its own, ordered behind the current one."""
-        return _Recording(self._runtime)
-
-    def replay(self, recorded: Recorded) -> None:
-        """See `Graphs.replay`; what the graph reads stays alive until that is done."""
-        runtime = self._runtime
-        with runtime.active():
-            recorded.graph.launch()
-            if runtime.is_capturing():
-                runtime.keep(recorded)
-            else:
-                runtime.current_stream().record(recorded.launched)
-
-
-@final
-class _Recording(AbstractContextManager[Recorded]):
-    """Work that is recorded, on a stream that is the current one meanwhile."""
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime, self._recorded = runtime, Recorded()
+        self.kept = []
+        self.graph: Any = None  # once the recording is over
+        self._launched: Any = None  # an event behind the last run
         self._stream: Any = None
         self._on: CurrentStream | None = None
         self._has_begun = False
 
-    def __enter__(self) -> Recorded:
+    def replay(self) -> None:
+        """See `Graph.replay`; what the graph reads stays alive until that is done."""
+        runtime = self._runtime
+        with runtime.active():
+            self.graph.launch()
+            if runtime.is_capturing():
+                runtime.keep(self)
+            else:
+                runtime.current_stream().record(self._launched)
+
+    def __enter__(self) -> CudaGraph:
         if self._runtime.recorded is not None:
             raise CallerError(
                 "another window is being captured on this device", do="one at a time, in one thread; capture it then"
             )
         try:
-            self._runtime.recorded = self._recorded
+            self._runtime.recorded = self
             self._begin()
         except BaseException:
             self._abandon()
             raise
-        return self._recorded
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
@@ -65,15 +56,14 @@ class _Recording(AbstractContextManager[Recorded]):
             self._abandon()
             return
         try:
-            self._recorded.graph = self._stream.end_capture()
+            self.graph = self._stream.end_capture()
         except BaseException:
             self._abandon()
             raise
         self._close()
-        recorded, runtime = self._recorded, self._runtime
-        recorded.launched = runtime.event()
-        memory = recorded.kept, recorded.graph  # it outlives the last run
-        weakref.finalize(recorded, runtime.kept.dropped, (recorded.launched,), memory).atexit = False
+        self._launched = self._runtime.event()
+        memory = self.kept, self.graph  # it outlives the last run
+        weakref.finalize(self, self._runtime.kept.dropped, (self._launched,), memory).atexit = False
 
     def _begin(self) -> None:
         runtime = self._runtime
@@ -97,5 +87,5 @@ class _Recording(AbstractContextManager[Recorded]):
     def _close(self) -> None:
         if self._on is not None:
             self._on.__exit__()
-        if self._runtime.recorded is self._recorded:
+        if self._runtime.recorded is self:
             self._runtime.recorded = None

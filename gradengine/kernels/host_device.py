@@ -23,7 +23,9 @@ class HostDevice(Device):
     """The CPU; see `Device`."""
 
     name = "cpu"
-    graphs = None
+
+    def graph(self) -> None:
+        """The CPU has no graphs."""
 
     def on(self, stream: object) -> AbstractContextManager[object]:
         """The CPU has no streams."""
