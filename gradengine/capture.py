@@ -102,10 +102,7 @@ class CapturedWindow:
     ) -> None:
         """An add was recorded; `weight` where it is a whole micro-batch."""
         self._keep(slots, gradients, prefix)
-        if weight is None:
-            self._weights = None
-        elif self._weights is not None:
-            self._weights.append(weight)
+        self._weights = None if weight is None or self._weights is None else [*self._weights, weight]
 
     def recording(self) -> Graph:
         """A graph that is to be this window's."""
