@@ -126,10 +126,12 @@ class PinnedStaging(StagingBuffer):
 
     def fetch(self, start: int, stop: int) -> None:
         """See `StagingBuffer.fetch`; behind the current stream's work."""
-        self._device.copy_from(self._arena[start:stop], self.data[start:stop])
-        self._device.current_stream().synchronize()
+        with self._device.active():  # the default stream is of the current device
+            self._device.copy_from(self._arena[start:stop], self.data[start:stop])
+            self._device.current_stream().synchronize()
 
     def put_back(self) -> None:
         """See `StagingBuffer.put_back`; waits, since what is here may be written at once."""
-        self._device.copy_to(self._arena, self.data)
-        self._device.current_stream().synchronize()
+        with self._device.active():
+            self._device.copy_to(self._arena, self.data)
+            self._device.current_stream().synchronize()
