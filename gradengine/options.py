@@ -36,11 +36,7 @@ def one_of(*choices: str) -> Callable[[Given], Given]:
 
 
 def writable_json(path: Path | None) -> Path | None:
-    """The path that --json names, before anything is run.
-
-    Raises:
-        CallerError: It is a file that cannot be written.
-    """
+    """The path that --json names, before anything is run; `CallerError` if it cannot be written."""
     if path is not None and path != STDOUT:
         _refuse_unwritable(path, "--json")
     return path
@@ -59,11 +55,7 @@ def _refuse_unwritable(path: Path, option: str) -> None:
 
 
 def refuse_bad_plot(path: Path) -> None:
-    """See that a plot can be saved where --plot names, before anything is run; imports matplotlib.
-
-    Raises:
-        CallerError: No file can be written there, or plots of that kind cannot be drawn.
-    """
+    """`CallerError` if no plot, or none of that kind, can be saved where --plot names; imports matplotlib."""
     _refuse_unwritable(path, "--plot")
     kinds = importlib.import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
@@ -71,11 +63,7 @@ def refuse_bad_plot(path: Path) -> None:
 
 
 def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
-    """Write a file, its folder made first.
-
-    Raises:
-        CallerError: The system refuses; the option is named.
-    """
+    """Write a file, its folder made first; `CallerError`, which names the option, if the system refuses."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -84,11 +72,7 @@ def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
 
 
 def print_or_save(text: str, path: Path | None) -> None:
-    """JSON goes where --json names: nowhere, to stdout, or into a file.
-
-    Raises:
-        CallerError: The file cannot be written.
-    """
+    """JSON goes where --json names: nowhere, to stdout, or into a file; raises as `save`."""
     if path == STDOUT:
         typer.echo(text)
     elif path is not None:

@@ -13,7 +13,7 @@ from gradengine.bench.peers import ByHand
 from gradengine.bench.report import yardsticks
 from gradengine.bench.step import step
 from gradengine.bench.workers import Crew, Reduction, exchange_variants, span_layout
-from gradengine.bench.workload import Workload, block_layout, equal_layout, model_layout, widened
+from gradengine.bench.workload import Workload, model_layout, widened
 from gradengine.errors import CallerError, ExchangeError
 
 SET = 4 * (16 + 4 + 4 + 16 + 3 * 64 + 4 + 4)  # bytes of one block of hidden size 4 in fp32
@@ -24,7 +24,7 @@ HOST.copied = 1024
 
 
 def tiny(micro_batches=3, dtype="float32", host=HOST):
-    return Workload.drawn(host, block_layout(1, 4), micro_batches, dtype)
+    return Workload.drawn(host, model_layout(1, 4, head=False), micro_batches, dtype)
 
 
 def counted(variants):
@@ -91,10 +91,10 @@ def test_holding_one_is_listed_once():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exchange(world_size):
     with exchange_variants(HOST, world_size, elements=96) as variants:
-        for each in checked(variants, 1e-6):  # a second run begins from the contributions again
-            each.case.prepare()
-            each.case.run()
-            assert each.case.error() <= 1e-6
+        for _, case, _ in checked(variants, 1e-6):  # a second run begins from the contributions again
+            case.prepare()
+            case.run()
+            assert case.error() <= 1e-6
         assert set(counted(variants).values()) == {2 * (world_size - 1) * 4 * 96}
         assert [each.name for each in variants if each.base] == ["ours tcp://", "ours unix://", "ours threads"]
 
@@ -147,7 +147,7 @@ def test_one_variant_that_fails_leaves_the_others(capsys):
         Variant("missing", 8, missing, base=True),
     ]
     found, absent, failed = check(Benchmark("fake", variants, 1e-3, {}))
-    assert [(each.variant.name, each.error) for each in found] == [("good", 0.0), ("its own", 1e-2)]
+    assert [(variant.name, error) for variant, _, error in found] == [("good", 0.0), ("its own", 1e-2)]
     assert [each.variant for each in absent] == [variant.name for variant in variants[2:]]
     assert absent[0].why == (
         "ResultsDiffer: fake: 'wrong' computes something else: got a relative error of 0.002, "
@@ -192,7 +192,7 @@ def test_workloads():
     assert workload.sums[0] == pytest.approx(sum(widened(batch[0]).reshape(-1) for batch in workload.batches))
     mean = np.concatenate(workload.sums) / 3
     assert workload.norm == pytest.approx(np.linalg.norm(mean))
-    assert block_layout(6, 1024).num_elements == 6 * 15206400
+    assert model_layout(6, 1024, head=False).num_elements == 6 * 15206400
     assert not np.array_equal(workload.batches[0][0], workload.batches[1][0])
     assert workload.first(2).batches == workload.batches[:2]
 
@@ -204,13 +204,9 @@ def test_the_350m_model():
     assert [slot.name for slot in aligned.slots] == [slot.name for slot in odd.slots]
 
 
-def test_a_small_model_is_equal_tensors():
-    assert [slot.shape for slot in equal_layout(3, 100).slots] == [(100,)] * 3
-
-
 @pytest.mark.parametrize(
     "make",
-    [lambda: block_layout(0, 4), lambda: block_layout(1, 6), lambda: tiny(0), lambda: tiny(dtype="int8")],
+    [lambda: model_layout(0, 4), lambda: model_layout(1, 6), lambda: tiny(0), lambda: tiny(dtype="int8")],
 )
 def test_workloads_that_cannot_be(make):
     with pytest.raises(CallerError):
@@ -230,7 +226,7 @@ def test_memory_is_measured_at_its_peak():
 def test_a_step_takes_one_arena():
     used_before = [np.ones(1 << 20, np.float32) for _ in range(20)]
     del used_before
-    ours = step(Workload.drawn(HOST, block_layout(1, 512), 2), (2,))[0].build()
+    ours = step(Workload.drawn(HOST, model_layout(1, 512, head=False), 2), (2,))[0].build()
     assert ours.arenas is None or 0.9 < ours.arenas < 1.3  # 15 MB: the interpreter's own growth shows
 
 

@@ -26,12 +26,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradengine.bench import command
+from gradengine.bench import report as found
 from gradengine.bench.__main__ import benchmarks_of, parser
 from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
 from gradengine.bench.case import Case
 from gradengine.bench.command import bench
 from gradengine.bench.device import Gpu
-from gradengine.bench.launches import COUNTED, counts_of, profiled
+from gradengine.bench.report import COUNTED, counts_of, profiled
 from gradengine.bench.step import Lent, calls, limited
 from gradengine.bench.table import table_of
 from gradengine.bench.workload import Workload, model_layout
@@ -70,10 +71,18 @@ def kernels():
     return CudaKernels(cuda_emulator)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _events_and_counts():
+    """The emulator's, in place of the driver's and of torch's profiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_emulator.cuda, "get_elapsed_time", lambda start, stop: 0.25, raising=False)
+        patch.setattr(found, "profiled", lambda gpu: count_by_emulator)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch):
+def _fast():
     """Work is done at once, because torch and NumPy look into the same memory; nothing is checked but the results."""
-    monkeypatch.setattr(cuda_emulator.cuda, "get_elapsed_time", lambda start, stop: 0.25, raising=False)
     with cuda_emulator.options(check=False, asynchronous=False):
         yield
 
@@ -115,9 +124,9 @@ def count_by_emulator(work):
 
 
 def benchmarks(**changes):
-    given, count = changes.pop("device", None) or device(), changes.pop("count", count_by_emulator)
+    given = changes.pop("device", None) or device()
     small = {"blocks": 1, "hidden": 8, "k": 2, "rounds": 2, "lora_hidden": 12}
-    return Benchmarks(given, Options(**{**small, **changes}), count)
+    return Benchmarks(given, Options(**{**small, **changes}))
 
 
 def ran(names, tmp_path=None, **changes):
@@ -242,8 +251,9 @@ def test_what_is_timed_as_dlpack_is_taken_by_dlpack(variant, asks_dlpack, monkey
     assert len(asked) == (len(workload.layout.slots) if asks_dlpack else 0)
 
 
-def test_ours_may_not_wait(tmp_path):
-    reports, failed, _ = ran(["launches"], tmp_path, count=waiting_in_turn())
+def test_ours_may_not_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(found, "profiled", lambda gpu: waiting_in_turn())
+    reports, failed, _ = ran(["launches"], tmp_path)
     assert "launches: ours hold=1 waits" in failed
     assert reports["launches"]["failed"]
 

@@ -10,7 +10,7 @@ The files, each using only those before it:
     case  machine            a variant and its check; where a figure was taken
     device  workload  peers  where, on what, and what is compared with: the same by hand and by torch
     parts  step              the variants of each benchmark, and the bytes that each moves
-    report  launches         the memory's bandwidth; what is found
+    report                   the memory's bandwidth; what is found
     workers                  workers that sum a gradient set
     benchmarks  __main__     the GPU's by name, several in one process
     table  command           the command line

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from gradengine.bench.case import Benchmark, Variant, reason
 from gradengine.bench.device import Gpu
-from gradengine.bench.launches import Count, count_launches, profiled
 from gradengine.bench.parts import accumulate, clip, hand_back, lora, norm
-from gradengine.bench.report import Report, as_json, measure, yardsticks
+from gradengine.bench.report import Report, as_json, count_launches, measure, yardsticks
 from gradengine.bench.step import calls, compiled, step
 from gradengine.bench.workload import Workload, model_layout
 from gradengine.errors import CallerError
@@ -44,7 +43,6 @@ class Benchmarks:
 
     gpu: Gpu
     options: Options = field(default_factory=Options)
-    count: Count | None = None  # what counts launches; torch's profiler if None
 
     def report(self, name: str) -> Report:
         """Run one; what is about the device's time is compared with what its memory can do."""
@@ -52,7 +50,7 @@ class Benchmarks:
         parameters = {key: getattr(options, key) for key in ("k", "blocks", "hidden", "dtype", "odd")}
         benchmark = Benchmark(name, _VARIANTS[name](self), _TOLERANCE[options.dtype], parameters, time)
         if time == _COUNTED:
-            return count_launches(self.gpu, benchmark, self.count or profiled(self.gpu))
+            return count_launches(self.gpu, benchmark)
         return measure(self.gpu, benchmark, options.rounds, self._yardsticks if time == "device" else ())
 
     @cached_property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -87,12 +87,7 @@ class Absent:
     why: str
 
 
-class Checked(NamedTuple):
-    """A variant that was built and computes what it should, up to its error."""
-
-    variant: Variant
-    case: Case
-    error: float
+Checked: TypeAlias = tuple[Variant, Case, float]  # one that was built and computes what it should, up to that error
 
 
 def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]:
@@ -128,7 +123,7 @@ def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
             got=f"a relative error of {error:.3g}",
             expected=f"at most {tolerance:.3g} from the result in fp64",
         )
-    return Checked(variant, case, error)
+    return variant, case, error
 
 
 def reason(fault: Exception) -> str:

@@ -18,7 +18,7 @@ from gradengine.bench.report import Report, as_json, measure, yardsticks
 from gradengine.bench.step import step
 from gradengine.bench.table import table_of
 from gradengine.bench.workers import exchange_variants
-from gradengine.bench.workload import Workload, block_layout, equal_layout
+from gradengine.bench.workload import Workload, model_layout
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 from gradengine.options import STDOUT, one_of, print_or_save, writable_json
@@ -143,8 +143,8 @@ def _model(
     if (tensors is None) is not (elements is None):
         raise CallerError("--tensors and --elements go together", do="pass both, or neither")
     if tensors is not None and elements is not None:
-        return equal_layout(tensors, elements), {"tensors": tensors, "elements": elements}
-    return block_layout(blocks, hidden), {"blocks": blocks, "hidden": hidden}
+        return GradientLayout.of([(elements,)] * tensors), {"tensors": tensors, "elements": elements}
+    return model_layout(blocks, hidden, head=False), {"blocks": blocks, "hidden": hidden}
 
 
 def _show(host: Host, benchmark: Benchmark, rounds: int, json: Path | None) -> None:

@@ -65,9 +65,11 @@ class Device(ABC):
             raise Missing("torch not installed, or without CUDA" if self.is_gpu else "torch not installed")
         return self.torch_module
 
-    @abstractmethod
     def tensor(self, array: Array) -> Tensor:
-        """The same memory for torch; bfloat16 comes as its bits. Raises as `torch`."""
+        """The same memory for torch; bf16's bits come as int16, which every torch has. Raises as `torch`."""
+        if array.dtype == np.float32:
+            return self.torch.as_tensor(array, device=self.torch_device)
+        return self.torch.as_tensor(array.view(np.int16), device=self.torch_device).view(self.torch.bfloat16)
 
     def by_hand(self, array: Array) -> Any:
         """The same memory as a person who writes NumPy's names has it."""
@@ -121,12 +123,6 @@ class Host(Device):
     is_gpu, torch_device = False, "cpu"
     rest = _REST_SECONDS  # before each sample
 
-    def tensor(self, array: Array) -> Tensor:
-        """See `Device.tensor`."""
-        if array.dtype == np.float32:
-            return self.torch.from_numpy(array)
-        return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
-
     def sample(self, case: Case) -> Sample:
         """Rest, then run the case once: its data are no longer in the caches, as after a backward pass."""
         time.sleep(self.rest)
@@ -146,12 +142,6 @@ class Gpu(Device):
     scratch: int = 1 << 30  # fp32 elements that are read before each run
     copied: int = 1 << 29
     warm_up: int = 3
-
-    def tensor(self, array: Array) -> Tensor:
-        """Through the CUDA array interface; bf16 comes as int16, which every torch has, and is looked at anew."""
-        if array.dtype == np.float32:
-            return self.torch.as_tensor(array, device="cuda")
-        return self.torch.as_tensor(array.view(np.int16), device="cuda").view(self.torch.bfloat16)
 
     def torch_tensor(self, array: Array) -> object:
         """As ours gets it from torch: recognised, and asked where it lies."""
@@ -183,15 +173,7 @@ class Gpu(Device):
         still to be written back, and the host has a millisecond to queue the case, so that the GPU waits for no launch
         of a call that returns in time.
         """
-        device, host = self._by_events(case)
-        return Sample(device, self._by_clock(case), host)
-
-    def wait(self) -> None:
-        """Until all that was queued is done."""
-        self.xp.cuda.runtime.deviceSynchronize()
-
-    def _by_events(self, case: Case) -> tuple[float, float]:
-        start, stop = self._events
+        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
         case.prepare()
         self._read_scratch()
         start.record()
@@ -200,20 +182,17 @@ class Gpu(Device):
         host = self.clock() - began
         stop.record()
         stop.synchronize()
-        return 1e-3 * self.xp.cuda.get_elapsed_time(start, stop), host
-
-    def _by_clock(self, case: Case) -> float:
         case.prepare()
         self._read_scratch()
         self.wait()
         began = self.clock()
         case.run()
         self.wait()
-        return self.clock() - began
+        return Sample(1e-3 * self.xp.cuda.get_elapsed_time(start, stop), self.clock() - began, host)
 
-    @cached_property
-    def _events(self) -> tuple[Any, Any]:
-        return self.xp.cuda.Event(), self.xp.cuda.Event()
+    def wait(self) -> None:
+        """Until all that was queued is done."""
+        self.xp.cuda.runtime.deviceSynchronize()
 
     @cached_property
     def _read_scratch(self) -> Callable[[], None]:
@@ -240,11 +219,7 @@ def open_host(elements: int) -> Host:
 
 
 def open_gpu() -> Gpu:
-    """The first GPU, with PyTorch if it knows that.
-
-    Raises:
-        DeviceUnavailable: It, CuPy, or what CuPy needs is missing.
-    """
+    """The first GPU, with PyTorch if it knows that; `DeviceUnavailable` where it, or what CuPy needs, is missing."""
     torch, kernels = _torch(), cuda_kernels(0)
     has_cuda = torch is not None and torch.cuda.is_available()
     return Gpu(xp=kernels.xp, kernels=kernels, torch_module=torch if has_cuda else None)
@@ -258,11 +233,6 @@ def peak_growth(work: Callable[[], Result]) -> tuple[Result, int | None]:
     """What `work` gives back, and by how many bytes this process's memory grew at the peak, as Linux counts it.
 
     Memory counts when it is touched; None where the system keeps no peak that can be reset.
-
-    Example:
-        >>> memory, grown = peak_growth(lambda: b"x" * (1 << 25))
-        >>> grown is None or grown > 1 << 24
-        True
     """
     # What the allocator kept from earlier work would be used again, and not be seen as growth.
     with contextlib.suppress(AttributeError, OSError):  # glibc only

@@ -26,15 +26,7 @@ __all__ = ["commit_of", "load", "machine", "versions"]
 
 
 def machine(xp: Any = np) -> dict[str, object]:
-    """CPU model, cores this process may use, bytes of memory, and system; of a GPU also what it is, and its driver.
-
-    Args:
-        xp: NumPy, or CuPy for the GPU that it has first.
-
-    Example:
-        >>> sorted(machine())
-        ['cores', 'cpu', 'memory_bytes', 'system']
-    """
+    """CPU model, cores this process may use, bytes of memory, and system; where `xp` is CuPy, also of its first GPU."""
     host = {
         "cpu": _cpu_model(),
         "cores": available_cpus(),
@@ -45,11 +37,7 @@ def machine(xp: Any = np) -> dict[str, object]:
 
 
 def versions(xp: Any = np) -> dict[str, str | None]:
-    """Versions of all that takes part, on a GPU of more; None where it is not there.
-
-    >>> sorted(versions())
-    ['commit', 'gradengine', 'numpy', 'python', 'torch']
-    """
+    """Versions of all that takes part, on a GPU of more; None where it is not there."""
     own = {"gradengine": gradengine.__version__, "commit": commit_of(Path(__file__).parent)}
     host = {**own, "python": platform.python_version(), "numpy": np.__version__, "torch": _version("torch")}
     others = {name: _version(name) for name in ("triton", "ml_dtypes")}

@@ -1,8 +1,8 @@
-"""One interleaved run, and what it found: a row for each variant, and the same with every sample as JSON.
+"""What is found of a benchmark: a row for each variant, timed in one interleaved run; or what each asked of a GPU.
 
-In the same run stands what the device's memory can do: a copy, and STREAM's triad a = b + s c with s = 1. Bytes
-counted: the copy reads one array and writes one, the triad reads two and writes one. On a CPU by NumPy on all cores, on
-a GPU by the driver's own copy and CuPy's kernel.
+Beside what is timed stands what the device's memory can do in the same run: a copy, and STREAM's triad a = b + s c with
+s = 1. Bytes counted: the copy reads one array and writes one, the triad reads two and writes one. On a CPU by NumPy on
+all cores, on a GPU by the driver's own copy and CuPy's kernel.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 
 import numpy as np
 
 from gradengine.bench.case import Absent, Benchmark, Case, Checked, Variant, check, on_all_cpus, relative_error
-from gradengine.bench.device import Array, Device, Sample
+from gradengine.bench.device import Array, Device, Gpu, Sample
 from gradengine.bench.machine import load, machine, versions
 from gradengine.errors import CallerError
 from gradengine.kernels.host import available_cpus
 
-__all__ = ["Report", "Row", "as_json", "interleave", "measure", "median_ratio", "yardsticks"]
+__all__ = ["COUNTED", "Report", "Row", "as_json", "count_launches", "interleave", "measure", "yardsticks"]
 
 _COPY, _TRIAD = "copy", "triad"
 _PIECES = 32  # of a yardstick's array, which is so many times the same random numbers
 _CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
+
+# A launch is a call of the host: of a kernel, or of a graph of many. In a wait the host waits for the device.
+COUNTED = ("kernels", "copies", "fills", "launches", "waits")
 
 
 @dataclass(frozen=True)
@@ -71,40 +75,22 @@ def as_json(report: Report | Mapping[str, Sequence[Report]]) -> str:
     return json.dumps(report, indent=1, default=asdict)
 
 
-def report_of(
-    device: Device,
-    benchmark: Benchmark,
-    rows: Sequence[Row] | Mapping[str, Mapping[str, int]],
-    absent: Sequence[Absent],
-    failed: Sequence[str],
-    load_before: float | None = None,
-) -> Report:
-    """What was found, and where."""
-    name, parameters, tolerance = benchmark.name, benchmark.parameters, benchmark.tolerance
-    where = machine(device.xp), versions(device.xp)
-    return Report(name, parameters, tolerance, *where, load_before, benchmark.time, rows, absent, failed)
-
-
 def measure(device: Device, benchmark: Benchmark, rounds: int, beside: Sequence[Variant] = ()) -> Report:
     """Check every variant's result, then time those that are right, and the yardsticks, in one interleaved run."""
     load_before = load()
     parameters, variants = {**benchmark.parameters, "rounds": rounds}, [*benchmark.variants, *beside]
     benchmark = replace(benchmark, parameters=parameters, variants=variants)
     checked, absent, failed = check(benchmark)
-    samples = interleave([each.case for each in checked], rounds, device.sample, warm_up=device.warm_up)
-    return report_of(device, benchmark, _rows(checked, samples, benchmark.time), absent, failed, load_before)
+    samples = interleave([case for _, case, _ in checked], rounds, device.sample, warm_up=device.warm_up)
+    return _report(device, benchmark, _rows(checked, samples, benchmark.time), absent, failed, load_before)
 
 
 def interleave(
     cases: Sequence[Case], rounds: int, sample: Callable[[Case], Sample], *, warm_up: int
 ) -> list[list[Sample]]:
-    """Sample each case once in each round, so that what slows the machine slows them alike.
+    """Each case's samples, one of each round, so that what slows the machine slows them alike.
 
-    Returns:
-        For each case its samples, round by round, those of the `warm_up` rounds before them dropped.
-
-    Raises:
-        CallerError: There is no round.
+    Those of the `warm_up` rounds before them are dropped; `CallerError` if there is no round.
     """
     if rounds < 1:
         raise CallerError("too few rounds", got=rounds, expected="at least 1")
@@ -129,18 +115,18 @@ def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
 
 
 def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time: str) -> list[Row]:
-    names = [each.variant.name for each in checked]
-    times = {name: [getattr(each, time) for each in series] for name, series in zip(names, samples, strict=True)}
-    rates = {each.variant.name: each.variant.bytes / statistics.median(times[each.variant.name]) for each in checked}
-    bases = [each.variant.name for each in checked if each.variant.base]
+    named = {variant.name: series for (variant, _, _), series in zip(checked, samples, strict=True)}
+    times = {name: [getattr(sample, time) for sample in series] for name, series in named.items()}
+    rates = {variant.name: variant.bytes / statistics.median(times[variant.name]) for variant, _, _ in checked}
+    bases = [variant.name for variant, _, _ in checked if variant.base]
 
-    def row(each: Checked, series: Sequence[Sample]) -> Row:
-        name = each.variant.name
+    def row(variant: Variant, case: Case, error: float) -> Row:
+        name = variant.name
         p10, median, p90 = np.quantile(times[name], (0.1, 0.5, 0.9)).tolist()
-        device, wall, host = (statistics.median(seconds) for seconds in zip(*series, strict=True))
+        device, wall, host = (statistics.median(seconds) for seconds in zip(*named[name], strict=True))
         return Row(
             variant=name,
-            bytes=each.variant.bytes,
+            bytes=variant.bytes,
             median_s=median,
             p10_s=p10,
             p90_s=p90,
@@ -151,12 +137,25 @@ def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time:
             wall_s=wall,
             host_s=host,
             ratios={base: median_ratio(times[name], times[base]) for base in bases},
-            error=each.error,
-            arenas=each.case.arenas,
+            error=error,
+            arenas=case.arenas,
             samples_s=times[name],
         )
 
-    return [row(each, series) for each, series in zip(checked, samples, strict=True)]
+    return [row(*each) for each in checked]
+
+
+def _report(
+    device: Device,
+    benchmark: Benchmark,
+    rows: Sequence[Row] | Mapping[str, Mapping[str, int]],
+    absent: Sequence[Absent],
+    failed: Sequence[str],
+    load_before: float | None = None,
+) -> Report:
+    name, parameters, tolerance = benchmark.name, benchmark.parameters, benchmark.tolerance
+    where = machine(device.xp), versions(device.xp)
+    return Report(name, parameters, tolerance, *where, load_before, benchmark.time, rows, absent, failed)
 
 
 def yardsticks(device: Device) -> list[Variant]:
@@ -204,3 +203,50 @@ def spread(device: Device, work: Callable[[slice], object], size: int) -> None:
             work(slice(start, min(end, start + _CHUNK)))
 
     on_all_cpus(share, range(cpus))
+
+
+# ---- launches ----
+
+
+def count_launches(gpu: Gpu, benchmark: Benchmark) -> Report:
+    """Run each variant that computes the same once under a profiler; ours that wait for the device have failed."""
+    checked, absent, failed = check(benchmark)
+    count, rows = profiled(gpu), {}
+    of_nothing = count(lambda: None)  # the profiler's own
+    for variant, case, _ in checked:
+        case.prepare()
+        gpu.wait()
+        found = count(case.run) - of_nothing
+        rows[variant.name] = {kind: found[kind] for kind in COUNTED}
+        if variant.base and found["waits"]:
+            failed.append(f"{variant.name} waits")
+    return _report(gpu, benchmark, rows, absent, failed)
+
+
+def profiled(gpu: Gpu) -> Callable[[Callable[[], object]], Counter[str]]:
+    """What counts one call by torch's profiler, which sees all of the process, CuPy's too; raises as `Device.torch`."""
+    profiler = gpu.torch.profiler
+    activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
+
+    def count(run: Callable[[], object]) -> Counter[str]:
+        with profiler.profile(activities=activities) as found:
+            run()
+        return counts_of((str(event.device_type), event.name) for event in found.events())
+
+    return count
+
+
+def counts_of(events: Iterable[tuple[str, str]]) -> Counter[str]:
+    """Counts of (device type, name) pairs, as torch's profiler gives them."""
+    kinds = (_kind(name, on_device=device.endswith("CUDA")) for device, name in events)
+    return Counter(kind for kind in kinds if kind)
+
+
+def _kind(name: str, *, on_device: bool) -> str | None:
+    if on_device:
+        return "copies" if name.startswith("Memcpy") else "fills" if name.startswith("Memset") else "kernels"
+    if not name.startswith("cu"):
+        return None  # an operator of torch
+    if "Launch" in name:
+        return "launches"
+    return "waits" if "Synchronize" in name or name in {"cudaMemcpy", "cuMemcpyDtoH_v2"} else None

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich import box
 from rich.table import Table
 
-from gradengine.bench.launches import COUNTED
-from gradengine.bench.report import Report, Row
+from gradengine.bench.report import COUNTED, Report, Row
 
 __all__ = ["table_of"]
 

@@ -15,45 +15,32 @@ from gradengine.bench.device import Array, Device, Tensor
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
-__all__ = ["Workload", "block_layout", "equal_layout", "model_layout", "widened"]
+__all__ = ["Workload", "model_layout", "norm_of", "widened"]
 
 _SHIFTS = 1 << 20  # places in the pool of random numbers where a component may begin
 _STRIDE = 4801  # between the beginnings of one component and the next: odd, so that all places come
 
 
-def block_layout(blocks: int, hidden: int) -> GradientLayout:
-    """Transformer blocks alone, in the proportions of the 350M model: kv = hidden / 4, intermediate = 4 hidden.
+def model_layout(blocks: int, hidden: int, *, head: bool = True, odd: bool = False) -> GradientLayout:
+    """A Llama in the proportions of the 350M model, which has 24 blocks of 1024: kv a quarter, intermediate 4 times.
 
-    Raises:
-        CallerError: There is no block, or the hidden size is no multiple of 4.
+    Args:
+        blocks: Transformer blocks.
+        hidden: Hidden size, a multiple of 4.
+        head: With LM head and final norm; the embedding is tied.
+        odd: Each component flat and 3 elements shorter: no size is a multiple of 8.
 
     Example:
-        >>> block_layout(6, 1024).nbytes
-        364953600
+        >>> model_layout(24, 1024).nbytes, model_layout(6, 1024, head=False).nbytes
+        (1594036224, 364953600)
     """
     if blocks < 1 or hidden < 4 or hidden % 4:
         raise CallerError(
             "no such model", got=f"{blocks} blocks of {hidden}", expected="at least 1 block of a multiple of 4"
         )
-    whole = GradientLayout.transformer(blocks, hidden, hidden // 4, 4 * hidden, vocab_size=1)
-    return GradientLayout.of({slot.name: slot.shape for slot in whole.slots if slot.block is not None})
-
-
-def model_layout(blocks: int, hidden: int, *, odd: bool = False) -> GradientLayout:
-    """Blocks, LM head and final norm in the same proportions; the embedding is tied. The model's are 24 of 1024.
-
-    If `odd`, each component is flat and 3 elements shorter: no size is a multiple of 8.
-
-    >>> model_layout(24, 1024).nbytes, model_layout(1, 8, odd=True).slots[0].shape
-    (1594036224, (61,))
-    """
     whole = GradientLayout.transformer(blocks, hidden, hidden // 4, 4 * hidden, 32 * hidden, embedding=False)
-    return GradientLayout.of({slot.name: (slot.size - 3,) for slot in whole.slots}) if odd else whole
-
-
-def equal_layout(tensors: int, elements: int) -> GradientLayout:
-    """As many tensors of as many elements: a small model, where the calls count and not the bytes."""
-    return GradientLayout.of([(elements,)] * tensors)
+    slots = [slot for slot in whole.slots if head or slot.block is not None]
+    return GradientLayout.of({slot.name: (slot.size - 3,) if odd else slot.shape for slot in slots})
 
 
 @dataclass(frozen=True)
