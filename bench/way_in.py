@@ -25,22 +25,10 @@ from rich.table import Table
 from gradengine import GradientLayout, RawBuffer
 from gradengine.accumulate.intake import Intake
 from gradengine.bench.machine import machine, versions
+from gradengine.bench.step import Lent
 from gradengine.kernels import SlotSet, kernels_for
 
 SHAPE = (8, 8)
-
-
-class Exported:
-    """A producer that has nothing but DLPack."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-    def __dlpack__(self, **options: Any) -> object:
-        return self.array.__dlpack__(**options)
 
 
 def of_numpy(count: int) -> Callable[[], list[Any]]:
@@ -55,7 +43,7 @@ def of_pointers(count: int) -> Callable[[], list[Any]]:
 
 def of_dlpack(count: int) -> Callable[[], list[Any]]:
     """Producers of a framework that is not known."""
-    return lambda: [Exported(a) for a in of_numpy(count)()]
+    return lambda: [Lent(a) for a in of_numpy(count)()]
 
 
 def of_torch(count: int, dtype: str) -> Callable[[], list[Any]]:

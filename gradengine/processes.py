@@ -150,17 +150,14 @@ class ProcessPool:
             ExchangeError: One of them gave up, for the reason it gave.
         """
         while self._running:
-            for _, report in self._next_reports(list(self._running.values())):
+            for _, report in self._next_reports(list(self._running.values()), may_end=True):
                 yield report
 
     def answers(self) -> list[Any]:
         """One report of each worker, in the order in which they were started; raises as `reports`."""
         workers, answers = list(self._running.values()), dict[Worker, Any]()
         while missing := [worker for worker in workers if worker not in answers]:
-            answers.update(self._next_reports(missing))
-            for worker in missing:
-                if worker not in answers and worker.connection.closed:
-                    raise PeerLost(worker.exit_message)
+            answers.update(self._next_reports(missing, may_end=False))
         return [answers[worker] for worker in workers]
 
     def close(self) -> None:
@@ -188,7 +185,7 @@ class ProcessPool:
     def __exit__(self, *_: object) -> None:
         self.terminate()
 
-    def _next_reports(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, Any]]:
+    def _next_reports(self, workers: Sequence[Worker], *, may_end: bool) -> Iterator[tuple[Worker, Any]]:
         """Wait for these workers, and yield what has come."""
         ready = wait([worker.connection for worker in workers], self._deadline)
         if not ready:
@@ -200,8 +197,10 @@ class ProcessPool:
             report = self._receive(worker)
             if worker.has_failed:
                 raise self._root_cause(worker)
-            if not connection.closed:  # type: ignore[union-attr]
+            if not worker.connection.closed:
                 yield worker, report
+            elif not may_end:
+                raise PeerLost(worker.exit_message)
 
     def _receive(self, worker: Worker) -> Any:
         """A worker's next report; None where no more comes."""

@@ -6,11 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from gradengine.bench import parts, report
-from gradengine.bench.case import Absent, Benchmark, Case, Missing, Variant, check, relative_error
-from gradengine.bench.device import open_host, peak_growth
+from gradengine.bench import harness, parts
+from gradengine.bench.device import Case, Missing, open_host, peak_growth
+from gradengine.bench.harness import Absent, Benchmark, Variant, check, relative_error, yardsticks
 from gradengine.bench.peers import ByHand
-from gradengine.bench.report import yardsticks
 from gradengine.bench.step import step
 from gradengine.bench.workers import Crew, Reduction, exchange_variants, span_layout
 from gradengine.bench.workload import Workload, model_layout, widened
@@ -106,7 +105,7 @@ def test_yardsticks():
 
 
 def test_a_copy_that_copies_nothing_is_no_yardstick(monkeypatch):
-    monkeypatch.setattr(report, "spread", lambda *_: None)
+    monkeypatch.setattr(harness, "spread", lambda *_: None)
     assert check(Benchmark("fake", yardsticks(HOST), 1e-6, {}))[2] == ["copy", "triad"]
 
 

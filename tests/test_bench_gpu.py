@@ -25,14 +25,12 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gradengine.bench import command
-from gradengine.bench import report as found
+from gradengine.bench import command, harness
 from gradengine.bench.__main__ import benchmarks_of, parser
 from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
-from gradengine.bench.case import Case
 from gradengine.bench.command import bench
-from gradengine.bench.device import Gpu
-from gradengine.bench.report import COUNTED, counts_of, profiled
+from gradengine.bench.device import Case, Gpu
+from gradengine.bench.harness import COUNTED, counts_of, profiled
 from gradengine.bench.step import Lent, calls, limited
 from gradengine.bench.table import table_of
 from gradengine.bench.workload import Workload, model_layout
@@ -76,7 +74,7 @@ def _events_and_counts():
     """The emulator's, in place of the driver's and of torch's profiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_emulator.cuda, "get_elapsed_time", lambda start, stop: 0.25, raising=False)
-        patch.setattr(found, "profiled", lambda gpu: count_by_emulator)
+        patch.setattr(harness, "profiled", lambda gpu: count_by_emulator)
         yield
 
 
@@ -252,7 +250,7 @@ def test_what_is_timed_as_dlpack_is_taken_by_dlpack(variant, asks_dlpack, monkey
 
 
 def test_ours_may_not_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(found, "profiled", lambda gpu: waiting_in_turn())
+    monkeypatch.setattr(harness, "profiled", lambda gpu: waiting_in_turn())
     reports, failed, _ = ran(["launches"], tmp_path)
     assert "launches: ours hold=1 waits" in failed
     assert reports["launches"]["failed"]

@@ -13,12 +13,11 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gradengine.bench.case import Benchmark, Case, Missing, Variant
 from gradengine.bench.command import bench
-from gradengine.bench.device import open_host
+from gradengine.bench.device import Case, Missing, open_host
+from gradengine.bench.harness import Benchmark, Variant, as_json, measure
 from gradengine.bench.machine import machine, versions
 from gradengine.bench.peers import ByHand
-from gradengine.bench.report import as_json, measure
 from gradengine.bench.table import table_of
 from gradengine.errors import CallerError
 

@@ -4,9 +4,8 @@ import gc
 
 import pytest
 
-from gradengine.bench.case import Case
-from gradengine.bench.device import Sample, open_host
-from gradengine.bench.report import interleave, median_ratio
+from gradengine.bench.device import Case, Sample, open_host
+from gradengine.bench.harness import interleave, median_ratio
 from gradengine.errors import CallerError
 
 

@@ -7,11 +7,10 @@ memory can do, and gives a `Report`, which is a table or JSON.
 
 The files, each using only those before it:
 
-    case  machine            a variant and its check; where a figure was taken
-    device  workload  peers  where, on what, and what is compared with: the same by hand and by torch
-    parts  step              the variants of each benchmark, and the bytes that each moves
-    report                   the memory's bandwidth; what is found
-    workers                  workers that sum a gradient set
-    benchmarks  __main__     the GPU's by name, several in one process
-    table  command           the command line
+    machine               where a figure was taken
+    device  harness       where a case is timed; how variants are checked and timed in turns, and what is found
+    workload  peers       on what, and what is compared with: the same by hand and by torch
+    parts  step  workers  the variants of each benchmark, and the bytes that each moves
+    benchmarks  __main__  the GPU's by name, several in one process
+    table  command        the command line
 """

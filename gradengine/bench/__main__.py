@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradengine.bench.benchmarks import Benchmarks, Options, run
 from gradengine.bench.device import Gpu, open_gpu
-from gradengine.bench.report import Report
+from gradengine.bench.harness import Report
 
 __all__ = ["benchmarks_of", "parser"]
 

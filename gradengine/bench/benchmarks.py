@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from gradengine.bench.case import Benchmark, Variant, reason
 from gradengine.bench.device import Gpu
+from gradengine.bench.harness import Benchmark, Report, Variant, as_json, count_launches, measure, reason, yardsticks
 from gradengine.bench.parts import accumulate, clip, hand_back, lora, norm
-from gradengine.bench.report import Report, as_json, count_launches, measure, yardsticks
 from gradengine.bench.step import calls, compiled, step
 from gradengine.bench.workload import Workload, model_layout
 from gradengine.errors import CallerError
@@ -103,15 +102,9 @@ NAMES = tuple(_VARIANTS)
 
 
 def run(benchmarks: Benchmarks, names: Sequence[str], json: Path | None, show: Callable[[Report], object]) -> list[str]:
-    """Run benchmarks one by one; one that fails leaves the others their turn.
+    """Run benchmarks one by one, and say what failed; one that fails leaves the others their turn.
 
     Each report is shown as soon as it is there, and all so far go to the file `json` anew.
-
-    Returns:
-        What failed.
-
-    Raises:
-        CallerError: There is no benchmark of that name.
     """
     unknown = [name for name in names if name not in NAMES]
     if unknown:

@@ -10,11 +10,10 @@ import typer
 from rich.console import Console
 
 from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
-from gradengine.bench.case import Benchmark
 from gradengine.bench.device import Host, open_gpu, open_host
+from gradengine.bench.harness import Benchmark, Report, as_json, measure, yardsticks
 from gradengine.bench.parts import accumulate
 from gradengine.bench.parts import clip as clip_variants
-from gradengine.bench.report import Report, as_json, measure, yardsticks
 from gradengine.bench.step import step
 from gradengine.bench.table import table_of
 from gradengine.bench.workers import exchange_variants

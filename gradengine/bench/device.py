@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import RawBuffer
-from gradengine.bench.case import Case, Missing
 from gradengine.kernels import Kernels, kernels_for
 from gradengine.kernels.cuda import cuda_kernels
 
-__all__ = ["Array", "Device", "Gpu", "Host", "Sample", "Tensor", "open_gpu", "open_host", "peak_growth"]
+__all__ = [
+    "Array", "Case", "Device", "Gpu", "Host", "Missing", "Sample", "Tensor", "open_gpu", "open_host", "peak_growth",
+]  # fmt: skip
 
 Array: TypeAlias = Any  # NumPy's or CuPy's
 Tensor: TypeAlias = Any
@@ -34,6 +35,24 @@ _REST_SECONDS = 0.03  # OpenMP's threads spin on for milliseconds after PyTorch 
 _COPIED = (1 << 22, 1 << 25)  # elements: beyond a core's caches; 128 MB, four times the largest L3 of a core complex
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
+
+
+class Missing(Exception):
+    """What a variant needs is not there; it keeps its line in the table."""
+
+
+def nothing() -> None:
+    """What a case does before it is run, where it needs no preparation."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed."""
+
+    run: Callable[[], object]  # does it once; this alone is timed
+    error: Callable[[], float]  # after a run, the largest relative difference of its result from fp64's
+    prepare: Callable[[], object] = nothing  # puts back what a run changes; before each run, untimed
+    arenas: float | None = None  # memory that it took beyond the gradients, in fp32 gradient sets, where measured
 
 
 class Sample(NamedTuple):
@@ -188,7 +207,8 @@ class Gpu(Device):
         began = self.clock()
         case.run()
         self.wait()
-        return Sample(1e-3 * self.xp.cuda.get_elapsed_time(start, stop), self.clock() - began, host)
+        wall = self.clock() - began
+        return Sample(1e-3 * self.xp.cuda.get_elapsed_time(start, stop), wall, host)
 
     def wait(self) -> None:
         """Until all that was queued is done."""

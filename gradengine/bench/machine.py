@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,8 +39,12 @@ def versions(xp: Any = np) -> dict[str, str | None]:
     """Versions of all that takes part, on a GPU of more; None where it is not there."""
     own = {"gradengine": gradengine.__version__, "commit": commit_of(Path(__file__).parent)}
     host = {**own, "python": platform.python_version(), "numpy": np.__version__, "torch": _version("torch")}
-    others = {name: _version(name) for name in ("triton", "ml_dtypes")}
-    return host if xp is np else {**host, "cupy": xp.__version__, **others}
+    more = (
+        {"cupy": xp.__version__, "triton": _version("triton"), "ml_dtypes": _version("ml_dtypes")}
+        if xp is not np
+        else {}
+    )
+    return host | more
 
 
 def load() -> float | None:
@@ -60,12 +63,10 @@ def commit_of(folder: Path) -> str | None:
     return f"{commit}-dirty" if commit and _said(*git, "status", "--porcelain", "-uno", *others) else commit
 
 
-def _said(program: str | None, *arguments: str) -> str | None:
+def _said(*command: str) -> str | None:
     """The first line that a program prints; None where it is not there, fails, or has nothing to say."""
-    if program is None:
-        return None
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(done.stdout.strip().splitlines()), None)
@@ -80,7 +81,7 @@ def _gpu(runtime: Any) -> dict[str, object]:
         "multiprocessors": int(properties["multiProcessorCount"]),
         "l2_bytes": int(properties["l2CacheSize"]),
         "compute_capability": f"{properties['major']}.{properties['minor']}",
-        "driver": _said(shutil.which("nvidia-smi"), "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "driver_cuda": _dotted(runtime.driverGetVersion()),
         "runtime_cuda": _dotted(runtime.runtimeGetVersion()),
     }
@@ -95,11 +96,7 @@ def _cpu_model() -> str:
 
 
 def _dotted(version: int) -> str:
-    """CUDA's number as it is written.
-
-    >>> _dotted(13020)
-    '13.2'
-    """
+    """CUDA's number as it is written: 13020 is 13.2."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 

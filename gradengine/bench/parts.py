@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.bench.case import Case, Variant, in_turn
-from gradengine.bench.device import Array, Gpu, launching
+from gradengine.bench.device import Array, Case, Gpu, launching
+from gradengine.bench.harness import Variant, in_turn
 from gradengine.bench.peers import ByHand, Peer, Torch, adding, peers, torch_name
 from gradengine.bench.workload import Workload, norm_of, widened
 from gradengine.clip import FusedClipState, clip_gradients_fused, clip_lora_gradients_fused, init_lora_fused_clip
@@ -66,17 +66,12 @@ def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 
         peer, calls = adding(workload, kind)
         return summed(workload, calls, untimed, lambda: peer.gradients)
 
-    return [
-        *(
-            ours(
-                "ours" if begun else f"ours hold={hold}",
-                bytes_of_adding(workload, hold, begun=begun),
-                partial(of_ours, hold),
-            )
-            for hold in dict.fromkeys(holds)
-        ),
-        *peers(workload, bytes_of_adding(workload, begun=begun), of_peer, torch_name(workload)),
-    ]
+    def held(hold: int) -> Variant:
+        name = "ours" if begun else f"ours hold={hold}"
+        return ours(name, bytes_of_adding(workload, hold, begun=begun), partial(of_ours, hold))
+
+    by_peers = peers(workload, bytes_of_adding(workload, begun=begun), of_peer, torch_name(workload))
+    return [*map(held, dict.fromkeys(holds)), *by_peers]
 
 
 def bytes_of_adding(workload: Workload, hold: int | None = None, *, begun: int = 0) -> int:

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from gradengine.bench.case import Case, Variant
-from gradengine.bench.device import Array, Device, Tensor
+from gradengine.bench.device import Array, Case, Device, Tensor
+from gradengine.bench.harness import Variant
 from gradengine.bench.workload import Workload, widened
 
 __all__ = ["ByHand", "Peer", "Torch", "adding", "peers", "torch_name"]

@@ -31,8 +31,8 @@ from typing import Any, final
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.bench.case import Case, Missing, Variant, in_turn
-from gradengine.bench.device import Array, Device, Gpu, Tensor, peak_growth
+from gradengine.bench.device import Array, Case, Device, Gpu, Missing, Tensor, peak_growth
+from gradengine.bench.harness import Variant, in_turn
 from gradengine.bench.parts import bytes_of_adding, ours, summed
 from gradengine.bench.peers import ByHand, Peer, Torch, adding, peers, torch_name
 from gradengine.bench.workload import Workload
@@ -106,13 +106,9 @@ def _with_memory(workload: Workload, variant: Variant) -> Variant:
 def _ours(workload: Workload, holds: Sequence[int]) -> list[Variant]:
     """For each hold, on a GPU eager and captured."""
     ways = {"": False, ", captured": True} if workload.device.is_gpu else {"": False}
-    bound = workload.max_norm  # the benchmark's own work and memory, before any case is built
+    case = partial(_our_step, workload, workload.max_norm)
     return [
-        ours(
-            f"ours hold={hold}{way}",
-            _bytes(workload, 2, hold),
-            partial(_our_step, workload, bound, hold, is_captured=is_captured),
-        )
+        ours(f"ours hold={hold}{way}", _bytes(workload, 2, hold), partial(case, hold, is_captured=is_captured))
         for hold in dict.fromkeys(holds)
         for way, is_captured in ways.items()
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich import box
 from rich.table import Table
 
-from gradengine.bench.report import COUNTED, Report, Row
+from gradengine.bench.harness import COUNTED, Report, Row
 
 __all__ = ["table_of"]
 
@@ -84,11 +84,7 @@ def _where(report: Report) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, to a microsecond where they are few.
-
-    >>> _ms(0.0882), _ms(0.000314)
-    ('88.2', '0.314')
-    """
+    """Milliseconds, to a microsecond where they are few."""
     return f"{1e3 * seconds:.1f}" if seconds >= 0.01 else f"{1e3 * seconds:.3f}"
 
 

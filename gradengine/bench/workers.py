@@ -22,8 +22,8 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.bench.case import Case, Variant, relative_error
-from gradengine.bench.device import Host
+from gradengine.bench.device import Case, Host
+from gradengine.bench.harness import Variant, relative_error
 from gradengine.exchange import Exchange, Progress, connect, local_group
 from gradengine.exchange.channel import Address, connect_socket, listen_socket
 from gradengine.layout import GradientLayout
@@ -36,11 +36,7 @@ _JOIN_SECONDS = 60.0
 
 
 def span_layout(elements: int) -> GradientLayout:
-    """A gradient set of that many elements, in components of at most 4 MB.
-
-    >>> span_layout(3 << 19).num_elements
-    1572864
-    """
+    """A gradient set of that many elements, in components of at most 4 MB."""
     starts = range(0, elements, _SPAN)
     return GradientLayout.of({f"layers.{i}.w": (min(_SPAN, elements - start),) for i, start in enumerate(starts)})
 
@@ -193,8 +189,7 @@ Build: TypeAlias = Callable[[int], Any]  # rank -> its worker, often a `Reductio
 class Crew:
     """A process for each worker of a group, which is built there: started anew, so that it shares nothing with this.
 
-    Raises:
-        ExchangeError: A worker could not be made.
+    A worker that cannot be made, or fails, is an `ExchangeError` that names it; the others are ended too.
     """
 
     def __init__(self, build: Build, world_size: int) -> None:
@@ -203,11 +198,7 @@ class Crew:
         self._all([partial(_serve, build, rank) for rank in range(world_size)])
 
     def tell(self, method: str) -> list[Any]:
-        """Have every worker call one of its methods; what each returned, in rank order, once all have.
-
-        Raises:
-            ExchangeError: A worker failed.
-        """
+        """Have every worker call one of its methods; what each returned, in rank order, once all have."""
         return self._all([method] * len(self._workers))
 
     def prepare(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.bench.case import on_all_cpus, relative_error
 from gradengine.bench.device import Array, Device, Tensor
+from gradengine.bench.harness import on_all_cpus, relative_error
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
@@ -58,11 +58,7 @@ class Workload:
     def drawn(
         device: Device, layout: GradientLayout, micro_batches: int, dtype: str = "float32", *, odd: bool = False
     ) -> Workload:
-        """Normally distributed gradients; each is a stretch of one pool, so that drawing them takes no time.
-
-        Raises:
-            CallerError: Another dtype, or no micro-batch.
-        """
+        """Normally distributed gradients; each is a stretch of one pool, so that drawing them takes no time."""
         if dtype not in {"float32", "bfloat16"}:
             raise CallerError("no benchmark for this dtype", got=repr(dtype), expected="'float32' or 'bfloat16'")
         if micro_batches < 1:
@@ -154,11 +150,7 @@ def norm_of(components: Sequence[npt.NDArray[np.float64]]) -> float:
 
 
 def widened(gradient: Any) -> Any:
-    """A gradient in fp32; bfloat16's bits become the values that they stand for.
-
-    >>> widened(np.array([0x3F80], np.uint16))
-    array([1.], dtype=float32)
-    """
+    """A gradient in fp32; bfloat16's bits become the values that they stand for."""
     if gradient.dtype == np.float32:
         return gradient
     return (gradient.astype(np.uint32) << 16).view(np.float32)

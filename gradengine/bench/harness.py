@@ -1,4 +1,4 @@
-"""What is found of a benchmark: a row for each variant, timed in one interleaved run; or what each asked of a GPU.
+"""The harness: variants are checked, timed in one interleaved run, and make a report with a row for each.
 
 Beside what is timed stands what the device's memory can do in the same run: a copy, and STREAM's triad a = b + s c with
 s = 1. Bytes counted: the copy reads one array and writes one, the triad reads two and writes one. On a CPU by NumPy on
@@ -10,20 +10,29 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from gradengine.bench.case import Absent, Benchmark, Case, Checked, Variant, check, on_all_cpus, relative_error
-from gradengine.bench.device import Array, Device, Gpu, Sample
+from gradengine.bench.device import Array, Case, Device, Gpu, Missing, Sample
 from gradengine.bench.machine import load, machine, versions
-from gradengine.errors import CallerError
+from gradengine.errors import CallerError, GradientError
 from gradengine.kernels.host import available_cpus
 
-__all__ = ["COUNTED", "Report", "Row", "as_json", "count_launches", "interleave", "measure", "yardsticks"]
+__all__ = [
+    "COUNTED", "Absent", "Benchmark", "Report", "ResultsDiffer", "Row", "Variant", "as_json", "check", "count_launches",
+    "in_turn", "interleave", "measure", "on_all_cpus", "relative_error", "yardsticks",
+]  # fmt: skip
+
+Result = TypeVar("Result")
 
 _COPY, _TRIAD = "copy", "triad"
 _PIECES = 32  # of a yardstick's array, which is so many times the same random numbers
@@ -31,6 +40,129 @@ _CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads se
 
 # A launch is a call of the host: of a kernel, or of a graph of many. In a wait the host waits for the device.
 COUNTED = ("kernels", "copies", "fills", "launches", "waits")
+
+
+class ResultsDiffer(GradientError):
+    """A variant does not compute what it should; there is nothing to time then."""
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """One call that makes them all."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A line of a benchmark, which is built when its turn comes.
+
+    The benchmark fails where a base does, or what is required though no base; a peer that fails is only absent.
+    """
+
+    name: str  # "ours hold=4", "torch foreach"
+    bytes: int  # memory traffic of one run, counted by hand: each pass's reads and writes of whole buffers
+    build: Callable[[], Case]
+    base: bool = False  # whether the others' times are compared with its own
+    required: bool = False
+    tolerance: float | None = None  # the largest error that it may have, where that is not the benchmark's
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Variants that are compared with each other."""
+
+    name: str
+    variants: Sequence[Variant]
+    tolerance: float  # the largest relative error that counts as the same result
+    parameters: Mapping[str, object]  # what to record with the figures
+    time: str = "wall"  # which of a sample's times it is about
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A variant that does not run here, and why; it keeps its line in the table."""
+
+    variant: str
+    why: str
+
+
+Checked: TypeAlias = tuple[Variant, Case, float]  # one that was built and computes what it should, up to that error
+
+
+def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]:
+    """Build each variant, run it once and compare its result with fp64's: what can be timed; what cannot, and why.
+
+    And which of those is a failure: a variant that is wrong or required, but none for which something is `Missing`.
+    """
+    checked: list[Checked] = []
+    absent: list[Absent] = []
+    failed: list[str] = []
+    for variant in benchmark.variants:
+        try:
+            checked.append(_checked(benchmark, variant))
+        except Exception as fault:  # noqa: BLE001, PERF203  (a compiler or a driver may raise anything)
+            absent.append(Absent(variant.name, reason(fault)))
+            is_needed = variant.base or variant.required or isinstance(fault, ResultsDiffer)
+            if is_needed and not isinstance(fault, Missing):
+                failed.append(variant.name)
+    return checked, absent, failed
+
+
+def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
+    case = variant.build()
+    case.prepare()
+    case.run()
+    error = case.error()
+    tolerance = benchmark.tolerance if variant.tolerance is None else variant.tolerance
+    if not error <= tolerance:  # written so that NaN is refused
+        raise ResultsDiffer(
+            f"{benchmark.name}: '{variant.name}' computes something else",
+            got=f"a relative error of {error:.3g}",
+            expected=f"at most {tolerance:.3g} from the result in fp64",
+        )
+    return variant, case, error
+
+
+def reason(fault: Exception) -> str:
+    """Why, in a line; the traceback of what is no error of ours goes to stderr."""
+    if isinstance(fault, Missing):
+        return str(fault)
+    if not isinstance(fault, GradientError):
+        traceback.print_exception(fault, limit=-8, file=sys.stderr)
+    first_line = (str(fault).strip().splitlines() or [""])[0]
+    return f"{type(fault).__name__}: {first_line}"[:200]
+
+
+def relative_error(
+    results: Sequence[npt.NDArray[np.float32]], expected: Callable[[int], npt.NDArray[np.float64]]
+) -> float:
+    """The largest difference of any component from its fp64 value, relative to its largest value; NaN where one is."""
+
+    def error(position: int) -> float:
+        found, wanted = results[position].reshape(-1), expected(position).reshape(-1)
+        if found.size != wanted.size:
+            raise ResultsDiffer("a result has another size", got=found.size, expected=wanted.size)
+        largest, difference = (float(np.max(np.abs(each), initial=0.0)) for each in (wanted, found - wanted))
+        return difference / largest if largest else difference
+
+    return float(np.max(on_all_cpus(error, range(len(results))), initial=0.0))
+
+
+def on_all_cpus(work: Callable[[int], Result], numbers: Iterable[int]) -> list[Result]:
+    """The results for these numbers, in order; such work calls this for no work of its own."""
+    return list(_pool().map(work, numbers))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(available_cpus())
+
+
+# ---- the report ----
 
 
 @dataclass(frozen=True)
@@ -106,11 +238,7 @@ def interleave(
 
 
 def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """The median of time / base, taken pair by pair: both of a pair ran in the same round, a moment apart.
-
-    >>> median_ratio([2.0, 20.0, 6.0], [1.0, 10.0, 2.0])
-    2.0
-    """
+    """The median of time / base, taken pair by pair: both of a pair ran in the same round, a moment apart."""
     return statistics.median(time / other for time, other in zip(times, base, strict=True))
 
 
@@ -210,8 +338,8 @@ def spread(device: Device, work: Callable[[slice], object], size: int) -> None:
 
 def count_launches(gpu: Gpu, benchmark: Benchmark) -> Report:
     """Run each variant that computes the same once under a profiler; ours that wait for the device have failed."""
-    checked, absent, failed = check(benchmark)
     count, rows = profiled(gpu), {}
+    checked, absent, failed = check(benchmark)
     of_nothing = count(lambda: None)  # the profiler's own
     for variant, case, _ in checked:
         case.prepare()
