@@ -39,6 +39,7 @@ ORDER = [
     "kernels.interface",
     "kernels.host_device",
     "kernels.host_threads",
+    "kernels.host_sums",
     "kernels.host",
     "kernels.toolchain",
     "kernels.cuda_runtime",

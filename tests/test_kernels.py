@@ -32,8 +32,9 @@ from gradengine.kernels import (
     kernels_for,
     launch,
 )
-from gradengine.kernels.decision import clip_scale
-from gradengine.kernels.host import HostKernels, squared_sum
+from gradengine.kernels.decision import clip_scale, sum_in_order
+from gradengine.kernels.host import HostKernels
+from gradengine.kernels.host_sums import squared_sum
 from gradengine.kernels.operands import ADDRESS, AddressCheck
 
 ALL_16_BITS = np.arange(2**16, dtype=np.uint16)
@@ -463,6 +464,30 @@ class TestSquaredSums:
         in_fp64 = float(np.add.reduce(wide * wide))
         assert in_fp32 != in_fp64
         assert squared_sum(values) == (in_fp32 if factor > 1 else in_fp64)
+
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_an_arena_of_ours_has_the_sums_of_each_chunk_alone(self, threads):
+        """Rows of all chunks are added up together; to the bit as chunk by chunk, and whatever is in them."""
+        sizes = [1, 511, 512, 513, 700, 512, 0, 5 * draw.ROW, CHUNK, CHUNK + 513, 1300, 1300, 1300]
+        kernels = HostKernels(threads)
+        for filled, last in [(1, 2), (1e30, 1e30), (1e-30, 1e-25), (0, 1e-40), (0, 0), (NAN, 1), (1, -INF)]:
+            arrays = [draw.random_array([7, i], size) for i, size in enumerate(sizes)]
+            for array in arrays[3::3]:
+                array[:], array[-1:] = filled, last
+            memory = kernels.device.allocate(sum(sizes))
+            edges = list(itertools.accumulate(sizes, initial=0))
+            arena = kernels.arena([memory.part(*edge) for edge in itertools.pairwise(edges)], memory)
+            for target, array in zip(arena.targets, arrays, strict=True):
+                target.data[:] = array
+            expected = [
+                sum_in_order(np.array([squared_sum(array[k : k + CHUNK]) for k in range(0, array.size, CHUNK)]))
+                for array in arrays
+            ]
+            kernels.measure(arena)
+            draw.assert_same_bits(kernels.totals(arena), np.array(expected))
+            arena.targets[0].data[:] = 3
+            kernels.measure(arena)  # anew
+            draw.assert_same_bits(kernels.totals(arena), np.array([9, *expected[1:]]))
 
     def test_measured_in_the_fold_is_measured_apart(self, backend):
         size = backend.chunk + 700

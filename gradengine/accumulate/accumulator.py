@@ -66,10 +66,10 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self._arrivals = Intake(kernels.device, memory, holds=self.hold > 1, reused_buffers=is_reused)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
-        self._places: dict[tuple[str, int], SlotSet] = {}
+        self._all = self.arena.whole
+        self._places = {(layout.slots[0].name, len(layout.slots)): self._all}
         self._left: set[SlotSet] = set()  # spans of the window that are on their way to other workers
         self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
-        self._all = self._places_of(layout.slots)
         kernels.prepare(self.arena, [self._all, *(self._places_of(s.slots) for s in layout.spans)])
 
     @property

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, whole_number
 from gradengine.errors import CallerError, GradientError, HandshakeRefused, NotCopied, ProtocolError, WindowError
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD, Gradient, Sum
-from gradengine.kernels.host import first_non_finite, squared_sum
+from gradengine.kernels.host import first_non_finite
+from gradengine.kernels.host_sums import squared_sum
 from gradengine.layout import GradientLayout, Span
 
 if TYPE_CHECKING:

@@ -107,6 +107,11 @@ class Arena:
     memory: Buffer | None = None  # that the targets are parts of, the padding between them zero, where they are
     prepared: WeakKeyDictionary[SlotSet, Any] = field(default_factory=WeakKeyDictionary)  # by a device's kernels
 
+    @cached_property
+    def whole(self) -> SlotSet:
+        """All its targets."""
+        return SlotSet(range(len(self.targets)))
+
     def in_order(self) -> AbstractContextManager[None]:
         """What is queued in it comes behind what was done with this memory, and before what will be; on any stream.
 

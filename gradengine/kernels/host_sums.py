@@ -1,0 +1,109 @@
+"""Squared sums of fp32 values in NumPy, within 1e-6 relative whatever their magnitudes: what norms are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Dot", "PreparedSums", "squared_sum"]
+
+Values: TypeAlias = npt.NDArray[np.float32]
+Dot: TypeAlias = tuple[Callable[[Values, Values, Values], object], Values, Values]  # a product, its factors, its place
+
+_ROW = 512  # elements whose squares are summed in fp32; with 16 lanes or more that is <= 32 roundings, 1e-6 of the norm
+_SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
+
+
+def squared_sum(values: Values) -> float:
+    """The sum of squares of fp32 values, within 1e-6 relative for any magnitudes; NaN or Inf where one is in them.
+
+    Rows of 512 squares are summed in fp32 by BLAS, rows in fp64; where a square overflows or all are tiny, the sum is
+    taken again in fp64, where neither can happen (3e38 squared is 1e77). Zeros alone, which most of an embedding's
+    gradient may be, are found in a fifth of that time.
+
+    Example:
+        >>> squared_sum(np.full(3, 1e30, np.float32)) / 3e60
+        1.0000000...
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows, tail = _rows_and_tail(values)
+        total = float(tail.dot(tail))
+        if rows.size:
+            total += float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64))
+        return total if _SAFE_MEAN_SQUARE * values.size <= total < math.inf else _sum_in_fp64(values)
+
+
+def _rows_and_tail(values: Values) -> tuple[Values, Values]:
+    whole = values.size - values.size % _ROW
+    return values[:whole].reshape(-1, _ROW), values[whole:]
+
+
+def _sum_in_fp64(values: Values) -> float:
+    if values.size and values.max() == 0 == values.min():
+        return 0.0
+    wide = values.astype(np.float64)
+    return float(np.add.reduce(np.multiply(wide, wide, out=wide)))
+
+
+@final
+class PreparedSums:
+    """The squared sums of some chunks that stay where they are: each a call or two of BLAS, to places taken once.
+
+    A sum as `squared_sum` makes it takes ten calls and their results; threads that work beside each other would wait
+    for the GIL at most of them (124 tensors of 75,000: 3.9 ms on two threads, 1.4 on one).
+
+    Args:
+        chunks: fp32 values, flat.
+
+    Attributes:
+        dots: Of each chunk the products to be taken before `totals` is asked.
+
+    Example:
+        >>> import itertools
+        >>> sums = PreparedSums([np.ones(3, np.float32), np.ones(700, np.float32)])
+        >>> for dot, values, place in itertools.chain.from_iterable(sums.dots):
+        ...     _ = dot(values, values, place)
+        >>> totals = sums.totals()
+        >>> totals, sums.doubtful(totals)
+        (array([  3., 700.]), [])
+    """
+
+    def __init__(self, chunks: Sequence[Values]) -> None:
+        self._chunks, self._tails = chunks, np.zeros(len(chunks), np.float32)
+        self._least = np.array([_SAFE_MEAN_SQUARE * chunk.size for chunk in chunks])
+        self.dots: list[list[Dot]] = [[] for _ in chunks]
+        numbers_by_rows: dict[int, list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            rows, tail = _rows_and_tail(chunk)
+            if len(rows):
+                numbers_by_rows.setdefault(len(rows), []).append(number)
+            if tail.size:
+                self.dots[number].append((np.dot, tail, self._tails[number, ...]))
+        # Of chunks with as many rows these lie in one matrix, and are added by one call.
+        self._matrices = []
+        for count, numbers in numbers_by_rows.items():
+            matrix = np.zeros((len(numbers), count), np.float32)
+            self._matrices.append((np.array(numbers), matrix))
+            for place, number in zip(matrix, numbers, strict=True):
+                rows = _rows_and_tail(chunks[number])[0]
+                self.dots[number].append((np.vecdot, rows, place))
+
+    def totals(self) -> npt.NDArray[np.float64]:
+        """Each chunk's squared sum, from its products; of `doubtful` ones it says nothing."""
+        totals = self._tails.astype(np.float64)
+        for numbers, matrix in self._matrices:
+            totals[numbers] += np.add.reduce(matrix.astype(np.float64), axis=1)
+        return totals
+
+    def doubtful(self, totals: npt.NDArray[np.float64]) -> list[int]:
+        """The chunks whose totals overflowed, are not finite, or so small that squares may have been lost."""
+        is_safe = (self._least <= totals) & (totals < math.inf)  # written so that NaN is in doubt
+        return [] if is_safe.all() else np.flatnonzero(~is_safe).tolist()
+
+    def in_fp64(self, number: int) -> float:
+        """A chunk's squared sum, taken anew."""
+        return _sum_in_fp64(self._chunks[number])
