@@ -36,7 +36,7 @@ def report(*variants, rounds=3, durations=(1.0,)):
     """Cases that take so many seconds each, in turn."""
     ticks = itertools.accumulate(seconds for each in itertools.cycle(durations) for seconds in (0.0, each))
     host = open_host(1)
-    host.rest, host.warm_up, host.clock = 0.0, 0, lambda: next(ticks)
+    host.rest, host.work, host.warm_up, host.clock = 0.0, 0.0, 0, lambda: next(ticks)
     return measure(host, Benchmark("fake", variants, 1e-6, {"k": 2}), rounds)
 
 

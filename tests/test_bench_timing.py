@@ -35,7 +35,7 @@ class FakeClock:
 
 def timed(clock, cases, rounds, warm_up=1):
     host = open_host(1)
-    host.clock, host.rest = clock, 0.0
+    host.clock, host.rest, host.work = clock, 0.0, 0.0
     samples = interleave(cases, rounds, host.sample, warm_up=warm_up)
     assert all(len(set(sample)) == 1 for series in samples for sample in series)  # on the host all three are one
     return [[sample.wall for sample in series] for series in samples]

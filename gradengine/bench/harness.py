@@ -14,22 +14,21 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.bench.device import Array, Case, Device, Gpu, Missing, Sample
+from gradengine.bench.device import Array, Case, Device, Gpu, Missing, Sample, on_all_cpus
 from gradengine.bench.machine import load, machine, versions
 from gradengine.errors import CallerError, GradientError
 from gradengine.kernels.host import available_cpus
 
 __all__ = [
     "COUNTED", "Absent", "Benchmark", "Report", "ResultsDiffer", "Row", "Variant", "as_json", "check", "count_launches",
-    "in_turn", "interleave", "measure", "on_all_cpus", "relative_error", "yardsticks",
+    "in_turn", "interleave", "measure", "relative_error", "yardsticks",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
@@ -150,16 +149,6 @@ def relative_error(
         return difference / largest if largest else difference
 
     return float(np.max(on_all_cpus(error, range(len(results))), initial=0.0))
-
-
-def on_all_cpus(work: Callable[[int], Result], numbers: Iterable[int]) -> list[Result]:
-    """The results for these numbers, in order; such work calls this for no work of its own."""
-    return list(_pool().map(work, numbers))
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(available_cpus())
 
 
 # ---- the report ----

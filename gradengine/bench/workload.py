@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.bench.device import Array, Device, Tensor
-from gradengine.bench.harness import on_all_cpus, relative_error
+from gradengine.bench.device import Array, Device, Tensor, on_all_cpus
+from gradengine.bench.harness import relative_error
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
