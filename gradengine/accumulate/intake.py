@@ -40,7 +40,7 @@ class Intake:
 
     def contribution(self, places: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
         """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work."""
-        form = None if self._holds else numpy_form(sources, self._arena.owner)
+        form = numpy_form(sources, self._arena.owner)
         if form is not None:
             return self._of_numpy(places, slots, sources, form)
         known = self._known.setdefault(places, [])

@@ -62,7 +62,10 @@ class Window:
 
     def refuse_aliases(self, contribution: Contribution, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` where one of its addresses is held already."""
-        for position, address in zip(contribution.slots.positions, contribution.addresses.tolist(), strict=True):
+        addresses = contribution.addresses.tolist()
+        if self._addresses.isdisjoint(addresses):
+            return
+        for position, address in zip(contribution.slots.positions, addresses, strict=True):
             if address in self._addresses:
                 raise BufferRefused(
                     f"component '{slots[position].name}' is held already at the same address",

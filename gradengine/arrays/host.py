@@ -59,11 +59,12 @@ def _from_numpy(array: Array, component: str, immutable: object = None, pointer:
     if flat.dtype != storage:  # ml_dtypes' own
         flat = flat.view(storage)
     owner, writable = (array, flags.writeable) if immutable is None else (immutable, False)
-    pointer = _address(flat) if pointer is None else pointer
+    pointer = address_of(flat) if pointer is None else pointer
     return Buffer(pointer, flat.size, dtype, array.shape, writable, owner, data=flat)
 
 
-def _address(flat: Array) -> int:
+def address_of(flat: Array) -> int:
+    """Where a contiguous array's elements lie."""
     if flat.flags.writeable and flat.size:
         return ctypes.addressof(ctypes.c_char.from_buffer(flat))  # type: ignore[arg-type]  # 0.2 us; .ctypes takes 0.9
     return int(flat.ctypes.data)

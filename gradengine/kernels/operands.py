@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
+from gradengine.arrays.host import address_of
 from gradengine.arrays.streams import NamedStream, ProducerStream
 
 ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
@@ -91,7 +92,11 @@ class Contribution:
     @cached_property
     def addresses(self) -> npt.NDArray[np.uint64]:
         """Where each lies, tagged with its dtype; 0 where there is nothing."""
-        addresses = [tagged(view) if view is not None and view.size else 0 for view in self.views]
+        if self.views or self.fp32 is None:
+            addresses = [tagged(view) if view is not None and view.size else 0 for view in self.views]
+        else:
+            tag = DTYPES["float32"].tag << _DTYPE_SHIFT
+            addresses = [address_of(array) | tag if array.size else 0 for array in self.fp32]
         return np.array(addresses, np.uint64)
 
     @cached_property
