@@ -859,6 +859,27 @@ class TestScale:
             got = scaled(backend, values, 0.3, dtype, (there, here))
             draw.assert_same_bits(got, draw.scaled(values, 0.3, dtype))
 
+    @pytest.mark.parametrize("source", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("factor", [1, 0.3, 2.0**20, 1e-40, 0, NAN])
+    def test_many_of_16_bits_are_each_as_it_is_alone(self, source, dtype, factor):
+        """Where there are many the host looks their products up, in a table of all values that there are."""
+        kernels = HostKernels(2)
+        parts = [*np.split(ALL_16_BITS, 16), np.tile(ALL_16_BITS, 8)[1:]]  # 16 chunks; and 2**19 elements, nearly
+        products = [np.full_like(part, 7) for part in parts]
+
+        def scale(numbers):
+            sources = [kernels.device.view(parts[i].view(draw.DTYPES[source]), "source") for i in numbers]
+            places = [kernels.device.writable_view(products[i].view(draw.DTYPES[dtype]), "place") for i in numbers]
+            kernels.scale(sources, np.float32(factor), places)
+
+        for number in range(16):
+            scale([number])
+        alone = np.concatenate(products[:16])
+        scale(range(17))
+        assert np.array_equal(np.concatenate(products[:16]), alone)
+        assert np.array_equal(products[16], np.tile(alone, 8)[1:])
+
     @pytest.mark.parametrize("limit", draw.LIMITS)
     def test_every_size(self, backend, limit):
         values = draw.random_array(1, size_of(backend, limit))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Dot", "PreparedSums", "squared_sum"]
+__all__ = ["Dot", "PreparedSums", "squared_sum", "squared_sums"]
 
 Values: TypeAlias = npt.NDArray[np.float32]
 Dot: TypeAlias = tuple[Callable[[Values, Values, Values], object], Values, Values]  # a product, its factors, its place
@@ -30,11 +30,21 @@ def squared_sum(values: Values) -> float:
         1.0000000...
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        rows, tail = _rows_and_tail(values)
-        total = float(tail.dot(tail))
-        if rows.size:
-            total += float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64))
-        return total if _SAFE_MEAN_SQUARE * values.size <= total < math.inf else _sum_in_fp64(values)
+        return squared_sums([values])[0]
+
+
+def squared_sums(chunks: Iterable[Values]) -> list[float]:
+    """Each one's `squared_sum`; where squares overflow, NumPy warns as the caller has it."""
+    found = []
+    for values in chunks:
+        if values.size < _ROW:
+            total = float(values.dot(values))
+        else:
+            rows, tail = _rows_and_tail(values)
+            total = float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64)) + float(tail.dot(tail))
+        is_safe = _SAFE_MEAN_SQUARE * values.size <= total < math.inf  # written so that NaN is in doubt
+        found.append(total if is_safe else _sum_in_fp64(values))
+    return found
 
 
 def _rows_and_tail(values: Values) -> tuple[Values, Values]:
@@ -103,6 +113,10 @@ class PreparedSums:
         """The chunks whose totals overflowed, are not finite, or so small that squares may have been lost."""
         is_safe = (self._least <= totals) & (totals < math.inf)  # written so that NaN is in doubt
         return [] if is_safe.all() else np.flatnonzero(~is_safe).tolist()
+
+    def elements(self, numbers: Iterable[int]) -> int:
+        """How many these chunks have."""
+        return sum(self._chunks[number].size for number in numbers)
 
     def in_fp64(self, number: int) -> float:
         """A chunk's squared sum, taken anew."""
