@@ -9,8 +9,6 @@ from typing import TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Dot", "PreparedSums", "squared_sum", "squared_sums"]
-
 Values: TypeAlias = npt.NDArray[np.float32]
 Dot: TypeAlias = tuple[Callable[[Values, Values, Values], object], Values, Values]  # a product, its factors, its place
 
