@@ -31,7 +31,7 @@ from gradengine.bench.machine import load, machine, versions
 from gradengine.bench.workers import Crew, ExchangeReduction, ThreadReductions, free_port, span_layout
 from gradengine.errors import GradientError
 from gradengine.plan.machine import (
-    ON_ONE_MACHINE,
+    TRANSPORTS,
     Rates,
     Sum,
     on_one_machine,
@@ -39,8 +39,8 @@ from gradengine.plan.machine import (
     pairs,
     rates_of,
 )
-from gradengine.plan.rank import coordinator_bytes, ready_shares
-from gradengine.plan.traffic import Network, span_bytes, star
+from gradengine.plan.prediction import coordinator_bytes
+from gradengine.plan.traffic import Network, ready_shares, span_bytes, star
 from gradengine.tensor_parallel_cost import Bandwidth
 
 TOLERANCE = 1e-5
@@ -139,7 +139,7 @@ def exchange_checks(workers: int, elements: int, rounds: int) -> tuple[list[Chec
 def predicted_exchanges(known: Rates, elements: int, workers: int) -> dict[str, float]:
     """Transport -> its seconds by `--one-machine`."""
     spans = span_bytes(span_layout(elements))
-    return {name: on_one_machine(name, spans, workers, known).seconds for name in ON_ONE_MACHINE}
+    return {name: on_one_machine(name, spans, workers, known).seconds for name in TRANSPORTS}
 
 
 def predicted_star(known: Rates, elements: int, workers: int) -> float:

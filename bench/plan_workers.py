@@ -7,7 +7,7 @@ import time
 from gradengine import GradientEngine, connect
 from gradengine.bench.device import peak_growth
 from gradengine.bench.workers import contribution, span_layout
-from gradengine.plan.rank import ready_shares
+from gradengine.plan.traffic import ready_shares
 
 __all__ = ["Footprint", "Stepper"]
 

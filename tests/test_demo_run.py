@@ -12,16 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.demo import run
-from gradengine.demo.comparison import distance
 from gradengine.demo.model import LlamaConfig, initial_weights
 from gradengine.demo.plot import drawn
-from gradengine.demo.proofs import prove
-from gradengine.demo.record import Finished, Record, Step
-from gradengine.demo.run import train
+from gradengine.demo.proofs import distance, prove
+from gradengine.demo.run import Record, train
 from gradengine.demo.settings import Settings, Transport
 from gradengine.demo.shards import tensor_parallel_group
 from gradengine.demo.text import Texts, split, standard_library_text
-from gradengine.demo.worker import Learner, layout_of, replay, train_as_threads
+from gradengine.demo.worker import Finished, Learner, Step, layout_of, replay, train_as_threads
 from gradengine.errors import DeadlineExceeded
 from gradengine.processes import ProcessPool
 from gradengine.trainer import weights_digest
@@ -55,9 +53,9 @@ def test_a_run_reports_every_step_and_evaluation(record):
 
 def test_all_ranks_end_with_the_same_bytes(record):
     assert set(record.ends) == {0, 1}
-    assert len({(end.digest, end.compared_digest) for end in record.ends.values()}) == 1
-    assert record.ends[0].compared_digest == weights_digest(record.ends[0].compared_weights)
-    assert record.ends[1].compared_weights is None
+    assert len({end.digest for end in record.ends.values()}) == 1
+    assert record.ends[0].compared.keys() == MODEL.weight_shapes.keys()
+    assert record.ends[1].compared == {}
 
 
 @pytest.mark.parametrize("transport", [Transport.UNIX, Transport.LOCAL])
@@ -68,7 +66,7 @@ def test_every_transport_gives_the_same_bytes(record, transport):
 
 
 def digests_of(record):
-    return {rank: (end.digest, end.compared_digest) for rank, end in record.ends.items()}
+    return {rank: end.digest for rank, end in record.ends.items()}
 
 
 def test_stopped_ranks_that_are_threads_end_the_run_too(monkeypatch):
@@ -134,12 +132,17 @@ def initial():
     return initial_weights(MODEL, SETTINGS.seed)
 
 
-def replayed(settings, **changes):
-    """The weights of a replay."""
+def replay_of(settings, **changes):
+    """The first step of a replay, and its end."""
     reports = []
     replay("it", dataclasses.replace(settings, is_replay=True, **changes), TEXTS, reports.append)
     assert [report[0] for report in reports if report is not None] == ["it"]
-    return next(weights for _, weights in filter(None, reports))
+    return next(found for _, found in filter(None, reports))
+
+
+def replayed(settings, **changes):
+    """Its weights after the compared steps."""
+    return replay_of(settings, **changes)[1].compared
 
 
 def one_process(settings, **changes):
@@ -172,7 +175,11 @@ def replays_of(settings):
 
 
 def verdicts(record, replays, entropy=9.0):
-    return {proof.name: proof.holds for proof in prove(record, replays, initial(), entropy)}
+    return {proof.name: proof.holds for proof in prove(record, ends_of(replays), initial(), entropy)}
+
+
+def ends_of(weights):
+    return {name: (None, Finished(0, "", (), compared, {})) for name, compared in weights.items()}
 
 
 def ended(record, rank=0, **changes):
@@ -184,7 +191,7 @@ def made_up(settings, weights, evaluations=None):
     """The record of a run of which only the end counts."""
     losses = {settings.steps: 5.0} if evaluations is None else evaluations
     steps = [Step(number, 5.0, 1.0, 0.1, loss) for number, loss in losses.items()]
-    return Record(settings, steps, {rank: Finished(rank, "a", (), "a", weights) for rank in range(settings.workers)})
+    return Record(settings, steps, {rank: Finished(rank, "a", (), weights, {}) for rank in range(settings.workers)})
 
 
 def test_a_right_run_is_proved(record):
@@ -193,7 +200,7 @@ def test_a_right_run_is_proved(record):
 
 def test_weights_that_differ_between_ranks_are_found(record):
     missing = dataclasses.replace(record, ends={0: record.ends[0]})
-    for wrong in (ended(record, 1, digest="b"), ended(record, 1, compared_digest="b"), missing):
+    for wrong in (ended(record, 1, digest="b"), missing):
         assert verdicts(wrong, replays_of(SETTINGS))["1"] is False
 
 
@@ -202,19 +209,21 @@ def test_a_model_that_learned_nothing_is_found(record):
 
 
 def test_a_run_too_short_to_learn_is_told_what_would_do(record):
-    short = prove(record, replays_of(SETTINGS), initial(), entropy=1.0)[1]
+    short = prove(record, ends_of(replays_of(SETTINGS)), initial(), entropy=1.0)[1]
     assert short.required.endswith(": 6 steps may be too few, pass --steps 60 or more")
-    learned = prove(record, replays_of(SETTINGS), initial(), entropy=9.0)[1]
+    learned = prove(record, ends_of(replays_of(SETTINGS)), initial(), entropy=9.0)[1]
     assert learned.required == "must be below 9.000, the bytes' entropy"
     long = made_up(dataclasses.replace(SETTINGS, steps=60), initial())
     replays = dict.fromkeys(("one", "reversed", "ranks"), initial())
-    assert prove(long, replays, initial(), entropy=1.0)[1].required == "must be below 1.000, the bytes' entropy"
+    assert (
+        prove(long, ends_of(replays), initial(), entropy=1.0)[1].required == "must be below 1.000, the bytes' entropy"
+    )
 
 
 def test_one_of_a_thing_is_not_called_all():
     settings = small(1, 1, steps=1, compared_steps=1)
     weights = replayed(settings)
-    claims = [proof.claim for proof in prove(made_up(settings, weights), {"one": weights}, initial(), 9.0)]
+    claims = [proof.claim for proof in prove(made_up(settings, weights), ends_of({"one": weights}), initial(), 9.0)]
     assert claims[0] == "one set of weights on 1 rank after 1 step"
     assert claims[2] == "weights after 1 step are those of one process with 1 micro-batch, bit for bit"
 
@@ -223,7 +232,8 @@ def test_weights_that_never_moved_are_no_measure():
     weights = initial()
     moved = {name: weight + np.float32(1) for name, weight in weights.items()}
     assert distance(weights, weights, weights) == distance(moved, weights, weights) == float("inf")
-    near = prove(made_up(SETTINGS, weights), dict.fromkeys(("one", "reversed", "ranks"), weights), weights, 9.0)[2]
+    replays = ends_of(dict.fromkeys(("one", "reversed", "ranks"), weights))
+    near = prove(made_up(SETTINGS, weights), replays, weights, 9.0)[2]
     assert (near.name, near.holds) == ("3a", False)
     assert near.measured == "the weights of one process have not moved"
 
@@ -231,12 +241,12 @@ def test_weights_that_never_moved_are_no_measure():
 @pytest.mark.parametrize("component", ["blocks.0.w_q", "blocks.0.up", "embedding"])
 @pytest.mark.parametrize("which", ["kept", "one", "reversed"])
 def test_nan_anywhere_in_the_weights_fails_proof_3a(record, which, component):
-    replays = replays_of(SETTINGS) | {"kept": record.ends[0].compared_weights}
+    replays = replays_of(SETTINGS) | {"kept": record.ends[0].compared}
     spoilt = {name: weight.copy() for name, weight in replays[which].items()}
     spoilt[component][0, 0] = np.nan
     replays[which] = spoilt
     kept = replays.pop("kept")
-    assert verdicts(ended(record, compared_weights=kept), replays)["3a"] is False
+    assert verdicts(ended(record, compared=kept), replays)["3a"] is False
 
 
 def test_a_lost_micro_batch_is_found(record):

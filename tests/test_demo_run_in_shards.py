@@ -12,13 +12,11 @@ from test_demo_run import TEXTS, ended, replayed, silent
 from transports import SOON, outcomes
 
 from gradengine.demo import worker
-from gradengine.demo.comparison import LIMITS
 from gradengine.demo.model import LlamaConfig, initial_weights
-from gradengine.demo.proofs import prove
-from gradengine.demo.record import Listening
+from gradengine.demo.proofs import LIMITS, prove
 from gradengine.demo.run import replay_all, train
 from gradengine.demo.settings import Settings, Transport
-from gradengine.demo.worker import Learner
+from gradengine.demo.worker import Learner, Listening
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost, WindowError
 from gradengine.exchange import GradientServer
 from gradengine.trainer import weights_digest
@@ -57,10 +55,10 @@ def test_each_step_and_evaluation_is_reported_once(record):
 
 def test_all_ranks_hold_the_same_bytes_and_all_shards_the_same_replicas(record):
     assert set(record.ends) == {0, 1}
-    assert len({(end.digest, end.compared_digest, end.replicated) for end in record.ends.values()}) == 1
+    assert len({(end.digest, end.replicated) for end in record.ends.values()}) == 1
     first, second = record.ends[0].replicated
     assert first == second
-    assert {name: weight.shape for name, weight in record.ends[0].compared_weights.items()} == MODEL.weight_shapes
+    assert {name: weight.shape for name, weight in record.ends[0].compared.items()} == MODEL.weight_shapes
 
 
 @pytest.mark.parametrize("transport", [Transport.UNIX, Transport.LOCAL])
@@ -113,25 +111,35 @@ def test_replicas_that_differ_between_shards_are_found(record, replays):
         assert verdicts(ended(record, 1, replicated=wrong), replays)["1"] is False
 
 
+def with_weights(found, weights):
+    step, end = found
+    return step, dataclasses.replace(end, compared=weights)
+
+
 def test_a_lost_micro_batch_is_found(record, replays):
     fewer = replayed(dataclasses.replace(IN_ONE_PIECE, workers=1, micro_batches=3))
-    assert verdicts(record, replays | {"one": fewer})["3a"] is False
+    assert verdicts(record, replays | {"one": with_weights(replays["one"], fewer)})["3a"] is False
 
 
 def test_a_single_other_bit_is_found(record, replays):
-    weights = {name: array.copy() for name, array in replays["ranks"].items()}
+    weights = {name: array.copy() for name, array in replays["ranks"][1].compared.items()}
     weights["final_norm"][0] = np.nextafter(weights["final_norm"][0], np.float32(2))
-    assert verdicts(record, replays | {"ranks": weights})["3b"] is False
+    assert verdicts(record, replays | {"ranks": with_weights(replays["ranks"], weights)})["3b"] is False
 
 
 def test_the_bits_are_those_of_the_shards_and_not_of_the_model_in_one_piece(replays):
-    assert weights_digest(replayed(IN_ONE_PIECE)) != weights_digest(replays["ranks"])
+    assert weights_digest(replayed(IN_ONE_PIECE)) != weights_digest(replays["ranks"][1].compared)
 
 
 @pytest.mark.parametrize("wrong", [0.1, float("inf"), float("nan")])
 @pytest.mark.parametrize("figure", LIMITS)
-def test_each_figure_of_the_comparison_can_fail(record, replays, figure, wrong):
-    assert verdicts(record, replays | {"shards": replays["shards"] | {figure: wrong}})["4"] is False
+def test_each_figure_of_the_first_step_can_fail(record, replays, figure, wrong):
+    step, end = replays["ranks"]
+    if figure == "gradients":
+        end = dataclasses.replace(end, first=end.first | {"final_norm": end.first["final_norm"] * (1 + wrong)})
+    else:
+        step = dataclasses.replace(step, **{figure: getattr(step, figure) * (1 + wrong)})
+    assert verdicts(record, replays | {"ranks": (step, end)})["4"] is False
 
 
 def test_what_the_proofs_show_of_shards_is_said_with_them(record, replays):
@@ -147,10 +155,6 @@ def test_one_worker_in_shards_is_not_called_all_ranks():
     proofs = prove(train(settings, TEXTS, silent), replay_all(settings, TEXTS), initial(), 9.0)
     assert proofs[0].claim.startswith("one set of weights on 1 rank after 6 steps, and one copy of norms")
     assert proofs[2].claim == "weights after 4 steps are those of one process with 1 micro-batch"
-
-
-def test_without_shards_nothing_is_compared():
-    assert set(replay_all(IN_ONE_PIECE, TEXTS)) == {"one", "reversed", "ranks"}
 
 
 def test_a_worker_without_a_result_is_an_error_and_not_a_norm_of_0(monkeypatch):

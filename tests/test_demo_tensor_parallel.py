@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradengine.demo import model
-from gradengine.demo.model import LlamaConfig, forward, forward_backward, initial_weights, loss
+from gradengine.demo.model import LlamaConfig, forward, forward_backward, initial_weights
 from gradengine.demo.settings import Settings
 from gradengine.demo.shards import cut, run_threads, tensor_parallel_group, united
 
@@ -109,7 +109,7 @@ def test_logits_and_loss_are_the_whole_models_and_equal_on_all_ranks(tp_size):
     weights, tokens = rough_weights(CONFIG), tokens_of(CONFIG)
     results = shard_results(weights, CONFIG, tp_size, tokens)
     assert apart(results[0][0], forward(weights, tokens[:, :-1], CONFIG)[0]) <= TOLERANCE
-    assert results[0][1] == pytest.approx(loss(weights, tokens, CONFIG), rel=TOLERANCE)
+    assert results[0][1] == pytest.approx(forward_backward(weights, tokens, CONFIG)[0], rel=TOLERANCE)
     assert len({(logits.tobytes(), value) for logits, value, _ in results}) == 1
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from gradengine.demo import text as demo_text
 from gradengine.demo.text import (
-    evaluation_batches,
     micro_batch,
     read_texts,
     split,
@@ -164,15 +163,3 @@ def test_micro_batch_reaches_both_ends():
 
 def test_text_of_one_window():
     assert micro_batch(b"abc", 0, 2, 2).tolist() == [list(b"abc")] * 2
-    assert [batch.tolist() for batch in evaluation_batches(b"abc", 1, 2, 5)] == [[list(b"abc")]]
-
-
-def test_evaluation_covers_the_text_evenly():
-    text = np.arange(1000, dtype=np.uint16).view(np.uint8).tobytes()
-    batches = list(evaluation_batches(text, batch_size=4, sequence_length=50, max_batches=100))
-    starts = [text.find(row.tobytes()) for batch in batches for row in batch]
-    assert len(batches) == 9  # 39 windows fit side by side
-    assert starts[0] == 0
-    assert starts[-1] == len(text) - 51
-    assert min(np.diff(starts)) >= 49
-    assert len(list(evaluation_batches(text, 4, 50, max_batches=3))) == 3

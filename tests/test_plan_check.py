@@ -41,8 +41,8 @@ def test_exchanges_are_predicted_and_measured_in_one_run(plan_check):
     assert names == ["tcp://", "unix://", "threads", "tcp:// by --bandwidth"]
     assert_sound(checks)
     assert min(rates.tcp, rates.unix, rates.check, rates.add, rates.copy) > 0
-    assert checks[0].predicted == rates.by_tcp(4 * ELEMENTS, 2)
-    assert checks[2].predicted == rates.by_threads(4 * ELEMENTS, 2)
+    assert checks[0].predicted == rates.seconds("tcp://", 4 * ELEMENTS, 2)
+    assert checks[2].predicted == rates.seconds("threads", 4 * ELEMENTS, 2)
     assert checks[3].measured == checks[0].measured
     assert checks[3].predicted > checks[0].predicted
 
@@ -103,9 +103,10 @@ def test_the_wait_that_is_predicted_falls_with_a_longer_backward_to_what_comes_a
     elements = 25 << 20
     waits = [plan_check.predicted_wait(RATES, elements, 2, backward) for backward in (0.0, 0.05, 0.1, 10.0)]
     assert waits == sorted(waits, reverse=True)
-    taking, clip = RATES.taking_seconds(4 * elements, 2), RATES.clip_seconds(4 * elements, 2)
-    assert waits[0] == pytest.approx(RATES.by_tcp(4 * elements, 2) + taking + clip)
-    assert waits[-1] == pytest.approx((RATES.by_tcp(4 * elements, 2) + taking) / 25 + clip)
+    nbytes = 4 * elements  # each worker has a core of its own
+    taking, clip = nbytes / RATES.add + nbytes / RATES.check, nbytes / RATES.copy
+    assert waits[0] == pytest.approx(RATES.seconds("tcp://", nbytes, 2) + taking + clip)
+    assert waits[-1] == pytest.approx((RATES.seconds("tcp://", nbytes, 2) + taking) / 25 + clip)
 
 
 def test_samples_are_taken_in_turn_and_the_first_round_is_dropped(plan_check, monkeypatch):

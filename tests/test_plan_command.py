@@ -19,7 +19,7 @@ from gradengine.cli import app
 from gradengine.errors import CallerError
 from gradengine.plan import command
 from gradengine.plan.machine import Rates
-from gradengine.plan.quantities import size
+from gradengine.plan.table import size
 
 RATES = Rates(2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9)
 ROOT = Path(__file__).parent.parent

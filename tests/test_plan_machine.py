@@ -10,7 +10,7 @@ from gradengine.errors import CallerError
 from gradengine.kernels.host import available_cpus
 from gradengine.plan import machine
 from gradengine.plan.machine import (
-    ON_ONE_MACHINE,
+    TRANSPORTS,
     Rates,
     Sum,
     measure_rates,
@@ -27,22 +27,25 @@ RATES = Rates(cores=2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9)
 
 def test_copies_are_counted_as_the_code_makes_them():
     """10^9 bytes, 3 workers: 4 transfers; a check of 3 contributions, 2 additions; threads make 2 copies."""
-    assert RATES.by_tcp(10**9, 3) == pytest.approx(4 / 4 + 3 / 20 + 2 / 20)
-    assert RATES.by_unix(10**9, 3) == pytest.approx(4 / 8 + 5 / 20)
-    assert RATES.by_threads(10**9, 3) == pytest.approx(5 / 20 + 2 / 10)
+    assert RATES.seconds("tcp://", 10**9, 3) == pytest.approx(4 / 4 + 3 / 20 + 2 / 20)
+    assert RATES.seconds("unix://", 10**9, 3) == pytest.approx(4 / 8 + 5 / 20)
+    assert RATES.seconds("threads", 10**9, 3) == pytest.approx(5 / 20 + 2 / 10)
 
 
 def test_more_cores_help_as_far_as_there_are_threads():
-    at = [Rates(cores, 4e9, 8e9, 20e9, 20e9, 10e9).by_tcp(10**9, 2) for cores in (4, 16)]
+    at = [Rates(cores, 4e9, 8e9, 20e9, 20e9, 10e9).seconds("tcp://", 10**9, 2) for cores in (4, 16)]
     assert at[0] == at[1]
-    assert Rates(8, 4e9, 8e9, 20e9, 20e9, 10e9).by_tcp(10**9, 3) < Rates(4, 4e9, 8e9, 20e9, 20e9, 10e9).by_tcp(10**9, 3)
+    assert Rates(8, 4e9, 8e9, 20e9, 20e9, 10e9).seconds("tcp://", 10**9, 3) < Rates(
+        4, 4e9, 8e9, 20e9, 20e9, 10e9
+    ).seconds("tcp://", 10**9, 3)
 
 
 @given(st.integers(2, 64), st.integers(1, 1 << 40))
 def test_every_worker_more_takes_longer_and_time_is_proportional_to_bytes(world, nbytes):
-    for predict in ON_ONE_MACHINE.values():
-        assert predict(RATES, nbytes, world) < predict(RATES, nbytes, world + 1)
-        assert predict(RATES, 2 * nbytes, world) == pytest.approx(2 * predict(RATES, nbytes, world))
+    for transport in TRANSPORTS:
+        assert RATES.seconds(transport, nbytes, world) < RATES.seconds(transport, nbytes, world + 1)
+        twice = RATES.seconds(transport, 2 * nbytes, world)
+        assert twice == pytest.approx(2 * RATES.seconds(transport, nbytes, world))
 
 
 def test_the_sum_looks_at_every_contribution_and_adds_all_but_the_first():
@@ -52,25 +55,25 @@ def test_the_sum_looks_at_every_contribution_and_adds_all_but_the_first():
 def test_one_core_takes_as_long_as_it_was_measured_to_take():
     """The sockets' rate was measured on the same core, so that nothing is scaled."""
     one = Rates(1, 4e9, 8e9, 20e9, 20e9, 10e9)
-    assert one.by_tcp(10**9, 2) == pytest.approx(2 / 4 + 3 / 20)
+    assert one.seconds("tcp://", 10**9, 2) == pytest.approx(2 / 4 + 3 / 20)
 
 
 @given(st.floats(1e8, 1e11), st.floats(1e8, 1e11))
 def test_faster_sockets_never_take_longer(one, other):
     slow, fast = sorted((one, other))
     found = [Rates(2, rate, rate, 20e9, 20e9, 10e9) for rate in (slow, fast)]
-    assert found[1].by_tcp(10**8, 3) <= found[0].by_tcp(10**8, 3)
-    assert found[0].by_threads(10**8, 3) == found[1].by_threads(10**8, 3)
+    assert found[1].seconds("tcp://", 10**8, 3) <= found[0].seconds("tcp://", 10**8, 3)
+    assert found[0].seconds("threads", 10**8, 3) == found[1].seconds("threads", 10**8, 3)
 
 
 # ---- of spans ----
 
 
-@pytest.mark.parametrize("transport", ON_ONE_MACHINE)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @given(sizes=st.lists(st.integers(1, 1 << 32), min_size=1, max_size=8), workers=st.integers(2, 16))
 def test_spans_take_together_what_the_set_takes(transport, sizes, workers):
     traffic = on_one_machine(transport, sizes, workers, RATES)
-    assert traffic.seconds == pytest.approx(ON_ONE_MACHINE[transport](RATES, sum(sizes), workers))
+    assert traffic.seconds == pytest.approx(RATES.seconds(transport, sum(sizes), workers))
     assert traffic.busiest_link_bytes == (workers - 1) * sum(sizes)
 
 
@@ -79,11 +82,10 @@ def test_threads_send_nothing_and_copy_the_sum():
     assert (traffic.messages, traffic.other_link_bytes, traffic.total_bytes) == (0, 0, 2000)
 
 
-@pytest.mark.parametrize("transport", ON_ONE_MACHINE)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_worker_exchanges_nothing(transport):
     traffic = on_one_machine(transport, [1000], 1, RATES)
     assert (traffic.seconds, traffic.total_bytes) == (0.0, 0)
-    assert overlap_on_one_machine([1.0], 1.0, [1000], traffic, 1, RATES).exposed_seconds == 0
 
 
 def test_on_two_cores_it_is_the_star_over_links_that_only_sockets_and_the_sum_limit():
@@ -101,8 +103,8 @@ def test_a_step_waits_for_the_engines_too():
     assert found.exposed_seconds == pytest.approx(found.seconds + 1 / 20 + 1 / 20 + 1 / 10)
     assert found.hidden_seconds == 0
     crowded = Rates(1, 4e9, 8e9, 20e9, 20e9, 10e9)
-    assert crowded.taking_seconds(10**9, 2) == 2 * RATES.taking_seconds(10**9, 2)
-    assert crowded.clip_seconds(10**9, 2) == 2 * RATES.clip_seconds(10**9, 2)
+    on_one = overlap_on_one_machine([1.0], 10.0, [10**9], traffic, 2, crowded)
+    assert on_one.exposed_seconds == pytest.approx(found.seconds + 2 * (1 / 20 + 1 / 20 + 1 / 10))
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf"), True, "4e9", None])

@@ -11,11 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradengine import GpuGradientAccumulator, GradientEngine, GradientLayout, connect
 from gradengine.errors import CallerError
+from gradengine.exchange import local_group
 from gradengine.plan.machine import Rates
-from gradengine.plan.models import NAMED, load_model
-from gradengine.plan.prediction import Question, predict
-from gradengine.plan.rank import DTYPES
+from gradengine.plan.models import NAMED, Model, load_model
+from gradengine.plan.prediction import (
+    BUCKETS_IN_FLIGHT,
+    DTYPES,
+    OPTIMIZERS,
+    Question,
+    choose,
+    compute_of,
+    coordinator_bytes,
+    duration,
+    enough_micro_batches,
+    memory_of,
+    predict,
+)
+from gradengine.plan.traffic import Overlap
 from gradengine.tensor_parallel_cost import Bandwidth
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +142,229 @@ def test_a_slower_process_limits_the_star_alone():
     fast = predict(QUESTION)
     assert slow.exchanges["star"][1].seconds > 8 * fast.exchanges["star"][1].seconds
     assert slow.exchanges["ring"] == fast.exchanges["ring"]
+
+
+# ---- memory ----
+
+TINY = Model("tiny", "", 64, 2, 4, 2, 128, 256)
+
+
+def memory(layout, dtype, optimizer, workers, *, model=TINY, device="cuda"):
+    return memory_of(Question(model, workers, TEN_GIGABITS, dtype=dtype, optimizer=optimizer, device=device), layout)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "bytes_a_weight"),
+    [("float32", "adamw", 20), ("float32", "sgd", 12), ("bfloat16", "adamw", 20), ("float16", "momentum", 16)],
+)
+def test_bytes_of_a_weight(dtype, optimizer, bytes_a_weight):
+    layout = GradientLayout.of([(32, 32)])
+    assert memory(layout, dtype, optimizer, 1).on_device == bytes_a_weight * 1024
+
+
+def test_the_arena_counts_its_padding_and_the_others_do_not():
+    found = memory(GradientLayout.of([(33,)]), "float32", "adamw", 1)
+    assert (found.arena, found.gradients, found.optimizer) == (256, 132, 264)
+
+
+def test_one_worker_needs_neither_mirror_nor_coordinator():
+    found = memory(load_model("350m").layout(), "float32", "adamw", workers=1)
+    assert (found.host_mirror, found.coordinator) == (0, 0)
+
+
+def test_only_a_gpu_has_a_mirror():
+    layout = load_model("350m").layout()
+    on = {device: memory(layout, "float32", "adamw", 2, device=device).host_mirror for device in ("cpu", "cuda")}
+    assert on == {"cpu": 0, "cuda": layout.nbytes}
+
+
+def test_the_coordinator_keeps_what_the_servers_code_says():
+    assert BUCKETS_IN_FLIGHT == 8
+    group = local_group(1)[0]._group
+    assert coordinator_bytes(load_model("350m").layout(), 3) == 2 * 8 * group.bucket_bytes == 33554432
+
+
+def test_buckets_are_no_larger_than_what_travels():
+    assert coordinator_bytes(GradientLayout.of([(64,), (32,)]), 2) == 8 * 256
+
+
+@given(st.integers(1, 1000), st.sampled_from(sorted(DTYPES)), st.sampled_from(sorted(OPTIMIZERS)))
+def test_memory_grows_with_the_workers_on_rank_0_alone(workers, dtype, optimizer):
+    layout = TINY.layout()
+    few, more = (memory(layout, dtype, optimizer, w) for w in (workers, workers + 1))
+    assert few.on_device == more.on_device
+    assert few.coordinator < more.coordinator
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_arena_is_the_one_that_an_engine_takes(tp):
+    layout = Model("tiny", "", 64, 2, 4, 4, 128, 256).layout(tp)
+    engine = GradientEngine(layout, max_norm=None)
+    assert memory(layout, "float32", "sgd", 1).arena == engine.accumulator.memory.nbytes
+
+
+def test_a_gpus_arena_is_what_its_accumulator_says_that_it_needs():
+    layout = load_model("350m").layout()
+    needed = GpuGradientAccumulator.memory_needed(layout)
+    assert memory(layout, "float32", "adamw", 1).arena <= needed < 1.01 * layout.nbytes
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_weights_in_half_the_width_take_half_and_a_copy_in_fp32(name):
+    layout = load_model(name).layout()
+    whole, half = (memory(layout, dtype, "adamw", 1) for dtype in ("float32", "bfloat16"))
+    assert 2 * half.weights == whole.weights
+    assert (whole.master_weights, half.master_weights) == (0, whole.weights)
+    assert half.optimizer == whole.optimizer
+
+
+def test_frozen_weights_are_weights_and_nothing_else():
+    layout = GradientLayout.of([(64,)])
+    frozen, trained = (
+        memory(layout, "bfloat16", "adamw", 1, model=dataclasses.replace(TINY, embedding=kind))
+        for kind in ("frozen", "own")
+    )
+    assert frozen.weights - trained.weights == 2 * 256 * 64
+    assert frozen.on_device - trained.on_device == 2 * 256 * 64
+
+
+# ---- compute ----
+
+
+def assumed(model, tokens, sequence_length, tflops, **more):
+    question = Question(
+        model,
+        2,
+        TEN_GIGABITS,
+        batch_size=tokens // sequence_length,
+        sequence_length=sequence_length,
+        tflops=tflops,
+        **more,
+    )
+    return compute_of(question, model.layout(question.tp, vocab_parallel=question.vocab_parallel))
+
+
+def test_arithmetic_is_counted_as_it_is_done():
+    """One block by hand: 2 operations a weight and token, scores and their sum 2 each; backward twice that."""
+    weights = 8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16 + 2 * 8 + 8 + 32 * 8
+    forward = 10 * (2 * weights + 2 * 2 * 5 * 8)
+    compute = assumed(Model("tiny", "", 8, 1, 2, 1, 16, 32), 10, 5, tflops=1e-6)
+    assert compute.forward_seconds == pytest.approx(forward / 1e6)
+    assert compute.backward_seconds == pytest.approx(2 * forward / 1e6)
+    assert compute.source == "assumed: 1e-06 TFLOP/s a rank"
+
+
+def test_tensor_parallel_ranks_share_the_arithmetic_and_wait_for_their_all_reduces():
+    model, fast = load_model("7b"), {"tp_bandwidth": Bandwidth(1e18), "tp_latency_seconds": 0.0, "vocab_parallel": True}
+    whole, half = (assumed(model, 1024, 1024, 100, tp=tp, **fast) for tp in (1, 2))
+    slow = fast | {"tp_latency_seconds": 0.5 / (4 * 65)}  # 65 all-reduces each way, 2 messages each
+    waiting = assumed(model, 1024, 1024, 100, tp=2, **slow)
+    assert half.forward_seconds == pytest.approx(whole.forward_seconds / 2, rel=1e-3)
+    assert waiting.backward_seconds == pytest.approx(half.backward_seconds + 0.25)
+    assert waiting.forward_seconds == pytest.approx(half.forward_seconds + 0.25)
+    assert waiting.source.endswith(", with its all-reduces")
+
+
+def test_a_measured_backward_is_taken_as_it_is():
+    measured = predict(dataclasses.replace(QUESTION, tp=1, backward_seconds=0.4)).compute
+    assert (measured.backward_seconds, measured.forward_seconds) == (0.4, 0.2)
+
+
+@given(st.sampled_from([NAMED["350m"], NAMED["1b"]]), st.integers(1, 1 << 16), st.floats(1e-3, 1e3))
+def test_time_is_proportional_to_tokens_and_falls_with_speed(model, tokens, tflops):
+    one, more, faster = (
+        assumed(model, n, 1, speed) for n, speed in ((tokens, tflops), (2 * tokens, tflops), (tokens, 2 * tflops))
+    )
+    assert more.forward_seconds == pytest.approx(2 * one.forward_seconds)
+    assert faster.forward_seconds == pytest.approx(one.forward_seconds / 2)
+    assert one.backward_seconds == pytest.approx(2 * one.forward_seconds)
+
+
+# ---- the choice ----
+
+
+def overlaps(star, ordered, nccl):
+    exposed = {"star": star, "ring": ordered, "ordered": ordered, "nccl": nccl}
+    return {name: Overlap(10.0, seconds) for name, seconds in exposed.items()}
+
+
+def chosen(compute, found, **more):
+    return choose(1, compute, found, **more)
+
+
+def test_one_worker_needs_no_exchange():
+    plan = predict(dataclasses.replace(QUESTION, workers=1))
+    assert plan.choice.transport == "none"
+    assert "without exchange=" in plan.choice.reason
+    assert plan.exchanges["star"][1].seconds == 0
+
+
+def test_what_is_hidden_is_enough():
+    choice = chosen(1.0, overlaps(0.02, 0.01, 0.01))
+    assert (choice.transport, choice.remedies) == ("tcp://", ())
+    assert choice.reason == "a step waits 20.0 ms for it, 2.0% of its time."
+
+
+def test_where_a_step_waits_long_it_says_what_shortens_the_wait_today():
+    """1 s of compute, 1 s of waiting: with 4 micro-batches it is a fifth."""
+    choice = chosen(1.0, overlaps(1.0, 0.25, 0.24), faster_link=(TEN_GIGABITS, Overlap(2.0, 0.5)))
+    micro_batches, link, library = choice.remedies
+    assert "4 a step, not 1" in micro_batches
+    assert "1.25 GB/s = 10 Gbit/s" in link
+    assert "500 ms" in link
+    assert "NCCL" in library
+    assert "250 ms" in library
+    assert choice.waits_of_step == 0.5
+
+
+def test_a_ring_that_saves_nothing_is_not_advised():
+    assert not any("library" in remedy for remedy in chosen(1.0, overlaps(1.0, 1.0, 1.0)).remedies)
+
+
+def test_a_short_wait_needs_no_remedy():
+    assert chosen(1.0, overlaps(0.24, 0.24, 0.24)).remedies == ()
+    assert len(chosen(1.0, overlaps(0.26, 0.26, 0.26)).remedies) == 1
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
+def test_so_many_micro_batches_make_a_fifth_and_one_less_makes_more(compute, waits):
+    enough = enough_micro_batches(compute, waits)
+    assert waits <= 0.2 * (1 + 1e-9) * (enough * compute + waits)
+    assert waits >= 0.2 * (1 - 1e-9) * ((enough - 1) * compute + waits)
+
+
+def test_the_plans_advice_holds_in_the_plan():
+    waiting = predict(QUESTION)
+    enough = enough_micro_batches(waiting.compute.seconds, waiting.exchanges["star"][1].exposed_seconds)
+    assert f"{enough} a step, not 1" in waiting.choice.remedies[0]
+    assert predict(dataclasses.replace(QUESTION, micro_batches=enough)).choice.waits_of_step <= 0.2
+    assert predict(dataclasses.replace(QUESTION, micro_batches=enough - 1)).choice.waits_of_step > 0.2
+    link = next(remedy for remedy in waiting.choice.remedies if remedy.startswith("A faster link"))
+    faster = predict(dataclasses.replace(QUESTION, bandwidth=QUESTION.socket_bandwidth, tp_bandwidth=TEN_GIGABITS))
+    assert f"wait {duration(faster.exchanges['star'][1].exposed_seconds)};" in link
+
+
+def test_on_one_machine_processes_take_unix_sockets():
+    here = {name: Overlap(1.0, seconds) for name, seconds in (("tcp://", 0.9), ("unix://", 0.5), ("threads", 0.1))}
+    choice = chosen(0.5, here)
+    assert (choice.transport, choice.waits_of_step) == ("unix://", 0.5)
+    assert len(choice.remedies) == 1
+    assert "4 a step, not 1" in choice.remedies[0]
+    assert chosen(100.0, here).remedies == ()
+
+
+def test_the_only_transport_recommended_exists():
+    with connect(f"{predict(QUESTION).choice.transport}127.0.0.1:0", 0, 1) as exchange:
+        assert exchange.world_size == 1
+    for missing in ("mpi://", "nccl://"):
+        with pytest.raises(CallerError):
+            connect(missing, 0, 1)
+
+
+@given(st.floats(1e-7, 1e5))
+def test_durations_are_what_they_say(number):
+    shown, unit = duration(number).split()
+    assert float(shown) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit] == pytest.approx(number, rel=0.006, abs=6e-9)
 
 
 # ---- on one machine ----

@@ -19,20 +19,19 @@ from gradengine.exchange import Progress
 from gradengine.exchange.channel import Channel
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, buckets_of
 from gradengine.exchange.wire import Gradient, Sum
-from gradengine.plan.models import load_model
-from gradengine.plan.rank import coordinator_bytes
+from gradengine.plan.models import NAMED, load_model
+from gradengine.plan.prediction import coordinator_bytes
 from gradengine.plan.traffic import (
     ALGORITHMS,
     SOCKETS,
     SUMMED,
     Network,
     nccl,
-    ordered,
     overlapped,
+    ready_shares,
     ring,
     span_bytes,
     star,
-    tree_latency_steps,
 )
 from gradengine.tensor_parallel_cost import Bandwidth
 
@@ -104,7 +103,7 @@ def ordered_messages(world):
         yield source, target, source
 
 
-@pytest.mark.parametrize(("algorithm", "messages"), [(ring, ring_messages), (ordered, ordered_messages)])
+@pytest.mark.parametrize(("algorithm", "messages"), [(ring, ring_messages), (ALGORITHMS["ordered"], ordered_messages)])
 @pytest.mark.parametrize("world", [2, 3, 4, 7])
 def test_even_algorithms_send_what_playing_them_sends(algorithm, messages, world):
     sends = list(messages(world))
@@ -183,7 +182,7 @@ def test_a_rings_messages_wait_for_each_other_in_every_span():
 
 @given(st.integers(2, 1 << 20))
 def test_a_tree_is_as_deep_as_a_binary_tree(world):
-    assert tree_latency_steps(world) == 2 * math.ceil(math.log2(world))
+    assert nccl([1], world, network(1e18, latency=1.0)).latency_steps == 2 * math.ceil(math.log2(world)) + 2
 
 
 @pytest.mark.parametrize(("world", "messages"), [(2, 2), (4, 4), (64, 4)])
@@ -204,6 +203,54 @@ def test_nccl_takes_the_tree_where_latency_counts_and_the_ring_where_bytes_do():
 def test_nccl_is_never_slower_than_a_ring(sizes, world, bandwidth, latency):
     given_network = Network(bandwidth, latency, FAST, FAST)
     assert nccl(sizes, world, given_network).seconds <= ring(sizes, world, given_network).seconds * (1 + 1e-9)
+
+
+# ---- when spans are ready ----
+
+
+def test_spans_are_ready_in_order_and_the_last_at_the_end():
+    shares = ready_shares(LAYOUT)
+    assert shares == sorted(shares)
+    assert shares[0] == 512 * 64 / (LAYOUT.num_elements - 512 * 64)
+    assert shares[-1] == 1.0
+
+
+def test_an_embedding_takes_no_time():
+    assert ready_shares(LAYOUT)[-2:] == [1.0, 1.0]
+
+
+def test_a_tied_head_is_ready_at_the_end_and_holds_the_others_up():
+    layout = GradientLayout.transformer(4, 64, 32, 128, 512, embedding=False)
+    assert ready_shares(layout, tied=True)[0] == 1.0
+    assert ready_shares(layout)[0] < 0.5
+    seconds = [1e-3] * len(layout.spans)
+    held, free = (
+        overlapped(ready_shares(layout, tied=tied), 1.0, seconds, 0.0).exposed_seconds for tied in (True, False)
+    )
+    assert held == pytest.approx(sum(seconds))
+    assert free == pytest.approx(1e-3)
+
+
+def test_a_tied_head_that_is_named_first_leaves_last():
+    """What the plan advises: then the blocks are not held up."""
+    names = ["lm_head", *(f"blocks.{i}.w" for i in range(4)), "final_norm"]
+    layout = GradientLayout.of(dict.fromkeys(names, (64,)))
+    assert [span.key for span in layout.spans] == ["final_norm", 3, 2, 1, 0, "lm_head"]
+    assert ready_shares(layout, tied=True) == [pytest.approx((i + 1) / 6) for i in range(6)]
+
+
+def test_nothing_to_multiply_is_ready_at_the_end():
+    assert ready_shares(GradientLayout.of({"embedding": (4, 4)})) == [1.0]
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_span_of_every_model_has_its_share(name, tp):
+    layout = load_model(name).layout(tp)
+    shares = ready_shares(layout)
+    assert len(shares) == len(layout.spans)
+    assert 0 < shares[0] < shares[2] < 1
+    assert shares == sorted(shares)
 
 
 # ---- what backward hides ----

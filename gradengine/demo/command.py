@@ -1,21 +1,24 @@
-"""`gradengine demo`: its options, and the order in which things happen."""
+"""`gradengine demo`: its options, the order in which things happen, and what is shown of them."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from gradengine.demo.model import LlamaConfig, initial_weights
 from gradengine.demo.proofs import Proof, prove
-from gradengine.demo.record import Record
-from gradengine.demo.run import replay_all, train
-from gradengine.demo.screen import introduce, say, show, trained
+from gradengine.demo.run import Record, replay_all, train
 from gradengine.demo.settings import Settings, Transport, counted
 from gradengine.demo.text import Texts, read_texts, unigram_entropy
 from gradengine.errors import CallerError
@@ -115,15 +118,39 @@ def _refuse_ports_beyond_last(settings: Settings) -> None:
 def _run(settings: Settings, texts: Texts, plot: Path | None) -> list[Proof]:
     save_plot, begin = _plotter(plot), time.perf_counter()
     initial, entropy = initial_weights(settings.model, settings.seed), unigram_entropy(texts.held_out)
-    introduce(settings, texts, sum(weight.size for weight in initial.values()), entropy)
-    record = train(settings, texts, say)
-    trained(record)
-    say("plot", save_plot(record, entropy))
-    say("replay", f"{counted(settings.compared_steps, 'step')} again, in one process")
+    _introduce(settings, texts, sum(weight.size for weight in initial.values()), entropy)
+    record = train(settings, texts, _say)
+    _say("plot", save_plot(record, entropy))
+    _say("replay", f"{counted(settings.compared_steps, 'step')} again, in one process")
     proofs = prove(record, replay_all(settings, texts), initial, entropy)
-    show(proofs)
-    say("all", f"{time.perf_counter() - begin:.1f} s")
+    _show(proofs)
+    _say("all", f"{time.perf_counter() - begin:.1f} s")
     return proofs
+
+
+def _say(name: str, what: str) -> None:
+    typer.echo(f"{name:<9}{what}")
+
+
+def _introduce(settings: Settings, texts: Texts, weights: int, entropy: float) -> None:
+    shards = f" in {settings.tensor_parallel} shards" if settings.tensor_parallel > 1 else ""
+    _say("model", f"byte-level Llama, {weights:,} weights{shards}")
+    sizes = f"{len(texts.train) / 1e6:.2f} MB to learn, {len(texts.held_out) / 1e6:.2f} MB held out"
+    _say("text", f"{texts.source}: {sizes}, entropy of its bytes {entropy:.3f} nats")
+    work = f"{counted(settings.workers, 'worker')} x {counted(settings.micro_batches, 'micro-batch')}"
+    sequences, length = counted(settings.batch_size, "sequence"), counted(settings.model.sequence_length, "byte")
+    _say("step", f"{work} x {sequences} of {length}")
+
+
+def _show(proofs: Sequence[Proof]) -> None:
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    table = Table("", "proof", "measured", "holds", box=SIMPLE_HEAD, pad_edge=False)
+    for proof in proofs:
+        verdict = Text("yes", "green") if proof.holds else Text("NO", "bold red")
+        table.add_row(proof.name, proof.claim, Text.assemble(proof.measured, "\n", (proof.required, "dim")), verdict)
+    console.print(table)
+    for remark in (proof.remark for proof in proofs if proof.remark):
+        console.print(remark, style="dim", soft_wrap=False)
 
 
 def _plotter(path: Path | None) -> Callable[[Record, float], str]:

@@ -22,7 +22,7 @@ from gradengine.errors import CallerError
 
 __all__ = [
     "COMPONENTS", "AllReduce", "Array", "LlamaConfig", "Weights", "block_names", "forward", "forward_backward",
-    "initial_weights", "loss", "stream_gradients",
+    "initial_weights", "stream_gradients",
 ]  # fmt: skip
 
 Array: TypeAlias = Any  # of NumPy, float32 or float64
@@ -243,11 +243,6 @@ def block(x: Array, w: Weights, context: Context) -> Layer:
     return all_reduce(fed) + residual, backward
 
 
-def embedding_backward(gradient: Array, tokens: Array, vocab_size: int) -> Array:
-    """Sum the rows of dy (N, H) that belong to each token, (V, H): the product with the one-hot matrix (V, N)."""
-    return (np.arange(vocab_size)[:, None] == tokens).astype(gradient.dtype) @ gradient
-
-
 def cross_entropy(logits: Array, targets: Array) -> tuple[float, Array]:
     """Return the mean over rows of -ln p(target) in nats, p = softmax(logits), and dlogits = (p - one_hot(target)) / N.
 
@@ -288,7 +283,8 @@ def forward(
         for index in reversed(range(config.num_blocks)):
             gradient, nine = backwards[index](gradient)
             yield index, nine
-        yield "embedding", embedding_backward(gradient, rows, len(weights["embedding"]))
+        one_hot = (np.arange(len(weights["embedding"]))[:, None] == rows).astype(gradient.dtype)
+        yield "embedding", one_hot @ gradient
 
     return normed @ weights["lm_head"].T, backward
 
@@ -296,15 +292,13 @@ def forward(
 def stream_gradients(
     weights: Mapping[str, Array], tokens: Array, config: LlamaConfig, all_reduce: AllReduce = alone
 ) -> tuple[float, GradientStream]:
-    """Run `forward` on `tokens` (B, T+1); return the loss, and the backward yet to run."""
+    """Return the mean cross-entropy of `tokens` (B, T+1) in nats per byte, and the backward yet to run.
+
+    Each byte but the first of a row is a target.
+    """
     logits, backward = forward(weights, tokens[:, :-1], config, all_reduce)
     value, logits_gradient = cross_entropy(logits, tokens[:, 1:].reshape(-1))
     return value, backward(logits_gradient)
-
-
-def loss(weights: Mapping[str, Array], tokens: Array, config: LlamaConfig, all_reduce: AllReduce = alone) -> float:
-    """Return the mean cross-entropy of `tokens` (B, T+1) in nats per byte: each but the first of a row is a target."""
-    return stream_gradients(weights, tokens, config, all_reduce)[0]
 
 
 def forward_backward(

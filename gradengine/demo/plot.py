@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from gradengine.demo.record import Record
+from gradengine.demo.run import Record
 from gradengine.demo.settings import counted
 
 __all__ = ["drawn"]

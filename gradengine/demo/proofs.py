@@ -3,25 +3,28 @@
 Ranks add their own micro-batches before the sums meet, (a + c) + (b + d), where one process adds ((a + b) + c) + d.
 In fp32 both are right to the last place, and training amplifies last places. So the workers are held to two things: to
 be no further from one process than that process is from itself with its sums in reverse order; and to be equal, byte
-for byte, to one process that adds in their order. With one micro-batch for each worker both orders are one. Shards of a
-model add up their own heads and columns first, so they never are one process bit for bit.
+for byte, to one process that adds in their order. With one micro-batch for each worker both orders are one.
+
+Shards of a model add up their own heads and columns first, so they never are one process bit for bit. And AdamW makes
+the same of a gradient whatever its length, so that weights do not tell a wrong clip scale: the gradients that the first
+step handed back do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from gradengine.demo.comparison import LIMITS, distance
-from gradengine.demo.model import Weights
-from gradengine.demo.record import Finished, Record
+from gradengine.demo.model import Array, Weights
+from gradengine.demo.run import Record
 from gradengine.demo.settings import counted
+from gradengine.demo.worker import Finished, Step
 from gradengine.trainer import weights_digest
 
-__all__ = ["Proof", "prove", "shards_are_whole"]
+__all__ = ["LIMITS", "Proof", "distance", "prove", "shards_are_whole"]
 
 ORDER_FACTOR = 100.0
 """Two orders of the same additions are two draws of rounding, but one may meet a weight whose gradient is nearly 0,
@@ -30,6 +33,15 @@ where AdamW makes much of it. A micro-batch lost in one of 20 steps moves the we
 LARGEST_TOLERANCE = 1e-2
 """Half of what one micro-batch lost in the last of 20 steps does: where order alone moves the weights as far, too many
 steps are compared to show anything."""
+
+LIMITS = {"loss": 1e-5, "norm": 1e-6, "gradients": 1e-5}
+"""How far shards' first step may be from the model in one piece. fp32 rounds at 6e-8, sums of hundreds of terms and
+what a softmax makes of them at about 1e-6; a missing all-reduce changes a third of the largest element. The norm is
+summed in fp64."""
+
+LEAST_MEASURE = 1e-2
+"""Of the largest gradient, what a component is measured by at least: w_q and w_k of one-byte sequences hold nothing but
+rounding of what the others hold, and would be wrong by themselves in a model that is right."""
 
 ENOUGH_STEPS = 60
 """The demo's own model beats the bytes' entropy after 15 steps; a run of less than these is told how many to make."""
@@ -52,7 +64,9 @@ class Proof:
     remark: str = ""
 
 
-def prove(record: Record, replays: Mapping[str, Any], initial: Weights, entropy: float) -> list[Proof]:
+def prove(
+    record: Record, replays: Mapping[str, tuple[Step, Finished]], initial: Weights, entropy: float
+) -> list[Proof]:
     """Hold a run against its claims.
 
     Args:
@@ -61,17 +75,18 @@ def prove(record: Record, replays: Mapping[str, Any], initial: Weights, entropy:
         initial: The weights that all began with.
         entropy: Unigram entropy of the held-out text in nats per byte.
     """
-    same, learned = _same_on_all_ranks(record), _learned(record, entropy)
-    shards = [shards_are_whole(replays["shards"])] if "shards" in replays else []
-    return [same, learned, *_same_as_one_process(record, replays, initial), *shards]
+    weights = {name: end.compared for name, (_, end) in replays.items()}
+    proofs = [_same_on_all_ranks(record), _learned(record, entropy), *_same_as_one_process(record, weights, initial)]
+    if record.settings.tensor_parallel > 1:
+        proofs.append(shards_are_whole(replays["ranks"], replays["one"]))
+    return proofs
 
 
 def _same_on_all_ranks(record: Record) -> Proof:
     settings = record.settings
     claim = f"one set of weights on {counted(settings.workers, 'rank')} after {counted(len(record.steps), 'step')}"
-    missing = Finished(-1, "none", (), "none")
-    ends = [record.ends.get(rank, missing) for rank in range(settings.workers)]
-    holds = len({(end.digest, end.compared_digest) for end in ends}) == 1
+    ends = [record.ends.get(rank, Finished(rank, "none", (), {}, {})) for rank in range(settings.workers)]
+    holds = len({end.digest for end in ends}) == 1
     if settings.tensor_parallel > 1:
         claim += f", and one copy of norms, embedding and LM head in {settings.tensor_parallel} shards"
         replicated = [digest for end in ends for digest in end.replicated]
@@ -93,7 +108,7 @@ def _learned(record: Record, entropy: float) -> Proof:
 
 
 def _same_as_one_process(record: Record, replays: Mapping[str, Weights], initial: Weights) -> list[Proof]:
-    settings, kept = record.settings, record.ends[0].compared_weights or {}
+    settings, kept = record.settings, record.ends[0].compared
     first = f"weights after {counted(settings.compared_steps, 'step')} are those of one process"
     one = f"{first} with {counted(settings.micro_batches_in_all, 'micro-batch')}"
     has_shards = settings.tensor_parallel > 1
@@ -122,9 +137,40 @@ def _equal(name: str, claim: str, weights: Weights, others: Weights, remark: str
     return Proof(name, claim, _shown(digests), "must be one", len(set(digests)) == 1, remark)
 
 
-def shards_are_whole(figures: Mapping[str, float]) -> Proof:
-    """Proof 4: a figure that is NaN is within no limit."""
+def distance(weights: Weights, others: Weights, initial: Weights) -> float:
+    """How far two sets of weights are apart, in parts of how far `others` have come from `initial` (L2).
+
+    Infinite where these have not moved: there is nothing to measure by, and whoever asks for a limit shall not pass.
+
+    Example:
+        >>> start, end = {"w": np.zeros(2, np.float32)}, {"w": np.array([3, 4], np.float32)}
+        >>> distance({"w": np.array([3, 4.5], np.float32)}, end, start)
+        0.1
+    """
+    way = _norm(others[name].astype(float) - initial[name] for name in others)
+    return _norm(weights[name].astype(float) - others[name] for name in weights) / way if way else math.inf
+
+
+def _norm(arrays: Iterable[Array]) -> float:
+    return float(np.linalg.norm([np.linalg.norm(array) for array in arrays]))
+
+
+def shards_are_whole(shards: tuple[Step, Finished], whole: tuple[Step, Finished]) -> Proof:
+    """Proof 4, of two first steps: a figure that is NaN is within no limit."""
+    (step, end), (whole_step, whole_end) = shards, whole
+    figures = {
+        "loss": abs(step.loss / whole_step.loss - 1.0),
+        "norm": abs(step.norm / whole_step.norm - 1.0),
+        "gradients": _apart(end.first, whole_end.first),
+    }
     measured = "\n".join(f"{name} {apart:.1e}, limit {LIMITS[name]:.0e}" for name, apart in figures.items())
     holds = all(figures[name] <= limit for name, limit in LIMITS.items())
-    claim = "one micro-batch and one step of all shards are those of the model in one piece"
+    claim = "the first step of all shards is that of the model in one piece: its loss, its norm, what it handed back"
     return Proof("4", claim, measured, "differences relative to the whole", holds)
+
+
+def _apart(gradients: Weights, expected: Weights) -> float:
+    """The largest difference of any component, in parts of what measures it; NaN where one is."""
+    least = LEAST_MEASURE * max(float(np.abs(gradient).max()) for gradient in expected.values())
+    apart = (np.abs(gradients[name] - part).max() / max(np.abs(part).max(), least) for name, part in expected.items())
+    return float(np.max(list(apart)))  # Python's own `max` passes over a NaN wherever it does not come first

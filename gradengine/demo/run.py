@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import secrets
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-from gradengine.demo.comparison import compare
-from gradengine.demo.record import Finished, Listening, Record, Step
-from gradengine.demo.settings import Settings, Transport
+from gradengine.demo.settings import Settings, Transport, counted
 from gradengine.demo.text import Texts
-from gradengine.demo.worker import replay, train_as_threads, train_at
+from gradengine.demo.worker import Finished, Listening, Step, replay, train_as_threads, train_at
 from gradengine.processes import Job, ProcessPool
 
-__all__ = ["Say", "replay_all", "train"]
+__all__ = ["Record", "Say", "replay_all", "train"]
 
 Say = Callable[[str, str], None]  # a name and what there is to say of it, one line
 
@@ -30,6 +28,21 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "33554432",
 }
 _ROWS = 20  # of steps in a whole run
+
+
+@dataclass
+class Record:
+    """A run: its steps, and how each rank ended."""
+
+    settings: Settings
+    steps: list[Step] = field(default_factory=list)
+    ends: dict[int, Finished] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def evaluations(self) -> dict[int, float]:
+        """The held-out loss by step."""
+        return {step.number: step.held_out for step in self.steps if step.held_out is not None}
 
 
 def train(settings: Settings, texts: Texts, say: Say) -> Record:
@@ -60,6 +73,9 @@ def train(settings: Settings, texts: Texts, say: Say) -> Record:
             elif isinstance(report, Finished):
                 record.ends[report.rank] = report
     record.seconds = time.perf_counter() - begin
+    wait = 1e3 * statistics.median(step.exchange_seconds for step in record.steps)
+    steps = counted(len(record.steps), "step")
+    say("\ntrained ", f" {steps} in {record.seconds:.1f} s; the median step waited {wait:.1f} ms for the exchange")
     return record
 
 
@@ -78,20 +94,17 @@ def _say_step(settings: Settings, step: Step, say: Say) -> None:
         say(f"{step.number:>7}", f"{step.loss:>6.3f} {step.norm:>7.2f} {1e3 * step.exchange_seconds:>8.1f}")
 
 
-def replay_all(settings: Settings, texts: Texts) -> dict[str, Any]:
+def replay_all(settings: Settings, texts: Texts) -> dict[str, tuple[Step, Finished]]:
     """Repeat the beginning of a run, each way in a process of its own; raises as `train`.
 
     Returns:
-        The weights of "one" process with all micro-batches in order and the model in one piece; "reversed", the same
-        in reverse order; and "ranks", one process that adds as the workers and their shards did. Where there are
-        shards, "shards": what `compare` found.
+        The first step and the end of "one" process with all micro-batches in order and the model in one piece;
+        "reversed", the same in reverse order; and "ranks", one process that adds as the workers and their shards did.
     """
     ranks = replace(settings, is_replay=True)
     one = replace(ranks, workers=1, micro_batches=settings.micro_batches_in_all, tensor_parallel=1)
     ways = {"one": one, "reversed": replace(one, backwards=True), "ranks": ranks}
     jobs: dict[str, Job] = {f"the replay {name!r}": partial(replay, name, way, texts) for name, way in ways.items()}
-    if settings.tensor_parallel > 1:
-        jobs["the comparison of shards"] = partial(compare, settings, texts)
     with ProcessPool(environment=ENVIRONMENT) as pool:
         for worker, job in [(pool.start(name), job) for name, job in jobs.items()]:
             pool.give(worker, job)

@@ -5,10 +5,10 @@ All here are pure functions of their arguments and of the files read: all worker
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -18,15 +18,7 @@ import numpy.typing as npt
 
 from gradengine.errors import CallerError
 
-__all__ = [
-    "Texts",
-    "evaluation_batches",
-    "micro_batch",
-    "read_texts",
-    "split",
-    "standard_library_text",
-    "unigram_entropy",
-]
+__all__ = ["Texts", "Tokens", "micro_batch", "read_texts", "unigram_entropy"]
 
 Tokens: TypeAlias = npt.NDArray[np.uint8]
 
@@ -83,15 +75,9 @@ def standard_library_text(max_bytes: int = 4_000_000, root: Path | None = None) 
         folders[:] = sorted(set(folders) - _LEFT_OUT)
         for name in sorted(files):
             if name.endswith(".py") and len(text) < max_bytes:
-                text += _bytes_or_nothing(Path(folder, name))
+                with contextlib.suppress(OSError):
+                    text += Path(folder, name).read_bytes()
     return bytes(text[:max_bytes])
-
-
-def _bytes_or_nothing(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def _user_text(path: Path) -> bytes:
@@ -144,21 +130,6 @@ def micro_batch(text: bytes, index: int, batch_size: int, sequence_length: int, 
         (2, 4)
     """
     drawn = np.random.SeedSequence((seed, index)).generate_state(batch_size, np.uint64)
-    return _windows(text, (drawn % np.uint64(len(text) - sequence_length)).astype(np.int64), sequence_length)
-
-
-def evaluation_batches(text: bytes, batch_size: int, sequence_length: int, max_batches: int) -> Iterator[Tokens]:
-    """Yield up to `max_batches` batches (B, T+1) of windows spread evenly over the text, the same ones every time.
-
-    No two windows overlap by more than the byte that ends one and starts the next, as long as the text allows a batch.
-    """
-    last_start = len(text) - sequence_length - 1
-    batches = max(1, min(max_batches, (last_start // sequence_length + 1) // batch_size))
-    starts = np.linspace(0, last_start, batches * batch_size).astype(np.int64)
-    for batch in starts.reshape(batches, batch_size):
-        yield _windows(text, batch, sequence_length)
-
-
-def _windows(text: bytes, starts: npt.NDArray[np.int64], sequence_length: int) -> Tokens:
+    starts = (drawn % np.uint64(len(text) - sequence_length)).astype(np.int64)
     windows: Tokens = np.frombuffer(text, np.uint8)[starts[:, None] + np.arange(sequence_length + 1)]
     return windows

@@ -7,10 +7,11 @@ blocks into the exchange while backward runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -19,13 +20,10 @@ from gradengine.demo.model import (
     Array,
     GradientStream,
     Weights,
-    forward,
     forward_backward,
     initial_weights,
-    loss,
     stream_gradients,
 )
-from gradengine.demo.record import Finished, Listening, Report, Step
 from gradengine.demo.settings import Settings
 from gradengine.demo.shards import (
     TensorParallelRank,
@@ -35,17 +33,52 @@ from gradengine.demo.shards import (
     tensor_parallel_group,
     united,
 )
-from gradengine.demo.text import Texts, Tokens, evaluation_batches, micro_batch
+from gradengine.demo.text import Texts, Tokens, micro_batch
 from gradengine.errors import WindowError
 from gradengine.exchange import Exchange, connect, local_group
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
 from gradengine.trainer import DistributedTrainer, weights_digest
 
-__all__ = ["Learner", "layout_of", "replay", "result_of", "train_as_threads", "train_at", "trainer_of"]
+__all__ = [
+    "Finished", "Learner", "Listening", "Report", "Step", "layout_of", "replay", "result_of", "train_as_threads",
+    "train_at",
+]  # fmt: skip
 
 _TIMEOUT_SECONDS = 60.0  # a step takes a twentieth of a second; a worker that is stopped shall not stop the others long
 _EVALUATION_BATCHES = 24
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Rank 0 takes connections, for each shard at a url of its own."""
+
+    urls: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """All ranks made step `number`, counted from 1."""
+
+    number: int
+    loss: float  # the mean of all micro-batches
+    norm: float  # before clipping
+    exchange_seconds: float  # what rank 0 waited for after backward: the exchange, slower ranks, and the clip
+    held_out: float | None = None  # the loss of the held-out text, where it was taken
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a rank ended, its shards united."""
+
+    rank: int
+    digest: str  # of its last weights
+    replicated: tuple[str, ...]  # each shard's digest of what all shards hold whole
+    compared: Weights  # its weights after the compared steps; none but of rank 0
+    first: Weights  # the gradients that the first step handed back; none but of rank 0
+
+
+Report: TypeAlias = Callable[[Any], None]  # of one of the above, of `(name, result)`, or of None: that work goes on
 
 
 @final
@@ -63,6 +96,7 @@ class Learner:
         schedule = partial(warmup_cosine, warmup_steps=settings.steps // 20, total_steps=settings.steps)
         self._optimizer = AdamW(self.weights, settings.learning_rate, schedule=schedule)
         self._backward_over = self.exchange_seconds = 0.0
+        self.first: Weights = {}
 
     def stream_backward(self, index: int) -> tuple[float, GradientStream]:
         """The loss of micro-batch `index`, a step's last, and its gradients as backward finishes them."""
@@ -77,28 +111,22 @@ class Learner:
         """The loss of micro-batch `index`, and all its gradients."""
         return forward_backward(self.weights, self._micro_batch(index), *self._model)
 
-    def logits(self, index: int) -> Array:
-        """What the model says to micro-batch `index`: (N, V)."""
-        return forward(self.weights, self._micro_batch(index)[:, :-1], *self._model)[0]
-
     def apply_gradients(self, gradients: Mapping[str, Array]) -> None:
         """One step of the optimizer; what passed since the end of `stream_backward` was the exchange and the clip."""
         self.exchange_seconds = time.perf_counter() - self._backward_over
+        self.first = self.first or _copied(gradients)
         self._optimizer.step(gradients)
 
     def held_out_loss(self) -> float:
         """Mean cross-entropy of the held-out text in nats per byte, on the same windows every time."""
-        sizes = (self._settings.batch_size, self._settings.model.sequence_length)
-        losses = []
-        for batch in evaluation_batches(self._texts.held_out, *sizes, _EVALUATION_BATCHES):
-            self._report(None)
-            losses.append(loss(self.weights, batch, *self._model))
-        return float(np.mean(losses))
+        batches = (self._micro_batch(index, self._texts.held_out) for index in range(_EVALUATION_BATCHES))
+        return float(np.mean([stream_gradients(self.weights, batch, *self._model)[0] for batch in batches]))
 
-    def _micro_batch(self, index: int) -> Tokens:
+    def _micro_batch(self, index: int, text: bytes | None = None) -> Tokens:
         self._report(None)
         settings = self._settings
-        return micro_batch(self._texts.train, index, settings.batch_size, settings.model.sequence_length, settings.seed)
+        sizes = (settings.batch_size, settings.model.sequence_length)
+        return micro_batch(self._texts.train if text is None else text, index, *sizes, settings.seed)
 
 
 def _in_order(settings: Settings, weights: Weights) -> Weights:
@@ -119,20 +147,6 @@ def layout_of(settings: Settings, tp_rank: int) -> GradientLayout:
     model = settings.model
     sizes = (model.hidden_size, model.num_kv_heads * model.head_size, model.intermediate_size, model.vocab_size)
     return GradientLayout.transformer(model.num_blocks, *sizes, tensor_parallel=settings.shard(tp_rank))
-
-
-def trainer_of(
-    learner: Learner, settings: Settings, exchange: Exchange | None, tp: TensorParallelRank
-) -> DistributedTrainer:
-    """The trainer of a shard of a rank; but in a replay it streams the last micro-batch of each step."""
-    return DistributedTrainer(
-        learner,
-        exchange,
-        layout_of(settings, tp.tp_rank),
-        max_norm=settings.max_norm,
-        micro_batches=None if settings.is_replay else settings.micro_batches,
-        tp_exchange=tp.exchange,
-    )
 
 
 def result_of(trainer: DistributedTrainer) -> StepResult:
@@ -159,12 +173,15 @@ def train_as_threads(settings: Settings, texts: Texts, report: Report) -> None:
 
 
 def replay(name: str, settings: Settings, texts: Texts, report: Report) -> None:
-    """Replay on threads, and report the weights after the compared steps under a name."""
+    """Replay on threads, and report under a name the first step and how rank 0 ended."""
+    found: dict[type, Any] = {}
 
-    def say(found: object) -> None:
-        report((name, found.compared_weights) if isinstance(found, Finished) and found.rank == 0 else None)
+    def note(what: object) -> None:
+        found.setdefault(type(what), what)
+        report(None)
 
-    train_as_threads(settings, texts, say)
+    train_as_threads(settings, texts, note)
+    report((name, (found[Step], found[Finished])))
 
 
 def _train(settings: Settings, texts: Texts, workers: Sequence[Sequence[Exchange]], report: Report) -> None:
@@ -181,30 +198,30 @@ def _train(settings: Settings, texts: Texts, workers: Sequence[Sequence[Exchange
 
 def _train_shard(
     settings: Settings, texts: Texts, exchange: Exchange, tp: TensorParallelRank, report: Report
-) -> tuple[Weights, Weights]:
-    """Make all steps as one shard of one rank; return its weights at the end, and after the compared steps."""
+) -> tuple[Weights, Weights, Weights]:
+    """Make all steps as one shard of one rank; return its parts of what `Finished` is of."""
     with exchange, tp:
         learner = Learner(settings, texts, tp, report)
-        trainer = trainer_of(learner, settings, exchange, tp)
+        streamed = None if settings.is_replay else settings.micro_batches  # the last of so many, in each step
+        options = partial(DistributedTrainer, max_norm=settings.max_norm, tp_exchange=tp.exchange)
+        trainer = options(learner, exchange, layout_of(settings, tp.tp_rank), micro_batches=streamed)
         for number in range(1, 1 + (settings.compared_steps if settings.is_replay else settings.steps)):
             loss = trainer.train_batch(settings.share(number, exchange.rank))
             if exchange.rank == 0:
                 held_out = learner.held_out_loss() if settings.is_evaluated(number) else None
                 if tp.tp_rank == 0:
-                    report(Step(number, loss, result_of(trainer).norm, learner.exchange_seconds, held_out))
+                    report(Step(number, loss, float(result_of(trainer).norm), learner.exchange_seconds, held_out))
             if number == settings.compared_steps:
-                kept = {name: weight.copy() for name, weight in learner.weights.items()}
-    return learner.weights, kept
+                compared = _copied(learner.weights)
+    return learner.weights, compared, learner.first
 
 
-def _finished(settings: Settings, rank: int, shards: Sequence[tuple[Weights, Weights]]) -> Finished:
-    """Unite the shards of a rank."""
-    weights, kept = zip(*shards, strict=True)
-    compared = _in_order(settings, united(settings, kept))
-    return Finished(
-        rank,
-        weights_digest(united(settings, weights)),
-        tuple(weights_digest(replicated_part(settings, part)) for part in weights),
-        weights_digest(compared),
-        compared if rank == 0 else None,
-    )
+def _copied(weights: Mapping[str, Array]) -> Weights:
+    return {name: weight.copy() for name, weight in weights.items()}
+
+
+def _finished(settings: Settings, rank: int, shards: Sequence[tuple[Weights, Weights, Weights]]) -> Finished:
+    replicated = tuple(weights_digest(replicated_part(settings, weights)) for weights, _, _ in shards)
+    weights, *others = (united(settings, parts) for parts in zip(*shards, strict=True))
+    compared, first = (_in_order(settings, each) if rank == 0 else {} for each in others)
+    return Finished(rank, weights_digest(weights), replicated, compared, first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +14,7 @@ from gradengine.errors import CallerError
 from gradengine.options import STDOUT, print_or_save, refuse_bad_plot, save, writable_json
 from gradengine.plan.machine import Rates, measure_rates
 from gradengine.plan.models import NAMED, load_model
-from gradengine.plan.prediction import Plan, Question, predict
-from gradengine.plan.rank import DEVICES, DTYPES, OPTIMIZERS
+from gradengine.plan.prediction import DEVICES, DTYPES, OPTIMIZERS, Plan, Question, predict
 from gradengine.plan.table import show
 from gradengine.plan.traffic import SOCKETS, SUMMED
 from gradengine.tensor_parallel_cost import Bandwidth
@@ -61,32 +59,27 @@ def plan(
     """
     _refuse_both_or_neither(bandwidth, one_machine=one_machine)
     _refuse_bad_paths(json, plot)
-    numbers: dict[str, Any] = {
-        "workers": workers, "tp": tp, "latency_seconds": latency_us / _MICROSECONDS,
-        "tp_latency_seconds": tp_latency_us / _MICROSECONDS, "sequence_length": sequence_length,
-        "batch_size": batch_size, "micro_batches": micro_batches, "dtype": dtype, "optimizer": optimizer,
-        "tflops": tflops, "backward_seconds": backward_seconds, "vocab_parallel": vocab_parallel, "device": device,
-    }  # fmt: skip
     texts = {
         "bandwidth": bandwidth, "tp_bandwidth": tp_bandwidth,
         "socket_bandwidth": socket_bandwidth, "sum_bandwidth": sum_bandwidth,
     }  # fmt: skip
-    found = _predicted(model, numbers, texts)
-    _write(found, json, plot)
-    if json != STDOUT:
-        show(found, Console(highlight=False))
-
-
-def _predicted(model: str, numbers: Mapping[str, Any], texts: Mapping[str, str | None]) -> Plan:
-    """Of links; or, without a bandwidth, of this machine, which is measured only once all else can be planned."""
     bandwidths: dict[str, Any] = {name: _bandwidth(name, text) for name, text in texts.items()}
-    machine = _NOT_MEASURED if bandwidths["bandwidth"] is None else None
     try:
-        question = Question(load_model(model), machine=machine, **bandwidths, **numbers)
+        question = Question(
+            load_model(model), workers, tp=tp, **bandwidths,
+            latency_seconds=latency_us / _MICROSECONDS, tp_latency_seconds=tp_latency_us / _MICROSECONDS,
+            sequence_length=sequence_length, batch_size=batch_size, micro_batches=micro_batches, dtype=dtype,
+            optimizer=optimizer, tflops=tflops, backward_seconds=backward_seconds, vocab_parallel=vocab_parallel,
+            device=device, machine=_NOT_MEASURED if one_machine else None,
+        )  # fmt: skip
         found = predict(question)
     except CallerError as fault:
         raise _naming_the_option(fault) from None
-    return found if machine is None else predict(replace(question, machine=measure_rates()))
+    if one_machine:  # only once all else can be planned
+        found = predict(replace(question, machine=measure_rates()))
+    _write(found, json, plot)
+    if json != STDOUT:
+        show(found, Console(highlight=False))
 
 
 def _refuse_both_or_neither(bandwidth: str | None, *, one_machine: bool) -> None:

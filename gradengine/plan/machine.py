@@ -27,10 +27,10 @@ from gradengine.errors import CallerError
 from gradengine.exchange.channel import Address, Channel
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, find_non_finite
 from gradengine.kernels.host import available_cpus
-from gradengine.plan.traffic import Overlap, Traffic, buckets_in, no_traffic, overlapped
+from gradengine.plan.traffic import Overlap, Traffic, buckets_in, overlapped
 
 __all__ = [
-    "ON_ONE_MACHINE",
+    "TRANSPORTS",
     "Rates",
     "Sum",
     "measure_rates",
@@ -40,6 +40,7 @@ __all__ = [
     "rates_of",
 ]
 
+TRANSPORTS = ("tcp://", "unix://", "threads")
 _THREADS_OF_A_PAIR = 4  # of two processes, each sending and receiving at once
 _BUCKET = DEFAULT_BUCKET_BYTES // 4
 _ELEMENTS, _ROUNDS = 1 << 23, 5  # 34 MB: beyond the caches, and a second in all
@@ -74,69 +75,33 @@ class Rates:
         """
         return workers * nbytes / self.check + (workers - 1) * nbytes / self.add
 
-    def by_tcp(self, nbytes: int, workers: int) -> float:
-        """Seconds of `tcp://` on loopback: its transfers on all cores, and the sum.
+    def seconds(self, transport: str, nbytes: int, workers: int) -> float:
+        """Of one of `TRANSPORTS`: of sockets' transfers on all cores, or of threads' copies; and of the sum.
 
-        >>> Rates(2, 4e9, 4e9, check=20e9, add=20e9, copy=10e9).by_tcp(10**9, workers=2)
+        >>> Rates(2, 4e9, 4e9, check=20e9, add=20e9, copy=10e9).seconds("tcp://", 10**9, workers=2)
         0.65
         """
-        return self._by_sockets(nbytes, workers, self.tcp)
-
-    def by_unix(self, nbytes: int, workers: int) -> float:
-        """Seconds of `unix://`."""
-        return self._by_sockets(nbytes, workers, self.unix)
-
-    def by_threads(self, nbytes: int, workers: int) -> float:
-        """Seconds of `local_group`: one thread sums and copies while the others wait."""
-        return self.sum_seconds(nbytes, workers) + (workers - 1) * nbytes / self.copy
-
-    def taking_seconds(self, nbytes: int, workers: int) -> float:
-        """Of the workers' engines, which all add a last micro-batch to their arenas and check it, on these cores."""
-        return (nbytes / self.add + nbytes / self.check) * self._shared_by(workers)
-
-    def clip_seconds(self, nbytes: int, workers: int) -> float:
-        """Of the workers' engines, which all scale the sum once it is there, as fast as they would copy it."""
-        return nbytes / self.copy * self._shared_by(workers)
-
-    def _by_sockets(self, nbytes: int, workers: int, rate: float) -> float:
-        transfers = 2 * (workers - 1) * nbytes
+        # Added, not side by side: it is a reading thread that sums, and nobody reads for it meanwhile.
+        summed = self.sum_seconds(nbytes, workers)
+        if transport == "threads":
+            return summed + (workers - 1) * nbytes / self.copy
+        rate = self.tcp if transport == "tcp://" else self.unix
         measured = min(self.cores, _THREADS_OF_A_PAIR)
         usable = min(self.cores, _THREADS_OF_A_PAIR * (workers - 1))
-        # Added, not side by side: it is a reading thread that sums, and nobody reads for it meanwhile.
-        return transfers / rate * measured / usable + self.sum_seconds(nbytes, workers)
-
-    def _shared_by(self, workers: int) -> float:
-        return max(1.0, workers / self.cores)
-
-
-ON_ONE_MACHINE: Mapping[str, Callable[[Rates, int, int], float]] = {
-    "tcp://": Rates.by_tcp,
-    "unix://": Rates.by_unix,
-    "threads": Rates.by_threads,
-}
+        return 2 * (workers - 1) * nbytes / rate * measured / usable + summed
 
 
 def on_one_machine(transport: str, spans: Sequence[int], workers: int, rates: Rates) -> Traffic:
-    """What a transport takes within one machine; bytes are those that rank 0 sends, or copies to the other arenas.
-
-    Args:
-        transport: A key of `ON_ONE_MACHINE`.
-        spans: Bytes of each span.
-        workers: Processes of the machine, or threads of one process.
-        rates: The machine's.
-    """
+    """What one of `TRANSPORTS` takes; bytes are those that rank 0 sends, or copies to the other arenas."""
     if workers == 1:
-        return no_traffic(transport, spans)
+        return Traffic(span_seconds=(0.0,) * len(spans))
     each, sends = (workers - 1) * sum(spans), transport != "threads"
     return Traffic(
-        transport,
         busiest_link_bytes=each,
         other_link_bytes=sum(spans) if sends else 0,
         total_bytes=(2 if sends else 1) * each,
         messages=(workers - 1) * buckets_in(spans) if sends else 0,
-        latency_steps=0,
-        span_seconds=tuple(ON_ONE_MACHINE[transport](rates, nbytes, workers) for nbytes in spans),
-        tail_seconds=0.0,
+        span_seconds=tuple(rates.seconds(transport, nbytes, workers) for nbytes in spans),
     )
 
 
@@ -145,13 +110,14 @@ def overlap_on_one_machine(
 ) -> Overlap:
     """What a step waits after backward, where the cores that exchange a span are those that add it and clip the sum.
 
-    Backward itself is taken to run elsewhere, on a GPU. What the engines do is part of the wait, not of the exchange.
+    Backward itself is taken to run elsewhere, on a GPU. Engines add a last micro-batch to their arenas and check it,
+    and scale the sum as fast as they would copy it: that is part of the wait, not of the exchange.
     """
-    if workers == 1:
-        return Overlap(0.0, 0.0)
-    held = [taken + rates.taking_seconds(n, workers) for taken, n in zip(traffic.span_seconds, spans, strict=True)]
-    tail = traffic.tail_seconds + rates.clip_seconds(sum(spans), workers)
-    return Overlap(traffic.seconds, overlapped(shares, backward_seconds, held, tail).exposed_seconds)
+    shared = max(1.0, workers / rates.cores)
+    taking = shared * (1 / rates.add + 1 / rates.check)
+    held = [seconds + taking * nbytes for seconds, nbytes in zip(traffic.span_seconds, spans, strict=True)]
+    clip = shared * sum(spans) / rates.copy
+    return Overlap(traffic.seconds, overlapped(shares, backward_seconds, held, clip).exposed_seconds)
 
 
 @final

@@ -55,33 +55,19 @@ class Model:
         return self.layout().num_elements + self.frozen()
 
     def sharded(self, tp: int, *, vocab_parallel: bool = False) -> TensorParallelConfig:
-        """The part of rank 0 of `tp` tensor-parallel ranks; the others' are as large.
-
-        Raises:
-            CallerError: Heads, key-value heads or the intermediate size cannot be divided.
-        """
+        """The part of rank 0 of `tp` tensor-parallel ranks, as large as any; CallerError if there is none."""
         sizes = self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads
         return TensorParallelConfig(0, tp, *sizes, vocab_parallel=vocab_parallel)
 
     def layout(self, tp: int = 1, *, vocab_parallel: bool = False) -> GradientLayout:
-        """Where the gradients of one of `tp` ranks lie.
+        """Where the gradients of one of `tp` ranks lie; CallerError if the model cannot be cut so.
 
-        Raises:
-            CallerError: Heads, key-value heads, the intermediate size or the vocabulary cannot be divided.
-
-        Example:
-            >>> NAMED["350m"].layout().nbytes
-            1594036224
+        >>> NAMED["350m"].layout().nbytes
+        1594036224
         """
-        return GradientLayout.transformer(
-            self.num_blocks,
-            self.hidden_size,
-            self.kv_hidden_size,
-            self.intermediate_size,
-            self.vocab_size,
-            embedding=self.embedding == "own",
-            tensor_parallel=self.sharded(tp, vocab_parallel=vocab_parallel) if tp > 1 else None,
-        )
+        sizes = (self.num_blocks, self.hidden_size, self.kv_hidden_size, self.intermediate_size, self.vocab_size)
+        config = self.sharded(tp, vocab_parallel=vocab_parallel) if tp > 1 else None
+        return GradientLayout.transformer(*sizes, embedding=self.embedding == "own", tensor_parallel=config)
 
     def frozen(self, tp: int = 1, *, vocab_parallel: bool = False) -> int:
         """Elements of one of `tp` ranks that are not trained."""
@@ -120,9 +106,6 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 def load_model(name: str) -> Model:
     """A model by its name, or by the path of a config.json in the form that Hugging Face models have.
-
-    Args:
-        name: "350m", "1b", "7b", "70b", or a path.
 
     Raises:
         CallerError: No such name or regular file, no JSON, a key that is missing, twice there or out of range, or a

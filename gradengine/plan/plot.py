@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, ScalarFormatter
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from gradengine.plan.prediction import Plan
+from gradengine.plan.prediction import Plan
 
 __all__ = ["drawn", "worker_counts"]
 
@@ -31,10 +29,20 @@ def drawn(plan: Plan) -> Figure:
     """The picture: a line for each algorithm, and one for backward."""
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
     axes = figure.subplots()
-    _draw_exchanges(axes, plan)
-    _draw_backward(axes, plan.compute.backward_seconds)
-    if plan.question.workers > 1:
-        _draw_workers(axes, plan.question.workers)
+    workers, backward = plan.question.workers, plan.compute.backward_seconds
+    counts = worker_counts(workers)
+    by_count = [plan.question.traffic(plan.layout, count) for count in counts]
+    for name in plan.exchanges:
+        label, color, line, width = _STYLES[name]
+        seconds = [traffic[name].seconds for traffic in by_count]
+        axes.plot(counts, seconds, linestyle=line, color=color, linewidth=width, label=label)
+    axes.axhline(backward, color=_GREY, linestyle=":", linewidth=1.2)
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, 4), "textcoords": "offset points"}
+    axes.annotate("backward of the last micro-batch", (0.99, backward), **place, ha="right", color=_GREY, fontsize=9)
+    if workers > 1:
+        axes.axvline(workers, color=_GREY, linewidth=0.6, alpha=0.6)
+        place = {"xycoords": ("data", "axes fraction"), "va": "top"}
+        axes.annotate(" this plan", (workers, 1.0), **place, color=_GREY, fontsize=9)
     _label(axes, plan)
     return figure
 
@@ -48,27 +56,6 @@ def worker_counts(workers: int) -> list[int]:
     last = max(8, 2 * workers)
     counts = {round(2 * (last / 2) ** (i / (_MOST_POINTS - 1))) for i in range(_MOST_POINTS)}
     return sorted(counts | {max(2, workers), last})
-
-
-def _draw_exchanges(axes: Axes, plan: Plan) -> None:
-    counts = worker_counts(plan.question.workers)
-    by_count = [plan.question.traffic(plan.layout, count) for count in counts]
-    for name in plan.exchanges:
-        label, color, line, width = _STYLES[name]
-        seconds = [traffic[name].seconds for traffic in by_count]
-        axes.plot(counts, seconds, linestyle=line, color=color, linewidth=width, label=label)
-
-
-def _draw_backward(axes: Axes, seconds: float) -> None:
-    axes.axhline(seconds, color=_GREY, linestyle=":", linewidth=1.2)
-    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, 4), "textcoords": "offset points"}
-    axes.annotate("backward of the last micro-batch", (0.99, seconds), **place, ha="right", color=_GREY, fontsize=9)
-
-
-def _draw_workers(axes: Axes, workers: int) -> None:
-    axes.axvline(workers, color=_GREY, linewidth=0.6, alpha=0.6)
-    place = ("data", "axes fraction")
-    axes.annotate(" this plan", (workers, 1.0), xycoords=place, va="top", color=_GREY, fontsize=9)
 
 
 def _label(axes: Axes, plan: Plan) -> None:

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, refuse_unknown, whole_number
 from gradengine.errors import CallerError
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
+from gradengine.exchange.server import BUCKETS_IN_FLIGHT
 from gradengine.layout import GradientLayout
-from gradengine.plan import rank
-from gradengine.plan.choice import ALONE, Choice, choose
-from gradengine.plan.machine import ON_ONE_MACHINE, Rates, on_one_machine, overlap_on_one_machine
+from gradengine.plan.machine import TRANSPORTS, Rates, on_one_machine, overlap_on_one_machine
 from gradengine.plan.models import Model
-from gradengine.plan.quantities import duration
-from gradengine.plan.traffic import ALGORITHMS, SOCKETS, SUMMED, Network, Overlap, Traffic, overlapped, span_bytes
+from gradengine.plan.traffic import (
+    ALGORITHMS,
+    SOCKETS,
+    SUMMED,
+    Network,
+    Overlap,
+    Traffic,
+    overlapped,
+    ready_shares,
+    span_bytes,
+    weights_multiplied,
+)
 from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
 
-__all__ = ["Plan", "Question", "predict"]
+__all__ = [
+    "Choice", "Compute", "Memory", "Plan", "Question", "choose", "compute_of", "coordinator_bytes", "duration",
+    "enough_micro_batches", "memory_of", "predict",
+]  # fmt: skip
 
-_FORMAT = 1  # of the JSON: docs/plan.md says what is in it
-_OF_COST = "bytes_per_all_reduce all_reduces_per_step bytes_per_step bytes_per_step_both_ways link_bytes_per_step"
+DEVICES = ("cpu", "cuda")
+DTYPES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
+OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "lion": 4, "momentum": 4, "sgd": 0}  # bytes of fp32 state for a weight
 _MOST = 1 << 20
 _COUNTS = ("workers", "tp", "sequence_length", "batch_size", "micro_batches")
-_WORDS = {"dtype": tuple(rank.DTYPES), "optimizer": tuple(rank.OPTIMIZERS), "device": rank.DEVICES}
+_WORDS = {"dtype": tuple(DTYPES), "optimizer": tuple(OPTIMIZERS), "device": DEVICES}
 _MAY_BE_NONE = ("bandwidth", "tp_bandwidth", "backward_seconds")
 _RANGES = {  # wide, but such that no sum or product of theirs overflows
     "latency_seconds": (0.0, 10.0, "s"),
@@ -33,6 +48,11 @@ _RANGES = {  # wide, but such that no sum or product of theirs overflows
     "backward_seconds": (1e-9, 1e9, "s"),
     **dict.fromkeys(("bandwidth", "tp_bandwidth", "socket_bandwidth", "sum_bandwidth"), (1.0, 1e18, "bytes/s")),
 }
+_FORMAT = 1  # of the JSON: docs/plan.md says what is in it
+_OF_COST = "bytes_per_all_reduce all_reduces_per_step bytes_per_step bytes_per_step_both_ways link_bytes_per_step"
+_ENOUGH = 0.05  # of a step: what something faster must save to be worth its trouble
+_LONG = 0.2  # of a step: what a wait may take before it is to be said how it is shortened
+_NOTHING = 5e-9  # seconds: what a difference of two times leaves where it is none
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,7 @@ class Question:
     batch_size: int = 1  # sequences of a worker's micro-batch
     micro_batches: int = 1  # of each worker in an optimizer step
     dtype: str = "float32"  # of weights, gradients and activations
-    optimizer: str = "adamw"  # a key of `rank.OPTIMIZERS`
+    optimizer: str = "adamw"  # a key of `OPTIMIZERS`
     tflops: float = 100.0  # 10^12 operations a second that a rank achieves, where backward was not measured
     # Of one micro-batch on one rank, measured with its all-reduces; None to take it from `tflops`.
     backward_seconds: float | None = None
@@ -103,7 +123,7 @@ class Question:
             tp_size=self.tp,
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,
-            bytes_per_element=rank.DTYPES[self.dtype],
+            bytes_per_element=DTYPES[self.dtype],
             vocab_parallel=self.vocab_parallel,
         )
 
@@ -114,7 +134,7 @@ class Question:
             network = Network(self.bandwidth, self.latency_seconds, self.socket_bandwidth, self.sum_bandwidth)
             return {name: algorithm(spans, workers, network) for name, algorithm in ALGORITHMS.items()}
         rates = self.machine
-        return {name: on_one_machine(name, spans, workers, rates) for name in ON_ONE_MACHINE} if rates else {}
+        return {name: on_one_machine(name, spans, workers, rates) for name in TRANSPORTS} if rates else {}
 
 
 def _refuse_outside(name: str, value: Any) -> None:
@@ -127,13 +147,55 @@ def _refuse_outside(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, activations not counted."""
+
+    weights: int  # in the gradients' dtype, those that are not trained among them
+    gradients: int  # as backward leaves them, in their dtype
+    arena: int  # the fp32 sum of micro-batches and workers
+    master_weights: int  # a copy of the trained weights in fp32, where they are kept in less
+    optimizer: int  # its state in fp32
+    host_mirror: int  # pinned host memory through which a GPU's arena is exchanged
+    coordinator: int  # host memory that rank 0 of a tcp:// group needs beyond the others'
+
+    @property
+    def on_device(self) -> int:
+        """Bytes where the model is."""
+        return self.weights + self.gradients + self.arena + self.master_weights + self.optimizer
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one micro-batch on one rank, all-reduces of tensor parallelism included."""
+
+    forward_seconds: float  # its forward
+    backward_seconds: float  # its backward, twice the forward's arithmetic
+    source: str  # where the figures are from, as the table says it
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The transport to take."""
+
+    transport: str  # "none" for one worker, "unix://" on one machine, else "tcp://"
+    reason: str  # one sentence
+    waits_of_step: float = 0.0  # what a step waits for it, as a share of the step
+    remedies: tuple[str, ...] = ()  # what shortens a wait of more than a fifth of the step, each a sentence
+
+
+@dataclass(frozen=True)
 class Plan:
     """What will be."""
 
     question: Question  # what was asked
     layout: GradientLayout  # of one rank's gradients
-    memory: rank.Memory  # of one rank
-    compute: rank.Compute  # of one micro-batch
+    memory: Memory  # of one rank
+    compute: Compute  # of one micro-batch
     # Algorithm, or transport on one machine -> its traffic, and what of it backward hides.
     exchanges: Mapping[str, tuple[Traffic, Overlap]]
     choice: Choice  # the transport to take
@@ -163,14 +225,13 @@ class Plan:
 def _asked(question: Question) -> dict[str, Any]:
     asked = dataclasses.asdict(dataclasses.replace(question, tp_bandwidth=question.within))
     del asked["model"]
-    bandwidths = [name for name in asked if name.endswith("bandwidth")]
-    rates = {f"{name}_bytes_per_second": asked.pop(name) for name in bandwidths}
-    return asked | {name: rate and rate["bytes_per_second"] for name, rate in rates.items()}
+    rates = {name: asked.pop(name) for name in list(asked) if name.endswith("bandwidth")}
+    return asked | {f"{name}_bytes_per_second": rate and rate["bytes_per_second"] for name, rate in rates.items()}
 
 
 def _exchange(traffic: Traffic, overlap: Overlap) -> dict[str, Any]:
     fields = dataclasses.asdict(traffic)
-    del fields["algorithm"], fields["span_seconds"], fields["tail_seconds"]
+    del fields["span_seconds"], fields["tail_seconds"]
     return fields | dataclasses.asdict(overlap) | {"hidden_seconds": overlap.hidden_seconds}
 
 
@@ -189,37 +250,74 @@ def predict(question: Question) -> Plan:
         (4782108672, 'tcp://')
     """
     layout = question.model.layout(question.tp, vocab_parallel=question.vocab_parallel)
-    frozen = question.model.frozen(question.tp, vocab_parallel=question.vocab_parallel)
-    memory = rank.memory_of(
-        layout, question.dtype, question.optimizer, question.workers, frozen=frozen, device=question.device
-    )
-    compute = _compute(question, layout)
+    compute = compute_of(question, layout)
     exchanges = _exchanges(question, layout, compute)
     overlaps = {name: overlap for name, (_, overlap) in exchanges.items()}
-    faster = _over_a_faster_link(question, layout, compute)
-    choice = choose(question.micro_batches, compute.seconds, overlaps, faster_link=faster)
-    return Plan(question, layout, memory, compute, exchanges, choice if question.workers > 1 else ALONE)
+    choice = Choice("none", "one worker has nobody to exchange with: build the engine without exchange=.")
+    if question.workers > 1:
+        faster = _over_a_faster_link(question, layout, compute)
+        choice = choose(question.micro_batches, compute.seconds, overlaps, faster_link=faster)
+    return Plan(question, layout, memory_of(question, layout), compute, exchanges, choice)
 
 
-def _compute(question: Question, layout: GradientLayout) -> rank.Compute:
-    tp_seconds, backward = question.tp_seconds / question.micro_batches, question.backward_seconds
+def memory_of(question: Question, layout: GradientLayout) -> Memory:
+    """What one rank keeps."""
+    elements, width = layout.num_elements, DTYPES[question.dtype]
+    frozen = question.model.frozen(question.tp, vocab_parallel=question.vocab_parallel)
+    return Memory(
+        weights=width * (elements + frozen),
+        gradients=width * elements,
+        arena=layout.nbytes,
+        master_weights=4 * elements if width < 4 else 0,
+        optimizer=OPTIMIZERS[question.optimizer] * elements,
+        host_mirror=layout.nbytes if question.workers > 1 and question.device == "cuda" else 0,
+        coordinator=coordinator_bytes(layout, question.workers),
+    )
+
+
+def coordinator_bytes(layout: GradientLayout, workers: int) -> int:
+    """What a coordinator in rank 0's process keeps: for each other worker the buckets received and not yet summed.
+
+    Sums are taken in rank 0's own arena (or its mirror), and leave from there.
+
+    >>> coordinator_bytes(GradientLayout.of([(1 << 20,)]), workers=3)
+    33554432
+    """
+    return (workers - 1) * BUCKETS_IN_FLIGHT * min(max(span_bytes(layout), default=0), DEFAULT_BUCKET_BYTES)
+
+
+def compute_of(question: Question, layout: GradientLayout) -> Compute:
+    """A backward that was measured, or arithmetic: 2 operations a weight and token forward, 4 backward.
+
+    Attention's scores and their sum are 4 S operations a token, block and hidden element, over all ranks.
+
+    Raises:
+        CallerError: What was measured is shorter than the all-reduces that it holds.
+    """
+    all_reduces, backward = question.tp_seconds / question.micro_batches / 2, question.backward_seconds
     if backward is None:
-        tokens = question.batch_size * question.sequence_length
-        return rank.assumed(question.model, layout, tokens, question.sequence_length, question.tflops, tp_seconds)
-    if backward < tp_seconds / 2:
+        model, length = question.model, question.sequence_length
+        weights = sum(weights_multiplied(span) for span in layout.spans)
+        scores = 4 * length * model.hidden_size * model.num_blocks / layout.tp_size
+        forward = question.batch_size * length * (2 * weights + scores) / (1e12 * question.tflops)
+        source = f"assumed: {question.tflops:g} TFLOP/s a rank" + (", with its all-reduces" if all_reduces else "")
+        return Compute(forward + all_reduces, 2 * forward + all_reduces, source)
+    if backward < all_reduces:
         raise CallerError(
             "backward_seconds is shorter than the all-reduces of tensor parallelism that it holds",
             got=duration(backward),
-            expected=f"at least the {duration(tp_seconds / 2)} that they take at {question.within}",
+            expected=f"at least the {duration(all_reduces)} that they take at {question.within}",
             do="measure it on the ranks of a worker, and say how fast the links between those are (tp_bandwidth)",
         )
-    return rank.measured(backward)
+    return Compute(backward / 2, backward, "measured by you")
 
 
-def _exchanges(question: Question, layout: GradientLayout, compute: rank.Compute) -> dict[str, tuple[Traffic, Overlap]]:
-    shares, backward = rank.ready_shares(layout, tied=question.model.embedding == "tied"), compute.backward_seconds
+def _exchanges(question: Question, layout: GradientLayout, compute: Compute) -> dict[str, tuple[Traffic, Overlap]]:
+    shares, backward = ready_shares(layout, tied=question.model.embedding == "tied"), compute.backward_seconds
 
     def overlap(traffic: Traffic) -> Overlap:
+        if question.workers == 1:
+            return Overlap(0.0, 0.0)
         if question.machine is None:
             return overlapped(shares, backward, traffic.span_seconds, traffic.tail_seconds)
         return overlap_on_one_machine(shares, backward, span_bytes(layout), traffic, question.workers, question.machine)
@@ -228,10 +326,65 @@ def _exchanges(question: Question, layout: GradientLayout, compute: rank.Compute
 
 
 def _over_a_faster_link(
-    question: Question, layout: GradientLayout, compute: rank.Compute
+    question: Question, layout: GradientLayout, compute: Compute
 ) -> tuple[Bandwidth, Overlap] | None:
     """The star over the slowest link that is as fast as rank 0's sockets; None where it has one already."""
     fastest = question.socket_bandwidth
     if question.bandwidth is None or question.bandwidth.bytes_per_second >= fastest.bytes_per_second:
         return None
     return fastest, _exchanges(dataclasses.replace(question, bandwidth=fastest), layout, compute)["star"][1]
+
+
+def choose(
+    micro_batches: int,
+    micro_batch_seconds: float,
+    exchanges: Mapping[str, Overlap],
+    *,
+    faster_link: tuple[Bandwidth, Overlap] | None = None,
+) -> Choice:
+    """Say what a step of several workers waits, and what would shorten that.
+
+    `faster_link` is as fast as the sockets, with the star over it, where the step's own is slower.
+
+    Example:
+        >>> choose(1, 0.99, {"unix://": Overlap(1.0, 0.01)}).reason
+        'a step waits 10.0 ms for it, 1.0% of its time.'
+    """
+    transport, taken = ("tcp://", "star") if "star" in exchanges else ("unix://", "unix://")
+    waits = exchanges[taken].exposed_seconds
+    step = micro_batches * micro_batch_seconds + waits
+    reason = f"a step waits {duration(waits)} for it, {waits / step:.1%} of its time."
+    if waits <= _LONG * step:
+        return Choice(transport, reason, waits / step)
+    enough = enough_micro_batches(micro_batch_seconds, waits)
+    remedies = [f"More micro-batches: {enough:,} a step, not {micro_batches:,}, make the wait a fifth of it."]
+    if faster_link is not None:
+        link, faster = faster_link[0], duration(faster_link[1].exposed_seconds)
+        remedies.append(f"A faster link: at {link} a step would wait {faster}; more is no faster.")
+    ring = exchanges.get("ring", exchanges[taken]).exposed_seconds
+    if waits - ring > _ENOUGH * step:
+        faster = duration(ring)
+        remedies.append(f"Another library's ring, such as NCCL's, would wait {faster}; its sums are in another order.")
+    return Choice(transport, reason, waits / step, tuple(remedies))
+
+
+def enough_micro_batches(micro_batch_seconds: float, waits: float) -> int:
+    """As many as make a wait a fifth of the step; only the last one's backward hides any of it.
+
+    >>> enough_micro_batches(0.5, waits=1.0)
+    8
+    """
+    return math.ceil(waits * (1 - _LONG) / _LONG / micro_batch_seconds * (1 - 1e-12))
+
+
+def duration(seconds: float) -> str:
+    """Seconds, three digits of them.
+
+    >>> [duration(seconds) for seconds in (0, 5e-6, 0.0123, 0.9996, 3.5, 62.6, 4000)]
+    ['0 s', '5.00 us', '12.3 ms', '1.00 s', '3.50 s', '62.6 s', '4000 s']
+    """
+    if seconds < _NOTHING:
+        return "0 s"
+    scale, unit = next((s, u) for s, u in ((1e6, "us"), (1e3, "ms"), (1, "s")) if seconds * s < 999.5 or u == "s")
+    digits = 2 - sum(seconds * scale >= limit for limit in (9.995, 99.95))
+    return f"{seconds * scale:.{digits}f} {unit}"

@@ -1,25 +1,19 @@
-"""A plan on a terminal: what was asked and assumed, three tables, and the transport to choose."""
+"""A plan on a terminal: what was asked and assumed, two tables, and the transport to choose."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from gradengine.plan.quantities import duration, size
+from gradengine.plan.prediction import Plan, Question, duration
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+__all__ = ["show", "size"]
 
-    from rich.console import Console
-
-    from gradengine.plan.prediction import Plan, Question
-
-__all__ = ["show"]
-
-_NARROW = 80  # columns, below which the bytes of the links are left out
 _ALGORITHMS = {  # on one machine: the transport
     "star": "star, tcp://",
     "ordered": "ordered, mpi:// *",
@@ -38,15 +32,19 @@ _TIED = (
 def show(plan: Plan, console: Console) -> None:
     """Print all of it."""
     console.print(_grid(_facts(plan)))
-    tables = [_memory(plan)]
-    if plan.question.tp > 1:
-        tables.append(_tensor_parallel(plan.question))
+    console.print(_memory(plan))
     if plan.question.workers > 1:
-        tables.append(_exchanges(plan, with_bytes=console.width >= _NARROW))
-    for title, table in tables:
-        console.print(Text(f"\n{title}", "bold"))
-        console.print(table)
+        console.print(_exchanges(plan))
     console.print("", _grid(_conclusions(plan)), sep="\n")
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people say them.
+
+    >>> size(1594036224)
+    '1.59 GB'
+    """
+    return decimal(nbytes, precision=2)
 
 
 def _grid(lines: Iterable[tuple[str, str]]) -> Table:
@@ -59,31 +57,35 @@ def _grid(lines: Iterable[tuple[str, str]]) -> Table:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    question, model, cost = plan.question, plan.question.model, plan.question.cost
+    question, model = plan.question, plan.question.model
     kinds = {"own": "", "tied": ", embedding tied to the LM head", "frozen": f", {model.frozen():,} of them frozen"}
     yield "model", f"{model.name} ({model.source}): {model.parameters:,} weights{kinds[model.embedding]}"
-    heads = f"{_count(model.num_heads, 'head')}, {_count(model.num_kv_heads, 'KV head')}"
-    sizes = f"H {model.hidden_size}, I {model.intermediate_size}, {heads}, V {model.vocab_size}"
-    yield "", f"{_count(model.num_blocks, 'block')}, {sizes}"
-    ranks = f"{question.tp} tensor-parallel ranks = {question.workers * question.tp} ranks"
-    workers = _count(question.workers, "data-parallel worker")
-    yield "ranks", f"{workers} x {ranks}" if question.tp > 1 else f"{workers} of 1 rank each"
+    sizes = f"blocks {model.num_blocks}, H {model.hidden_size}, I {model.intermediate_size}, V {model.vocab_size}"
+    yield "", f"{sizes}, heads {model.num_heads}, KV heads {model.num_kv_heads}"
+    ranks = f"{question.tp} tensor-parallel = {question.workers * question.tp} in all"
+    yield "ranks", f"{question.workers} data-parallel (workers) x {ranks}"
     yield from _links(question)
-    batches = _count(question.micro_batches, "micro-batch", "es")
-    sequences = f"{_count(question.batch_size, 'sequence')} of {_count(question.sequence_length, 'token')}"
-    yield "step", f"{batches} of {sequences} a worker: {duration(plan.compute_seconds)} of compute"
+    batch = f"micro-batches {question.micro_batches} x sequences {question.batch_size}"
+    compute = f"{duration(plan.compute_seconds)} of compute"
+    yield "step", f"{batch} x tokens {question.sequence_length} of each worker: {compute}"
     yield "backward", f"{duration(plan.compute.backward_seconds)} a micro-batch, {plan.compute.source}"
+    yield "tensor", _tensor_parallel(question)
+
+
+def _tensor_parallel(question: Question) -> str:
+    cost = question.cost
+    sent = f"{cost.bytes_per_all_reduce} bytes an all-reduce, {cost.bytes_per_step} a forward"
     if question.tp == 1:
-        sent = f"{cost.bytes_per_all_reduce} bytes an all-reduce, {cost.bytes_per_step} a forward"
-        yield "tensor", f"not parallel, nothing travels (--tp: {sent})"
+        return f"not parallel, nothing travels (--tp: {sent})"
+    link = f"a rank's link carries {size(cost.link_bytes_per_step)} each way in a step"
+    part = "part of the compute" if question.backward_seconds is None else "predicted"
+    return f"{sent}, as much backward; {link}, {duration(question.tp_seconds)}, {part}"
 
 
 def _links(question: Question) -> Iterator[tuple[str, str]]:
     if question.machine is not None:
-        rates = {name: f"{rate / 1e9:.3g}" for name, rate in vars(question.machine).items()}
-        sockets = f"two processes' sockets {rates['tcp']} GB/s (TCP), {rates['unix']} GB/s (Unix)"
-        thread = f"a thread checks {rates['check']}, adds {rates['add']}, copies {rates['copy']} GB/s"
-        yield "machine", f"{_count(question.machine.cores, 'core')}; {sockets}; {thread}; measured"
+        rates = [f"{name} {rate / 1e9:.3g}" for name, rate in vars(question.machine).items() if name != "cores"]
+        yield "machine", f"cores {question.machine.cores}; GB/s as measured: {', '.join(rates)}"
         return
     yield "links", f"{question.bandwidth} each way of each rank; {duration(question.latency_seconds)} a message"
     if question.tp > 1:
@@ -92,55 +94,24 @@ def _links(question: Question) -> Iterator[tuple[str, str]]:
     yield "rank 0", f"tcp:// alone: its sockets {question.socket_bandwidth} each way, its sum {sums}"
 
 
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{plural if number != 1 else ''}"
-
-
-def _memory(plan: Plan) -> tuple[str, Table]:
-    question, memory = plan.question, plan.memory
-    rows = {
-        f"weights, {question.dtype}": memory.weights,
-        f"gradients, {question.dtype}": memory.gradients,
-        "arena (this package), float32": memory.arena,
-        "master weights, float32": memory.master_weights,
-        f"state of {question.optimizer}, float32": memory.optimizer,
-        "on its device": memory.on_device,
-        "host memory: arena's mirror": memory.host_mirror,
-        "rank 0's host: coordinator": memory.coordinator,
-    }
-    return "Memory of a rank, activations not counted", _bytes_table({name: n for name, n in rows.items() if n}, ",")
-
-
-def _tensor_parallel(question: Question) -> tuple[str, Table]:
-    cost = question.cost
-    table = _bytes_table(
-        {
-            "one all-reduce": cost.bytes_per_all_reduce,
-            f"{cost.all_reduces_per_step} one way (forward)": cost.bytes_per_step,
-            "both ways (and backward)": cost.bytes_per_step_both_ways,
-            "a rank's link, each way": cost.link_bytes_per_step,
-        }
-    )
-    part = "part of the compute" if question.backward_seconds is None else "predicted"
-    table.add_row(f"time, {part}", "", duration(question.tp_seconds))
-    return f"Tensor parallel over {question.tp} ranks, of a step", table
-
-
-def _bytes_table(rows: dict[str, int], separator: str = "") -> Table:
-    table = _table("", "bytes", "")
-    for name, nbytes in rows.items():
-        table.add_row(name, f"{nbytes:{separator}}", size(nbytes), style="bold" if name == "on its device" else "")
+def _memory(plan: Plan) -> Table:
+    title = f"Memory of a rank, {plan.question.dtype} and {plan.question.optimizer}, activations not counted"
+    table = _table(title, "bytes", "")
+    for name, nbytes in (vars(plan.memory) | {"on_device": plan.memory.on_device}).items():
+        if nbytes:
+            style = "bold" if name == "on_device" else ""
+            table.add_row(name.replace("_", " "), f"{nbytes:,}", size(nbytes), style=style)
     return table
 
 
-def _exchanges(plan: Plan, *, with_bytes: bool) -> tuple[str, Table]:
-    table = _table("", *(["busiest link", "all links", "messages"] if with_bytes else []), "time", "hidden", "exposed")
+def _exchanges(plan: Plan) -> Table:
+    title = f"Exchange of {size(plan.layout.nbytes)} over {plan.question.workers} workers, of a step"
+    table = _table(title, "busiest link", "time", "hidden", "exposed")
     for name, (traffic, overlap) in plan.exchanges.items():
-        links = [size(traffic.busiest_link_bytes), size(traffic.total_bytes), str(traffic.messages)]
         times = map(duration, (overlap.seconds, overlap.hidden_seconds, overlap.exposed_seconds))
-        table.add_row(_ALGORITHMS.get(name, name), *(links if with_bytes else []), *times)
+        table.add_row(_ALGORITHMS.get(name, name), size(traffic.busiest_link_bytes), *times)
     table.caption = _OVER_LINKS if plan.question.machine is None else _ONE_MACHINE
-    return f"Exchange of {size(plan.layout.nbytes)} over {plan.question.workers} workers, of a step", table
+    return table
 
 
 def _conclusions(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -154,11 +125,11 @@ def _conclusions(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "", _TIED
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, caption_justify="left", show_edge=False
-    )
-    table.add_column(first, no_wrap=True)
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=Text(f"\n{title}", "bold"), box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.collapse_padding = True
+    table.title_justify = table.caption_justify = "left"
+    table.add_column("", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -11,13 +11,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeAlias
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
 
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
-from gradengine.layout import GradientLayout
+from gradengine.layout import GradientLayout, Span
 from gradengine.tensor_parallel_cost import Bandwidth
 
-__all__ = ["ALGORITHMS", "Network", "Overlap", "Traffic", "nccl", "ordered", "overlapped", "ring", "span_bytes", "star"]
+__all__ = [
+    "ALGORITHMS", "Network", "Overlap", "Traffic", "nccl", "overlapped", "ready_shares", "ring", "span_bytes", "star",
+    "weights_multiplied",
+]  # fmt: skip
 
 # Within what bench/results/cpu-2core-plan.json records of two shared cores; docs/plan.md has the ranges.
 SOCKETS = Bandwidth.gigabytes(2)  # half of `rates.tcp`, which is both processes' sending
@@ -31,23 +35,21 @@ class Network:
 
     bandwidth: Bandwidth  # of each rank's link, each way
     latency_seconds: float  # from sending a small message to having it
-    # What one process moves through its sockets each way, however fast the link is.
-    socket_bandwidth: Bandwidth = SOCKETS
+    socket_bandwidth: Bandwidth = SOCKETS  # what one process moves through its sockets each way, however fast the link
     sum_bandwidth: Bandwidth = SUMMED  # what one thread of rank 0 checks for NaN and Inf, or adds to the sum
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes, messages and seconds of one algorithm in one step."""
+    """Bytes, messages and seconds of one step's exchange."""
 
-    algorithm: str  # a key of `ALGORITHMS`, or a transport on one machine
-    busiest_link_bytes: int  # each way, on the link that carries most
-    other_link_bytes: int  # each way, on the link that carries least
-    total_bytes: int  # sent by all ranks
-    messages: int  # sent by the busiest rank
-    latency_steps: int  # messages that wait for each other
     span_seconds: tuple[float, ...]  # for each span, how long it holds the busiest link
-    tail_seconds: float  # from the last span's last byte to the end of the step
+    busiest_link_bytes: int = 0  # each way, on the link that carries most
+    other_link_bytes: int = 0  # each way, on the link that carries least
+    total_bytes: int = 0  # sent by all ranks
+    messages: int = 0  # sent by the busiest rank
+    latency_steps: int = 0  # messages that wait for each other
+    tail_seconds: float = 0.0  # from the last span's last byte to the end of the step
 
     @property
     def seconds(self) -> float:
@@ -56,11 +58,6 @@ class Traffic:
 
 
 Algorithm: TypeAlias = Callable[[Sequence[int], int, Network], Traffic]  # bytes of each span, workers, network
-
-
-def no_traffic(algorithm: str, spans: Sequence[int]) -> Traffic:
-    """One worker's."""
-    return Traffic(algorithm, 0, 0, 0, 0, 0, (0.0,) * len(spans), 0.0)
 
 
 def span_bytes(layout: GradientLayout) -> list[int]:
@@ -92,13 +89,12 @@ def star(spans: Sequence[int], workers: int, network: Network) -> Traffic:
         3000
     """
     if workers == 1:
-        return no_traffic("star", spans)
+        return Traffic(span_seconds=(0.0,) * len(spans))
     others, steps = workers - 1, 2 + _AGREEMENT
     rate = min(network.bandwidth.bytes_per_second, network.socket_bandwidth.bytes_per_second)
     summed = (2 * workers - 1) / network.sum_bandwidth.bytes_per_second  # W are checked, all but the first are added
     last_bucket = min(spans[-1] % DEFAULT_BUCKET_BYTES or DEFAULT_BUCKET_BYTES, spans[-1])
     return Traffic(
-        "star",
         busiest_link_bytes=others * sum(spans),
         other_link_bytes=sum(spans),
         total_bytes=2 * others * sum(spans),
@@ -109,48 +105,7 @@ def star(spans: Sequence[int], workers: int, network: Network) -> Traffic:
     )
 
 
-def ring(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """Each rank sends to the next: W - 1 messages that add up, W - 1 that hand the sums round, for each span.
-
-    >>> ring([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
-    1500
-    """
-    return _fastest("ring", spans, workers, network, _ring_way(workers))
-
-
-def ordered(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """Each rank gets its part of a span from all (alltoall), sums it in rank order and gives it to all (allgather).
-
-    The bytes and messages are a ring's; the order of the sum, and so its bits, are those of the star.
-    """
-    return _fastest("ordered", spans, workers, network, _ring_way(workers))
-
-
-def nccl(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """For each span the faster of a ring and a double binary tree, which is about how NCCL chooses.
-
-    The two trees carry half of the span each (Sanders, Speck and Traeff 2009). A rank that is within one and a leaf of
-    the other sends half a span to its parent in both and to its two children in one: 4 messages, twice the span.
-    """
-    halves = min(workers, 4)  # of 2 ranks each is a root and a leaf, of 3 none is within
-    tree = _Way(Fraction(halves, 2), tree_latency_steps(workers), halves)
-    return _fastest("nccl", spans, workers, network, _ring_way(workers), tree)
-
-
-def tree_latency_steps(workers: int) -> int:
-    """Messages that wait for each other in a tree: 2 ceil(log2 W), up and down.
-
-    >>> [tree_latency_steps(workers) for workers in (1, 2, 3, 64)]
-    [0, 2, 4, 12]
-    """
-    return 2 * (workers - 1).bit_length()
-
-
-ALGORITHMS: dict[str, Algorithm] = {"star": star, "ring": ring, "ordered": ordered, "nccl": nccl}
-
-
-@dataclass(frozen=True, order=True)
-class _Way:
+class _Way(NamedTuple):
     """One way to sum a span: the share of its bytes that the busiest link carries each way, and messages."""
 
     share: Fraction
@@ -162,26 +117,51 @@ class _Way:
         return transfer + self.latency_steps * network.latency_seconds
 
 
-def _ring_way(workers: int) -> _Way:
-    around = 2 * (workers - 1)
-    return _Way(Fraction(around, workers), around, around)
+def _around(workers: int) -> _Way:
+    messages = 2 * (workers - 1)
+    return _Way(Fraction(messages, workers), messages, messages)
 
 
-def _fastest(name: str, spans: Sequence[int], workers: int, network: Network, *ways: _Way) -> Traffic:
+def ring(spans: Sequence[int], workers: int, network: Network) -> Traffic:
+    """Each rank sends to the next: W - 1 messages that add up, W - 1 that hand the sums round, for each span.
+
+    >>> ring([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
+    1500
+    """
+    return _fastest(spans, workers, network, [_around(workers)])
+
+
+def nccl(spans: Sequence[int], workers: int, network: Network) -> Traffic:
+    """For each span the faster of a ring and a double binary tree, which is about how NCCL chooses.
+
+    The two trees carry half of the span each (Sanders, Speck and Traeff 2009), 2 ceil(log2 W) messages up and down. A
+    rank that is within one and a leaf of the other sends half a span to its parent in both and to its two children in
+    one: 4 messages, twice the span.
+    """
+    halves = min(workers, 4)  # of 2 ranks each is a root and a leaf, of 3 none is within
+    tree = _Way(Fraction(halves, 2), 2 * (workers - 1).bit_length(), halves)
+    return _fastest(spans, workers, network, [_around(workers), tree])
+
+
+def _fastest(spans: Sequence[int], workers: int, network: Network, ways: Sequence[_Way]) -> Traffic:
     """Each span goes the faster of these ways; only the links limit it."""
     if workers == 1:
-        return no_traffic(name, spans)
+        return Traffic(span_seconds=(0.0,) * len(spans))
     taken = [min((way.seconds(nbytes, network), way) for way in ways) for nbytes in spans]
     return Traffic(
-        name,
         busiest_link_bytes=math.ceil(sum(way.share * nbytes for (_, way), nbytes in zip(taken, spans, strict=True))),
-        other_link_bytes=math.ceil(_ring_way(workers).share * sum(spans)),
+        other_link_bytes=math.ceil(_around(workers).share * sum(spans)),
         total_bytes=2 * (workers - 1) * sum(spans),
         messages=sum(way.messages for _, way in taken),
         latency_steps=sum(way.latency_steps for _, way in taken) + _AGREEMENT,
         span_seconds=tuple(seconds for seconds, _ in taken),
         tail_seconds=_AGREEMENT * network.latency_seconds,
     )
+
+
+# Ordered: each rank gets its part of a span from all (alltoall), sums it in rank order and gives it to all (allgather).
+# The bytes and messages are a ring's; the order of the sum, and so its bits, are those of the star.
+ALGORITHMS: dict[str, Algorithm] = {"star": star, "ring": ring, "ordered": ring, "nccl": nccl}
 
 
 @dataclass(frozen=True)
@@ -200,20 +180,35 @@ class Overlap:
 def overlapped(
     shares: Sequence[float], backward_seconds: float, span_seconds: Sequence[float], tail_seconds: float
 ) -> Overlap:
-    """Send each span when it is ready and the ones before it have gone.
+    """Send each span when it is ready, after these shares of backward, and the ones before it have gone.
 
-    Args:
-        shares: After which share of backward each span is ready, in the order in which spans leave.
-        backward_seconds: How long backward runs.
-        span_seconds: How long each span holds the link.
-        tail_seconds: From the last span's end to the end of the exchange.
-
-    Example:
-        >>> overlapped([0.5, 1.0], 4.0, [3.0, 1.0], 0.5)  # the second span waits for the first until 5.0
-        Overlap(seconds=4.5, exposed_seconds=2.5)
+    >>> overlapped([0.5, 1.0], 4.0, [3.0, 1.0], 0.5)  # the second span waits for the first until 5.0
+    Overlap(seconds=4.5, exposed_seconds=2.5)
     """
     free = 0.0
     for share, seconds in zip(shares, span_seconds, strict=True):
         free = max(free, share * backward_seconds) + seconds
     whole = sum(span_seconds) + tail_seconds
     return Overlap(whole, min(whole, max(0.0, free + tail_seconds - backward_seconds)))
+
+
+def ready_shares(layout: GradientLayout, *, tied: bool = False) -> list[float]:
+    """After which share of backward each span is ready, in the order in which spans leave.
+
+    Weights stand for the time that backward takes with them. A tied LM head is ready at the end, when the embedding's
+    part of its gradient is added.
+
+    Example:
+        >>> ready_shares(GradientLayout.of({"layers.0.w": (32,), "layers.1.w": (32,), "head": (64,)}))
+        [0.5, 0.75, 1.0]
+    """
+    work = [weights_multiplied(span) for span in layout.spans]
+    shares = [min(1.0, done / (sum(work) or 1)) for done in accumulate(work)]
+    if tied:
+        shares = [1.0 if span.key == "lm_head" else share for span, share in zip(layout.spans, shares, strict=True)]
+    return [*shares[:-1], 1.0]
+
+
+def weights_multiplied(span: Span) -> int:
+    """Weights that take part in matrix products; a row of the embedding is only looked up."""
+    return sum(slot.size for slot in span.slots if slot.name != "embedding")
