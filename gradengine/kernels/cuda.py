@@ -19,6 +19,7 @@ from gradengine.kernels.interface import Kernels
 from gradengine.kernels.launch import OVERWRITE, Entry, Launches, Table, chunk_for
 from gradengine.kernels.operands import FoldPass, SlotSet, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
+from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
 
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
@@ -30,9 +31,9 @@ _SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at
 class CudaPartialSums(PartialSums):
     """The partial sums on the device: a squared sum and a count of non-finite elements for each chunk."""
 
-    order: Any
+    order: StreamOrder
 
-    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any], order: Any) -> None:
+    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any], order: StreamOrder) -> None:
         super().__init__(sizes, order, chunk_for(sum(sizes)))
         self.values = upload(self.values)
         self.non_finite = upload(np.zeros(sum(self.counts), np.uint32))

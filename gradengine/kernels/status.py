@@ -7,12 +7,16 @@ the step's own work, and looked at when it has come.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.decision import ClipPlan, Decision, Scalar
+from gradengine.kernels.streams import StreamOrder
 
 _FIELDS = [
     ("norm", "<f8"),
@@ -78,7 +82,9 @@ class DeviceDecision(Decision):
 class DecisionMemory:
     """All that K2 reads and writes besides the partials, allocated once for a plan."""
 
-    def __init__(self, upload: Any, plan: ClipPlan, components: int, order: Any) -> None:
+    def __init__(
+        self, upload: Callable[[npt.NDArray[Any]], Any], plan: ClipPlan, components: int, order: StreamOrder
+    ) -> None:
         self.order = order
         segments = [list(range(components)), *plan.members, *plan.block_members]
         self.groups, self.segments = len(plan.max_norms), len(segments)
@@ -134,7 +140,7 @@ class StatusReadback:
 
     SLOTS = 4  # steps that the host may run ahead before one's status is not sent (which was bad is never lost)
 
-    def __init__(self, runtime: Any, memory: DecisionMemory) -> None:
+    def __init__(self, runtime: CudaRuntime, memory: DecisionMemory) -> None:
         self._runtime, self._memory = runtime, memory
         self._host = runtime.pinned(self.SLOTS, RECORD)
         self._events = [runtime.event() for _ in range(self.SLOTS)]
