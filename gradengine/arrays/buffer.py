@@ -158,19 +158,14 @@ def _invalid_address(component: str, pointer: object, size: object) -> BufferRef
 
 
 def refuse_other_device(device: str, component: str, expected: Sequence[str] = ("cpu",)) -> None:
-    """Raise `BufferRefused` unless the memory is on one of the devices expected."""
+    """Raise `BufferRefused` unless the memory is on the device expected, by one of its names."""
     if device not in expected:
-        raise wrong_device(component, device, expected[0])
-
-
-def wrong_device(component: str, got: str, expected: str) -> BufferRefused:
-    """The error for memory on another device than the engine's."""
-    return BufferRefused(
-        f"component '{component}' is on another device",
-        got=got,
-        expected=expected,
-        do="bring all of a call's arrays to one device, and give the engine that one",
-    )
+        raise BufferRefused(
+            f"component '{component}' is on another device",
+            got=device,
+            expected=expected[0],
+            do="bring all of a call's arrays to one device, and give the engine that one",
+        )
 
 
 # ---- destinations ----

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias, final
 import numpy as np
 
 from gradengine.arguments import has, said
-from gradengine.arrays.buffer import Array, Buffer, exported_view, not_contiguous, refuse_other_device, wrong_device
+from gradengine.arrays.buffer import Array, Buffer, exported_view, not_contiguous, refuse_other_device
 from gradengine.arrays.dlpack import dlpack_device, exported, exporting_device
 from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
@@ -87,7 +87,7 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
             what, got = f"component '{component}' is on the meta device and has no memory", "a shape alone"
             do = "materialise the module before backward: module.to_empty(device=...), then load its weights"
             raise BufferRefused(what, got=got, do=do)
-        raise wrong_device(component, device, devices[0])
+        refuse_other_device(device, component, devices)
     if tensor.layout is not torch.strided:
         what = f"component '{component}' is sparse, or of another torch.layout than strided"
         do = "pass .to_dense(), or build the embedding with sparse=False"

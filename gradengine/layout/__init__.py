@@ -9,7 +9,6 @@ from gradengine.layout.layout import (
     BLOCK_COMPONENTS,
     LORA_COMPONENTS,
     NON_BLOCK_COMPONENTS,
-    PARTITIONS,
     GradientLayout,
     layout_from_table,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "BLOCK_COMPONENTS",
     "LORA_COMPONENTS",
     "NON_BLOCK_COMPONENTS",
-    "PARTITIONS",
     "Block",
     "GradientLayout",
     "Slot",

@@ -22,7 +22,6 @@ from gradengine.unpacking import unpack
 
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
-PARTITIONS = get_args(Partition)
 _MOST_BLOCKS = 1 << 14
 _MOST_BYTES = 1 << 62
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
@@ -328,7 +327,7 @@ def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str,
         raise CallerError("partitions of a whole model", got="no tp_size", expected="tp_rank= and tp_size= too")
     for name in named if tp_size is not None and tp_size > 1 else ():
         if name not in partitions:  # as "replicated" a forgotten shard would count once in the norm
-            raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(PARTITIONS))
+            raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(get_args(Partition)))
 
 
 def _few(names: Iterable[str], limit: int = 4) -> str:
