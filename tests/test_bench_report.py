@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from gradengine.bench.command import bench
 from gradengine.bench.device import Case, Missing, open_host
 from gradengine.bench.harness import Benchmark, Variant, as_json, measure
-from gradengine.bench.machine import machine, versions
+from gradengine.bench.machine import _dotted, machine, versions
 from gradengine.bench.peers import ByHand
-from gradengine.bench.table import table_of
+from gradengine.bench.table import _ms, table_of
 from gradengine.errors import CallerError
 
 SMALL = ["--hidden", "8", "--blocks", "1", "--rounds", "2"]
@@ -97,9 +97,16 @@ def test_the_table_has_memory_where_it_was_measured():
 
 
 def test_machine_and_versions():
+    assert set(machine()) == {"cpu", "cores", "memory_bytes", "system"}
+    assert set(versions()) == {"commit", "gradengine", "numpy", "python", "torch"}
     assert machine()["cores"] >= 1
     assert machine()["memory_bytes"] > 1 << 20
     assert versions()["numpy"]
+
+
+def test_numbers_as_they_are_written():
+    assert (_ms(0.0882), _ms(0.000314)) == ("88.2", "0.314")
+    assert _dotted(13020) == "13.2"
 
 
 @pytest.mark.parametrize(

@@ -123,35 +123,31 @@ def hand_back(workload: Workload, *, to_bf16: bool) -> list[Variant]:
     """One micro-batch of fp32 is multiplied: in place, or into bfloat16 destinations, which nobody writes by hand."""
     device, whole = workload.device, workload.sum_bytes
 
-    def case(run_on: Callable[[list[Array], list[Array]], Callable[[], object]]) -> Case:
+    def case(kind: type[Peer] | None = None) -> Case:
         arrays, put_back = _restored(workload)
         results = device.empty(workload.shapes, np.uint16, odd=workload.odd) if to_bf16 else arrays
         if to_bf16:
             device.poison(results)
-        return Case(run_on(arrays, results), lambda: workload.error(results, _FACTOR), put_back)
+        run = by_ours(arrays, results) if kind is None else by_peer(kind.over(device, arrays), results)
+        return Case(run, lambda: workload.error(results, _FACTOR), put_back)
 
-    def of_ours(arrays: list[Array], results: list[Array]) -> Callable[[], object]:
+    def by_ours(arrays: list[Array], results: list[Array]) -> Callable[[], object]:
         given = [device.raw(result) for result in results] if to_bf16 else results
-        sources, destinations = (
-            device.kernels.device.writable_views(each, [""] * len(each)) for each in (arrays, given)
-        )
+        views = device.kernels.device.writable_views
+        sources, destinations = (views(each, [""] * len(each)) for each in (arrays, given))
         return lambda: device.kernels.scale(sources, np.float32(_FACTOR), destinations)
 
-    def of_peer(kind: type[Peer], arrays: list[Array], results: list[Array]) -> Callable[[], object]:
-        peer = kind.over(device, arrays)
+    def by_peer(peer: Peer, results: list[Array]) -> Callable[[], object]:
         if not to_bf16:
             return partial(peer.scale, _FACTOR)
         tensors = [device.tensor(result) for result in results]
         return in_turn([partial(peer.scale, _FACTOR), partial(device.torch._foreach_copy_, tensors, peer.gradients)])
 
-    def by_peer(kind: type[Peer]) -> Case:
-        return case(partial(of_peer, kind))
-
     if not to_bf16:
-        return [ours("ours", 2 * whole, partial(case, of_ours)), *peers(workload, 2 * whole, by_peer)]
+        return [ours("ours", 2 * whole, case), *peers(workload, 2 * whole, case)]
     return [
-        ours("ours", whole * 3 // 2, partial(case, of_ours), _TO_BF16),
-        Variant("torch foreach", whole * 7 // 2, partial(by_peer, Torch), tolerance=_TO_BF16),
+        ours("ours", whole * 3 // 2, case, _TO_BF16),
+        Variant("torch foreach", whole * 7 // 2, partial(case, Torch), tolerance=_TO_BF16),
     ]
 
 
