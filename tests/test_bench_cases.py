@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -255,6 +256,20 @@ def test_a_worker_that_fails_is_named():
     crew.prepare()
     with pytest.raises(ExchangeError, match=r"rank [01]: ValueError: rank [01] cannot"):
         crew.run()
+    crew.close()
+
+
+class Judged:
+    """Has the error that its rank is given."""
+
+    def __init__(self, errors, rank):
+        self.error = lambda: errors[rank]
+
+
+@pytest.mark.parametrize(("errors", "counts"), [((0.25, 0.5), "0.5"), ((0.5, math.nan), "nan"), ((math.nan, 1), "nan")])
+def test_the_largest_error_of_a_crew_counts_and_nan_before_all(errors, counts):
+    crew = Crew(partial(Judged, errors), 2)
+    assert str(crew.error()) == counts
     crew.close()
 
 

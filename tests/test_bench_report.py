@@ -92,6 +92,13 @@ def test_what_is_absent_and_why_is_never_cut(width):
     assert "arenas" not in text
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_narrow_table_leaves_the_quantiles_out(wide):
+    headers = [column.header for column in table_of(report(variant("ours", base=True)), wide=wide).columns]
+    assert ("p10-90" in headers) is wide
+    assert "ms" in headers
+
+
 def test_the_table_has_memory_where_it_was_measured():
     assert re.search(r"\b1\.02\b", shown(report(variant("ours", base=True, arenas=1.02))))
 
