@@ -48,7 +48,7 @@ class Benchmarks:
         options, time = self.options, _TIMES.get(name, "device")
         parameters = {key: getattr(options, key) for key in ("k", "blocks", "hidden", "dtype", "odd")}
         benchmark = Benchmark(name, _VARIANTS[name](self), _TOLERANCE[options.dtype], parameters, time)
-        if time == _COUNTED:
+        if name == "launches":
             return count_launches(self.gpu, benchmark)
         return measure(self.gpu, benchmark, options.rounds, self._yardsticks if time == "device" else ())
 
@@ -96,8 +96,7 @@ _VARIANTS: Mapping[str, Callable[[Benchmarks], list[Variant]]] = {
     "host": lambda this: calls(this.in_fp32),
     "launches": lambda this: step(this.workload, this.holds),
 }
-_COUNTED = "counted"
-_TIMES = {"lora": "wall", "host": "host", "launches": _COUNTED}  # which of a sample's, where it is not the device's
+_TIMES = {"lora": "wall", "host": "host"}  # which of a sample's, where it is not the device's
 NAMES = tuple(_VARIANTS)
 
 

@@ -177,7 +177,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """One benchmark, run once; if its launches were counted, the rows are variant -> counts, and there is no time."""
+    """One benchmark, run once; if its launches were counted, the rows are variant -> counts, and no time was taken."""
 
     benchmark: str
     parameters: Mapping[str, object]
