@@ -13,7 +13,7 @@ from gradengine.demo.adamw import AdamW, warmup_cosine
 from gradengine.demo.model import LlamaConfig, forward_backward, initial_weights
 
 SHAPES = {"matrix": (5, 3), "norm": (4,), "wide": (2, 7)}
-OPTIONS = {"learning_rate": 0.02, "betas": (0.8, 0.9), "epsilon": 1e-6, "weight_decay": 0.3}
+OPTIONS = {"betas": (0.8, 0.9), "epsilon": 1e-6, "weight_decay": 0.3}
 
 
 def random_arrays(seed, dtype):
@@ -42,10 +42,10 @@ def formula(weights, steps, learning_rate, betas, epsilon, weight_decay, factor=
 @pytest.mark.parametrize("schedule", [lambda step: 1.0, lambda step: 1.0 / (1 + step)])
 def test_follows_the_formula(dtype, tolerance, schedule):
     weights, steps = random_arrays(0, dtype), [random_arrays(seed, dtype) for seed in range(1, 7)]
-    expected = formula(weights, steps, **OPTIONS, factor=schedule)
-    optimizer = AdamW(weights, schedule=schedule, **OPTIONS)
-    for gradients in steps:
-        optimizer.step(gradients)
+    expected = formula(weights, steps, 0.02, **OPTIONS, factor=schedule)
+    optimizer = AdamW(weights, **OPTIONS)
+    for number, gradients in enumerate(steps):
+        optimizer.step(gradients, 0.02 * schedule(number))
     assert optimizer.step_count == 6
     for name, weight in weights.items():
         assert weight.dtype == dtype
@@ -62,7 +62,7 @@ def test_same_as_torch():
         for name, leaf in leaves.items():
             leaf.grad = torch.tensor(gradients[name])
         theirs.step()
-        ours.step(gradients)
+        ours.step(gradients, 0.02)
     for name, leaf in leaves.items():
         np.testing.assert_allclose(weights[name], leaf.detach().numpy(), rtol=1e-12, atol=1e-14, err_msg=name)
 
@@ -72,14 +72,14 @@ def test_updates_the_callers_arrays_and_only_reads_gradients():
     before = {name: weight.copy() for name, weight in weights.items()}
     for gradient in gradients.values():
         gradient.flags.writeable = False
-    AdamW(weights).step(gradients)
+    AdamW(weights).step(gradients, 6e-3)
     assert all((weights[name] != before[name]).all() for name in weights)
 
 
 def test_zero_gradients_only_decay_matrices():
     weights = random_arrays(0, np.float64)
     before = {name: weight.copy() for name, weight in weights.items()}
-    AdamW(weights, **OPTIONS).step({name: np.zeros(shape) for name, shape in SHAPES.items()})
+    AdamW(weights, **OPTIONS).step({name: np.zeros(shape) for name, shape in SHAPES.items()}, 0.02)
     np.testing.assert_array_equal(weights["norm"], before["norm"])
     np.testing.assert_allclose(weights["matrix"], before["matrix"] * (1 - 0.02 * 0.3), rtol=1e-15)
 
@@ -89,7 +89,7 @@ def test_equal_gradients_give_equal_bits():
     for weights in (first, second):
         optimizer = AdamW(weights)
         for seed in range(3):
-            optimizer.step(random_arrays(seed, np.float32))
+            optimizer.step(random_arrays(seed, np.float32), 6e-3)
     assert all(first[name].tobytes() == second[name].tobytes() for name in SHAPES)
 
 
@@ -115,11 +115,11 @@ def test_learns_one_batch_by_heart():
     config = LlamaConfig(num_blocks=1, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64)
     weights = initial_weights(config, seed=0)
     tokens = np.random.default_rng(0).integers(0, 256, (2, 17))
-    optimizer = AdamW(weights, learning_rate=1e-2, weight_decay=0.0)
+    optimizer = AdamW(weights, weight_decay=0.0)
     losses = []
     for _ in range(60):
         value, gradients = forward_backward(weights, tokens, config)
-        optimizer.step(gradients)
+        optimizer.step(gradients, 1e-2)
         losses.append(value)
     assert losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert losses[-1] < 0.1

@@ -159,6 +159,22 @@ def test_several_micro_batches_for_each_worker_are_one_process_up_to_rounding():
     assert 0 < distance(replayed(SETTINGS), one_process(SETTINGS), initial()) < 1e-5
 
 
+def test_a_replay_adds_whole_micro_batches(monkeypatch):
+    monkeypatch.setattr(Learner, "stream_backward", lambda learner, index: pytest.fail("it streams"))
+    assert replayed(SETTINGS).keys() == MODEL.weight_shapes.keys()
+
+
+def test_weights_are_those_after_the_compared_steps_and_gradients_those_of_the_first():
+    """Compared is the end of a run that ends there; and the first step is the same one however many follow."""
+    reports = []
+    train_as_threads(dataclasses.replace(SETTINGS, steps=4), TEXTS, reports.append)
+    end = next(report for report in reports if isinstance(report, Finished))
+    assert end.digest == weights_digest(end.compared)
+    ends = [replay_of(SETTINGS, compared_steps=steps)[1] for steps in (1, 4)]
+    assert weights_digest(ends[0].first) == weights_digest(ends[1].first)
+    assert weights_digest(ends[0].compared) != weights_digest(ends[1].compared)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_backwards_is_the_same_up_to_rounding_even_of_one_micro_batch(micro_batches):
     """What 3a measures with is not 0 where there is no order of micro-batches."""
@@ -278,6 +294,9 @@ def test_workers_share_the_micro_batches_of_a_step(step, micro_batches, workers,
     count = workers * micro_batches
     assert sorted(taken) == list(range((step - 1) * count, step * count))
     assert {len(settings.share(step, rank)) for rank in range(workers)} == {micro_batches}
+    assert all(
+        list(settings.share(step, rank)) == sorted(settings.share(step, rank), reverse=turned) for rank in (0, 1)
+    )
 
 
 @given(steps=st.integers(1, 500), evaluations=st.integers(1, 20))

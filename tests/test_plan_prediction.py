@@ -379,6 +379,12 @@ def test_one_machine_is_predicted_by_the_model_of_its_copies():
     assert predict(HERE).choice.transport == "unix://"
 
 
+def test_one_worker_waits_for_nothing_on_one_machine_either():
+    alone = predict(dataclasses.replace(HERE, workers=1))
+    assert {overlap.exposed_seconds for _, overlap in alone.exchanges.values()} == {0.0}
+    assert alone.choice.transport == "none"
+
+
 def test_one_machine_and_a_bandwidth_exclude_each_other():
     with pytest.raises(CallerError, match="exclude each other: got both"):
         dataclasses.replace(HERE, bandwidth=TEN_GIGABITS)

@@ -6,7 +6,7 @@ Elementwise throughout, so equal weights and gradients give equal weights on eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,7 +18,7 @@ __all__ = ["AdamW", "warmup_cosine"]
 class AdamW:
     """The optimizer.
 
-    Step t does, for each weight w with gradient g and rate r = learning_rate * schedule(t - 1):
+    Step t does, for each weight w with gradient g and rate r:
 
         m = b1 m + (1 - b1) g                      v = b2 v + (1 - b2) g^2
         w = w - r weight_decay w                   matrices only: norms have no reason to be small
@@ -26,7 +26,7 @@ class AdamW:
 
     Example:
         >>> weights = {"w": np.ones((1, 2), np.float32)}
-        >>> AdamW(weights, learning_rate=0.5, weight_decay=0.0).step({"w": np.array([[3.0, -3.0]], np.float32)})
+        >>> AdamW(weights, weight_decay=0.0).step({"w": np.array([[3.0, -3.0]], np.float32)}, rate=0.5)
         >>> weights["w"]
         array([[0.5, 1.5]], dtype=float32)
     """
@@ -34,21 +34,16 @@ class AdamW:
     def __init__(
         self,
         weights: Mapping[str, Array],
-        learning_rate: float = 6e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         epsilon: float = 1e-8,
         weight_decay: float = 0.1,
-        schedule: Callable[[int], float] = lambda _: 1.0,
     ) -> None:
-        self.learning_rate, self.betas, self.epsilon = learning_rate, betas, epsilon
-        self.weight_decay, self.schedule = weight_decay, schedule
-        self.step_count = 0
+        self.betas, self.epsilon, self.weight_decay, self.step_count = betas, epsilon, weight_decay, 0
         self._weights = dict(weights)
         self._moments = {name: (np.zeros_like(weight), np.zeros_like(weight)) for name, weight in weights.items()}
 
-    def step(self, gradients: Mapping[str, Array]) -> None:
+    def step(self, gradients: Mapping[str, Array], rate: float) -> None:
         """Update all weights in place from their gradients, which are only read."""
-        rate = self.learning_rate * self.schedule(self.step_count)
         self.step_count += 1
         beta1, beta2 = self.betas
         # r m / c1 / (sqrt(v / c2) + e) is m (r sqrt(c2) / c1) / (sqrt(v) + e sqrt(c2)): corrections cost no pass.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TypeVar, final
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from gradengine.demo.settings import Settings
 from gradengine.errors import PeerLost
 from gradengine.exchange import Exchange, local_group
 from gradengine.layout.shards import Shard
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["TensorParallelRank", "cut", "replicated_part", "run_threads", "tensor_parallel_group", "united"]
 
@@ -55,7 +52,7 @@ class TensorParallelRank:
         except threading.BrokenBarrierError:
             raise PeerLost("another shard of this worker's model left the group") from None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> TensorParallelRank:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -16,23 +16,9 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from gradengine.demo.adamw import AdamW, warmup_cosine
-from gradengine.demo.model import (
-    Array,
-    GradientStream,
-    Weights,
-    forward_backward,
-    initial_weights,
-    stream_gradients,
-)
+from gradengine.demo.model import Array, GradientStream, Weights, forward_backward, initial_weights, stream_gradients
 from gradengine.demo.settings import Settings
-from gradengine.demo.shards import (
-    TensorParallelRank,
-    cut,
-    replicated_part,
-    run_threads,
-    tensor_parallel_group,
-    united,
-)
+from gradengine.demo.shards import TensorParallelRank, cut, replicated_part, run_threads, tensor_parallel_group, united
 from gradengine.demo.text import Texts, Tokens, micro_batch
 from gradengine.errors import WindowError
 from gradengine.exchange import Exchange, connect, local_group
@@ -93,8 +79,7 @@ class Learner:
         self._settings, self._texts, self._report = settings, texts, report
         self._model = (settings.model, tp.all_reduce)
         self.weights = cut(settings, _in_order(settings, initial_weights(settings.model, settings.seed)), tp.tp_rank)
-        schedule = partial(warmup_cosine, warmup_steps=settings.steps // 20, total_steps=settings.steps)
-        self._optimizer = AdamW(self.weights, settings.learning_rate, schedule=schedule)
+        self._optimizer = AdamW(self.weights)
         self._backward_over = self.exchange_seconds = 0.0
         self.first: Weights = {}
 
@@ -115,7 +100,9 @@ class Learner:
         """One step of the optimizer; what passed since the end of `stream_backward` was the exchange and the clip."""
         self.exchange_seconds = time.perf_counter() - self._backward_over
         self.first = self.first or _copied(gradients)
-        self._optimizer.step(gradients)
+        steps = self._settings.steps
+        factor = warmup_cosine(self._optimizer.step_count, warmup_steps=steps // 20, total_steps=steps)
+        self._optimizer.step(gradients, self._settings.learning_rate * factor)
 
     def held_out_loss(self) -> float:
         """Mean cross-entropy of the held-out text in nats per byte, on the same windows every time."""
@@ -202,9 +189,10 @@ def _train_shard(
     """Make all steps as one shard of one rank; return its parts of what `Finished` is of."""
     with exchange, tp:
         learner = Learner(settings, texts, tp, report)
-        streamed = None if settings.is_replay else settings.micro_batches  # the last of so many, in each step
-        options = partial(DistributedTrainer, max_norm=settings.max_norm, tp_exchange=tp.exchange)
-        trainer = options(learner, exchange, layout_of(settings, tp.tp_rank), micro_batches=streamed)
+        trainer = DistributedTrainer(
+            learner, exchange, layout_of(settings, tp.tp_rank), max_norm=settings.max_norm, tp_exchange=tp.exchange,
+            micro_batches=None if settings.is_replay else settings.micro_batches,  # of a known number the last streams
+        )  # fmt: skip
         for number in range(1, 1 + (settings.compared_steps if settings.is_replay else settings.steps)):
             loss = trainer.train_batch(settings.share(number, exchange.rank))
             if exchange.rank == 0:

@@ -30,15 +30,8 @@ from gradengine.kernels.host import available_cpus
 from gradengine.plan.traffic import Overlap, Traffic, buckets_in, overlapped
 
 __all__ = [
-    "TRANSPORTS",
-    "Rates",
-    "Sum",
-    "measure_rates",
-    "on_one_machine",
-    "overlap_on_one_machine",
-    "pairs",
-    "rates_of",
-]
+    "TRANSPORTS", "Rates", "Sum", "measure_rates", "on_one_machine", "overlap_on_one_machine", "pairs", "rates_of",
+]  # fmt: skip
 
 TRANSPORTS = ("tcp://", "unix://", "threads")
 _THREADS_OF_A_PAIR = 4  # of two processes, each sending and receiving at once
