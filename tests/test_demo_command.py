@@ -82,8 +82,8 @@ def fails(monkeypatch, capsys, *arguments):
         ),
         (["--tp", 3], "--tp=3: num_heads cannot be divided by tp_size: got 4 / 3.*pass --heads and --kv-heads that 3"),
         (["--tp", 3, "--heads", 6, "--kv-heads", 3], "intermediate_size .* got 256 / 3.*pass another --hidden-size"),
-        (["--heads", 5], "there is no such model: --heads must divide --hidden-size: got 96 / 5, which leaves 1"),
-        (["--kv-heads", 3], "there is no such model: --kv-heads must divide --heads: got 4 / 3, which leaves 1"),
+        (["--heads", 5], "hidden_size cannot be divided by num_heads: got 96 / 5, which leaves 1"),
+        (["--kv-heads", 3], "num_heads cannot be divided by num_kv_heads: got 4 / 3, which leaves 1"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_said_so_before_anything_is_started(monkeypatch, capsys, options, message):

@@ -64,9 +64,12 @@ def five_point(function, step=1e-3):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_heads": 5}, "--heads must divide --hidden-size: got 128 / 5, which leaves 3"),
-        ({"num_heads": 4, "num_kv_heads": 3}, "--kv-heads must divide --heads: got 4 / 3, which leaves 1"),
-        ({"hidden_size": 12, "num_heads": 4, "num_kv_heads": 4}, "is odd: got 3, expected an even number"),
+        ({"num_heads": 5}, "hidden_size cannot be divided by num_heads: got 128 / 5, which leaves 3"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads cannot be divided by num_kv_heads: got 4 / 3, which leaves 1"),
+        (
+            {"hidden_size": 12, "num_heads": 4, "num_kv_heads": 4},
+            "RoPE turns pairs: hidden_size / num_heads must be even: got 12 / 4 = 3",
+        ),
     ],
 )
 def test_config_refuses(changed, message):

@@ -76,7 +76,7 @@ def test_norms_embedding_and_lm_head_are_on_every_shard():
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_both_numbers(tp_size, message):
     with pytest.raises(CallerError, match=message):
-        with_shards(tp_size).shard(0)
+        MODEL.sharded(0, tp_size)
 
 
 def test_layouts_of_shards_know_which_part_they_are():

@@ -161,8 +161,11 @@ def test_only_a_plot_imports_matplotlib():
         (["--bandwidth", "1 GB/s", "--dtype", "int8"], "--dtype: unknown dtype: got 'int8', expected one of 'float32'"),
         (["--bandwidth", "1 GB/s", "--optimizer", "none"], "--optimizer: unknown optimizer"),
         (["--bandwidth", "1 GB/s", "--device", "tpu"], "--device: unknown device"),
-        (["--bandwidth", "1 GB/s", "--one-machine"], "--bandwidth and --one-machine exclude each other; leave"),
-        ([], "--bandwidth is missing: of the links between workers; pass --bandwidth '10 Gbit/s', or --one-machine"),
+        (
+            ["--bandwidth", "1 GB/s", "--one-machine"],
+            "--bandwidth: bandwidth and one machine exclude each other: got both, expected one of them",
+        ),
+        ([], "got neither, expected one of them; pass --bandwidth '10 Gbit/s', or --one-machine"),
         (["--bandwidth", "1 GB/s", "--backward-seconds", "-1"], "backward_seconds is out of range"),
         (["--bandwidth", "1 GB/s", "--workers", str(10**12)], "workers is out of range"),
         (["--bandwidth", "1 GB/s", "--sequence-length", str(10**12)], "sequence_length is out of range"),

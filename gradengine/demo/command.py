@@ -65,38 +65,25 @@ def demo(
 
     Needs no GPU, no download and less than a minute. The exit code is 1 if a proof fails.
     """
+    model = LlamaConfig(
+        blocks, hidden_size, heads, kv_heads, sequence_length=sequence_length,
+        intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
+    )  # fmt: skip
+    _refuse_uncut(model, tp)
     settings = Settings(
-        workers=workers,
-        tensor_parallel=tp,
-        micro_batches=micro_batches,
-        steps=steps,
-        transport=transport,
-        port=port,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        seed=seed,
-        compared_steps=min(compared_steps, steps),
-        model=LlamaConfig(
-            num_blocks=blocks,
-            hidden_size=hidden_size,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
-            sequence_length=sequence_length,
-        ),
-    )
-    _refuse_uncut(settings)
+        workers, tp, micro_batches, steps, batch_size, learning_rate, seed=seed, transport=transport, port=port,
+        compared_steps=min(compared_steps, steps), model=model,
+    )  # fmt: skip
     _refuse_ports_beyond_last(settings)
     if not all(proof.holds for proof in _run(settings, read_texts(text, sequence_length), plot)):
         raise typer.Exit(1)
 
 
-def _refuse_uncut(settings: Settings) -> None:
+def _refuse_uncut(model: LlamaConfig, tp: int) -> None:
     """Say before anything is started that the model cannot be cut into so many shards, and what could be changed."""
     try:
-        settings.shard(tp_rank=0)
+        model.sharded(0, tp)
     except CallerError as fault:
-        tp, model = settings.tensor_parallel, settings.model
         do = f"pass --heads and --kv-heads that {tp} divides, or another --tp"
         if model.num_heads % tp == model.num_kv_heads % tp == 0:
             do = "pass another --hidden-size, of which this is 8/3, rounded up to a multiple of 32; or another --tp"

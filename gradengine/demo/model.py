@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from gradengine.errors import CallerError
+from gradengine.layout.tensor_parallel import TensorParallelConfig
 
 __all__ = [
     "COMPONENTS", "AllReduce", "Array", "LlamaConfig", "Weights", "block_names", "forward", "forward_backward",
@@ -40,7 +41,7 @@ class LlamaConfig:
     """The sizes of the model; the defaults are the demo's, about 250,000 weights.
 
     Raises:
-        CallerError: Heads do not divide what they must divide.
+        CallerError: Heads do not divide what they must divide; both numbers are named.
     """
 
     num_blocks: int = 2
@@ -54,16 +55,15 @@ class LlamaConfig:
     norm_epsilon: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name, value, divisor_name, divisor in (
-            ("--hidden-size", self.hidden_size, "--heads", self.num_heads),
-            ("--heads", self.num_heads, "--kv-heads", self.num_kv_heads),
-        ):
-            if value % divisor:
-                got = f"{value} / {divisor}, which leaves {value % divisor}"
-                raise CallerError(f"there is no such model: {divisor_name} must divide {name}", got=got)
+        self.sharded(0, 1)
         if self.head_size % 2:
-            what = "there is no such model: RoPE turns pairs, and --hidden-size / --heads is odd"
-            raise CallerError(what, got=self.head_size, expected="an even number")
+            what = "RoPE turns pairs: hidden_size / num_heads must be even"
+            raise CallerError(what, got=f"{self.hidden_size} / {self.num_heads} = {self.head_size}")
+
+    def sharded(self, tp_rank: int, tp_size: int) -> TensorParallelConfig:
+        """How one of so many shards is cut; CallerError if it cannot be."""
+        sizes = (self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads)
+        return TensorParallelConfig(tp_rank, tp_size, *sizes)
 
     @property
     def head_size(self) -> int:

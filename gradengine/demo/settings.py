@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from gradengine.demo.model import LlamaConfig
-from gradengine.layout.tensor_parallel import TensorParallelConfig
 
 __all__ = ["Settings", "Transport", "counted"]
 
@@ -55,12 +54,6 @@ class Settings:
         """
         share = range((step - 1) * self.micro_batches_in_all + rank, step * self.micro_batches_in_all, self.workers)
         return share[::-1] if self.backwards else share
-
-    def shard(self, tp_rank: int) -> TensorParallelConfig:
-        """How a shard of the model is cut; CallerError if it cannot be."""
-        model = self.model
-        sizes = (model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads)
-        return TensorParallelConfig(tp_rank, self.tensor_parallel, *sizes)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the held-out loss is taken after `step` steps; always after the last.

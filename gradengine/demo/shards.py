@@ -110,5 +110,5 @@ def replicated_part(settings: Settings, part: Mapping[str, Array]) -> Weights:
 
 
 def _shards(settings: Settings, tp_rank: int) -> dict[str, Shard]:
-    config = settings.shard(tp_rank)
+    config = settings.model.sharded(tp_rank, settings.tensor_parallel)
     return {name: config.shard_of(name, shape) for name, shape in settings.model.weight_shapes.items()}

@@ -49,11 +49,12 @@ def read_texts(path: Path | None, sequence_length: int) -> Texts:
 
     CallerError if it cannot be read, or is too short to hold out sequences that mean anything.
     """
-    if path is None:
-        text = standard_library_text()
-        source = f"the standard library of {platform.python_implementation()} {platform.python_version()}"
-    else:
-        text, source = _user_text(path), str(path)
+    try:
+        text = standard_library_text() if path is None else path.read_bytes()
+    except OSError as fault:
+        raise CallerError(f"cannot read the text '{path}': {fault.strerror}", do="pass --text FILE") from None
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    source = str(path or f"the standard library of {python}")
     do = "pass --text FILE with any longer file, such as a book or source code"
     if len(text) < MIN_TEXT_BYTES:
         expected = f"at least {MIN_TEXT_BYTES}"
@@ -78,13 +79,6 @@ def standard_library_text(max_bytes: int = 4_000_000, root: Path | None = None) 
                 with contextlib.suppress(OSError):
                     text += Path(folder, name).read_bytes()
     return bytes(text[:max_bytes])
-
-
-def _user_text(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as fault:
-        raise CallerError(f"cannot read the text '{path}': {fault.strerror}", do="pass --text FILE") from None
 
 
 def split(text: bytes, held_out_fraction: float = 0.1) -> tuple[bytes, bytes]:

@@ -133,7 +133,9 @@ def layout_of(settings: Settings, tp_rank: int) -> GradientLayout:
     """The layout of a shard's gradients, in the order in which its backward finishes them."""
     model = settings.model
     sizes = (model.hidden_size, model.num_kv_heads * model.head_size, model.intermediate_size, model.vocab_size)
-    return GradientLayout.transformer(model.num_blocks, *sizes, tensor_parallel=settings.shard(tp_rank))
+    return GradientLayout.transformer(
+        model.num_blocks, *sizes, tensor_parallel=model.sharded(tp_rank, settings.tensor_parallel)
+    )
 
 
 def result_of(trainer: DistributedTrainer) -> StepResult:

@@ -57,7 +57,6 @@ def plan(
     N workers are data-parallel; each is a group of T tensor-parallel ranks, N x T ranks in all. Nothing is run, but
     --one-machine measures what this machine does for 3 seconds.
     """
-    _refuse_both_or_neither(bandwidth, one_machine=one_machine)
     _refuse_bad_paths(json, plot)
     texts = {
         "bandwidth": bandwidth, "tp_bandwidth": tp_bandwidth,
@@ -80,16 +79,6 @@ def plan(
     _write(found, json, plot)
     if json != STDOUT:
         show(found, Console(highlight=False))
-
-
-def _refuse_both_or_neither(bandwidth: str | None, *, one_machine: bool) -> None:
-    if bandwidth is not None and one_machine:
-        raise CallerError("--bandwidth and --one-machine exclude each other", do="leave one of them out")
-    if bandwidth is None and not one_machine:
-        raise CallerError(
-            "--bandwidth is missing: of the links between workers",
-            do="pass --bandwidth '10 Gbit/s', or --one-machine where all workers are on this machine",
-        )
 
 
 def _bandwidth(field: str, text: str | None) -> Bandwidth | None:

@@ -96,7 +96,8 @@ class Question:
                 _refuse_outside(name, getattr(self, name))
         if (self.bandwidth is None) == (self.machine is None):
             got = "neither" if self.machine is None else "both"
-            raise CallerError("bandwidth and one machine exclude each other", got=got, expected="one of them")
+            do = "pass --bandwidth '10 Gbit/s', or --one-machine where all workers are on this one"
+            raise CallerError("bandwidth and one machine exclude each other", got=got, expected="one of them", do=do)
         if self.machine is not None and self.tp > 1:
             expected = "1 on one machine: ranks within a worker were not measured"
             raise CallerError("tp is out of range", got=self.tp, expected=expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -29,6 +30,9 @@ _TIED = (
 )
 
 
+size = partial(decimal, precision=2)  # 1594036224 bytes are "1.59 GB"
+
+
 def show(plan: Plan, console: Console) -> None:
     """Print all of it."""
     console.print(_grid(_facts(plan)))
@@ -36,15 +40,6 @@ def show(plan: Plan, console: Console) -> None:
     if plan.question.workers > 1:
         console.print(_exchanges(plan))
     console.print("", _grid(_conclusions(plan)), sep="\n")
-
-
-def size(nbytes: int) -> str:
-    """Bytes as people say them.
-
-    >>> size(1594036224)
-    '1.59 GB'
-    """
-    return decimal(nbytes, precision=2)
 
 
 def _grid(lines: Iterable[tuple[str, str]]) -> Table:
