@@ -373,11 +373,15 @@ class TestPlugin:
     """What a run leaves out, it says; and it leaves out only what no mode could run."""
 
     @pytest.mark.parametrize("processes", [0, 1])
-    def test_a_test_that_is_kept_out_is_named_with_its_reason(self, processes):
-        code = f"import pytest; pytest.main(['-q', '-n', '{processes}', 'tests/test_demo_model.py'])"
-        told = python(code).stdout
+    def test_a_test_that_is_kept_out_is_named_with_its_reason(self, processes, tmp_path):
+        path = tmp_path / "test_kept_out.py"
+        path.write_text(
+            "import pytest\n\n@pytest.mark.not_on_real_cupy('cuBLAS')\ndef test_product(device):\n    pass\n"
+        )
+        plugin = ["-p", "real_cupy.plugin", "-o", "markers=not_on_real_cupy"]
+        told = python(f"import pytest; pytest.main(['-q', '-n', '{processes}', *{plugin}, {str(path)!r}])").stdout
         assert "NOT RUN, since real CuPy without a GPU cannot: 1\n" in told
-        assert "tests/test_demo_model.py::test_same_on_cupy needs complex numbers and cuBLAS" in told
+        assert "test_kept_out.py::test_product needs cuBLAS" in told
 
     @pytest.mark.parametrize(
         "mode",
