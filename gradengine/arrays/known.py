@@ -81,7 +81,7 @@ def numpy_form(sources: Sequence[Any], ours: object) -> list[Any] | None:
     """
     if set(map(type, sources)) != {np.ndarray}:
         return None
-    for base in {id(base): base for base in map(_base, sources)}.values():
+    for base in map(_base, sources):
         if base is not None and (type(base) is not np.ndarray or base.base is not None or base is ours):
             return None
     return list(map(_form, sources))
