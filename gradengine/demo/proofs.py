@@ -13,12 +13,12 @@ step handed back do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from gradengine.demo.model import Array, Weights
+from gradengine.demo.model import Weights
 from gradengine.demo.run import Record
 from gradengine.demo.settings import counted
 from gradengine.demo.worker import Finished, Step
@@ -67,14 +67,7 @@ class Proof:
 def prove(
     record: Record, replays: Mapping[str, tuple[Step, Finished]], initial: Weights, entropy: float
 ) -> list[Proof]:
-    """Hold a run against its claims.
-
-    Args:
-        record: The run.
-        replays: What `replay_all` gave.
-        initial: The weights that all began with.
-        entropy: Unigram entropy of the held-out text in nats per byte.
-    """
+    """Hold a run against its claims: by what `replay_all` gave, the first weights, and the held-out bytes' entropy."""
     weights = {name: end.compared for name, (_, end) in replays.items()}
     proofs = [_same_on_all_ranks(record), _learned(record, entropy), *_same_as_one_process(record, weights, initial)]
     if record.settings.tensor_parallel > 1:
@@ -147,12 +140,12 @@ def distance(weights: Weights, others: Weights, initial: Weights) -> float:
         >>> distance({"w": np.array([3, 4.5], np.float32)}, end, start)
         0.1
     """
-    way = _norm(others[name].astype(float) - initial[name] for name in others)
-    return _norm(weights[name].astype(float) - others[name] for name in weights) / way if way else math.inf
+    way = _norm_of_difference(others, initial)
+    return _norm_of_difference(weights, others) / way if way else math.inf
 
 
-def _norm(arrays: Iterable[Array]) -> float:
-    return float(np.linalg.norm([np.linalg.norm(array) for array in arrays]))
+def _norm_of_difference(weights: Weights, others: Weights) -> float:
+    return float(np.linalg.norm([np.linalg.norm(weights[name].astype(float) - others[name]) for name in others]))
 
 
 def shards_are_whole(shards: tuple[Step, Finished], whole: tuple[Step, Finished]) -> Proof:
