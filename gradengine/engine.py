@@ -234,7 +234,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        span, last = self.layout.spans_by_key[self.accumulator.non_block_slot(name).name], truth_value("last", last)
+        span, last = self.accumulator.non_block_span(name), truth_value("last", last)
         self._ask_part(span)
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
         self._note_part(span, [gradient], last)
@@ -397,7 +397,6 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _ask_part(self, span: Span) -> None:
         self._ask(Call.ADD_PART)
-        self._reducer.refuse_started(span)
         count, room = self.accumulator.count_of(span), self._settings.micro_batches
         if room is not None and count >= room:
             raise _full(f"the window of {span.called}", count, room)

@@ -41,8 +41,13 @@ def took(window, places, weight=ONE, holes=()):
     return contribution
 
 
+def fold_held(window, places):
+    for fold in window.held_passes(places):
+        window.folded(fold)
+
+
 def folds(window, places):
-    return {fold.position: fold for batch in window.batches(places) for fold in folds_of(batch)}
+    return {fold.position: fold for batch in window.held_passes(places) for fold in folds_of(batch)}
 
 
 class TestCounting:
@@ -57,7 +62,7 @@ class TestCounting:
     def test_measured_until_the_next_contribution(self):
         window, both = Window(2), SlotSet([0, 1])
         took(window, both)
-        window.folded(both)
+        fold_held(window, both)
         window.measured[:] = True
         took(window, both, holes=[0])  # nothing came for it, so its sum is what it was
         assert window.measured.tolist() == [True, False]
@@ -74,7 +79,7 @@ class TestCounting:
         window, both = Window(2), SlotSet([0, 1])
         for _ in range(3):
             took(window, both, TWO)
-        window.folded(both)
+        fold_held(window, both)
         window.measured[:] = True
         window.become_one()
         assert (window.counts.tolist(), window.weights) == ([1, 1], [1])
@@ -86,11 +91,11 @@ class TestFolding:
     def test_a_fold_has_all_that_is_held_in_order_and_overwrites_once(self):
         window, places = Window(1), SlotSet([0])
         first, second = took(window, places, TWO), took(window, places, ONE)
-        (batch,) = window.batches(places)
+        (batch,) = window.held_passes(places)
         assert (batch.overwrite.tolist(), list(batch.weights)) == ([True], [TWO, ONE])
         assert list(batch.contributions) == [first, second]
-        window.folded(places)
-        assert window.batches(places) == []
+        fold_held(window, places)
+        assert window.held_passes(places) == []
         took(window, places)
         assert folds(window, places)[0].overwrite is False
 
@@ -98,10 +103,10 @@ class TestFolding:
         window, whole = Window(4), SlotSet(range(4))
         for _ in range(3):
             took(window, whole, holes=[2])
-        (batch,) = window.batches(whole)
+        (batch,) = window.held_passes(whole)
         assert batch.slots is whole
         assert [fold.position for fold in folds_of(batch)] == [0, 1, 3]
-        window.folded(whole)
+        fold_held(window, whole)
         assert window.filled.tolist() == [True, True, False, True]
 
     def test_parts_that_came_apart_are_folded_as_they_came(self):
@@ -110,15 +115,15 @@ class TestFolding:
         found = folds(window, whole)
         assert found[0].sources == (a.views[0], c.views[0])
         assert found[2].sources == (b.views[0],)
-        assert [batch.slots for batch in window.batches(whole)] == [left, right]
+        assert [batch.slots for batch in window.held_passes(whole)] == [left, right]
 
     def test_what_came_together_is_folded_together(self):
         window, whole, left = Window(3), SlotSet(range(3)), SlotSet([0, 1])
         took(window, whole)
         assert (window.held_with(left), window.depth(left), window.depth(whole)) == ([whole], 0, 1)
         assert sorted(folds(window, left)) == [0, 1, 2]
-        window.folded(left)
-        assert window.held_with(whole) == window.batches(whole) == []
+        fold_held(window, left)
+        assert window.held_with(whole) == window.held_passes(whole) == []
 
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7), st.booleans()), max_size=12))
     def test_any_order_of_parts_and_folds_gives_each_slot_its_own_in_order(self, calls):
@@ -130,7 +135,7 @@ class TestFolding:
             handed = {p: list(fold.sources) for p, fold in folds(window, places).items()}
             assert all(handed.get(p, []) == waiting[p] for p in places.positions)
             assert all(found == waiting[p] for p, found in handed.items())
-            window.folded(places)
+            fold_held(window, places)
             for p in handed:
                 waiting[p] = []
 
@@ -154,7 +159,7 @@ class TestAddresses:
         again = given_to(SlotSet([1]), shared)
         with pytest.raises(BufferRefused, match="component '1' is held already at the same address"):
             window.refuse_aliases(again, slots)
-        window.folded(first)
+        fold_held(window, first)
         window.refuse_aliases(again, slots)
 
     def test_nothing_is_held_of_an_empty_view(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -28,7 +28,7 @@ from gradengine.arguments import as_index, refuse_other_kind, said, truth_value,
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import LayoutMismatch, NotCopied, WindowError
-from gradengine.kernels import Contribution, Kernels, SlotSet, kernels_for, refuse_bad_divisor
+from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 
 __all__ = ["GradientAccumulator", "PerBlockGradientAccumulator"]
@@ -67,10 +67,11 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._all = self.arena.whole
-        self._places = {(layout.slots[0].name, len(layout.slots)): self._all}
         self._left: set[SlotSet] = set()  # spans of the window that are on their way to other workers
         self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
-        kernels.prepare(self.arena, [self._all, *(self._places_of(s.slots) for s in layout.spans)])
+        # A lone span is the whole: what comes in either way is held together.
+        self._of_span = {s.key: self._slot_set(s.slots) if len(layout.spans) > 1 else self._all for s in layout.spans}
+        kernels.prepare(self.arena, [self._all, *self._of_span.values()])
 
     @property
     def memory(self) -> Buffer:
@@ -141,7 +142,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             >>> accumulator.accumulated_count, accumulator.total_weight
             (1, 2.0)
         """
-        self._add(Call.ADD, self.layout.slots, gradients, weight, measure, "the layout")
+        self._add(Call.ADD, self._all, self.layout.slots, "the layout", gradients, weight, measure)
 
     def add_nothing(self) -> None:
         """Say that a micro-batch counted nothing: the window may stay empty, as a sum of weight 0 over workers."""
@@ -156,7 +157,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             WindowError: The weight is bad, or differs from what other blocks of this micro-batch were given.
         """
         block = self.layout.block(index)
-        self._add(Call.ADD_PART, block.slots, gradients, weight, measure, f"block {block.index}", f"{block.name}.")
+        self._add_part(block, gradients, weight, measure, f"{block.name}.")
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, measure: bool = False) -> None:
         """Add one component that lies in no block, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
@@ -166,8 +167,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             BufferRefused: The gradient cannot be taken as it lies.
             WindowError: The weight is bad, or differs from what other parts of this micro-batch were given.
         """
-        slot = self.non_block_slot(name)
-        self._add(Call.ADD_PART, (slot,), [gradient], weight, measure, f"component '{slot.name}'")
+        self._add_part(self.non_block_span(name), [gradient], weight, measure)
 
     def block(self, index: int) -> BlockGradientSet:
         """Block `index` as it stands: views into the arena, held micro-batches folded, zeros where nothing came yet.
@@ -176,10 +176,8 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             LayoutMismatch: No such block.
         """
         block = self.layout.block(index)
-        places = self._places_of(block.slots)
-        self._settle(places)
-        self._exposed[places.index] = True
-        self._window.measured[places.index] = False
+        self._flush(self._of_span[block.key])
+        self._exposed[self._of_span[block.key].index] = True
         return BlockGradientSet(block, self.kernels, self.arena)
 
     def average(self) -> None:
@@ -210,7 +208,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         """Whether any component holds NaN or Inf."""
         self._before_fold(self._all)
         with self.changing():
-            self._fold(self._all, measure=False)
+            self._fold(self._window.held_passes(self._all), measure=False)
         # All that came is read anew: views from block() may have been written to since it was measured.
         filled = np.flatnonzero(self._window.filled).tolist()
         self.kernels.measure(self.arena, filled)
@@ -226,7 +224,10 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         """
         asked, window = self.state.ask(Call.STEP), self._window
         if not window.weights:
-            self._fill_with_nothing()
+            if not window.filled.all():  # else it may be a sum over workers by now
+                with self.changing():
+                    self._zero(range(len(self.layout.slots)))
+                    self.kernels.scale(self.arena.targets, np.float32(-1), self.arena.targets)
             return
         lagging = np.flatnonzero(window.counts < len(window.weights)).tolist()
         if lagging:
@@ -237,7 +238,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
                 expected=f"{len(window.weights)} as the others have",
                 do="add what is missing; None stands for a component without a gradient",
             )
-        self._settle(self._all, asked, measure=measure)
+        self._flush(self._all, asked, measure=measure)
 
     def changing(self, call: Call | Event = Call.VIEW) -> AbstractContextManager[None]:
         """A region in which arena memory is written: an interrupt within leaves a window that can only be dropped.
@@ -254,30 +255,29 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
         self._arrivals.note_written(arrays)
 
-    def settle_span(self, span: Span) -> None:
-        """Fold what is held for a span, so that its sum may travel."""
-        places = self._places_of(span.slots)
-        self._settle(places)
-        self._left.add(places)
+    def close_span(self, span: Span) -> None:
+        """Fold what is held for a span, so that its sum may travel; it takes no more in this window."""
+        self._flush(self._of_span[span.key])
+        self._left.add(self._of_span[span.key])
 
     def count_of(self, span: Span) -> int:
         """Micro-batches of the window so far in a span; the most that any of its components has."""
-        return int(self._window.counts[self._places_of(span.slots).index].max())
+        return int(self._window.counts[self._of_span[span.key].index].max())
 
     def measure_rest(self) -> None:
         """Take the squared sums that no fold has taken: one read of those components."""
-        measured = self._window.measured
-        if not measured.all():
-            self.kernels.measure(self.arena, np.flatnonzero(~measured).tolist() if measured.any() else None)
-        measured[:] = ~self._exposed
+        rest = self._exposed | ~self._window.measured
+        if rest.any():
+            self.kernels.measure(self.arena, None if rest.all() else np.flatnonzero(rest).tolist())
+            self._window.measured[:] = True
 
     def forget_measured(self) -> None:
         """The arena may have been written to: every squared sum is taken anew before the next step."""
         self._window.measured[:] = False
 
-    def settle(self, slots: Sequence[Slot]) -> None:
+    def flush(self, slots: Sequence[Slot]) -> None:
         """Fold what is held for these slots, so that they may be read; zeros where nothing came yet."""
-        self._settle(SlotSet([self._position[slot.name] for slot in slots]))
+        self._flush(self._slot_set(slots))
 
     def target_of(self, slot: Slot) -> Buffer:
         """A slot's part of the arena."""
@@ -293,12 +293,8 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             if start < slot.stop:
                 yield self._position[slot.name], slot
 
-    def targets_of(self, span: Span) -> list[Buffer]:
-        """The components of a span, in the arena."""
-        return [self.target_of(slot) for slot in span.slots]
-
-    def non_block_slot(self, name: str | int) -> Slot:
-        """The slot of a component that lies in no block, by name or id; `LayoutMismatch` where there is none."""
+    def non_block_span(self, name: str | int) -> Span:
+        """The span of a component that lies in no block, by name or id; `LayoutMismatch` where there is none."""
         if not isinstance(name, str):
             number = as_index(name)
             if number is None or not 0 <= number < len(NON_BLOCK_COMPONENTS):
@@ -308,7 +304,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         slot = self.layout.slot(name)
         if slot.block is not None:
             raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
-        return slot
+        return self.layout.spans_by_key[name]
 
     def views(self) -> Mapping[str, Any]:
         """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies."""
@@ -322,102 +318,86 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     # ---- inside ----
 
+    def _add_part(self, span: Span, gradients: Gradients, weight: float, measure: bool, prefix: str = "") -> None:
+        slot_set = self._of_span[span.key]
+        if slot_set in self._left:
+            self.state.ask(Call.ADD_PART)  # where the exchange failed, that comes first
+            raise WindowError(
+                f"{span.called} is on its way to the other workers",
+                got=f"a contribution after the last of {self.count_of(span)} micro-batches",
+                expected="step()",
+            )
+        self._add(Call.ADD_PART, slot_set, span.slots, span.called, gradients, weight, measure, prefix)
+
     def _add(
         self,
         call: Call,
+        slot_set: SlotSet,
         slots: Sequence[Slot],
+        where: str,
         gradients: Gradients,
         weight: float,
         measure: bool,
-        where: str,
         prefix: str = "",
     ) -> None:
         added = self.state.ask(call)
         scalar, measure = checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
-        places = self._places_of(slots)
-        if places in self._left:
-            raise WindowError(f"{where} is on its way to the other workers", got="a contribution", expected="step()")
-        contribution = self._arrivals.contribution(places, slots, sources)
-        self._window.refuse_other_weight(places, scalar, where)
-        if self.hold == 1:
-            with _Changing(self, added):
-                self._fold_at_once(contribution, scalar, measure=measure)
+        contribution = self._arrivals.contribution(slot_set, slots, sources)
+        self._window.refuse_other_weight(slot_set, scalar, where)
+        if self.hold > 1:
+            self._hold(contribution, scalar, added, measure=measure)
             return
-        self._hold(contribution, scalar, added, measure=measure)
+        with _Changing(self, added):
+            self._window.count(contribution, scalar)
+            self._fold([self._window.fold_at_once(contribution, scalar)], measure=measure)
 
     def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
-        window, places = self._window, contribution.slots
+        window, slot_set = self._window, contribution.slots
         window.refuse_aliases(contribution, self.layout.slots)
-        is_full = measure or window.depth(places) + 1 >= self.hold
-        is_apart = window.held_with(places) not in ([], [places])  # they came in other parts before
+        is_full = measure or window.depth(slot_set) + 1 >= self.hold
+        is_apart = window.held_with(slot_set) not in ([], [slot_set])  # they came in other parts before
         if is_full or is_apart:
-            self._before_fold(places)
+            self._before_fold(slot_set)
         with _Changing(self, added):
             if is_apart:
-                self._fold(places, measure=False)
+                self._fold(window.held_passes(slot_set), measure=False)
             window.count(contribution, weight)
             window.hold(contribution, weight)
             if is_full:
-                self._fold(places, measure=measure)
+                self._fold(window.held_passes(slot_set), measure=measure)
 
-    def _fold_at_once(self, contribution: Contribution, weight: np.float32, *, measure: bool) -> None:
-        window, measure = self._window, measure or self.kernels.measures_in_passing
-        window.count(contribution, weight)
-        self.kernels.accumulate(self.arena, window.fold_at_once(contribution, weight), measure=measure)
-        window.folded_at_once(contribution)
-        if measure:
-            self._note_measured(contribution.slots, contribution.present)
+    def _slot_set(self, slots: Sequence[Slot]) -> SlotSet:
+        return SlotSet([self._position[slot.name] for slot in slots])
 
-    def _places_of(self, slots: Sequence[Slot]) -> SlotSet:
-        key = (slots[0].name, len(slots))  # slots are the layout's, one span's, or one
-        if key not in self._places:
-            self._places[key] = SlotSet([self._position[slot.name] for slot in slots])
-        return self._places[key]
-
-    def _settle(self, places: SlotSet, over: State | None = None, *, measure: bool = False) -> None:
+    def _flush(self, slot_set: SlotSet, over: State | None = None, *, measure: bool = False) -> None:
         """Fold what is held and zero what nothing came for; for a view, or for a call that ends in the state `over`."""
         over = over or self.state.ask(Call.VIEW)
-        if self._window.filled[places.index].all() and not self._window.held_with(places):
+        if self._window.filled[slot_set.index].all() and not self._window.held_with(slot_set):
             return
-        self._before_fold(places)
+        self._before_fold(slot_set)
         with _Changing(self, over):
-            self._fold(places, measure=measure)
-            empty = places.index[~self._window.filled[places.index]]
-            if empty.size:
-                self.kernels.fill_zero([self.arena.targets[p] for p in empty])
-                self.kernels.zero_sums(self.arena, empty.tolist())
-                self._window.filled[empty] = True
-                self._window.measured[empty] = ~self._exposed[empty]
+            self._fold(self._window.held_passes(slot_set), measure=measure)
+            empty = slot_set.index[~self._window.filled[slot_set.index]].tolist()
+            if empty:
+                self._zero(empty)
 
-    def _fill_with_nothing(self) -> None:
-        if self._window.filled.all():
-            return  # and it may be a sum over workers by now
-        with self.changing():
-            targets = self.arena.targets
-            self.kernels.fill_zero(targets)
-            self.kernels.scale(targets, np.float32(-1), targets)
-            self.kernels.zero_sums(self.arena, range(len(targets)))
-            self._window.filled[:] = True
-            self._window.measured[:] = ~self._exposed
+    def _zero(self, positions: Sequence[int]) -> None:
+        self.kernels.fill_zero([self.arena.targets[position] for position in positions])
+        self.kernels.zero_sums(self.arena, positions)
+        self._window.filled[positions] = self._window.measured[positions] = True
 
-    def _before_fold(self, places: SlotSet) -> None:
+    def _before_fold(self, slot_set: SlotSet) -> None:
         """Raise what would otherwise leave the window half written."""
-        if self._window.held_with(places):
-            self._window.refuse_moved(places, self.layout.slots)
+        if self._window.held_with(slot_set):
+            self._window.refuse_moved(slot_set, self.layout.slots)
             self.kernels.device.wait_for(self._window.producers)
 
-    def _fold(self, places: SlotSet, *, measure: bool) -> None:
+    def _fold(self, passes: Iterable[FoldPass], *, measure: bool) -> None:
         measure = measure or self.kernels.measures_in_passing
-        for batch in self._window.batches(places):
-            self.kernels.accumulate(self.arena, batch, measure=measure)
-            if measure:
-                self._note_measured(batch.slots, batch.present)
-        self._window.folded(places)
-
-    def _note_measured(self, slots: SlotSet, present: npt.NDArray[np.bool_]) -> None:
-        folded = slots.index[present]
-        self._window.measured[folded] = ~self._exposed[folded]
+        for fold in passes:
+            self.kernels.accumulate(self.arena, fold, measure=measure)
+            self._window.folded(fold, measured=measure)
 
 
 @final

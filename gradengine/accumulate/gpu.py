@@ -105,13 +105,13 @@ class GpuGradientAccumulator(GradientAccumulator):
             LayoutMismatch: No such component outside the blocks, or another shape.
             BufferRefused: The buffer cannot be written as it lies.
         """
-        slot = self.non_block_slot(name)
-        self._copy((slot,), [destination], f"component '{slot.name}'")
+        span = self.non_block_span(name)
+        self._copy(span.slots, [destination], span.called)
 
     def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:
         destinations = destinations_of(slots, self.kernels.device, self.memory, workspace, where, prefix)
         wanted = [slots[position] for position in destinations]
-        self.settle(wanted)  # and be behind all that was queued, whatever the stream
+        self.flush(wanted)  # and be behind all that was queued, whatever the stream
         with self.arena.in_order():
             self.kernels.scale([*map(self.target_of, wanted)], np.float32(1), [*destinations.values()])
 

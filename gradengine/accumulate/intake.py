@@ -38,19 +38,19 @@ class Intake:
         self._numpy_forms: dict[SlotSet, list[Any]] = {}
         self._in_vain = 0
 
-    def contribution(self, places: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
+    def contribution(self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
         """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work."""
         form = numpy_form(sources, self._arena.owner)
         if form is not None:
-            return self._of_numpy(places, slots, sources, form)
-        known = self._known.setdefault(places, [])
+            return self._of_numpy(slot_set, slots, sources, form)
+        known = self._known.setdefault(slot_set, [])
         met = None
         for candidate in known:
             if candidate.arrays.are(sources):
                 met = candidate
                 break
         if met is None:
-            looked_at = Contribution.of(places, self._views(slots, sources))
+            looked_at = Contribution.of(slot_set, self._views(slots, sources))
             met = self._remember(known, sources, looked_at)
             contribution = self._as_it_came(looked_at, sources)
         else:
@@ -58,7 +58,7 @@ class Intake:
             if contribution.producers:
                 self._device.wait_for(contribution.producers)
         if not self._reused_buffers:
-            versions = self.uncleared.refuse(places, slots, sources, None if met is None else met.versions)
+            versions = self.uncleared.refuse(slot_set, slots, sources, None if met is None else met.versions)
             if met is not None:
                 met.versions = versions
         return contribution
@@ -69,15 +69,15 @@ class Intake:
         self.uncleared.note_written(arrays, known)
 
     def _of_numpy(
-        self, places: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
+        self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
     ) -> Contribution:
         """That of NumPy's arrays: of the same form as others that were resolved before, they are read as they lie."""
-        if form != self._numpy_forms.get(places):
-            resolved = Contribution.of(places, self._views(slots, sources))
+        if form != self._numpy_forms.get(slot_set):
+            resolved = Contribution.of(slot_set, self._views(slots, sources))
             if resolved.fp32 is not None:
-                self._numpy_forms[places] = form
+                self._numpy_forms[slot_set] = form
             return resolved
-        return Contribution.of_fp32(places, [source.ravel() for source in sources])
+        return Contribution.of_fp32(slot_set, [source.ravel() for source in sources])
 
     def _as_it_came(self, contribution: Contribution, sources: Sequence[Any]) -> Contribution:
         """With its producers' streams of now, and where it lies now if it is read later."""

@@ -30,7 +30,7 @@ class Uncleared:
         self._doubts: list[tuple[Sequence[Slot], NonZero]] = []  # on a GPU, while it works
 
     def refuse(
-        self, places: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], of_this_set: Versions | None
+        self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], of_this_set: Versions | None
     ) -> Versions | None:
         """The arrays' versions now, None where nothing is torch's; `BufferRefused` for a gradient that was not cleared.
 
@@ -40,7 +40,7 @@ class Uncleared:
         versions = torch_versions(sources)
         if versions.count(None) == len(versions):
             return None
-        before = of_this_set or self._latest.get(places)
+        before = of_this_set or self._latest.get(slot_set)
         suspects: list[int] = []
         if before is not None and before.versions != versions:
             suspects = before.changed_once(versions, None if before is of_this_set else sources)
@@ -49,7 +49,7 @@ class Uncleared:
             self._refuse_non_zero(slots, sources, suspects)
         now = of_this_set or Versions(sources, versions, before)
         now.versions = versions
-        self._latest[places] = now
+        self._latest[slot_set] = now
         return now
 
     def refuse_late(self) -> None:

@@ -48,11 +48,11 @@ class Window:
         self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
         self._addresses: set[int] = set()  # that are held
 
-    def refuse_other_weight(self, places: SlotSet, weight: np.float32, where: str) -> None:
+    def refuse_other_weight(self, slot_set: SlotSet, weight: np.float32, where: str) -> None:
         """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
         if self._is_even:
             return  # it begins with these
-        for micro_batch in np.unique(self.counts[places.where]).tolist():
+        for micro_batch in np.unique(self.counts[slot_set.where]).tolist():
             if micro_batch < len(self.weights) and self.weights[micro_batch] != weight:
                 raise WindowError(
                     f"{where} of micro-batch {micro_batch} has another weight than its other parts",
@@ -74,9 +74,9 @@ class Window:
                     do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
                 )
 
-    def refuse_moved(self, places: SlotSet, slots: Sequence[Slot]) -> None:
+    def refuse_moved(self, slot_set: SlotSet, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` where a gradient that is held lies elsewhere than when it came, or is gone."""
-        for contribution in [contribution for held in self.held_with(places) for contribution, _ in self._held[held]]:
+        for contribution in [contribution for held in self.held_with(slot_set) for contribution, _ in self._held[held]]:
             check = contribution.address_check
             moved = check.moved(np.flatnonzero(contribution.present).tolist()) if check else None
             if moved is not None:
@@ -95,9 +95,8 @@ class Window:
             self.weights.append(weight)
         self.counts[where] += 1
         self._is_even = self._is_even and len(contribution.slots.positions) == self.counts.size
-        given = where if contribution.is_whole else contribution.slots.index[contribution.present]
-        self.measured[given] = False
-        self.used[given] = True
+        self.measured[contribution.given] = False
+        self.used[contribution.given] = True
 
     @property
     def is_even(self) -> bool:
@@ -105,25 +104,20 @@ class Window:
         return self._is_even or bool((self.counts == self.counts[0]).all())
 
     def fold_at_once(self, contribution: Contribution, weight: np.float32) -> FoldPass:
-        """The pass of one contribution to slots that hold nothing."""
+        """The pass of one contribution that is not held."""
         return FoldPass(contribution.slots, ~self.filled[contribution.slots.where], [contribution], [weight])
 
-    def folded_at_once(self, contribution: Contribution) -> None:
-        """It is in its slots' memory now."""
-        slots = contribution.slots
-        self.filled[slots.where if contribution.is_whole else slots.index[contribution.present]] = True
-
-    def held_with(self, places: SlotSet) -> list[SlotSet]:
+    def held_with(self, slot_set: SlotSet) -> list[SlotSet]:
         """The sets that are held and have a slot among these."""
         if not self._held:
             return []
-        if places in self._held:
-            return [places]
-        return list(dict.fromkeys(self._holder[p] for p in places.positions if p in self._holder))
+        if slot_set in self._held:
+            return [slot_set]
+        return list(dict.fromkeys(self._holder[p] for p in slot_set.positions if p in self._holder))
 
-    def depth(self, places: SlotSet) -> int:
+    def depth(self, slot_set: SlotSet) -> int:
         """How many contributions are held for these slots together."""
-        return len(self._held.get(places, ()))
+        return len(self._held.get(slot_set, ()))
 
     def hold(self, contribution: Contribution, weight: np.float32) -> None:
         """Keep a contribution by reference; no other set with one of its slots may be held."""
@@ -132,20 +126,22 @@ class Window:
             self._holder.update(dict.fromkeys(contribution.slots.positions, contribution.slots))
             self._addresses.update(filter(None, contribution.addresses.tolist()))  # 0: nothing came, or it is empty
 
-    def batches(self, places: SlotSet) -> list[FoldPass]:
+    def held_passes(self, slot_set: SlotSet) -> list[FoldPass]:
         """All that is held for these slots, and for others that came with them: a pass for each set."""
         return [
             FoldPass(held, ~self.filled[held.where], *zip(*self._held[held], strict=True))
-            for held in self.held_with(places)
+            for held in self.held_with(slot_set)
         ]
 
-    def folded(self, places: SlotSet) -> None:
-        """What `batches` told of these slots is in memory now."""
-        for held in self.held_with(places):
-            for contribution, _ in self._held.pop(held):
+    def folded(self, fold: FoldPass, *, measured: bool = False) -> None:
+        """The pass is in memory now, and measured if it was."""
+        self.filled[fold.given] = True
+        if measured:
+            self.measured[fold.given] = True
+        if fold.slots in self._held:
+            for contribution, _ in self._held.pop(fold.slots):
                 self._addresses.difference_update(contribution.addresses.tolist())
-                self.folded_at_once(contribution)
-            for position in held.positions:
+            for position in fold.slots.positions:
                 del self._holder[position]
 
     def become_one(self) -> None:

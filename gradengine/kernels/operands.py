@@ -85,7 +85,7 @@ class Contribution:
     def of_fp32(slots: SlotSet, arrays: list[npt.NDArray[np.float32]]) -> Contribution:
         """That of flat host arrays, one for each target, which are used themselves."""
         found = Contribution(slots, ())
-        found.fp32, found.is_whole = arrays, True
+        found.fp32, found.given = arrays, slots.where
         found.present = np.ones(len(arrays), np.bool_)
         return found
 
@@ -105,9 +105,9 @@ class Contribution:
         return np.array([view is not None for view in self.views], np.bool_)
 
     @cached_property
-    def is_whole(self) -> bool:
-        """Whether all of them do."""
-        return None not in self.views
+    def given(self) -> slice | npt.NDArray[np.intp]:
+        """The positions of those that do, for NumPy."""
+        return self.slots.index[self.present] if None in self.views else self.slots.where
 
     @cached_property
     def fp32(self) -> list[npt.NDArray[np.float32]] | None:
@@ -133,3 +133,8 @@ class FoldPass:
             return self.contributions[0].present
         found: npt.NDArray[np.bool_] = np.logical_or.reduce([c.present for c in self.contributions])
         return found
+
+    @property
+    def given(self) -> slice | npt.NDArray[np.intp]:
+        """The positions of those targets, for NumPy."""
+        return self.contributions[0].given if len(self.contributions) == 1 else self.slots.index[self.present]

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
-from gradengine.errors import CallerError, NonFiniteGradient, WindowError
+from gradengine.errors import CallerError, NonFiniteGradient
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Decision, Float64
 from gradengine.kernels.device import StagingBuffer
@@ -96,21 +96,12 @@ class Reducer:
             return
         for span in spans:
             if span.key not in self.workers.started:
-                self._accumulator.settle_span(span)
+                self._accumulator.close_span(span)
                 self._to_mean(span)
                 with self._accumulator.arena.in_order():
                     self._staging.fetch(span.start, span.stop)
                 self._state.enter(Event.SEND)  # not behind it: an interrupt there would leave a window that is open
                 self.workers.start(span)
-
-    def refuse_started(self, span: Span) -> None:
-        """Raise `WindowError` where the span is on its way already."""
-        if span.key in self.workers.started:
-            raise WindowError(
-                f"{span.called} is on its way to the other workers",
-                got=f"a contribution after the last of {self._accumulator.count_of(span)} micro-batches",
-                expected="step()",
-            )
 
     def agree(self) -> StepStats:
         """Local sums become sums over all workers, and all workers know the same facts about them."""
@@ -219,7 +210,7 @@ class Reducer:
         accumulator = self._accumulator
         if not self._per_worker or span.key in self._means or not accumulator.accumulated_count:
             return
-        factor, targets = accumulator.mean_factor, accumulator.targets_of(span)
+        factor, targets = accumulator.mean_factor, [accumulator.target_of(slot) for slot in span.slots]
         with accumulator.changing():
             if factor != 1:
                 self._kernels.scale(targets, factor, targets)
