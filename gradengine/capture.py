@@ -13,7 +13,7 @@ from gradengine.arguments import listed, truth_value
 from gradengine.arrays.buffer import RawBuffer, refuse_freed
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, CallerError, WindowError
-from gradengine.kernels import Graph, Kernels
+from gradengine.kernels import Graph
 from gradengine.layout import Slot
 from gradengine.result import StepResult
 
@@ -26,6 +26,7 @@ class CapturedWindow:
 
     Attributes:
         out: Destinations that its step hands back to; None for the arena.
+        producers: Whose streams the arrays are worked on.
         result: The result of the step that was replayed last, or is recorded; its gradients and device scalars are
             written anew by each replay.
 
@@ -41,15 +42,14 @@ class CapturedWindow:
 
     def __init__(
         self,
-        kernels: Kernels,
-        launched: Callable[[CapturedWindow, StepResult], StepResult],
+        launched: Callable[[CapturedWindow, Graph, StepResult], StepResult],
         record_again: Callable[..., CapturedWindow],
     ) -> None:
-        self._device, self._launched, self._record_again = kernels.device, launched, record_again
+        self._launched, self._record_again = launched, record_again
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Graph | None = None
-        self._producers: AbstractSet[ProducerStream] = frozenset()
+        self.producers: AbstractSet[ProducerStream] = frozenset()
         self.out: Gradients | None = None
         self._deferred = False
         self.result: StepResult | None = None
@@ -71,7 +71,7 @@ class CapturedWindow:
             raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
         if truth_value("check", check):
             self._refuse_moved()
-        return self._launched(self, self.result)
+        return self._launched(self, self._recorded, self.result)
 
     def repoint(self, micro_batches: Sequence[Gradients], out: Gradients | None = None) -> None:
         """Record the window anew for gradients at other addresses, with the same weights; nothing runs.
@@ -93,7 +93,7 @@ class CapturedWindow:
             )
         fresh = self._record_again(micro_batches, self._weights, self.out if out is None else out, self._deferred)
         self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
-        self.out, self._producers = fresh.out, fresh._producers
+        self.out, self.producers = fresh.out, fresh.producers
 
     # ---- told by the engine ----
 
@@ -103,22 +103,6 @@ class CapturedWindow:
         """An add was recorded; `weight` where it is a whole micro-batch."""
         self._keep(slots, gradients, prefix)
         self._weights = None if weight is None or self._weights is None else [*self._weights, weight]
-
-    def recording(self) -> Graph:
-        """A graph that is to be this window's."""
-        graph = self._device.graph()
-        assert graph is not None  # noqa: S101  (the engine looked)
-        return graph
-
-    def wait_for_producers(self) -> None:
-        """What is queued next comes behind what the arrays' producers have queued; one that records is refused."""
-        self._device.wait_for(self._producers)
-
-    def launch(self) -> None:
-        """Queue the graph, before what the arrays' producers will."""
-        assert self._recorded is not None  # noqa: S101  (replay looked)
-        self._recorded.replay()
-        self._device.hand_over(self._producers)
 
     def closed(
         self,
@@ -132,8 +116,7 @@ class CapturedWindow:
         """The step was recorded."""
         if out is not None:
             self._keep(slots, out)
-        self._producers = producers
-        self.result, self._deferred, self.out = result, deferred, out
+        self.result, self._deferred, self.out, self.producers = result, deferred, out, producers
 
     def recorded(self, recorded: Graph) -> None:
         """The kernels have recorded it; they keep what it reads."""
@@ -163,20 +146,21 @@ class CapturedWindow:
 
 @final
 class Capture(AbstractContextManager[CapturedWindow]):
-    """Context in which the calls of an engine are recorded; `begin` and `end` tell the engine.
+    """Context in which the calls of an engine are recorded as `graph`; `begin` and `end` tell the engine.
 
     No generator: one that an interrupt leaves suspended would go on recording until its traceback is gone.
     """
 
-    def __init__(self, window: CapturedWindow, begin: Callable[[Capture], None], end: Callable[[], None]) -> None:
-        self.window, self._begin, self._end = window, begin, end
-        self._recording = window.recording()
+    def __init__(
+        self, window: CapturedWindow, graph: Graph, begin: Callable[[Capture], None], end: Callable[[], None]
+    ) -> None:
+        self.window, self._graph, self._begin, self._end = window, graph, begin, end
 
     def __enter__(self) -> CapturedWindow:
         window = self.window
         self._begin(self)
         try:
-            self._recording.__enter__()
+            self._graph.__enter__()
         except BaseException as fault:
             self._leave(type(fault), fault, fault.__traceback__)
             raise
@@ -187,7 +171,7 @@ class Capture(AbstractContextManager[CapturedWindow]):
     ) -> None:
         self._leave(kind, fault, trace)
         if kind is None:
-            self.window.recorded(self._recording)
+            self.window.recorded(self._graph)
 
     def abandon(self) -> None:
         """Record nothing any more."""
@@ -197,9 +181,9 @@ class Capture(AbstractContextManager[CapturedWindow]):
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._recording.__exit__(kind, fault, trace)
+            self._graph.__exit__(kind, fault, trace)
         except BaseException as interrupt:
-            self._recording.__exit__(type(interrupt), interrupt, None)
+            self._graph.__exit__(type(interrupt), interrupt, None)
             raise
         finally:
             self._end()

@@ -11,7 +11,7 @@ import typer
 
 from gradengine import __version__
 from gradengine.errors import DeviceUnavailable
-from gradengine.kernels.host import available_cpus
+from gradengine.kernels.host_threads import available_cpus
 from gradengine.kernels.toolchain import compiled, load_cupy
 
 _PACKAGES = (  # alternative distributions, and what is missing without any of them

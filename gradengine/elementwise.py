@@ -30,18 +30,6 @@ from gradengine.kernels import (
 
 __all__ = ["add", "cast", "fill", "scale"]
 
-# What an element is read and written as; the short dtypes travel as their bits.
-_READ = {
-    "float32": "{0}",
-    "float16": "gradengine::widened({0}, gradengine::FLOAT16)",
-    "bfloat16": "gradengine::widened({0}, gradengine::BFLOAT16)",
-}
-_WRITE = {
-    "float32": "{0} = {1}",
-    "float16": "{0} = gradengine::rounded({1}, gradengine::FLOAT16)",
-    "bfloat16": "{0} = gradengine::rounded({1}, gradengine::BFLOAT16)",
-}
-
 
 def add(
     target: object,
@@ -77,11 +65,13 @@ def add(
         if to.dtype != "float32":
             raise BufferRefused("'target' accumulates and must be fp32", got=to.dtype, expected="float32")
         if isinstance(kernels, CudaKernels):
-            sum_of = "gradengine::add(target, weight == 1.0f ? {0} : gradengine::multiply(weight, {0}))"
-            value = sum_of.format(_READ[of.dtype].format("source"))
+            term = _widened("source", of)
+            value = f"gradengine::add(target, weight == 1.0f ? {term} : gradengine::multiply(weight, {term}))"
             _run(kernels, "add", value, to, of, weight=by)
         else:
-            _add_on_host(kernels, to, of, by)
+            slots = SlotSet([0])
+            fold = FoldPass(slots, np.zeros(1, np.bool_), [Contribution.of(slots, [of])], [by])
+            kernels.accumulate(kernels.arena([to]), fold)
 
 
 def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
@@ -109,8 +99,7 @@ def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, st
         if not isinstance(kernels, CudaKernels):
             kernels.scale([to], by, [to])
         elif by != 1:
-            value = f"gradengine::multiply({_READ[to.dtype].format('target')}, factor)"
-            _run(kernels, "scale", value, to, factor=by)
+            _run(kernels, "scale", f"gradengine::multiply({_widened('target', to)}, factor)", to, factor=by)
 
 
 def fill(buffer: object, value: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
@@ -171,15 +160,20 @@ def cast(
     with kernels.device.on(stream):
         to, of = _pair(kernels, destination, source)
         if isinstance(kernels, CudaKernels):
-            _run(kernels, "cast", _READ[of.dtype].format("source"), to, of)
+            _run(kernels, "cast", _widened("source", of), to, of)
         else:
             kernels.scale([of], np.float32(1), [to])
 
 
-def _add_on_host(kernels: Kernels, to: Buffer, of: Buffer, by: np.float32) -> None:
-    slots = SlotSet([0])
-    fold = FoldPass(slots, np.zeros(1, np.bool_), [Contribution.of(slots, [of])], [by])
-    kernels.accumulate(kernels.arena([to]), fold)
+def _widened(element: str, buffer: Buffer) -> str:
+    """An element of a buffer in fp32; the short dtypes travel as their bits."""
+    is_fp32 = buffer.dtype == "float32"
+    return element if is_fp32 else f"gradengine::widened({element}, gradengine::{buffer.dtype.upper()})"
+
+
+def _rounded(value: str, buffer: Buffer) -> str:
+    is_fp32 = buffer.dtype == "float32"
+    return value if is_fp32 else f"gradengine::rounded({value}, gradengine::{buffer.dtype.upper()})"
 
 
 def _fp32(name: str, value: float) -> np.float32:
@@ -209,8 +203,8 @@ def _run(
         return
     read = [] if source is None else [source]
     inputs = [*(f"{_storage_name(buffer)} source" for buffer in read), *(f"float32 {scalar}" for scalar in scalars)]
-    operation = _WRITE[target.dtype].format("target", element)
-    kernel = _kernel(kernels.xp, name, ", ".join(inputs), f"{_storage_name(target)} target", operation)
+    output, operation = f"{_storage_name(target)} target", f"target = {_rounded(element, target)}"
+    kernel = _kernel(kernels.xp, name, ", ".join(inputs), output, operation)
     arrays = [kernels.device.storage_array(buffer) for buffer in (*read, target)]
     with kernels.device.active():
         kernel(*arrays[:-1], *scalars.values(), arrays[-1])

@@ -17,7 +17,16 @@ from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NotCopied, WindowError
 from gradengine.exchange.interface import Exchange
-from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
+from gradengine.kernels import (
+    Decision,
+    DeviceLike,
+    Graph,
+    StepStatus,
+    decide,
+    kernels_for,
+    producers_of,
+    refuse_bad_divisor,
+)
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import DecidedStep, Reducer
@@ -334,9 +343,13 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             Traceback (most recent call last):
             gradengine.errors.CallerError: only a GPU's steps can be captured: got device 'cpu', expected ...
         """
+        graph = self._kernels.device.graph()
+        if graph is None:
+            device = self._kernels.device.name
+            raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
         self._ask_for_graph(Call.CAPTURE)
-        window = CapturedWindow(self._kernels, self._launched, self._record_again)
-        return Capture(window, self._begin_capture, self._end_capture)
+        window = CapturedWindow(self._launched, self._record_again)
+        return Capture(window, graph, self._begin_capture, self._end_capture)
 
     def check(self) -> None:
         """Wait for a GPU's steps and raise what no call has raised yet: for the end of training, or a checkpoint.
@@ -409,9 +422,6 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _ask_for_graph(self, call: Call) -> None:
         """Raise where no whole step of one worker's can be captured, or replayed."""
-        if not self._late.exist:
-            device = self._kernels.device.name
-            raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
         if not self._reducer.is_alone:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
         self._state.ask(call, self._facts)
@@ -524,7 +534,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             self.step(out, deferred=deferred)
         return captured
 
-    def _launched(self, captured: CapturedWindow, recorded: StepResult) -> StepResult:
+    def _launched(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""
         self._ask_for_graph(Call.REPLAY)
         self._raise_late()
@@ -536,11 +546,12 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
                 do="engine.last_result has its result; replay() again is the next step",
             )
         with self.accumulator.arena.in_order():
-            captured.wait_for_producers()
+            self._kernels.device.wait_for(captured.producers)  # refuses one that records a graph
             # Interrupted from here on, only the device knows whether it ran.
             self._launching, self._state.now = captured, self._state.ask(Call.REPLAY)
             self._late.count_from(step)
-            captured.launch()
+            graph.replay()
+            self._kernels.device.hand_over(captured.producers)
         self._late.send()
         return self._end_replay(captured, recorded, step)
 

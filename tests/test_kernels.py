@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operations import growth
 
+from gradengine.arrays.dtypes import DTYPES
 from gradengine.errors import CallerError
 from gradengine.kernels import (
     CHUNK,
@@ -33,7 +34,7 @@ from gradengine.kernels import (
     launch,
 )
 from gradengine.kernels.decision import clip_scale, sum_in_order
-from gradengine.kernels.host import HostKernels
+from gradengine.kernels.host import ROUND, WIDEN, HostKernels
 from gradengine.kernels.host_sums import squared_sum
 from gradengine.kernels.operands import ADDRESS, AddressCheck
 
@@ -119,6 +120,10 @@ def micro_batches(choose):
 def test_what_follows_runs_on(name):
     """A backend that cannot be here is skipped once, by this name and reason."""
     assert available(name).get(available(name).kernels.device.allocate(3)).size == 3
+
+
+def test_the_host_converts_each_dtype_of_the_table():
+    assert {*WIDEN} == {*ROUND, "float32"} == {*DTYPES}
 
 
 class TestAccumulate:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gradengine.bench.workers import Crew
 from gradengine.errors import CallerError
-from gradengine.kernels.host import available_cpus
+from gradengine.kernels.host_threads import available_cpus
 from gradengine.plan import machine
 from gradengine.plan.machine import (
     TRANSPORTS,

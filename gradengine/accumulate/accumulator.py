@@ -31,8 +31,6 @@ from gradengine.errors import LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 
-__all__ = ["GradientAccumulator", "PerBlockGradientAccumulator"]
-
 
 class GradientAccumulator(NotCopied, ABC, instead="build another of the same layout"):
     """One fp32 arena for a layout, and the window of micro-batches that is being added to it.

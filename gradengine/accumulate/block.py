@@ -15,8 +15,6 @@ from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, SlotSet, 
 from gradengine.kernels.decision import SMALLEST_FACTOR
 from gradengine.layout import Block, Slot
 
-__all__ = ["BlockGradientSet"]
-
 
 @final
 class BlockGradientSet(NotCopied, instead="make another of the same block, and give it flatten() by from_flat()"):

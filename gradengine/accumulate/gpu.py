@@ -14,8 +14,6 @@ from gradengine.errors import CallerError
 from gradengine.kernels import DeviceLike, HostKernels, chunk_for, kernels_for
 from gradengine.layout import GradientLayout, Slot
 
-__all__ = ["GpuGradientAccumulator"]
-
 _GRANULE = 512  # bytes: CuPy's pool gives out multiples of it
 _BYTES_A_CHUNK = (8, 4)  # its squared sum, and how many of its elements are not finite
 _BYTES_A_COMPONENT = (8, 8, 8, 4)  # K2's sum, count, norm and place in a group

@@ -13,8 +13,6 @@ from gradengine.kernels import Device
 from gradengine.layout import Slot
 from gradengine.layout.components import is_nested, named_components
 
-__all__ = ["Gradients", "NamedArrays", "destinations_of", "handed_back", "in_slot_order", "matched_views"]
-
 Gradients: TypeAlias = Mapping[str, object] | Sequence[object]
 
 

@@ -15,8 +15,6 @@ from gradengine.errors import BufferRefused
 from gradengine.kernels import AddressCheck, Contribution, Device, SlotSet, as_of_now
 from gradengine.layout import Slot
 
-__all__ = ["Intake"]
-
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
 _PATIENCE = 8  # sets that went without having come again, after which no more are remembered
 
@@ -43,30 +41,31 @@ class Intake:
         form = numpy_form(sources, self._arena.owner)
         if form is not None:
             return self._of_numpy(slot_set, slots, sources, form)
-        known = self._known.setdefault(slot_set, [])
-        met = None
-        for candidate in known:
+        sets = self._known.setdefault(slot_set, [])
+        known = None
+        for candidate in sets:
             if candidate.arrays.are(sources):
-                met = candidate
+                known = candidate
                 break
-        if met is None:
-            looked_at = Contribution.of(slot_set, self._views(slots, sources))
-            met = self._remember(known, sources, looked_at)
-            contribution = self._as_it_came(looked_at, sources)
+        if known is None:
+            resolved = Contribution.of(slot_set, self._views(slots, sources))
+            contribution = self._as_of_now(resolved, sources, reader_of(sources) or read_each)
+            known = self._remember(sets, sources, resolved)
         else:
-            contribution = met.again(sources, holds=self._holds)
+            known.came_again = True
+            contribution = self._as_of_now(known.contribution, sources, known.arrays.reader)
             if contribution.producers:
                 self._device.wait_for(contribution.producers)
         if not self._reused_buffers:
-            versions = self.uncleared.refuse(slot_set, slots, sources, None if met is None else met.versions)
-            if met is not None:
-                met.versions = versions
+            versions = self.uncleared.refuse(slot_set, slots, sources, None if known is None else known.versions)
+            if known is not None:
+                known.versions = versions
         return contribution
 
     def note_written(self, arrays: Collection[Any]) -> None:
         """What a step handed back into these arrays is no change that backward made."""
-        known = [met.versions for sets in self._known.values() for met in sets if met.versions is not None]
-        self.uncleared.note_written(arrays, known)
+        versions = [known.versions for sets in self._known.values() for known in sets if known.versions is not None]
+        self.uncleared.note_written(arrays, versions)
 
     def _of_numpy(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
@@ -79,26 +78,26 @@ class Intake:
             return resolved
         return Contribution.of_fp32(slot_set, [source.ravel() for source in sources])
 
-    def _as_it_came(self, contribution: Contribution, sources: Sequence[Any]) -> Contribution:
-        """With its producers' streams of now, and where it lies now if it is read later."""
+    def _as_of_now(self, contribution: Contribution, sources: Sequence[Any], reader: Reader) -> Contribution:
+        """With its producers' streams of now, where it lies now if it is read later, and the arrays kept alive."""
         if not (contribution.producers or self._holds):
             return contribution
-        reader = reader_of(sources) or read_each
-        address_check = AddressCheck(reader, tuple(sources), reader(sources)) if self._holds else None
-        return dataclasses.replace(
-            contribution, producers=as_of_now(contribution.producers), address_check=address_check
-        )
+        kept = tuple(sources)
+        check = AddressCheck(reader, kept, reader(kept)) if self._holds else None
+        found = Contribution(contribution.slots, contribution.views, as_of_now(contribution.producers), kept, check)
+        found.addresses = contribution.addresses  # made once
+        return found
 
-    def _remember(self, known: list[_Known], sources: Sequence[Any], contribution: Contribution) -> _Known | None:
+    def _remember(self, sets: list[_Known], sources: Sequence[Any], contribution: Contribution) -> _Known | None:
         """Unless this loop makes new arrays for each micro-batch: to remember them costs as much as to look at them."""
-        self._in_vain += sum(not candidate.arrays.are_alive and not candidate.was_met for candidate in known)
-        known[:] = [candidate for candidate in known if candidate.arrays.are_alive][-_REMEMBERED + 1 :]
+        self._in_vain += sum(not known.arrays.are_alive and not known.came_again for known in sets)
+        sets[:] = [known for known in sets if known.arrays.are_alive][-_REMEMBERED + 1 :]
         reader = reader_of(sources) if self._in_vain < _PATIENCE else None
         must_export = reader is read_cupy and contribution.producers  # another's that wraps one of CuPy's
         if reader is None or must_export:
             return None
-        known.append(_Known(sources, contribution, reader))
-        return known[-1]
+        sets.append(_Known(sources, contribution, reader))
+        return sets[-1]
 
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
         views = matched_views(slots, sources, self._device.views)
@@ -110,27 +109,15 @@ class Intake:
 
 
 class _Known:
-    """The contribution of arrays that came before; `was_met` once they have come again."""
+    """The contribution of arrays that came before."""
 
-    was_met = False
+    came_again = False
     versions: Versions | None = None
 
     def __init__(self, sources: Sequence[Any], contribution: Contribution, reader: Reader) -> None:
         self.arrays = KnownArrays(sources, reader)
         views = [None if view is None else without_owner(view) for view in contribution.views]
-        self._contribution = dataclasses.replace(contribution, views=views)
-
-    def again(self, sources: Sequence[Any], *, holds: bool) -> Contribution:
-        """That of the same arrays come again, which are kept alive by it where it outlives the call."""
-        self.was_met, found = True, self._contribution
-        if not (holds or found.producers):
-            return found
-        kept = tuple(sources)
-        reader = self.arrays.reader
-        check = AddressCheck(reader, kept, reader(kept)) if holds else None
-        again = Contribution(found.slots, found.views, as_of_now(found.producers), kept, check)
-        again.addresses = found.addresses  # made once
-        return again
+        self.contribution = dataclasses.replace(contribution, views=views)
 
 
 def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:

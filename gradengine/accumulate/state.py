@@ -21,8 +21,6 @@ from typing import Final, TypeAlias, final
 
 from gradengine.errors import WindowError
 
-__all__ = ["RECORDING_STATES", "TABLE", "Call", "Event", "Facts", "Refusal", "State", "StepState"]
-
 Facts: TypeAlias = Mapping[str, object]
 
 

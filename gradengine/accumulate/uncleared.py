@@ -15,8 +15,6 @@ from gradengine.errors import BufferRefused
 from gradengine.kernels import Device, SlotSet
 from gradengine.layout import Slot
 
-__all__ = ["Uncleared", "Versions"]
-
 _PATIENCE = 8  # micro-batches in new storages, after which tensors are known again by themselves alone
 
 
@@ -45,7 +43,7 @@ class Uncleared:
         if before is not None and before.versions != versions:
             suspects = before.changed_once(versions, None if before is of_this_set else sources)
         if (suspects or self._doubts) and not self._device.is_capturing():
-            self._refuse_settled()
+            self._refuse_answered()
             self._refuse_non_zero(slots, sources, suspects)
         now = of_this_set or Versions(sources, versions, before)
         now.versions = versions
@@ -56,14 +54,14 @@ class Uncleared:
         """Raise `BufferRefused` for what a GPU was asked and nobody was told yet; waits for it."""
         for _, non_zero in self._doubts:
             non_zero.wait()
-        self._refuse_settled()
+        self._refuse_answered()
 
     def note_written(self, arrays: Collection[Any], known: Iterable[Versions] = ()) -> None:
         """What a step handed back into these arrays is no change that backward made; nor of sets that are `known`."""
         for versions in {id(versions): versions for versions in (*self._latest.values(), *known)}.values():
             versions.look_again(arrays)
 
-    def _refuse_settled(self) -> None:
+    def _refuse_answered(self) -> None:
         while self._doubts and self._doubts[0][1].is_known:
             slots, non_zero = self._doubts.pop(0)
             _refuse_first(slots, non_zero)

@@ -13,8 +13,6 @@ from gradengine.errors import BufferRefused, WindowError
 from gradengine.kernels import ADDRESS, Contribution, FoldPass, SlotSet
 from gradengine.layout import Slot
 
-__all__ = ["Window", "checked_weight", "ordered_sum"]
-
 Flags = npt.NDArray[np.bool_]
 _ONE: np.float32 = np.float32(1)
 

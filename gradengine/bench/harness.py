@@ -24,7 +24,7 @@ import numpy.typing as npt
 from gradengine.bench.device import Array, Case, Device, Gpu, Missing, Sample, on_all_cpus
 from gradengine.bench.machine import load, machine, versions
 from gradengine.errors import CallerError, GradientError
-from gradengine.kernels.host import available_cpus
+from gradengine.kernels.host_threads import available_cpus
 
 __all__ = [
     "COUNTED", "Absent", "Benchmark", "Report", "ResultsDiffer", "Row", "Variant", "as_json", "check", "count_launches",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import gradengine
-from gradengine.kernels.host import available_cpus
+from gradengine.kernels.host_threads import available_cpus
 
 __all__ = ["commit_of", "load", "machine", "versions"]
 

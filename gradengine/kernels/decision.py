@@ -16,17 +16,6 @@ import numpy.typing as npt
 
 from gradengine.errors import WindowError
 
-__all__ = [
-    "SMALLEST_FACTOR",
-    "ClipPlan",
-    "Decision",
-    "Float64",
-    "clip_scale",
-    "decide",
-    "refuse_bad_divisor",
-    "sum_in_order",
-]
-
 SMALLEST_FACTOR = 2.0**-126  # fp32's smallest normal number
 
 Float64: TypeAlias = npt.NDArray[np.float64]
@@ -35,17 +24,11 @@ Scalar: TypeAlias = Any  # a float; on a GPU a 0-d array there
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """Which targets share a norm, and its bound.
+    """Which targets share a norm, and its bound."""
 
-    Attributes:
-        groups: The group's number of each target.
-        max_norms: Each group's bound; infinity clips nothing.
-        blocks: The block of each target, or None; nothing where there are none.
-    """
-
-    groups: tuple[int, ...]
-    max_norms: tuple[float, ...]
-    blocks: tuple[int | None, ...] = ()
+    groups: tuple[int, ...]  # the group's number of each target
+    max_norms: tuple[float, ...]  # each group's bound; infinity clips nothing
+    blocks: tuple[int | None, ...] = ()  # the block of each target, or None; nothing where there are none
 
     @cached_property
     def members(self) -> list[list[int]]:
@@ -90,29 +73,17 @@ def _rows(segments: Sequence[Sequence[int]]) -> list[npt.NDArray[np.intp]]:
 
 @dataclass(frozen=True)
 class Decision:
-    """What K2 found: norms of the averaged gradient and the one factor each group is multiplied by.
+    """What K2 found: norms of the averaged gradient and the one factor each group is multiplied by."""
 
-    Attributes:
-        norm: Global norm over all targets.
-        group_norms: Each group's norm.
-        block_norms: Each block's.
-        component_norms: Each target's.
-        scales: Each group's clip scale, in 0..1.
-        factors: Each group's fp32 factor: clip scale / divisor; a normal number, or 0.
-        inverse: 1 / the first group's factor, rounded once to fp32; infinity where the factor is 0.
-        skipped: Whether zeros are handed back.
-        bad: Positions of the targets that hold NaN or Inf; None where only the device knows.
-    """
-
-    norm: Scalar
+    norm: Scalar  # over all targets
     group_norms: Sequence[Scalar]
     block_norms: Sequence[Scalar]
-    component_norms: Sequence[Scalar]
-    scales: Sequence[Scalar]
-    factors: Sequence[Scalar]
-    inverse: Scalar
-    skipped: Scalar
-    bad: tuple[int, ...] | None
+    component_norms: Sequence[Scalar]  # each target's
+    scales: Sequence[Scalar]  # each group's clip scale, in 0..1
+    factors: Sequence[Scalar]  # each group's, in fp32: clip scale / divisor; a normal number, or 0
+    inverse: Scalar  # 1 / the first group's factor, rounded once to fp32; infinity where the factor is 0
+    skipped: Scalar  # whether zeros are handed back
+    bad: tuple[int, ...] | None  # positions of the targets that hold NaN or Inf; None where only the device knows
 
     @property
     def scale(self) -> Scalar:

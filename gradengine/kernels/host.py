@@ -25,9 +25,8 @@ from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.operands import FoldPass, SlotSet
 
-__all__ = ["HostKernels", "available_cpus"]
-
 Task = TypeVar("Task")
+_Conversion: TypeAlias = Callable[[Array, Array], None]
 Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, its dtype, its micro-batch's weight
 
 _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 220 us, two 350
@@ -36,35 +35,29 @@ _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 
 _ELEMENTS_A_CHUNK, _ELEMENTS_A_MEASUREMENT = 32768, 131072
 _LOOKED_UP = 131072  # at once: their indices, of 8 bytes, stay in the cache
 _ELEMENTS_A_TABLE, _CHUNKS_A_TABLE = 1 << 19, 16  # of a table of 65,536 factors' products, which takes 80 us to make
-_OF_NUMPY = {"float32", "float16"}  # whose conversions are NumPy's own
 _BF16_NAN = np.uint16(0x7FC0)
 
 
 class _Part(NamedTuple):
-    """A chunk of one target: the column of its source in a fold, the place of its partial sum, and what is cut out."""
+    """A chunk of one target."""
 
-    column: int
+    column: int  # of its source in a fold
     target: npt.NDArray[np.float32]
-    partial: int
     cut: slice | None  # of the source; None where it is whole
     dots: Sequence[Dot] = ()  # what measures it
 
 
 @final
 class _Prepared:
-    """What a fold into some targets, and their squared sums, work on.
-
-    Attributes:
-        pieces: Their chunks, in runs that a thread takes one at a time.
-        elements: How many they have in all.
-        chunks: How many chunks there are.
-        partials: Where the partial sum of each chunk belongs.
-    """
+    """What a fold into some targets, and their squared sums, work on: `pieces` of them, as `pieces_of` makes them."""
 
     def __init__(self, arena: Arena, slots: SlotSet) -> None:
-        self.pieces, self.elements = _parts_of(arena, slots)
-        self.partials = [part.partial for piece in self.pieces for part in piece]
-        self.chunks = len(self.partials)
+        first = arena.partials.first
+        chunks = [(p, *chunk) for p in slots.positions for chunk in chunks_of(arena.targets[p].size, first[p])]
+        pieces, self.elements = pieces_of(chunks)
+        self.pieces = [[_part(arena.targets[chunk[0]], slots, chunk) for chunk in piece] for piece in pieces]
+        self.partials = [index for _, index, _, _ in chunks]
+        self.chunks = len(chunks)
 
     @cached_property
     def sums(self) -> PreparedSums:
@@ -103,16 +96,13 @@ class HostKernels(Kernels):
         self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
 
     def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> PartialSums:
-        """See `Kernels.partial_sums`."""
         return PartialSums(sizes, self.device.order())
 
     def prepare(self, arena: Arena, slot_sets: Sequence[SlotSet], plan: ClipPlan | None = None) -> None:
-        """See `Kernels.prepare`."""
         for slots in slot_sets:
             _prepared(arena, slots)
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
-        """See `Kernels.accumulate`."""
         prepared, fold_piece = _prepared(arena, fold.slots), _fold_piece_of(fold)
         if not measure:
             self._run(fold_piece, prepared.pieces, prepared.elements, prepared.chunks)
@@ -123,7 +113,6 @@ class HostKernels(Kernels):
             self.measure(arena, fold.slots.index[fold.present].tolist())
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
-        """See `Kernels.measure`."""
         if positions is None and arena.memory is not None:
             self._run_and_measure(_measure_piece, arena, _prepared(arena, arena.whole), _ELEMENTS_A_MEASUREMENT)
             return
@@ -145,7 +134,6 @@ class HostKernels(Kernels):
         arena.partials.values[prepared.partials] = totals
 
     def measure_chunks(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        """See `Kernels.measure_chunks`."""
         self._measure(arena, *pieces_of(chunks))
 
     def _measure(self, arena: Arena, pieces: Sequence[Sequence[Chunk]], elements: int) -> None:
@@ -163,24 +151,20 @@ class HostKernels(Kernels):
         self._run(measure_piece, pieces, elements, _chunks_in(pieces), _ELEMENTS_A_MEASUREMENT)
 
     def totals(self, arena: Arena) -> Float64:
-        """See `Kernels.totals`."""
         return arena.partials.totals_of(arena.partials.values)
 
     def zero_sums(self, arena: Arena, positions: Sequence[int]) -> None:
-        """See `Kernels.zero_sums`."""
         partials = arena.partials
         for position in positions:
             first = partials.first[position]
             partials.values[first : first + partials.counts[position]] = 0
 
     def finalise(self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0) -> Decision:
-        """See `Kernels.finalise`."""
         return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad)
 
     def hand_back(
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Mapping[int, Buffer] | None = None
     ) -> None:
-        """See `Kernels.hand_back`."""
         if destinations is None and arena.memory is not None and not decision.skipped and len(decision.factors) == 1:
             self._scale_in_place(arena.memory.data, decision.factors[0])
             return
@@ -206,7 +190,6 @@ class HostKernels(Kernels):
             self._run(scale_chunk, starts, memory.size, len(starts))
 
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
-        """See `Kernels.scale`."""
         self._scale_each(sources, [factor] * len(sources), destinations)
 
     def _scale_each(
@@ -243,12 +226,10 @@ class HostKernels(Kernels):
             self._run(scale_piece, pieces, elements, _chunks_in(pieces))
 
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
-        """See `Kernels.fill_zero`."""
         elements = sum(buffer.size for buffer in buffers)
         self._run(lambda buffer: buffer.data.fill(0), buffers, elements, len(buffers))
 
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
-        """See `Kernels.first_non_finite`."""
         for start in range(0, buffer.size, CHUNK):
             found = first_non_finite(_widened(buffer.data[start : start + CHUNK], buffer.dtype))
             if found is not None:
@@ -290,20 +271,10 @@ def _prepared(arena: Arena, slots: SlotSet) -> _Prepared:
     return found
 
 
-def _parts_of(arena: Arena, slots: SlotSet) -> tuple[list[list[_Part]], int]:
-    """Chunks of some targets, in pieces as `pieces_of` makes them, and how many elements."""
-    columns, first = slots.column, arena.partials.first
-    sizes = [arena.targets[position].size for position in slots.positions]
-    pieces, elements = pieces_of(
-        [(p, *chunk) for p, size in zip(slots.positions, sizes, strict=True) for chunk in chunks_of(size, first[p])]
-    )
-
-    def part(position: int, index: int, start: int, stop: int) -> _Part:
-        target = arena.targets[position]
-        cut = None if stop - start == target.size else slice(start, stop)
-        return _Part(columns[position], target.data if cut is None else target.data[cut], index, cut)
-
-    return [[part(*chunk) for chunk in piece] for piece in pieces], elements
+def _part(target: Buffer, slots: SlotSet, chunk: Chunk) -> _Part:
+    position, _, start, stop = chunk
+    cut = None if stop - start == target.size else slice(start, stop)
+    return _Part(slots.column[position], target.data if cut is None else target.data[cut], cut)
 
 
 def _fold_piece_of(fold: FoldPass) -> Callable[[Sequence[_Part]], None]:
@@ -329,7 +300,7 @@ def _fold_piece_of(fold: FoldPass) -> Callable[[Sequence[_Part]], None]:
 
 
 def _copy_piece(sources: Sequence[npt.NDArray[np.float32]], piece: Iterable[_Part]) -> None:
-    for column, target, _, cut, dots in piece:
+    for column, target, cut, dots in piece:
         target[...] = sources[column] if cut is None else sources[column][cut]
         for dot, values, place in dots:
             dot(values, values, place)
@@ -342,7 +313,7 @@ def _add_piece(
 ) -> None:
     """Targets, or what is first in their place, and all others in turn."""
     add = np.add
-    for column, target, _, cut, dots in piece:
+    for column, target, cut, dots in piece:
         total = target if first is None else first[column] if cut is None else first[column][cut]
         for sources in others:
             add(total, sources[column] if cut is None else sources[column][cut], target)
@@ -372,7 +343,7 @@ def _terms_of(fold: FoldPass) -> list[list[Term]]:
 
 
 def _fold_piece(terms: Sequence[list[Term]], overwrite: npt.NDArray[np.bool_], piece: Iterable[_Part]) -> None:
-    for column, target, _, cut, dots in piece:
+    for column, target, cut, dots in piece:
         given = [(data if cut is None else data[cut], dtype, weight) for data, dtype, weight in terms[column]]
         if given:
             _fold(target, given, is_first=bool(overwrite[column]))
@@ -407,14 +378,7 @@ def first_non_finite(values: npt.NDArray[np.float32]) -> tuple[int, float] | Non
 
 
 def _assign(target: npt.NDArray[np.float32], source: Array, dtype: str, weight: np.float32) -> None:
-    if dtype == "bfloat16":
-        bits = target.view(np.uint32)
-        np.copyto(bits, source)
-        np.left_shift(bits, 16, out=bits)
-    elif dtype in _OF_NUMPY:
-        np.copyto(target, source)
-    else:
-        raise NotImplementedError(f"the host's kernels do not read {dtype}")
+    WIDEN[dtype](target, source)
     if weight != 1:
         np.multiply(target, weight, out=target)
 
@@ -423,14 +387,14 @@ def _weighted(source: Array, dtype: str, weight: np.float32) -> npt.NDArray[np.f
     values = _widened(source, dtype)
     if weight == 1:
         return values
-    return np.multiply(values, weight, out=_scratch.floats(values.size))
+    return np.multiply(values, weight, out=_scratch.floats[: values.size])
 
 
 def _widened(source: Array, dtype: str) -> npt.NDArray[np.float32]:
     """The values in fp32, exactly: the source itself, or this thread's scratch (good until its next use)."""
     if dtype == "float32":
         return source
-    wide = _scratch.floats(source.size)
+    wide = _scratch.floats[: source.size]
     _assign(wide, source, dtype, np.float32(1))
     return wide
 
@@ -438,14 +402,8 @@ def _widened(source: Array, dtype: str) -> npt.NDArray[np.float32]:
 def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Array, dtype: str) -> None:
     if dtype == "float32":
         np.multiply(values, factor, out=destination)
-        return
-    product = np.multiply(values, factor, out=_scratch.floats(values.size))
-    if dtype == "float16":
-        np.copyto(destination, product, casting="same_kind")
-    elif dtype == "bfloat16":
-        _round_to_bfloat16(product, destination)
     else:
-        raise NotImplementedError(f"the host's kernels do not write {dtype}")
+        ROUND[dtype](destination, np.multiply(values, factor, out=_scratch.floats[: values.size]))
 
 
 @final
@@ -484,10 +442,16 @@ def _products_of_all(of_dtype: str, dtype: str, factor: np.float32) -> Array:
     return products
 
 
-def _round_to_bfloat16(values: npt.NDArray[np.float32], destination: npt.NDArray[np.uint16]) -> None:
+def _widen_bfloat16(target: npt.NDArray[np.float32], source: npt.NDArray[np.uint16]) -> None:
+    bits = target.view(np.uint32)
+    np.copyto(bits, source)
+    np.left_shift(bits, 16, out=bits)
+
+
+def _round_to_bfloat16(destination: npt.NDArray[np.uint16], values: npt.NDArray[np.float32]) -> None:
     """Round to nearest, ties to even, on the bits: add half an ulp less one, plus the bit that decides a tie."""
     nan = np.isnan(values) if np.isnan(values.max()) else None
-    bits, half_ulp = values.view(np.uint32), _scratch.words(values.size)
+    bits, half_ulp = values.view(np.uint32), _scratch.words[: values.size]
     np.bitwise_and(np.right_shift(bits, 16, out=half_ulp), 1, out=half_ulp)
     np.add(half_ulp, 0x7FFF, out=half_ulp)
     np.add(bits, half_ulp, out=bits)
@@ -496,17 +460,19 @@ def _round_to_bfloat16(values: npt.NDArray[np.float32], destination: npt.NDArray
         destination[nan] = _BF16_NAN
 
 
+#: How each dtype of the table becomes fp32, exactly, and what fp32 becomes, whose own values may be overwritten.
+WIDEN: Mapping[str, _Conversion] = {"float32": np.copyto, "float16": np.copyto, "bfloat16": _widen_bfloat16}
+ROUND: Mapping[str, _Conversion] = {
+    "float16": partial(np.copyto, casting="same_kind"),
+    "bfloat16": _round_to_bfloat16,
+}
+
+
 class _Scratch(threading.local):
     """Two chunks for each thread, so that no pass allocates: a fresh megabyte costs 350 us of page faults."""
 
     def __init__(self) -> None:
-        self._floats, self._words = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint32)
-
-    def floats(self, size: int) -> npt.NDArray[np.float32]:
-        return self._floats[:size]
-
-    def words(self, size: int) -> npt.NDArray[np.uint32]:
-        return self._words[:size]
+        self.floats, self.words = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint32)
 
 
 _scratch = _Scratch()

@@ -13,8 +13,6 @@ import numpy as np
 
 from gradengine.threads import start_thread
 
-__all__ = ["available_cpus", "shared_by_threads"]
-
 Task = TypeVar("Task")
 
 

@@ -26,7 +26,7 @@ from gradengine.bench.workers import Crew, Reduction, contribution, free_port, r
 from gradengine.errors import CallerError
 from gradengine.exchange.channel import Address, Channel
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, find_non_finite
-from gradengine.kernels.host import available_cpus
+from gradengine.kernels.host_threads import available_cpus
 from gradengine.plan.traffic import Overlap, Traffic, buckets_in, overlapped
 
 __all__ = [
