@@ -113,11 +113,8 @@ def clip_gradients_fused(
     """
     refuse_other_kind("state", state, FusedClipState)
     _refuse_lone_array(buffers)
-    given = listed("buffers", buffers)
-    names = [f"buffers[{i}]" for i in range(len(given))]
     with state.kernels.device.on(stream):
-        _clip(_writable(given, names, state), max_norm, state)
-    note_written(given)
+        _clip_named({f"buffers[{i}]": given for i, given in enumerate(listed("buffers", buffers))}, max_norm, state)
 
 
 def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_norm: float) -> Any:
@@ -224,9 +221,7 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedCl
         CallerError: `max_norm` is negative or NaN.
     """
     refuse_other_kind("state", state, FusedClipState)
-    named = _lora_buffers(workspace, state.kernels)
-    _clip(_writable(list(named.values()), list(named), state), max_norm, state)
-    note_written(named.values())
+    _clip_named(_lora_buffers(workspace, state.kernels), max_norm, state)
 
 
 def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -> tuple[ClipPlan, tuple[str, ...]]:
@@ -298,21 +293,19 @@ def _clip(views: Sequence[Buffer], max_norm: float, state: FusedClipState) -> De
     return decision
 
 
-def _writable(buffers: Sequence[object], names: Sequence[str], state: FusedClipState) -> list[Buffer]:
-    if len(buffers) != len(state.partials.sizes):
-        raise LayoutMismatch(
-            "another number of buffers than the clip state was made for",
-            got=len(buffers),
-            expected=len(state.partials.sizes),
-        )
-    views = state.kernels.device.writable_views(buffers, names)
-    for view, name, size in zip(views, names, state.partials.sizes, strict=True):
+def _clip_named(buffers: Mapping[str, object], max_norm: float, state: FusedClipState) -> None:
+    names, given, sizes = list(buffers), list(buffers.values()), state.partials.sizes
+    if len(given) != len(sizes):
+        what = "another number of buffers than the clip state was made for"
+        raise LayoutMismatch(what, got=len(given), expected=len(sizes))
+    views = state.kernels.device.writable_views(given, names)
+    for view, name, size in zip(views, names, sizes, strict=True):
         if view.size != size:
-            raise LayoutMismatch(
-                f"{name} has another size than the clip state was made for", got=view.size, expected=size
-            )
+            what = f"{name} has another size than the clip state was made for"
+            raise LayoutMismatch(what, got=view.size, expected=size)
     _refuse_overlap(views, names)
-    return views
+    _clip(views, max_norm, state)
+    note_written(given)
 
 
 def _refuse_overlap(views: Sequence[Buffer], names: Sequence[str]) -> None:

@@ -210,7 +210,13 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         if room is not None and count >= room:
             raise _full("the window", count, room)
         if gradients is None:
-            _refuse_weight_of_nothing(weight)
+            if as_float(weight) != 0:
+                raise WindowError(
+                    "a micro-batch without gradients",
+                    got=f"weight {said(weight)}",
+                    expected="0: it counts nothing",
+                    do="add its gradients, or say add(None, weight=0) where there are none",
+                )
             self.accumulator.add_nothing()
             return
         is_last = count + 1 == room
@@ -566,16 +572,6 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
 def _full(what: str, count: int, room: int) -> WindowError:
     return WindowError(f"{what} is full", got=f"micro-batch {count + 1}", expected=f"step() after {room} micro-batches")
-
-
-def _refuse_weight_of_nothing(weight: object) -> None:
-    if as_float(weight) != 0:
-        raise WindowError(
-            "a micro-batch without gradients",
-            got=f"weight {said(weight)}",
-            expected="0: it counts nothing",
-            do="add its gradients, or say add(None, weight=0) where there are none",
-        )
 
 
 def _refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:

@@ -59,17 +59,8 @@ class NamedArrays(Mapping[str, Any]):
 def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefix: str = "") -> Sequence[object]:
     """The gradients in the order of `slots`, each exactly once; `LayoutMismatch` where any lacks or is unknown.
 
-    Args:
-        slots: What is expected.
-        gradients: Mapping by full name, or by name without `prefix`, or of containers whose names lead there; or a
-            sequence in order, or of containers.
-        where: What the gradients are for, in errors.
-        prefix: What names may leave out: "blocks.0.".
-
-    >>> from gradengine.layout import GradientLayout
-    >>> slots = GradientLayout.of({"layers.0.a": (1,), "layers.0.b": (1,)}).slots
-    >>> in_slot_order(slots, {"b": 2, "a": 1}, "block 0", "layers.0.")
-    [1, 2]
+    They are a mapping by full name, or by name without `prefix` ("layers.0."), or of containers whose names lead there;
+    or a sequence in order, or of containers. `where` says in errors what they are for.
     """
     if isinstance(gradients, Mapping):
         return _from_mapping(slots, gradients, where, prefix)

@@ -20,18 +20,13 @@ _PATIENCE = 8  # sets that went without having come again, after which no more a
 
 
 class Intake:
-    """Cache of one accumulator's resolved gradients.
-
-    Args:
-        device: Where the gradients lie.
-        arena: The accumulator's own memory, which no gradient may lie in.
-        holds: Whether gradients are read later than they come, so that they may have moved by then.
-        reused_buffers: Whether the caller writes each micro-batch into the same torch tensors.
-    """
+    """Cache of one accumulator's resolved gradients, none of which may lie in its own `arena`."""
 
     def __init__(self, device: Device, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
-        self._device, self._arena, self._holds = device, arena, holds
-        self._reused_buffers, self.uncleared = reused_buffers, Uncleared(device)
+        self._device, self._arena = device, arena
+        self._holds = holds  # gradients are read later than they come, and may have moved by then
+        self._reused_buffers = reused_buffers  # the caller writes each micro-batch into the same torch tensors
+        self.uncleared = Uncleared(device)
         self._known: dict[SlotSet, list[_Known]] = {}
         self._numpy_forms: dict[SlotSet, list[Any]] = {}
         self._in_vain = 0
@@ -104,7 +99,13 @@ class Intake:
         start, stop = self._arena.pointer, self._arena.pointer + self._arena.nbytes
         for slot, view in zip(slots, views, strict=True):
             if view is not None and view.pointer < stop and start < view.pointer + view.nbytes and view.size:
-                raise _lies_in_arena(view, slot)
+                raise BufferRefused(
+                    f"component '{slot.name}' lies in this accumulator's own arena",
+                    got=f"address {view.pointer:#x}",
+                    expected="memory of the caller's",
+                    do="give each gradient memory of its own; of torch, zero_grad(set_to_none=True) before the next "
+                    "backward",
+                )
         return views
 
 
@@ -118,12 +119,3 @@ class _Known:
         self.arrays = KnownArrays(sources, reader)
         views = [None if view is None else without_owner(view) for view in contribution.views]
         self.contribution = dataclasses.replace(contribution, views=views)
-
-
-def _lies_in_arena(view: Buffer, slot: Slot) -> BufferRefused:
-    return BufferRefused(
-        f"component '{slot.name}' lies in this accumulator's own arena",
-        got=f"address {view.pointer:#x}",
-        expected="memory of the caller's",
-        do="give each gradient memory of its own; of torch, zero_grad(set_to_none=True) before the next backward",
-    )

@@ -89,11 +89,7 @@ class Refusal:
     do: str | None = None
 
     def error(self, facts: Facts) -> WindowError:
-        """The error, filled in.
-
-        >>> Refusal("{step} failed", do="run step() again").error({"step": "step 3"})
-        WindowError('step 3 failed')
-        """
+        """The error, filled in."""
         known = {**_UNKNOWN, **facts}
         filled = [None if text is None else text.format_map(known) for text in (self.got, self.expected, self.do)]
         return WindowError(self.what.format_map(known), got=filled[0], expected=filled[1], do=filled[2])
@@ -206,13 +202,7 @@ RECORDING_STATES = frozenset({State.CAPTURING, State.RECORDED, State.CAPTURED, S
 
 @final
 class StepState:
-    """Where one accumulator's step stands, whoever works on it.
-
-    >>> state = StepState()
-    >>> state.enter(Call.ADD)
-    >>> state.now.name, state.ask(Call.ZERO_ALL).name
-    ('OPEN', 'EMPTY')
-    """
+    """Where one accumulator's step stands, whoever works on it."""
 
     __slots__ = ("now",)
 

@@ -85,16 +85,11 @@ class Versions:
 
     A tensor is known again by its storage, too: `gradients_of` makes a new view each time of a channels_last gradient,
     and `detach()` does. A loop that makes new storages each time, as zero_grad() has backward do, soon pays for none of
-    this.
-
-    Args:
-        sources: The tensors; what is none of torch's is not looked at.
-        versions: How often they were changed; None for what is not counted.
-        before: Those that came before for the same targets.
+    this. `before` are those that came before for the same targets.
     """
 
     def __init__(self, sources: Sequence[Any], versions: Sequence[int | None], before: Versions | None) -> None:
-        self.versions = versions
+        self.versions = versions  # None for what is none of torch's, or not counted
         self._tensors = [None if v is None else weakref.ref(s) for s, v in zip(sources, versions, strict=True)]
         self._storages: list[Any] = []
         self._in_vain: int = 0 if before is None else before._in_vain
@@ -146,14 +141,10 @@ def _is_counted(array: Any) -> bool:
 def _refuse_first(slots: Sequence[Slot], non_zero: NonZero) -> None:
     for slot, is_non_zero in zip(slots, non_zero.answers(), strict=True):
         if is_non_zero:
-            raise _not_cleared(slot)
-
-
-def _not_cleared(slot: Slot) -> BufferRefused:
-    return BufferRefused(
-        f"component '{slot.name}' was not cleared since an earlier micro-batch",
-        got="the same torch tensor, changed once in place: backward adds to a .grad that is there",
-        expected="the gradient of one micro-batch alone",
-        do="discard() the window and call zero_grad() before each backward; or, where you write each gradient into "
-        "this tensor yourself, build the engine with reused_buffers=True",
-    )
+            raise BufferRefused(
+                f"component '{slot.name}' was not cleared since an earlier micro-batch",
+                got="the same torch tensor, changed once in place: backward adds to a .grad that is there",
+                expected="the gradient of one micro-batch alone",
+                do="discard() the window and call zero_grad() before each backward; or, where you write each gradient "
+                "into this tensor yourself, build the engine with reused_buffers=True",
+            )

@@ -18,29 +18,18 @@ _ONE: np.float32 = np.float32(1)
 
 
 class Window:
-    """What has been added since the last step.
+    """What has been added to so many slots since the last step.
 
     Contributions are held by the set of slots that they came for; no slot lies in two sets that are held.
-
-    Args:
-        size: How many slots there are.
-
-    Attributes:
-        weights: The fp32 weight of each micro-batch begun, in order.
-        counts: Micro-batches each slot has got.
-        used: Whether a slot got a gradient, and not None alone.
-        filled: Whether a slot's memory holds something of this window; where not, the next fold overwrites.
-        measured: Slots whose squared sums are those of their memory.
-        producers: Whose streams its gradients are worked on.
     """
 
     def __init__(self, size: int) -> None:
-        self.weights: list[np.float32] = []
-        self.counts: npt.NDArray[np.intp] = np.zeros(size, np.intp)
-        self.used: Flags = np.zeros(size, np.bool_)
-        self.filled: Flags = np.zeros(size, np.bool_)
-        self.measured: Flags = np.zeros(size, np.bool_)
-        self.producers: set[ProducerStream] = set()
+        self.weights: list[np.float32] = []  # of each micro-batch begun, in order
+        self.counts: npt.NDArray[np.intp] = np.zeros(size, np.intp)  # micro-batches each slot has got
+        self.used: Flags = np.zeros(size, np.bool_)  # slots that got a gradient, and not None alone
+        self.filled: Flags = np.zeros(size, np.bool_)  # whose memory is of this window; others the next fold overwrites
+        self.measured: Flags = np.zeros(size, np.bool_)  # whose squared sums are of what the kernels wrote last
+        self.producers: set[ProducerStream] = set()  # whose streams its gradients are worked on
         self._is_even = True  # every contribution so far was to all slots
         self._held: dict[SlotSet, list[tuple[Contribution, np.float32]]] = {}
         self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
@@ -150,12 +139,7 @@ class Window:
 
 
 def checked_weight(weight: float) -> np.float32:
-    """The weight as fp32; `WindowError` unless it is a finite normal number of fp32 above 0.
-
-    >>> checked_weight(0)
-    Traceback (most recent call last):
-    gradengine.errors.WindowError: a micro-batch's weight is out of range: got 0, expected a finite ...
-    """
+    """The weight as fp32; `WindowError` unless it is a finite normal number of fp32 above 0."""
     if type(weight) is float and weight == 1:  # as nearly all are
         return _ONE
     with np.errstate(over="ignore"):
@@ -167,11 +151,7 @@ def checked_weight(weight: float) -> np.float32:
 
 
 def ordered_sum(values: Iterable[float]) -> float:
-    """Sum from first to last, each addition rounded to fp64 (Python's own sum() compensates from 3.12 on).
-
-    >>> ordered_sum(iter([1e16, 1.0, 1.0])) == 1e16
-    True
-    """
+    """Sum from first to last, each addition rounded to fp64 (Python's own sum() compensates from 3.12 on)."""
     total = 0.0
     for value in values:
         total += value

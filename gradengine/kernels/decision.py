@@ -101,13 +101,7 @@ class Decision:
 
 
 def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool = False) -> Decision:
-    """The decision, from each target's squared sum; fp64 throughout, the factor rounded once to fp32.
-
-    Example:
-        >>> decision = decide(np.array([9.0, 16.0]), ClipPlan((0, 0), (1.0,)), divisor=1.0)
-        >>> decision.norm, decision.scales
-        (5.0, (0.2,))
-    """
+    """The decision, from each target's squared sum; fp64 throughout, the factor rounded once to fp32."""
     norm = math.sqrt(sum_in_order(totals)) / divisor
     groups = len(plan.max_norms)
     norms = [norm] if groups == 1 and not plan.block_members else _norms_of_rows(totals, plan, divisor)
@@ -139,11 +133,6 @@ def clip_scale(norm: float, max_norm: float, divisor: float = 1.0) -> float:
 
     0 where scale / divisor is below fp32's normal numbers: rounded there it could pass the bound by half, and its
     inverse may be no fp32 number.
-
-    >>> clip_scale(4.0, 1.0), clip_scale(0.5, 1.0), clip_scale(0.0, 1.0), clip_scale(math.nan, 1.0)
-    (0.25, 1.0, 1.0, 1.0)
-    >>> clip_scale(2.0**126, 1.0), clip_scale(2.0**126, 1.0, divisor=2.0)
-    (1.1754943508222875e-38, 0.0)
     """
     if not max_norm < norm < math.inf:
         return 1.0
@@ -152,12 +141,7 @@ def clip_scale(norm: float, max_norm: float, divisor: float = 1.0) -> float:
 
 
 def refuse_bad_divisor(divisor: float, what: str) -> None:
-    """Raise `WindowError` unless 1 / divisor is a normal number of fp32: else it is Inf or 0, or has lost its bits.
-
-    >>> refuse_bad_divisor(0.0, "the window's weight")
-    Traceback (most recent call last):
-    gradengine.errors.WindowError: the window's weight is out of range: got 0, expected 2**-126..2**126; ...
-    """
+    """Raise `WindowError` unless 1 / divisor is a normal number of fp32: else it is Inf or 0, or has lost its bits."""
     if not SMALLEST_FACTOR <= divisor <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
         raise WindowError(
             f"{what} is out of range",
@@ -168,9 +152,5 @@ def refuse_bad_divisor(divisor: float, what: str) -> None:
 
 
 def sum_in_order(values: Float64) -> float:
-    """Sum from first to last: NumPy's own sum and Python's each change their order or rounding between versions.
-
-    >>> sum_in_order(np.array([1e16, 1.0, 1.0])) == 1e16
-    True
-    """
+    """Sum from first to last: NumPy's own sum and Python's each change their order or rounding between versions."""
     return float(np.add.accumulate(values)[-1]) if values.size else 0.0

@@ -365,11 +365,7 @@ def _fold(target: npt.NDArray[np.float32], terms: list[Term], *, is_first: bool)
 
 
 def first_non_finite(values: npt.NDArray[np.float32]) -> tuple[int, float] | None:
-    """Index and value of the first NaN or Inf, or None.
-
-    >>> first_non_finite(np.array([1, np.inf, np.nan], np.float32))
-    (1, inf)
-    """
+    """Index and value of the first NaN or Inf, or None."""
     finite = np.isfinite(values)
     if finite.all():
         return None
@@ -408,12 +404,7 @@ def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Arr
 
 @final
 class _Products:
-    """Values of any dtype times a factor, in any dtype; between two of 16 bits they are looked up, where that pays.
-
-    Args:
-        elements: How many there are in all.
-        chunks: In how many calls.
-    """
+    """So many values of any dtype times a factor, in any dtype; between two of 16 bits looked up, where that pays."""
 
     def __init__(self, elements: int, chunks: int) -> None:
         self._is_worth_tables = elements >= _ELEMENTS_A_TABLE or chunks >= _CHUNKS_A_TABLE

@@ -24,21 +24,9 @@ def available_cpus() -> int:
 
 
 def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpers: int, threads: int) -> None:
-    """Do `work` on each task; the threads take the next one from a common list, the caller among them.
+    """Do `work` on each task; the caller and so many helpers, of a pool of `threads` less one, take one after another.
 
     However it ends, no thread works on these tasks any more when it has ended.
-
-    Args:
-        work: What is done to one task.
-        tasks: More than there are helpers.
-        helpers: Threads that work beside the caller.
-        threads: Whose pool they are of: one less than so many threads are kept.
-
-    Example:
-        >>> done = []
-        >>> shared_by_threads(done.append, [1, 2, 3], helpers=1, threads=2)
-        >>> sorted(done)
-        [1, 2, 3]
     """
     shared = _SharedWork(work, tasks)
     try:
