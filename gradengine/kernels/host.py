@@ -32,8 +32,8 @@ Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, i
 _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 220 us, two 350
 # Of a chunk, for each thread: they meet at the GIL between chunks, and who waits there sleeps. Clipping 218 of 10,000
 # takes one thread 2.4 ms and two 8.3. More where chunks are only measured: vecdot keeps the GIL below 500 rows of 512.
-_ELEMENTS_A_CHUNK, _ELEMENTS_A_MEASUREMENT = 32768, 131072
-_LOOKED_UP = 131072  # at once: their indices, of 8 bytes, stay in the cache
+_ELEMENTS_A_CHUNK, _ELEMENTS_A_MEASUREMENT = 32768, 98304
+_LOOKED_UP = 65536  # at once: their indices, of 8 bytes, stay in the cache
 _ELEMENTS_A_TABLE, _CHUNKS_A_TABLE = 1 << 19, 16  # of a table of 65,536 factors' products, which takes 80 us to make
 _BF16_NAN = np.uint16(0x7FC0)
 
