@@ -51,7 +51,6 @@ class CapturedWindow:
         self._recorded: Graph | None = None
         self.producers: AbstractSet[ProducerStream] = frozenset()
         self.out: Gradients | None = None
-        self._deferred = False
         self.result: StepResult | None = None
 
     def replay(self, *, check: bool = True) -> StepResult:
@@ -91,7 +90,8 @@ class CapturedWindow:
                 got=f"{len(micro_batches)} micro-batches",
                 expected="whole ones only" if self._weights is None else f"{len(self._weights)}",
             )
-        fresh = self._record_again(micro_batches, self._weights, self.out if out is None else out, self._deferred)
+        is_deferred = self.result is not None and self.result.deferred
+        fresh = self._record_again(micro_batches, self._weights, self.out if out is None else out, is_deferred)
         self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
         self.out, self.producers = fresh.out, fresh.producers
 
@@ -105,18 +105,12 @@ class CapturedWindow:
         self._weights = None if weight is None or self._weights is None else [*self._weights, weight]
 
     def closed(
-        self,
-        result: StepResult,
-        slots: Sequence[Slot],
-        out: Gradients | None,
-        producers: AbstractSet[ProducerStream],
-        *,
-        deferred: bool,
+        self, result: StepResult, slots: Sequence[Slot], out: Gradients | None, producers: AbstractSet[ProducerStream]
     ) -> None:
         """The step was recorded."""
         if out is not None:
             self._keep(slots, out)
-        self.result, self._deferred, self.out, self.producers = result, deferred, out, producers
+        self.result, self.out, self.producers = result, out, producers
 
     def recorded(self, recorded: Graph) -> None:
         """The kernels have recorded it; they keep what it reads."""

@@ -17,16 +17,8 @@ from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NotCopied, WindowError
 from gradengine.exchange.interface import Exchange
-from gradengine.kernels import (
-    Decision,
-    DeviceLike,
-    Graph,
-    StepStatus,
-    decide,
-    kernels_for,
-    producers_of,
-    refuse_bad_divisor,
-)
+from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
+from gradengine.kernels.device import Graph
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import DecidedStep, Reducer
@@ -296,7 +288,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         producers = self.accumulator.producers
         if self._capture is not None:
             producers = producers | producers_of((destinations or {}).values())
-            self._capture.window.closed(result, self.layout.slots, out, producers, deferred=deferred)
+            self._capture.window.closed(result, self.layout.slots, out, producers)
             self._state.enter(Event.HAND_BACK)
             self.accumulator.zero_all()
             return result

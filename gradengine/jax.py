@@ -65,11 +65,10 @@ class GradientTree:
     """
 
     def __init__(self, tree: Any) -> None:
-        self._leaves, self._structure = _flattened(tree)
-        components = {name: leaf for name, leaf in self._leaves.items() if leaf is not None}
-        self.layout = GradientLayout.of(components)
+        leaves, self._structure = _flattened(tree)
+        self.layout = GradientLayout.of({name: leaf for name, leaf in leaves.items() if leaf is not None})
         self._shapes = {slot.name: slot.shape for slot in self.layout.slots}
-        self._leaves = dict.fromkeys(self._leaves)  # the arrays themselves are not kept
+        self._leaves = dict.fromkeys(leaves)  # the arrays themselves are not kept
 
     def gradients(self, tree: Any) -> dict[str, Any]:
         """The leaves by component name, as `engine.add` takes them; no copy and no wait.

@@ -42,8 +42,8 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         layout: Where each component lies.
         kernels: The device's kernels.
         hold: Micro-batches kept by reference and folded in one pass.
-        arena: The components' sums in layout order, their squared sums as far as they were measured, and the flat
-            memory of the whole gradient set.
+        arena: The components' sums in layout order, and their squared sums as far as they were measured.
+        memory: The whole gradient set, flat, its padding included.
         changes: How often the arena was written to.
         state: Where the step stands.
     """
@@ -53,7 +53,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
         self.kernels = kernels
-        memory = kernels.device.allocate(layout.arena_size)
+        self.memory = memory = kernels.device.allocate(layout.arena_size)
         self.arena = kernels.arena([memory.part(slot.offset, slot.stop) for slot in layout.slots], memory)
         with self.arena.in_order():
             kernels.fill_zero(list(_padding(memory, layout)))
@@ -61,7 +61,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self.state = StepState()
         self.changes = 0
         is_reused = truth_value("reused_buffers", reused_buffers)
-        self._arrivals = Intake(kernels.device, memory, holds=self.hold > 1, reused_buffers=is_reused)
+        self._intake = Intake(kernels.device, memory, holds=self.hold > 1, reused_buffers=is_reused)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._all = self.arena.whole
@@ -70,12 +70,6 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         # A lone span is the whole: what comes in either way is held together.
         self._of_span = {s.key: self._slot_set(s.slots) if len(layout.spans) > 1 else self._all for s in layout.spans}
         kernels.prepare(self.arena, [self._all, *self._of_span.values()])
-
-    @property
-    def memory(self) -> Buffer:
-        """The whole gradient set, flat, its padding included."""
-        assert self.arena.memory is not None  # noqa: S101  (given above)
-        return self.arena.memory
 
     @property
     def num_blocks(self) -> int:
@@ -247,11 +241,11 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     def check(self) -> None:
         """Wait for a GPU and raise `BufferRefused` for torch's gradients that were not cleared, as `add` does later."""
-        self._arrivals.uncleared.refuse_late()
+        self._intake.uncleared.refuse_late()
 
     def note_written(self, arrays: Collection[Any]) -> None:
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
-        self._arrivals.note_written(arrays)
+        self._intake.note_written(arrays)
 
     def close_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel; it takes no more in this window."""
@@ -341,7 +335,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         added = self.state.ask(call)
         scalar, measure = checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
-        contribution = self._arrivals.contribution(slot_set, slots, sources)
+        contribution = self._intake.contribution(slot_set, slots, sources)
         self._window.refuse_other_weight(slot_set, scalar, where)
         if self.hold > 1:
             self._hold(contribution, scalar, added, measure=measure)

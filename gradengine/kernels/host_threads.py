@@ -39,7 +39,8 @@ def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpe
             shared.end()
     finally:
         shared.end()  # the first one may be what Ctrl-C interrupted
-    shared.raise_fault()
+    if shared.faults:
+        raise shared.faults[0]  # what a helper ended with
 
 
 class _SharedWork(Generic[Task]):
@@ -52,7 +53,7 @@ class _SharedWork(Generic[Task]):
     def __init__(self, work: Callable[[Task], None], tasks: Iterable[Task]) -> None:
         self._work, self._tasks = work, deque(tasks)
         self._helpers: list[_Helper] = []
-        self._faults: list[BaseException] = []
+        self.faults: list[BaseException] = []
 
     def drain(self) -> None:
         """Take tasks until there are none."""
@@ -73,7 +74,7 @@ class _SharedWork(Generic[Task]):
         try:
             self.drain()
         except BaseException as fault:  # noqa: BLE001  (the caller raises it)
-            self._faults.append(fault)
+            self.faults.append(fault)
             self._tasks.clear()
         finally:
             helper.finish()
@@ -91,11 +92,6 @@ class _SharedWork(Generic[Task]):
                 interrupt = fault
         if interrupt is not None:
             raise interrupt
-
-    def raise_fault(self) -> None:
-        """Raise what a helper ended with."""
-        if self._faults:
-            raise self._faults[0]
 
 
 class _Helper:
