@@ -5,21 +5,17 @@ from __future__ import annotations
 from typing import NoReturn, final
 
 from gradengine.errors import NonFiniteGradient, WindowError
-from gradengine.kernels import Arena, ClipPlan, Kernels, StepStatus
+from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
 
 
 @final
 class DeferredErrors:
-    """Asynchronous non-finite errors of one engine's steps, each raised once; on the CPU there are none.
+    """Asynchronous non-finite errors of one engine's steps, each raised once; without a readback there are none."""
 
-    `exist` says whether there will be any. `layout` names components in errors.
-    """
-
-    def __init__(self, kernels: Kernels, layout: GradientLayout, arena: Arena, plan: ClipPlan) -> None:
-        self._layout = layout
-        self._readback = kernels.status_readback(arena, plan)
-        self.exist = self._readback is not None
+    def __init__(self, readback: StatusReadback | None, layout: GradientLayout) -> None:
+        self._readback, self._layout = readback, layout
+        self.exist = readback is not None  # or will
         self._latest: StepStatus | None = None
         self._raised_bad_steps = 0
         self._counted = 0  # steps, as the device counts them behind what is queued

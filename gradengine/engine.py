@@ -108,7 +108,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         self._reducer = Reducer(
             self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared, parts=parts
         )
-        self._late = DeferredErrors(self._kernels, layout, self.accumulator.arena, self._plan)
+        self._late = DeferredErrors(self._kernels.status_readback(self.accumulator.arena, self._plan), layout)
         self._capture: Capture | None = None  # while a window is captured
         self._launching: CapturedWindow | None = None  # while a graph is launched
         self._last_result: StepResult | None = None

@@ -1,13 +1,11 @@
 """Verdicts that come late: each bad step is told once, in whatever order word of it comes."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from gradengine.deferred import DeferredErrors
+from gradengine.engine import GradientEngine
 from gradengine.errors import NonFiniteGradient
-from gradengine.kernels import ClipPlan, StepStatus
-from gradengine.kernels.host import HostKernels
+from gradengine.kernels import StepStatus
 from gradengine.layout import GradientLayout
 
 LAYOUT = GradientLayout.of({"w": (4,), "head": (2,)})
@@ -18,14 +16,16 @@ def verdict(step, bad_steps=0, bad_step=0, component=0, index=0):
 
 
 class Device:
-    """Kernels that say what they are told to say: what has arrived, and what a wait would find."""
+    """A readback that says what it is told to say: what has arrived, and what a wait would find."""
 
     def __init__(self):
         self.arrived, self.now, self.sent = [], verdict(0), 0
 
-    def status_readback(self, arena, plan):
-        newest = lambda: self.arrived.pop(0) if self.arrived else None  # noqa: E731
-        return SimpleNamespace(newest=newest, send=self.send, read=lambda: self.now)
+    def newest(self):
+        return self.arrived.pop(0) if self.arrived else None
+
+    def read(self):
+        return self.now
 
     def send(self):
         self.sent += 1
@@ -47,7 +47,7 @@ def device():
 
 @pytest.fixture
 def late(device):
-    return DeferredErrors(device, LAYOUT, None, ClipPlan((0, 0), (1.0,)))
+    return DeferredErrors(device, LAYOUT)
 
 
 def test_each_bad_step_is_told_once(device, late):
@@ -111,7 +111,6 @@ def test_sending(device, late):
 
 
 def test_on_the_cpu_there_are_none():
-    kernels = HostKernels(1)
-    late = DeferredErrors(kernels, LAYOUT, kernels.partial_sums([4, 2]), ClipPlan((0, 0), (1.0,)))
+    late = GradientEngine(LAYOUT)._late
     late.send()
     assert (late.exist, late.latest(), told(late)) == (False, None, None)

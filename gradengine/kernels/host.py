@@ -104,12 +104,11 @@ class HostKernels(Kernels):
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
         prepared, fold_piece = _prepared(arena, fold.slots), _fold_piece_of(fold)
-        if not measure:
-            self._run(fold_piece, prepared.pieces, prepared.elements, prepared.chunks)
-        elif fold.present.all():
+        if measure and fold.present.all():
             self._run_and_measure(fold_piece, arena, prepared, _ELEMENTS_A_CHUNK)
-        else:
-            self._run(fold_piece, prepared.pieces, prepared.elements, prepared.chunks)
+            return
+        self._run(fold_piece, prepared.pieces, prepared.elements, prepared.chunks)
+        if measure:
             self.measure(arena, fold.slots.index[fold.present].tolist())
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
@@ -165,18 +164,17 @@ class HostKernels(Kernels):
     def hand_back(
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Mapping[int, Buffer] | None = None
     ) -> None:
-        if destinations is None and arena.memory is not None and not decision.skipped and len(decision.factors) == 1:
-            self._scale_in_place(arena.memory.data, decision.factors[0])
-            return
         if decision.skipped:
             self.fill_zero(arena.targets if destinations is None else list(destinations.values()))
-        elif destinations is None:
-            factors = [decision.factors[group] for group in plan.groups]
-            self._scale_pieces(arena.targets, factors, arena.targets, *arena.partials.pieces)
-        else:
+        elif destinations is not None:
             sources = [arena.targets[position] for position in destinations]
             factors = [decision.factors[plan.groups[position]] for position in destinations]
             self._scale_each(sources, factors, list(destinations.values()))
+        elif arena.memory is not None and len(decision.factors) == 1:
+            self._scale_in_place(arena.memory.data, decision.factors[0])
+        else:
+            factors = [decision.factors[group] for group in plan.groups]
+            self._scale_pieces(arena.targets, factors, arena.targets, *arena.partials.pieces)
 
     def _scale_in_place(self, memory: npt.NDArray[np.float32], factor: np.float32) -> None:
         """The whole of an arena in few calls, whatever its targets: the padding between them is zero and stays so."""
