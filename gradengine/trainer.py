@@ -270,23 +270,22 @@ class DistributedTrainer:
             self.trainer.apply_gradients(result.gradients)
 
     def _add(self, micro_batch: object, weight: float) -> float:
-        loss, gradients = _pair("forward_backward", self.trainer.forward_backward(micro_batch), "(loss, gradients)")
-        number = _checked_loss(loss)
+        answer = self.trainer.forward_backward(micro_batch)
+        loss, gradients = _loss_and_rest("forward_backward", answer, "(loss, gradients)")
         self.engine.add(gradients, weight)
-        return number
+        return loss
 
     def _stream(self, micro_batch: object, weight: float) -> float:
         """The window's last micro-batch: each part may leave for the other workers as soon as it is there."""
         answer = self.trainer.stream_backward(micro_batch)  # type: ignore[attr-defined]
-        loss, parts = _pair("stream_backward", answer, "(loss, stream)")
-        number = _checked_loss(loss)
+        loss, parts = _loss_and_rest("stream_backward", answer, "(loss, stream)")
         for part in iterated("stream_backward's stream", parts):
             key, gradients = _pair("stream_backward's stream", part, "(block index or component name, gradients)")
             if isinstance(key, str):
                 self.engine.add_non_block(key, gradients, weight, last=True)
             else:
                 self.engine.add_block(key, gradients, weight, last=True)
-        return number
+        return loss
 
     def _weight(self, micro_batch: object) -> float:
         weight = getattr(self.trainer, "weight", None)
@@ -326,12 +325,13 @@ def _pair(giver: str, answer: Any, expected: str) -> tuple[Any, Any]:
     return answer[0], answer[1]
 
 
-def _checked_loss(loss: Any) -> float:
+def _loss_and_rest(giver: str, answer: Any, expected: str) -> tuple[float, Any]:
+    loss, rest = _pair(giver, answer, expected)
     number = as_number(loss)  # NaN is one
     if number is None:
-        expected, do = "a number, or an array of no dimension", "return (loss, gradients)"
-        raise CallerError("a micro-batch's loss is no number", got=said(loss), expected=expected, do=do)
-    return number
+        what, is_number = "a micro-batch's loss is no number", "a number, or an array of no dimension"
+        raise CallerError(what, got=said(loss), expected=is_number, do=f"return {expected}")
+    return number, rest
 
 
 def _loss_and_weight(rank: int, facts: Any) -> tuple[float, float]:

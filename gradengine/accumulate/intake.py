@@ -16,7 +16,7 @@ from gradengine.kernels import AddressCheck, Contribution, Device, SlotSet, as_o
 from gradengine.layout import Slot
 
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
-_PATIENCE = 8  # sets that went without having come again, after which no more are remembered
+_MOST_MISSES = 8  # sets that went without having come again, after which no more are remembered
 
 
 class Intake:
@@ -29,7 +29,7 @@ class Intake:
         self.uncleared = Uncleared(device)
         self._known: dict[SlotSet, list[_Known]] = {}
         self._numpy_forms: dict[SlotSet, list[Any]] = {}
-        self._in_vain = 0
+        self._misses = 0
 
     def contribution(self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
         """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work."""
@@ -85,9 +85,9 @@ class Intake:
 
     def _remember(self, sets: list[_Known], sources: Sequence[Any], contribution: Contribution) -> _Known | None:
         """Unless this loop makes new arrays for each micro-batch: to remember them costs as much as to look at them."""
-        self._in_vain += sum(not known.arrays.are_alive and not known.came_again for known in sets)
+        self._misses += sum(not known.arrays.are_alive and not known.came_again for known in sets)
         sets[:] = [known for known in sets if known.arrays.are_alive][-_REMEMBERED + 1 :]
-        reader = reader_of(sources) if self._in_vain < _PATIENCE else None
+        reader = reader_of(sources) if self._misses < _MOST_MISSES else None
         must_export = reader is read_cupy and contribution.producers  # another's that wraps one of CuPy's
         if reader is None or must_export:
             return None

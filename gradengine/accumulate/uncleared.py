@@ -15,7 +15,7 @@ from gradengine.errors import BufferRefused
 from gradengine.kernels import Device, SlotSet
 from gradengine.layout import Slot
 
-_PATIENCE = 8  # micro-batches in new storages, after which tensors are known again by themselves alone
+_MOST_MISSES = 8  # micro-batches in new storages, after which tensors are known again by themselves alone
 
 
 @final
@@ -92,10 +92,10 @@ class Versions:
         self.versions = versions  # None for what is none of torch's, or not counted
         self._tensors = [None if v is None else weakref.ref(s) for s, v in zip(sources, versions, strict=True)]
         self._storages: list[Any] = []
-        self._in_vain: int = 0 if before is None else before._in_vain
+        self._misses: int = 0 if before is None else before._misses
         if before is not None and before._storages:
-            self._in_vain += next(filter(None, before._storages))() is None
-        if self._in_vain < _PATIENCE:
+            self._misses += next(filter(None, before._storages))() is None
+        if self._misses < _MOST_MISSES:
             self._storages = [
                 None if v is None else weakref.ref(s.untyped_storage()) for s, v in zip(sources, versions, strict=True)
             ]
