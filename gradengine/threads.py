@@ -1,4 +1,4 @@
-"""Condition variable and thread group that stay consistent when Ctrl-C interrupts a waiting thread.
+"""Condition variable and thread group that stay consistent when Ctrl-C interrupts a waiting thread; cached properties.
 
 `threading`'s own classes are Python code, and an interrupt inside of it breaks them: in `Condition.wait`, after the
 lock is released, `KeyboardInterrupt` becomes a `RuntimeError`; in `Event.set` it leaves a lock held for ever, so that
@@ -14,9 +14,33 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import final
+from typing import TYPE_CHECKING, final
 
 _POLL_SECONDS = 0.25  # waiting threads also poll: the notifying thread may have been interrupted
+
+
+if TYPE_CHECKING:
+    from functools import cached_property as cached_property  # noqa: PLC0414  (so that it is exported)
+else:
+
+    class cached_property:  # noqa: N801  (functools' own name)
+        """`functools.cached_property` without the lock that all objects share before Python 3.12.
+
+        A child forked while another thread computes such a property inherits the lock held, and waits for ever. Here
+        two threads may compute it both.
+        """
+
+        def __init__(self, compute):
+            self._compute, self.__doc__ = compute, compute.__doc__
+
+        def __set_name__(self, owner, name):
+            self._name = name
+
+        def __get__(self, instance, owner=None):
+            if instance is None:
+                return self
+            value = instance.__dict__[self._name] = self._compute(instance)
+            return value
 
 
 @final

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from functools import cached_property
 from types import TracebackType
 from typing import Any, final
 
@@ -30,6 +29,7 @@ from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
+from gradengine.threads import cached_property
 
 
 class GradientAccumulator(NotCopied, ABC, instead="build another of the same layout"):

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.decision import Float64, sum_in_order
 from gradengine.kernels.device import Order
 from gradengine.kernels.operands import SlotSet
+from gradengine.threads import cached_property
 
 Chunk: TypeAlias = tuple[int, int, int, int]  # position of a target, index of its partial sum, start, stop
 
@@ -31,14 +31,14 @@ def chunks_of(size: int, first: int = 0, chunk: int = CHUNK) -> list[tuple[int, 
     return [(first + k, start, min(size, start + chunk)) for k, start in enumerate(range(0, size, chunk))]
 
 
-def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> tuple[list[list[Chunk]], int]:
-    """Chunks in runs of at most `chunk` elements, which a thread takes one at a time; and how many elements in all.
+def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> list[list[Chunk]]:
+    """Chunks in runs of at most `chunk` elements, which a thread takes one at a time.
 
     >>> pieces_of([(0, 0, 0, 5), (1, 1, 0, 3), (2, 2, 0, 8)], chunk=8)
-    ([[(0, 0, 0, 5), (1, 1, 0, 3)], [(2, 2, 0, 8)]], 16)
+    [[(0, 0, 0, 5), (1, 1, 0, 3)], [(2, 2, 0, 8)]]
     """
     pieces: list[list[Chunk]] = []
-    elements, room = 0, 0
+    room = 0
     for part in chunks:
         size = part[3] - part[2]
         if size > room or not pieces:
@@ -46,8 +46,7 @@ def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> tuple[list[list[Ch
             room = chunk
         pieces[-1].append(part)
         room -= size
-        elements += size
-    return pieces, elements
+    return pieces
 
 
 class PartialSums:
@@ -71,7 +70,7 @@ class PartialSums:
         return [(p, *chunk) for p in positions for chunk in chunks_of(sizes[p], first[p], self.chunk)]
 
     @cached_property
-    def pieces(self) -> tuple[list[list[Chunk]], int]:
+    def pieces(self) -> list[list[Chunk]]:
         """All chunks, in pieces as `pieces_of` makes them."""
         return pieces_of(self.chunks(range(len(self.sizes))))
 

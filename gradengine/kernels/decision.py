@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.errors import WindowError
+from gradengine.threads import cached_property
 
 SMALLEST_FACTOR = 2.0**-126  # fp32's smallest normal number
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.arrays.host import address_of
 from gradengine.arrays.streams import NamedStream, ProducerStream
+from gradengine.threads import cached_property
 
 ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
 _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cached_property
 from typing import Any, TypeAlias, get_args
 
 import msgpack
@@ -18,6 +17,7 @@ from gradengine.layout.components import ParameterHolder, named_components, refu
 from gradengine.layout.shards import TENSOR_PARALLEL, Partition, Shape
 from gradengine.layout.slots import Block, Row, Slot, Span, refuse_bad_rows, slots_of
 from gradengine.layout.tensor_parallel import TensorParallelConfig
+from gradengine.threads import cached_property
 from gradengine.unpacking import unpack
 
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")

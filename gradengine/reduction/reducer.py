@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import final
 
 import numpy as np
@@ -25,6 +24,7 @@ from gradengine.layout.slots import Span
 from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, agree
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
+from gradengine.threads import cached_property
 
 _NO_TOTALS: Float64 = np.empty(0)
 

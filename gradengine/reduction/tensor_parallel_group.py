@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
@@ -29,6 +28,7 @@ from gradengine.layout.slots import Slot
 from gradengine.reduction.all_gather import in_group
 from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, refuse_diverged, same_sums, stats_of_all, unused_by_all
+from gradengine.threads import cached_property
 
 Replicated: TypeAlias = Literal["same", "sum", "average"]
 
