@@ -75,7 +75,7 @@ class TestHelpers:
             entered.release()
             assert gate.wait(10)
 
-        busy = threading.Thread(target=self.kernels._run, args=(hold, range(3), 1 << 30, 3))
+        busy = threading.Thread(target=self.kernels._run, args=(hold, range(3), 1 << 30))
         busy.start()
         for _ in range(3):
             assert entered.acquire(timeout=10)

@@ -30,12 +30,14 @@ from gradengine.kernels import (
     FoldPass,
     SlotSet,
     decide,
+    host,
     kernels_for,
     launch,
 )
 from gradengine.kernels.decision import clip_scale, sum_in_order
 from gradengine.kernels.host import ROUND, WIDEN, HostKernels
 from gradengine.kernels.host_sums import squared_sum
+from gradengine.kernels.host_threads import shared_by_threads
 from gradengine.kernels.operands import ADDRESS, AddressCheck
 
 ALL_16_BITS = np.arange(2**16, dtype=np.uint16)
@@ -843,6 +845,52 @@ def float16_floats():
     places = np.concatenate([numbers[:-1], ties, np.array([65519.996, 65520, 1e30, 1e-8, 2.0**-25, 3e-8], np.float32)])
     beside = [places, np.nextafter(places, np.float32(INF)), np.nextafter(places, np.float32(-INF))]
     return np.concatenate([sign * values for values in beside for sign in (np.float32(1), np.float32(-1))])
+
+
+class TestHostThreads:
+    """Helpers are for chunks that are large enough, whatever lies beside them, and as many as the elements are for."""
+
+    @staticmethod
+    def helpers(monkeypatch, sizes, work):
+        used = []
+
+        def shared(do, tasks, helpers, threads):
+            used.append(helpers)
+            shared_by_threads(do, tasks, helpers, threads)
+
+        monkeypatch.setattr(host, "shared_by_threads", shared)
+        kernels = HostKernels(16)
+        memory = kernels.device.allocate(sum(sizes))
+        memory.data.fill(1)  # zeros are looked at once more
+        edges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        work(kernels, kernels.arena([memory.part(*edge) for edge in edges], memory))
+        return used[0] if used else 0
+
+    SIZES = (
+        ([4 * CHUNK + 1] * 2, 3),  # a last chunk that is small
+        ([4 * CHUNK] * 2 + [64] * 2000, 3),
+        ([CHUNK] * 24, 11),
+        ([10_000] * 218, 0),
+        ([CHUNK], 0),
+    )
+
+    @pytest.mark.parametrize(("sizes", "expected"), SIZES)
+    def test_of_a_fold_and_of_a_measurement(self, monkeypatch, sizes, expected):
+        def fold(kernels, arena):
+            sources = [kernels.device.view(np.ones(size, np.float32), "w") for size in sizes]
+            contribution = Contribution.of(arena.whole, sources)
+            kernels.accumulate(arena, FoldPass(arena.whole, np.ones(len(sizes), np.bool_), [contribution], [1]))
+
+        def clip(kernels, arena):
+            kernels.measure(Arena(arena.targets, arena.partials))
+
+        for work in (fold, clip, HostKernels.measure):
+            assert self.helpers(monkeypatch, sizes, work) == expected, work
+
+    def test_to_be_measured_chunks_must_be_larger_than_to_be_folded(self, monkeypatch):
+        sizes = [75_000] * 124
+        assert self.helpers(monkeypatch, sizes, HostKernels.measure) == 0
+        assert self.helpers(monkeypatch, sizes, lambda k, arena: k.scale(arena.targets, np.float32(2), arena.targets))
 
 
 class TestScale:

@@ -6,9 +6,10 @@ depends on the chunk alone, so the number of threads and their order change no b
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -24,15 +25,16 @@ from gradengine.kernels.host_sums import Dot, PreparedSums, squared_sums
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.operands import FoldPass, SlotSet
+from gradengine.threads import cached_property
 
 Task = TypeVar("Task")
 _Conversion: TypeAlias = Callable[[Array, Array], None]
 Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, its dtype, its micro-batch's weight
 
 _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 220 us, two 350
-# Of a chunk, for each thread: they meet at the GIL between chunks, and who waits there sleeps. Clipping 218 of 10,000
-# takes one thread 2.4 ms and two 8.3. More where chunks are only measured: vecdot keeps the GIL below 500 rows of 512.
-_ELEMENTS_A_CHUNK, _ELEMENTS_A_MEASUREMENT = 32768, 98304
+# Smaller chunks are no reason for a thread: they meet at the GIL between chunks, and who waits there sleeps. Clipping
+# 218 of 10,000 takes one 2.4 ms, two 8.3. To measure: vecdot keeps the GIL below 500 rows of 512, 262,144 in all.
+_LEAST_FOLDED, _LEAST_MEASURED = 65536, 131072
 _LOOKED_UP = 65536  # at once: their indices, of 8 bytes, stay in the cache
 _ELEMENTS_A_TABLE, _CHUNKS_A_TABLE = 1 << 19, 16  # of a table of 65,536 factors' products, which takes 80 us to make
 _BF16_NAN = np.uint16(0x7FC0)
@@ -54,10 +56,9 @@ class _Prepared:
     def __init__(self, arena: Arena, slots: SlotSet) -> None:
         first = arena.partials.first
         chunks = [(p, *chunk) for p in slots.positions for chunk in chunks_of(arena.targets[p].size, first[p])]
-        pieces, self.elements = pieces_of(chunks)
-        self.pieces = [[_part(arena.targets[chunk[0]], slots, chunk) for chunk in piece] for piece in pieces]
+        self.pieces = [[_part(arena.targets[chunk[0]], slots, chunk) for chunk in piece] for piece in pieces_of(chunks)]
         self.partials = [index for _, index, _, _ in chunks]
-        self.chunks = len(chunks)
+        self.shared, self.shared_to_measure = (_to_share(chunks, least) for least in (_LEAST_FOLDED, _LEAST_MEASURED))
 
     @cached_property
     def sums(self) -> PreparedSums:
@@ -105,23 +106,24 @@ class HostKernels(Kernels):
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
         prepared, fold_piece = _prepared(arena, fold.slots), _fold_piece_of(fold)
         if measure and fold.present.all():
-            self._run_and_measure(fold_piece, arena, prepared, _ELEMENTS_A_CHUNK)
+            self._run_and_measure(fold_piece, arena, prepared, prepared.shared)
             return
-        self._run(fold_piece, prepared.pieces, prepared.elements, prepared.chunks)
+        self._run(fold_piece, prepared.pieces, prepared.shared)
         if measure:
             self.measure(arena, fold.slots.index[fold.present].tolist())
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         if positions is None and arena.memory is not None:
-            self._run_and_measure(_measure_piece, arena, _prepared(arena, arena.whole), _ELEMENTS_A_MEASUREMENT)
+            prepared = _prepared(arena, arena.whole)
+            self._run_and_measure(_measure_piece, arena, prepared, prepared.shared_to_measure)
             return
         partials = arena.partials
-        self._measure(arena, *(partials.pieces if positions is None else pieces_of(partials.chunks(positions))))
+        self._measure(arena, partials.pieces if positions is None else pieces_of(partials.chunks(positions)))
 
     def _run_and_measure(
-        self, work: Callable[[Sequence[_Part]], None], arena: Arena, prepared: _Prepared, least: int
+        self, work: Callable[[Sequence[_Part]], None], arena: Arena, prepared: _Prepared, shared: int
     ) -> None:
-        self._run(work, prepared.measured_pieces, prepared.elements, prepared.chunks, least)
+        self._run(work, prepared.measured_pieces, shared)
         sums = prepared.sums
         totals = sums.totals()
 
@@ -129,13 +131,13 @@ class HostKernels(Kernels):
             totals[number] = sums.in_fp64(number)
 
         doubtful = sums.doubtful(totals)
-        self._run(take_anew, doubtful, sums.elements(doubtful), len(doubtful))
+        self._run(take_anew, doubtful, sums.elements(doubtful, _LEAST_FOLDED))
         arena.partials.values[prepared.partials] = totals
 
     def measure_chunks(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        self._measure(arena, *pieces_of(chunks))
+        self._measure(arena, pieces_of(chunks))
 
-    def _measure(self, arena: Arena, pieces: Sequence[Sequence[Chunk]], elements: int) -> None:
+    def _measure(self, arena: Arena, pieces: Sequence[Sequence[Chunk]]) -> None:
         targets, values = arena.targets, arena.partials.values
 
         def data_of(position: int, start: int, stop: int) -> npt.NDArray[np.float32]:
@@ -147,7 +149,7 @@ class HostKernels(Kernels):
             indices = [index for _, index, _, _ in piece]
             values[indices] = squared_sums(data_of(position, start, stop) for position, _, start, stop in piece)
 
-        self._run(measure_piece, pieces, elements, _chunks_in(pieces), _ELEMENTS_A_MEASUREMENT)
+        self._run(measure_piece, pieces, _to_share(itertools.chain.from_iterable(pieces), _LEAST_MEASURED))
 
     def totals(self, arena: Arena) -> Float64:
         return arena.partials.totals_of(arena.partials.values)
@@ -174,7 +176,7 @@ class HostKernels(Kernels):
             self._scale_in_place(arena.memory.data, decision.factors[0])
         else:
             factors = [decision.factors[group] for group in plan.groups]
-            self._scale_pieces(arena.targets, factors, arena.targets, *arena.partials.pieces)
+            self._scale_pieces(arena.targets, factors, arena.targets, arena.partials.pieces)
 
     def _scale_in_place(self, memory: npt.NDArray[np.float32], factor: np.float32) -> None:
         """The whole of an arena in few calls, whatever its targets: the padding between them is zero and stays so."""
@@ -184,8 +186,7 @@ class HostKernels(Kernels):
             np.multiply(chunk, factor, chunk)
 
         if factor != 1:
-            starts = range(0, memory.size, CHUNK)
-            self._run(scale_chunk, starts, memory.size, len(starts))
+            self._run(scale_chunk, range(0, memory.size, CHUNK), memory.size)
 
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
         self._scale_each(sources, [factor] * len(sources), destinations)
@@ -194,7 +195,7 @@ class HostKernels(Kernels):
         self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]
     ) -> None:
         chunks = [(p, *chunk) for p, source in enumerate(sources) for chunk in chunks_of(source.size)]
-        self._scale_pieces(sources, factors, destinations, *pieces_of(chunks))
+        self._scale_pieces(sources, factors, destinations, pieces_of(chunks))
 
     def _scale_pieces(
         self,
@@ -202,9 +203,8 @@ class HostKernels(Kernels):
         factors: Sequence[np.float32],
         destinations: Sequence[Buffer],
         pieces: Sequence[Sequence[Chunk]],
-        elements: int,
     ) -> None:
-        products = _Products(elements, _chunks_in(pieces))
+        products = _Products(sum(source.size for source in sources), sum(map(len, pieces)))
 
         def scale_piece(piece: Sequence[Chunk]) -> None:
             multiply = np.multiply
@@ -221,11 +221,11 @@ class HostKernels(Kernels):
                     products.to(there, destination.dtype, here, source.dtype, factor)
 
         if factors.count(np.float32(1)) < len(factors) or sources is not destinations:
-            self._run(scale_piece, pieces, elements, _chunks_in(pieces))
+            self._run(scale_piece, pieces, _to_share(itertools.chain.from_iterable(pieces), _LEAST_FOLDED))
 
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
-        elements = sum(buffer.size for buffer in buffers)
-        self._run(lambda buffer: buffer.data.fill(0), buffers, elements, len(buffers))
+        shared = sum(buffer.size for buffer in buffers if buffer.size >= _LEAST_FOLDED)
+        self._run(lambda buffer: buffer.data.fill(0), buffers, shared)
 
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
         for start in range(0, buffer.size, CHUNK):
@@ -237,17 +237,9 @@ class HostKernels(Kernels):
     def status_readback(self, arena: Arena, plan: ClipPlan) -> None:
         """See `Kernels.status_readback`: the host knows at once."""
 
-    def _run(
-        self,
-        work: Callable[[Task], None],
-        tasks: Sequence[Task],
-        elements: int,
-        chunks: int,
-        least: int = _ELEMENTS_A_CHUNK,
-    ) -> None:
-        """Do `work` on each task, with helpers where there are elements enough, and enough in a chunk."""
-        limit = min(elements // _ELEMENTS_A_THREAD, elements // (least * max(chunks, 1)))
-        helpers = min(self.threads, len(tasks), limit) - 1
+    def _run(self, work: Callable[[Task], None], tasks: Sequence[Task], shared: int) -> None:
+        """Do `work` on each task, with as many helpers as the elements to be shared are enough for."""
+        helpers = min(self.threads, len(tasks), shared // _ELEMENTS_A_THREAD) - 1
         if helpers > 0:
             shared_by_threads(work, tasks, helpers, self.threads)
             return
@@ -257,8 +249,9 @@ class HostKernels(Kernels):
                 work(task)
 
 
-def _chunks_in(pieces: Sequence[Sequence[Chunk]]) -> int:
-    return sum(map(len, pieces))
+def _to_share(chunks: Iterable[Chunk], least: int) -> int:
+    """Elements of the chunks that are large enough for threads to part at the GIL."""
+    return sum(stop - start for _, _, start, stop in chunks if stop - start >= least)
 
 
 def _prepared(arena: Arena, slots: SlotSet) -> _Prepared:

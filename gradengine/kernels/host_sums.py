@@ -93,9 +93,10 @@ class PreparedSums:
         is_safe = (self._least <= totals) & (totals < math.inf)  # written so that NaN is in doubt
         return [] if is_safe.all() else np.flatnonzero(~is_safe).tolist()
 
-    def elements(self, numbers: Iterable[int]) -> int:
-        """How many these chunks have."""
-        return sum(self._chunks[number].size for number in numbers)
+    def elements(self, numbers: Iterable[int], least: int) -> int:
+        """How many these chunks have, of those that have so many."""
+        sizes = [self._chunks[number].size for number in numbers]
+        return sum(size for size in sizes if size >= least)
 
     def in_fp64(self, number: int) -> float:
         """A chunk's squared sum, taken anew."""
