@@ -1,7 +1,8 @@
 """Ordered all-reduce over workers: one interface, the transports of it, the same bytes from each.
 
 In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `interface.py`
-is what a transport is: `local.py` (threads), `tcp.py` and `server.py` (sockets). Imports `layout` and `kernels`.
+is what a transport is: `local.py` (threads), `tcp.py` and `server.py` (sockets); `group.py` adds the ranks' gradients,
+for each of them. Imports `layout` and `kernels`.
 """
 
 from __future__ import annotations
