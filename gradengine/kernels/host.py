@@ -86,7 +86,7 @@ class HostKernels(Kernels):
         >>> kernels = HostKernels()
         >>> arena = kernels.arena([kernels.device.view(np.array([1, 2, 2], np.float32), "w")])
         >>> kernels.measure(arena)
-        >>> decide(kernels.totals(arena), ClipPlan((0,), (math.inf,)), divisor=1.0).norm
+        >>> decide(kernels.totals(arena), ClipPlan((0,), (np.inf,)), divisor=1.0).norm
         3.0
     """
 
