@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -21,6 +22,10 @@ _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
 _INVALID_HANDLE = 400  # cudaErrorInvalidResourceHandle
 _POOLED = 1 << 20  # bytes: CuPy's pool of pinned memory rounds up to a power of two
+
+
+class _Thread:
+    """A thread, while it runs."""
 
 
 @final
@@ -71,6 +76,7 @@ class CudaRuntime(Device):
         self.recorded: Graph | None = None  # what is being recorded
         self._foreign: list[Any] = []  # what graphs that others record read
         self.kept = Kept()  # what was dropped while work on it may run
+        self._thread = threading.local()
 
     def active(self) -> AbstractContextManager[object]:
         """Within it, this is the current device: where a caller works on another one, launches would go there."""
@@ -272,13 +278,18 @@ class CudaRuntime(Device):
         with self.active():
             return self.current_stream().record(self.event())
 
-    def used(self, uses: dict[tuple[int, int], Any], born: int) -> None:
+    def used(self, uses: dict[tuple[int, Any], Any], born: int) -> None:
         """Have `uses` hold an event behind what the current stream has to do, unless it is the one with that handle."""
         stream = self.current_stream()
         if stream.is_capturing() or (stream.ptr == born and born != _PER_THREAD):
             return
-        key = stream.ptr, threading.get_ident()
+        # Not its ident, which the next thread may get: its event would take the place of one that is not done.
+        key = stream.ptr, weakref.ref(self._thread.__dict__.setdefault("itself", _Thread()))
         with self.active():
+            if key not in uses:
+                for other, event in list(uses.items()):
+                    if other[1]() is None and event.done:
+                        del uses[other]
             uses[key] = stream.record(uses.get(key) or self.event())
 
     def readers(self) -> list[Any]:

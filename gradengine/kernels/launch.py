@@ -72,7 +72,7 @@ class Table:
     rows: Any
     targets: Any
     born: int  # handle of the stream that the memory came from
-    uses: dict[tuple[int, int], Any]  # events behind the work of other streams, by handle and thread
+    uses: dict[tuple[int, Any], Any]  # events behind the work of other streams, by handle and thread
 
 
 class Tables:
