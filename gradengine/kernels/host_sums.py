@@ -65,20 +65,19 @@ class PreparedSums:
         self._chunks, self._tails = chunks, np.zeros(len(chunks), np.float32)
         self._least = np.array([_SAFE_MEAN_SQUARE * chunk.size for chunk in chunks])
         self.dots: list[list[Dot]] = [[] for _ in chunks]  # of each chunk, to be taken before `totals` is asked
-        numbers_by_rows: dict[int, list[int]] = {}
+        by_rows: dict[int, list[tuple[int, Values]]] = {}
         for number, chunk in enumerate(chunks):
             rows, tail = _rows_and_tail(chunk)
             if len(rows):
-                numbers_by_rows.setdefault(len(rows), []).append(number)
+                by_rows.setdefault(len(rows), []).append((number, rows))
             if tail.size:
                 self.dots[number].append((np.dot, tail, self._tails[number, ...]))
         # Of chunks with as many rows these lie in one matrix, and are added by one call.
         self._matrices = []
-        for count, numbers in numbers_by_rows.items():
-            matrix = np.zeros((len(numbers), count), np.float32)
-            self._matrices.append((np.array(numbers), matrix))
-            for place, number in zip(matrix, numbers, strict=True):
-                rows = _rows_and_tail(chunks[number])[0]
+        for count, alike in by_rows.items():
+            matrix = np.zeros((len(alike), count), np.float32)
+            self._matrices.append((np.array([number for number, _ in alike]), matrix))
+            for place, (number, rows) in zip(matrix, alike, strict=True):
                 self.dots[number].append((np.vecdot, rows, place))
 
     def totals(self) -> npt.NDArray[np.float64]:
