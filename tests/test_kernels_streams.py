@@ -317,6 +317,25 @@ def keep_busy(device):
         xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
 
 
+def test_an_event_of_a_thread_that_ended_is_not_the_next_ones_with_its_ident(device):
+    runtime, uses, idents, unfinished = device.kernels.device, {}, [], StubEvent()
+
+    def use():
+        idents.append(threading.get_ident())
+        runtime.used(uses, born=-1)
+
+    for _ in range(100):
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        synchronize(device)
+        if len(idents) == 1:
+            uses[next(iter(uses))] = unfinished
+    assert idents.count(idents[0]) > 1
+    assert unfinished in uses.values()
+    assert len(uses) <= 3  # those that are done went with their threads
+
+
 class TestKept:
     """Producers whose stream nobody knows, as JAX's: their memory is theirs again when our work is done, not before."""
 
