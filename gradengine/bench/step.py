@@ -69,8 +69,10 @@ def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
         Variant(f"{name}, mean", _bytes(workload, 5), partial(of_peer, Torch, averages=True)),
         *([graph] if device.is_gpu else []),
     ]
+    if device.is_gpu:
+        return variants
     _start_torch(device)
-    return variants if device.is_gpu else [_with_memory(workload, variant) for variant in variants]
+    return [_with_memory(workload, variant) for variant in variants]
 
 
 def _bytes(workload: Workload, sets: int, hold: int | None = None) -> int:
