@@ -793,6 +793,29 @@ def spare_groups():
     return [local_group(2, timeout=20.0) for _ in range(2)]
 
 
+def joined_anew(lost, first, then, **options):
+    """What then(engine, d, c) gives on each rank of a grid of 2 x 2 that lost both groups in its first step.
+
+    As after the death of a process, each closes both and joins both anew. lost(exchange, tp_exchange) gives those that
+    fail, first(d, c) a rank's micro-batch.
+    """
+    spare_columns, spare_rows = spare_groups(), spare_groups()
+
+    def work(data_parallel, tensor_parallel):
+        d, t = data_parallel.rank, tensor_parallel.rank
+        c, (exchange, tp_exchange) = config(t, 2), lost(data_parallel, tensor_parallel)
+        engine = GradientEngine(layout_of(c), exchange=exchange, tp_exchange=tp_exchange, max_norm=1.0, **options)
+        engine.add(first(d, c))
+        with pytest.raises(PeerLost):
+            engine.step()
+        engine.exchange.close()
+        engine.tp_exchange.close()
+        engine.reconnect(spare_columns[t][d], tp_exchange=spare_rows[d][t])
+        return then(engine, d, c)
+
+    return list(itertools.chain(*on_grid(work, 2, 2)))
+
+
 class TestRunAgain:
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("call", ["wait", "gather"])
@@ -941,29 +964,17 @@ class TestRunAgain:
 
     @pytest.mark.parametrize("form", FORMS)
     def test_both_groups_may_be_joined_anew(self, form):
-        """As after the death of a process: each rank closes both, joins both and steps again; the next steps too."""
-        spare_columns, spare_rows = spare_groups(), spare_groups()
+        """Column 0 loses its workers behind the agreement of its parts; column 1 never hears that these agreed."""
 
-        def work(data_parallel, tensor_parallel):
-            d, t = data_parallel.rank, tensor_parallel.rank
-            c, is_first = config(t, 2), t == 0
-            # Column 0 loses its workers behind the agreement of its parts; column 1 never hears that these agreed.
-            data_parallel = Faulty(data_parallel, "gather") if is_first else data_parallel
-            tensor_parallel = tensor_parallel if is_first else Deaf(tensor_parallel)
-            engine = GradientEngine(
-                layout_of(c), exchange=data_parallel, tp_exchange=tensor_parallel, replicated=form, max_norm=1.0
-            )
-            engine.add(part_of(contribution(d, 0), c, form))
-            with pytest.raises(PeerLost):
-                engine.step()
-            engine.exchange.close()
-            engine.tp_exchange.close()
-            engine.reconnect(spare_columns[t][d], tp_exchange=spare_rows[d][t])
+        def lost(exchange, tp_exchange):
+            return (exchange, Deaf(tp_exchange)) if tp_exchange.rank else (Faulty(exchange, "gather"), tp_exchange)
+
+        def go_on(engine, d, c):
             norms = [engine.step().norm]
             engine.add(part_of(contribution(d, 1), c, form))
             return [*norms, engine.step().norm]
 
-        for norms in itertools.chain(*on_grid(work, 2, 2)):
+        for norms in joined_anew(lost, lambda d, c: part_of(contribution(d, 0), c, form), go_on, replicated=form):
             assert norms == pytest.approx(norms_of_two_workers(), rel=1e-6)
 
     @pytest.mark.parametrize("form", FORMS)
@@ -998,27 +1009,16 @@ class TestRunAgain:
     @pytest.mark.parametrize("on_non_finite", ["raise", "skip"])
     def test_groups_joined_anew_after_a_verdict_serve_the_next_window(self, form, on_non_finite):
         """A NaN; both groups are lost while its finder is told, or after it; all join anew, step again and go on."""
-        spare_columns, spare_rows = spare_groups(), spare_groups()
 
-        def work(data_parallel, tensor_parallel):
-            d, t = data_parallel.rank, tensor_parallel.rank
-            c = config(t, 2)
-            engine = GradientEngine(
-                layout_of(c),
-                exchange=data_parallel,
-                tp_exchange=Faulty(tensor_parallel, "gather", count=2),
-                replicated=form,
-                on_non_finite=on_non_finite,
-                max_norm=1.0,
-            )
-            bad = part_of(contribution(d, 7), c, form)
-            bad["final_norm"][0] = math.nan
-            engine.add(bad)
-            with pytest.raises(PeerLost):
-                engine.step()
-            engine.exchange.close()
-            engine.tp_exchange.close()
-            engine.reconnect(spare_columns[t][d], tp_exchange=spare_rows[d][t])
+        def lost(exchange, tp_exchange):
+            return exchange, Faulty(tp_exchange, "gather", count=2)
+
+        def bad(d, c):
+            part = part_of(contribution(d, 7), c, form)
+            part["final_norm"][0] = math.nan
+            return part
+
+        def go_on(engine, d, c):
             if on_non_finite == "raise":
                 with pytest.raises(NonFiniteGradient):
                     engine.step()
@@ -1031,31 +1031,26 @@ class TestRunAgain:
                 norms.append(engine.step().norm)
             return norms
 
-        for norms in itertools.chain(*on_grid(work, 2, 2)):
+        for norms in joined_anew(lost, bad, go_on, replicated=form, on_non_finite=on_non_finite):
             assert norms == pytest.approx(norms_of_two_workers(), rel=1e-6)
 
     def test_a_finding_does_not_meet_a_tally(self):
         """Column 0 heard that its parts agreed, column 1 did not: joined anew, all agree anew before they tell."""
-        spare_columns, spare_rows = spare_groups(), spare_groups()
 
-        def work(data_parallel, tensor_parallel):
-            d, t = data_parallel.rank, tensor_parallel.rank
-            c = config(t, 2)
-            row = Deaf(tensor_parallel) if t else Faulty(tensor_parallel, "gather", count=2)
-            engine = GradientEngine(layout_of(c), exchange=data_parallel, tp_exchange=row, max_norm=1.0)
-            bad = part_of(contribution(d, 7), c)
-            bad["blocks.0.w_q"][0, 0] = math.nan
-            engine.add(bad)
-            with pytest.raises(PeerLost):
-                engine.step()
-            engine.exchange.close()
-            engine.tp_exchange.close()
-            engine.reconnect(spare_columns[t][d], tp_exchange=spare_rows[d][t])
+        def lost(exchange, tp_exchange):
+            return exchange, Deaf(tp_exchange) if tp_exchange.rank else Faulty(tp_exchange, "gather", count=2)
+
+        def bad(d, c):
+            part = part_of(contribution(d, 7), c)
+            part["blocks.0.w_q"][0, 0] = math.nan
+            return part
+
+        def again(engine, d, c):
             with pytest.raises(NonFiniteGradient) as caught:
                 engine.step()
             return str(caught.value)
 
-        assert len(set(itertools.chain(*on_grid(work, 2, 2)))) == 1
+        assert len(set(joined_anew(lost, bad, again))) == 1
 
     @pytest.mark.parametrize("form", FORMS)
     def test_a_window_dropped_while_the_other_part_waits_is_not_mixed_with_its(self, form):
