@@ -1,10 +1,12 @@
-"""Options that several commands have: of several words one; a file that can be written, or stdout; a plot."""
+"""Options of commands: of several words one; a file that can be written, or stdout; a plot; names in errors."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +14,7 @@ import typer
 
 from gradengine.errors import CallerError
 
-__all__ = ["STDOUT", "one_of", "print_or_save", "refuse_bad_plot", "save", "writable_json"]
+__all__ = ["STDOUT", "one_of", "print_or_save", "refuse_bad_plot", "save", "speaking_of", "writable_json"]
 
 STDOUT = Path("-")
 
@@ -33,6 +35,22 @@ def one_of(*choices: str) -> Callable[[Given], Given]:
         return given
 
     return checked
+
+
+@contextlib.contextmanager
+def speaking_of(options: Mapping[str, str]) -> Iterator[None]:
+    """A mistake in this is told by the options that were typed, not by the arguments that they became.
+
+    >>> with speaking_of({"num_heads": "--heads", "tp_size": "--tp"}):
+    ...     raise CallerError("num_heads cannot be divided by tp_size", got="4 / 3")
+    Traceback (most recent call last):
+    gradengine.errors.CallerError: --heads cannot be divided by --tp: got 4 / 3
+    """
+    try:
+        yield
+    except CallerError as fault:
+        what = re.sub(r"\w+", lambda word: options.get(word[0], word[0]), fault.what)
+        raise CallerError(what, got=fault.got, expected=fault.expected, do=fault.do) from None
 
 
 def writable_json(path: Path | None) -> Path | None:

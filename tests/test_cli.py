@@ -265,7 +265,7 @@ def test_a_text_too_short_is_said_so(monkeypatch, capsys, tmp_path):
 
 def test_a_model_that_cannot_be_is_said_so(monkeypatch, capsys):
     code, error = fails(monkeypatch, capsys, "demo", "--hidden-size", 30)
-    assert (code, "hidden_size cannot be divided by num_heads: got 30 / 4" in error) == (2, True)
+    assert (code, "--hidden-size cannot be divided by --heads: got 30 / 4" in error) == (2, True)
 
 
 def test_a_bad_plot_is_said_so_before_anything_is_started(monkeypatch, capsys, tmp_path):

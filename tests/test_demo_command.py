@@ -76,14 +76,15 @@ def fails(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--tp", 4], " --kv-heads cannot be divided by --tp: got 2 / 4.*pass --heads and --kv-heads that 4"),
+        (["--tp", 3], " --heads cannot be divided by --tp: got 4 / 3.*pass --heads and --kv-heads that 3"),
         (
-            ["--tp", 4],
-            "--tp=4: num_kv_heads cannot be divided by tp_size: got 2 / 4.*pass --heads and --kv-heads that 4",
+            ["--tp", 3, "--heads", 6, "--kv-heads", 3],
+            " the intermediate size cannot be divided by --tp: got 256 / 3.*pass another --hidden-size",
         ),
-        (["--tp", 3], "--tp=3: num_heads cannot be divided by tp_size: got 4 / 3.*pass --heads and --kv-heads that 3"),
-        (["--tp", 3, "--heads", 6, "--kv-heads", 3], "intermediate_size .* got 256 / 3.*pass another --hidden-size"),
-        (["--heads", 5], "hidden_size cannot be divided by num_heads: got 96 / 5, which leaves 1"),
-        (["--kv-heads", 3], "num_heads cannot be divided by num_kv_heads: got 4 / 3, which leaves 1"),
+        (["--heads", 5], " --hidden-size cannot be divided by --heads: got 96 / 5, which leaves 1"),
+        (["--kv-heads", 3], " --heads cannot be divided by --kv-heads: got 4 / 3, which leaves 1"),
+        (["--heads", 32, "--kv-heads", 2], " --hidden-size / --heads must be even: got 96 / 32 = 3"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_said_so_before_anything_is_started(monkeypatch, capsys, options, message):

@@ -251,7 +251,7 @@ def test_arithmetic_is_counted_as_it_is_done():
     compute = assumed(Model("tiny", "", 8, 1, 2, 1, 16, 32), 10, 5, tflops=1e-6)
     assert compute.forward_seconds == pytest.approx(forward / 1e6)
     assert compute.backward_seconds == pytest.approx(2 * forward / 1e6)
-    assert compute.source == "assumed: 1e-06 TFLOP/s a rank"
+    assert compute.source == "assumed: each rank a GPU of 1e-06 TFLOP/s (--tflops)"
 
 
 def test_tensor_parallel_ranks_share_the_arithmetic_and_wait_for_their_all_reduces():
@@ -388,7 +388,7 @@ def test_one_worker_waits_for_nothing_on_one_machine_either():
 def test_one_machine_and_a_bandwidth_exclude_each_other():
     with pytest.raises(CallerError, match="exclude each other: got both"):
         dataclasses.replace(HERE, bandwidth=TEN_GIGABITS)
-    with pytest.raises(CallerError, match="exclude each other: got neither"):
+    with pytest.raises(CallerError, match="bandwidth or machine is needed: got neither"):
         dataclasses.replace(HERE, machine=None)
     with pytest.raises(CallerError, match=r"tp is out of range: got 2, expected 1 on one machine"):
         dataclasses.replace(HERE, tp=2)

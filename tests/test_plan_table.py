@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 
@@ -49,7 +50,10 @@ def test_it_says_what_workers_and_ranks_are():
 def test_it_says_what_was_assumed():
     text = squeezed(shown(QUESTION, 120))
     assert "1.25 GB/s = 10 Gbit/s" in text
-    assert "assumed: 100 TFLOP/s a rank" in text
+    assert "assumed: each rank a GPU of 100 TFLOP/s (--tflops), with its all-reduces" in text
+    assert "assumed: each rank a GPU of 100 TFLOP/s" in squeezed(shown(HERE, 120))
+    on_cpus = dataclasses.replace(HERE, device="cpu", tflops=0.5)
+    assert "assumed: each rank a CPU of 0.5 TFLOP/s" in squeezed(shown(on_cpus, 120))
     measured = dataclasses.replace(QUESTION, backward_seconds=0.5)
     assert "500 ms a micro-batch, measured by you" in squeezed(shown(measured, 120))
 
@@ -125,6 +129,17 @@ def test_one_machine_shows_what_was_measured_and_no_links():
     assert "choose unix://" in text
     assert "planned" not in text
     assert "each way of each rank" not in text
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"device": "cpu"}, {"workers": 1}])
+def test_on_device_is_the_sum_of_the_rows_above_it(changes):
+    rows = re.findall(
+        r"^([a-z ]+?) +([\d,]+) +\S+ [kMG]B$", shown(dataclasses.replace(QUESTION, **changes), 80), re.MULTILINE
+    )
+    sizes = {name: int(nbytes.replace(",", "")) for name, nbytes in rows}
+    above = list(sizes).index("on device")
+    assert sizes["on device"] == sum(list(sizes.values())[:above])
+    assert set(list(sizes)[above + 1 :]) <= {"host mirror", "coordinator"}
 
 
 def test_a_cpu_has_no_mirror():

@@ -22,12 +22,16 @@ from gradengine.demo.run import Record, replay_all, train
 from gradengine.demo.settings import Settings, Transport, counted
 from gradengine.demo.text import Texts, read_texts, unigram_entropy
 from gradengine.errors import CallerError
-from gradengine.options import refuse_bad_plot, save
+from gradengine.options import refuse_bad_plot, save, speaking_of
 
 __all__ = ["demo"]
 
 _LAST_PORT = 65535
 _PLOT = Path("out/demo-loss.png")
+_OPTIONS = {
+    "hidden_size": "--hidden-size", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "tp_size": "--tp",
+    "intermediate_size": "the intermediate size",
+}  # fmt: skip
 
 
 def _above_zero(value: float) -> float:
@@ -38,7 +42,7 @@ def _above_zero(value: float) -> float:
 
 
 def demo(
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Ranks that train together.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Data-parallel workers, each of --tp ranks.")] = 2,
     tp: Annotated[int, typer.Option(min=1, max=64, help="Shards of each worker's model (tensor parallelism).")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each worker in each step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
@@ -65,11 +69,12 @@ def demo(
 
     Needs no GPU, no download and less than a minute. The exit code is 1 if a proof fails.
     """
-    model = LlamaConfig(
-        blocks, hidden_size, heads, kv_heads, sequence_length=sequence_length,
-        intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
-    )  # fmt: skip
-    _refuse_uncut(model, tp)
+    with speaking_of(_OPTIONS):
+        model = LlamaConfig(
+            blocks, hidden_size, heads, kv_heads, sequence_length=sequence_length,
+            intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
+        )  # fmt: skip
+        _refuse_uncut(model, tp)
     settings = Settings(
         workers, tp, micro_batches, steps, batch_size, learning_rate, seed=seed, transport=transport, port=port,
         compared_steps=min(compared_steps, steps), model=model,
@@ -87,7 +92,7 @@ def _refuse_uncut(model: LlamaConfig, tp: int) -> None:
         do = f"pass --heads and --kv-heads that {tp} divides, or another --tp"
         if model.num_heads % tp == model.num_kv_heads % tp == 0:
             do = "pass another --hidden-size, of which this is 8/3, rounded up to a multiple of 32; or another --tp"
-        raise CallerError(f"--tp={tp}: {fault.what}", got=fault.got, expected=fault.expected, do=do) from None
+        raise CallerError(fault.what, got=fault.got, expected=fault.expected, do=do) from None
 
 
 def _refuse_ports_beyond_last(settings: Settings) -> None:
@@ -120,7 +125,7 @@ def _say(name: str, what: str) -> None:
 
 
 def _introduce(settings: Settings, texts: Texts, weights: int, entropy: float) -> None:
-    shards = f" in {settings.tensor_parallel} shards" if settings.tensor_parallel > 1 else ""
+    shards = f" in {settings.tensor_parallel} shards, a thread for each" if settings.tensor_parallel > 1 else ""
     _say("model", f"byte-level Llama, {weights:,} weights{shards}")
     sizes = f"{len(texts.train) / 1e6:.2f} MB to learn, {len(texts.held_out) / 1e6:.2f} MB held out"
     _say("text", f"{texts.source}: {sizes}, entropy of its bytes {entropy:.3f} nats")

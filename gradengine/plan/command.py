@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from gradengine.errors import CallerError
-from gradengine.options import STDOUT, print_or_save, refuse_bad_plot, save, writable_json
+from gradengine.options import STDOUT, print_or_save, refuse_bad_plot, save, speaking_of, writable_json
 from gradengine.plan.machine import Rates, measure_rates
 from gradengine.plan.models import NAMED, load_model
 from gradengine.plan.prediction import DEVICES, DTYPES, OPTIMIZERS, Plan, Question, predict
@@ -24,8 +24,11 @@ __all__ = ["plan"]
 _MICROSECONDS = 1e6
 _UNITS = "each way: '10 Gbit/s', '1.25 GB/s'"
 _SOCKETS, _SUMMED = (f"{each.gigabytes_per_second:g} GB/s" for each in (SOCKETS, SUMMED))
-_FIELDS = {field.name for field in fields(Question)}
-_OPTIONS = {"latency_seconds": "latency-us", "tp_latency_seconds": "tp-latency-us"}  # where they are not the field's
+_OPTIONS = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(Question)} | {
+    "latency_seconds": "--latency-us", "tp_latency_seconds": "--tp-latency-us", "machine": "--one-machine",
+    "tp_size": "--tp", "num_heads": "the model's heads", "num_kv_heads": "the model's key-value heads",
+    "intermediate_size": "the model's intermediate size", "vocab_size": "the model's vocabulary",
+}  # fmt: skip
 _NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
@@ -55,7 +58,7 @@ def plan(
     """Say what a training run will take: memory of a rank, bytes and seconds of its exchange, the transport to take.
 
     N workers are data-parallel; each is a group of T tensor-parallel ranks, N x T ranks in all. Nothing is run, but
-    --one-machine measures what this machine does for 3 seconds.
+    --one-machine measures for 3 seconds how fast this machine copies and adds; compute is as --tflops says.
     """
     _refuse_bad_paths(json, plot)
     texts = {
@@ -63,17 +66,16 @@ def plan(
         "socket_bandwidth": socket_bandwidth, "sum_bandwidth": sum_bandwidth,
     }  # fmt: skip
     bandwidths: dict[str, Any] = {name: _bandwidth(name, text) for name, text in texts.items()}
-    try:
+    loaded = load_model(model)
+    with speaking_of(_OPTIONS):
         question = Question(
-            load_model(model), workers, tp=tp, **bandwidths,
+            loaded, workers, tp=tp, **bandwidths,
             latency_seconds=latency_us / _MICROSECONDS, tp_latency_seconds=tp_latency_us / _MICROSECONDS,
             sequence_length=sequence_length, batch_size=batch_size, micro_batches=micro_batches, dtype=dtype,
             optimizer=optimizer, tflops=tflops, backward_seconds=backward_seconds, vocab_parallel=vocab_parallel,
             device=device, machine=_NOT_MEASURED if one_machine else None,
         )  # fmt: skip
         found = predict(question)
-    except CallerError as fault:
-        raise _naming_the_option(fault) from None
     if one_machine:  # only once all else can be planned
         found = predict(replace(question, machine=measure_rates()))
     _write(found, json, plot)
@@ -85,18 +87,8 @@ def _bandwidth(field: str, text: str | None) -> Bandwidth | None:
     try:
         return None if text is None else Bandwidth.parse(text)
     except CallerError as fault:
-        raise _of_option(field, fault) from None
-
-
-def _naming_the_option(fault: CallerError) -> CallerError:
-    """A question's error names its field; who types a command knows the option."""
-    field = next((word for word in fault.what.split()[:2] if word in _FIELDS), None)
-    return fault if field is None else _of_option(field, fault)
-
-
-def _of_option(field: str, fault: CallerError) -> CallerError:
-    option = _OPTIONS.get(field, field.replace("_", "-"))
-    return CallerError(f"--{option}: {fault.what}", got=fault.got, expected=fault.expected, do=fault.do)
+        what = f"{_OPTIONS[field]}: {fault.what}"
+        raise CallerError(what, got=fault.got, expected=fault.expected, do=fault.do) from None
 
 
 def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:

@@ -95,9 +95,10 @@ class Question:
             if name not in _MAY_BE_NONE or getattr(self, name) is not None:
                 _refuse_outside(name, getattr(self, name))
         if (self.bandwidth is None) == (self.machine is None):
-            got = "neither" if self.machine is None else "both"
+            both = self.machine is not None
             do = "pass --bandwidth '10 Gbit/s', or --one-machine where all workers are on this one"
-            raise CallerError("bandwidth and one machine exclude each other", got=got, expected="one of them", do=do)
+            what = "bandwidth and machine exclude each other" if both else "bandwidth or machine is needed"
+            raise CallerError(what, got="both" if both else "neither", expected="one of them", do=do)
         if self.machine is not None and self.tp > 1:
             expected = "1 on one machine: ranks within a worker were not measured"
             raise CallerError("tp is out of range", got=self.tp, expected=expected)
@@ -118,15 +119,10 @@ class Question:
     def cost(self) -> TensorParallelCost:
         """Of tensor parallelism."""
         return TensorParallelCost(
-            hidden_size=self.model.hidden_size,
-            num_blocks=self.model.num_blocks,
-            sequence_length=self.sequence_length,
-            tp_size=self.tp,
-            batch_size=self.batch_size,
-            micro_batches=self.micro_batches,
-            bytes_per_element=DTYPES[self.dtype],
-            vocab_parallel=self.vocab_parallel,
-        )
+            hidden_size=self.model.hidden_size, num_blocks=self.model.num_blocks, tp_size=self.tp,
+            sequence_length=self.sequence_length, batch_size=self.batch_size, micro_batches=self.micro_batches,
+            bytes_per_element=DTYPES[self.dtype], vocab_parallel=self.vocab_parallel,
+        )  # fmt: skip
 
     def traffic(self, layout: GradientLayout, workers: int) -> dict[str, Traffic]:
         """What each algorithm, or each transport on one machine, takes over that many workers."""
@@ -301,14 +297,15 @@ def compute_of(question: Question, layout: GradientLayout) -> Compute:
         weights = sum(weights_multiplied(span) for span in layout.spans)
         scores = 4 * length * model.hidden_size * model.num_blocks / layout.tp_size
         forward = question.batch_size * length * (2 * weights + scores) / (1e12 * question.tflops)
-        source = f"assumed: {question.tflops:g} TFLOP/s a rank" + (", with its all-reduces" if all_reduces else "")
+        rank = f"{'GPU' if question.device == 'cuda' else 'CPU'} of {question.tflops:g} TFLOP/s"
+        source = f"assumed: each rank a {rank} (--tflops)" + (", with its all-reduces" if all_reduces else "")
         return Compute(forward + all_reduces, 2 * forward + all_reduces, source)
     if backward < all_reduces:
         raise CallerError(
             "backward_seconds is shorter than the all-reduces of tensor parallelism that it holds",
             got=duration(backward),
             expected=f"at least the {duration(all_reduces)} that they take at {question.within}",
-            do="measure it on the ranks of a worker, and say how fast the links between those are (tp_bandwidth)",
+            do="measure it on the ranks of a worker, and say how fast the links between those are (--tp-bandwidth)",
         )
     return Compute(backward / 2, backward, "measured by you")
 

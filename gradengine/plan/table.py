@@ -24,6 +24,7 @@ _ALGORITHMS = {  # on one machine: the transport
 _EXPOSED = "hidden: while the last backward runs; exposed: what the step waits"
 _OVER_LINKS = f"{_EXPOSED}\n* planned, not in this version"
 _ONE_MACHINE = f"{_EXPOSED}, its engine's work included"
+_ON_THE_HOST = ("host_mirror", "coordinator")
 _TIED = (
     "The tied LM head is complete when backward ends, and first in the layout's order, so nothing is hidden."
     " GradientLayout.of, given it as the first name, lets it leave last."
@@ -92,7 +93,8 @@ def _links(question: Question) -> Iterator[tuple[str, str]]:
 def _memory(plan: Plan) -> Table:
     title = f"Memory of a rank, {plan.question.dtype} and {plan.question.optimizer}, activations not counted"
     table = _table(title, "bytes", "")
-    for name, nbytes in (vars(plan.memory) | {"on_device": plan.memory.on_device}).items():
+    rows = vars(plan.memory) | {"on_device": plan.memory.on_device}
+    for name, nbytes in sorted(rows.items(), key=lambda row: row[0] in _ON_THE_HOST):  # below the sum of the others
         if nbytes:
             style = "bold" if name == "on_device" else ""
             table.add_row(name.replace("_", " "), f"{nbytes:,}", size(nbytes), style=style)
