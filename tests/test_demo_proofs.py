@@ -21,7 +21,7 @@ MODEL = LlamaConfig(num_blocks=1, hidden_size=32, num_heads=8, num_kv_heads=4, i
 SETTINGS = Settings(
     steps=6, workers=1, micro_batches=1, batch_size=2, compared_steps=1, max_norm=0.01, model=MODEL
 )  # of which the first gradient is clipped
-GRADIENTS, NORM = LIMITS["gradients"], LIMITS["norm"]
+GRADIENTS = LIMITS["gradients"]
 
 
 def compared(tp_size, **changes):
@@ -130,23 +130,24 @@ def test_a_wrong_gradient_of_the_shards_engines_fails_proof_4(monkeypatch, tp_si
     assert not found.holds
 
 
-def test_a_wrong_norm_fails_proof_4(monkeypatch):
-    altered(monkeypatch, lambda layout, result: decided(result, norm=result.norm * (1 + 1e-5)))
+@pytest.mark.parametrize("figure", ["norm", "scale"])
+def test_a_wrong_norm_or_scale_fails_proof_4(monkeypatch, figure):
+    altered(monkeypatch, lambda layout, result: decided(result, **{figure: getattr(result, figure) * (1 + 1e-5)}))
     found = compared(2)
-    assert figures_of(found)["norm"] > NORM
+    assert [name for name, value in figures_of(found).items() if value > LIMITS[name]] == [figure]
     assert not found.holds
 
 
 # ---- not a number ----
 
 
-@pytest.mark.parametrize("figure", ["norm", "gradients"])
+@pytest.mark.parametrize("figure", ["norm", "scale", "gradients"])
 def test_nan_in_what_a_shards_engine_says_is_its_figure_and_fails_proof_4(monkeypatch, figure):
     """In a component that comes neither first nor last, and on one shard only."""
 
     def spoilt(layout, result):
-        if figure == "norm":
-            return decided(result, norm=np.float32(np.nan))
+        if figure != "gradients":
+            return decided(result, **{figure: np.float32(np.nan)})
         gradients = {name: gradient.copy() for name, gradient in result.gradients.items()}
         gradients["blocks.0.up"][1, 1] = np.nan if layout.tp_rank == 1 else gradients["blocks.0.up"][1, 1]
         return dataclasses.replace(result, _arrays=gradients)
@@ -194,7 +195,7 @@ def test_an_all_reduce_that_all_shards_get_wrong_alike_is_in_the_figures(monkeyp
     found = figures_of(compared(2))
     assert (found["loss"] > 10 * LIMITS["loss"]) == (position < 2)
     assert found["gradients"] > 1000 * GRADIENTS
-    assert found["norm"] > 100 * NORM
+    assert found["norm"] > 100 * LIMITS["norm"]
 
 
 def test_parts_that_are_passed_for_the_whole_are_refused_and_never_compared(monkeypatch):

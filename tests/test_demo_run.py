@@ -206,7 +206,7 @@ def ended(record, rank=0, **changes):
 def made_up(settings, weights, evaluations=None):
     """The record of a run of which only the end counts."""
     losses = {settings.steps: 5.0} if evaluations is None else evaluations
-    steps = [Step(number, 5.0, 1.0, 0.1, loss) for number, loss in losses.items()]
+    steps = [Step(number, 5.0, 1.0, 1.0, 0.1, loss) for number, loss in losses.items()]
     return Record(settings, steps, {rank: Finished(rank, "a", (), weights, {}) for rank in range(settings.workers)})
 
 
@@ -240,7 +240,7 @@ def test_one_of_a_thing_is_not_called_all():
     settings = small(1, 1, steps=1, compared_steps=1)
     weights = replayed(settings)
     claims = [proof.claim for proof in prove(made_up(settings, weights), ends_of({"one": weights}), initial(), 9.0)]
-    assert claims[0] == "one set of weights on 1 rank after 1 step"
+    assert claims[0] == "one set of weights on 1 worker after 1 step"
     assert claims[2] == "weights after 1 step are those of one process with 1 micro-batch, bit for bit"
 
 
@@ -321,7 +321,7 @@ def test_the_layout_leaves_in_the_order_of_backward():
 def test_the_plot_is_an_image(tmp_path, steps):
     losses = [5.0 / number for number in range(1, steps + 1)]
     record = Record(dataclasses.replace(SETTINGS, steps=steps))
-    record.steps = [Step(i, loss, 1.0, 0.001, loss if i == steps else None) for i, loss in enumerate(losses, 1)]
+    record.steps = [Step(i, loss, 1.0, 1.0, 0.001, loss if i == steps else None) for i, loss in enumerate(losses, 1)]
     path = tmp_path / "loss.png"
     drawn(record, 3.0).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -143,7 +143,9 @@ def test_each_figure_of_the_first_step_can_fail(record, replays, figure, wrong):
 
 
 def test_what_the_proofs_show_of_shards_is_said_with_them(record, replays):
-    *_, same_code, whole = prove(record, replays, initial(), 9.0)
+    first, *_, same_code, whole = prove(record, replays, initial(), 9.0)
+    assert "on 2 workers" in first.claim
+    assert first.claim.endswith(" in all 4 shards")
     assert "twice" in same_code.remark
     assert "3a and 4" in same_code.remark
     assert [line.rpartition(", limit")[0].rpartition(" ")[0] for line in whole.measured.splitlines()] == list(LIMITS)
@@ -153,7 +155,8 @@ def test_what_the_proofs_show_of_shards_is_said_with_them(record, replays):
 def test_one_worker_in_shards_is_not_called_all_ranks():
     settings = dataclasses.replace(SETTINGS, workers=1, micro_batches=1, transport=Transport.LOCAL)
     proofs = prove(train(settings, TEXTS, silent), replay_all(settings, TEXTS), initial(), 9.0)
-    assert proofs[0].claim.startswith("one set of weights on 1 rank after 6 steps, and one copy of norms")
+    assert proofs[0].claim.startswith("one set of weights on 1 worker after 6 steps, and one copy of norms")
+    assert proofs[0].claim.endswith(" in all 2 shards")
     assert proofs[2].claim == "weights after 4 steps are those of one process with 1 micro-batch"
 
 

@@ -34,10 +34,10 @@ LARGEST_TOLERANCE = 1e-2
 """Half of what one micro-batch lost in the last of 20 steps does: where order alone moves the weights as far, too many
 steps are compared to show anything."""
 
-LIMITS = {"loss": 1e-5, "norm": 1e-6, "gradients": 1e-5}
+LIMITS = {"loss": 1e-5, "norm": 1e-6, "scale": 1e-6, "gradients": 1e-5}
 """How far shards' first step may be from the model in one piece. fp32 rounds at 6e-8, sums of hundreds of terms and
 what a softmax makes of them at about 1e-6; a missing all-reduce changes a third of the largest element. The norm is
-summed in fp64."""
+summed in fp64, and the scale is a bound divided by it."""
 
 LEAST_MEASURE = 1e-2
 """Of the largest gradient, what a component is measured by at least: w_q and w_k of one-byte sequences hold nothing but
@@ -77,13 +77,14 @@ def prove(
 
 def _same_on_all_ranks(record: Record) -> Proof:
     settings = record.settings
-    claim = f"one set of weights on {counted(settings.workers, 'rank')} after {counted(len(record.steps), 'step')}"
+    claim = f"one set of weights on {counted(settings.workers, 'worker')} after {counted(len(record.steps), 'step')}"
     ends = [record.ends.get(rank, Finished(rank, "none", (), {}, {})) for rank in range(settings.workers)]
     holds = len({end.digest for end in ends}) == 1
     if settings.tensor_parallel > 1:
-        claim += f", and one copy of norms, embedding and LM head in {settings.tensor_parallel} shards"
+        shards = settings.workers * settings.tensor_parallel
+        claim += f", and one copy of norms, embedding and LM head in all {shards} shards"
         replicated = [digest for end in ends for digest in end.replicated]
-        holds = holds and len(replicated) == settings.workers * settings.tensor_parallel and len(set(replicated)) == 1
+        holds = holds and len(replicated) == shards and len(set(replicated)) == 1
     return Proof("1", claim, _shown([end.digest for end in ends]), "must be one", holds)
 
 
@@ -152,13 +153,12 @@ def shards_are_whole(shards: tuple[Step, Finished], whole: tuple[Step, Finished]
     """Proof 4, of two first steps: a figure that is NaN is within no limit."""
     (step, end), (whole_step, whole_end) = shards, whole
     figures = {
-        "loss": abs(step.loss / whole_step.loss - 1.0),
-        "norm": abs(step.norm / whole_step.norm - 1.0),
+        **{name: abs(getattr(step, name) / getattr(whole_step, name) - 1.0) for name in ("loss", "norm", "scale")},
         "gradients": _apart(end.first, whole_end.first),
     }
     measured = "\n".join(f"{name} {apart:.1e}, limit {LIMITS[name]:.0e}" for name, apart in figures.items())
     holds = all(figures[name] <= limit for name, limit in LIMITS.items())
-    claim = "the first step of all shards is that of the model in one piece: its loss, its norm, what it handed back"
+    claim = "the first step of all shards is that of the model in one piece: its loss, norm, scale, what it handed back"
     return Proof("4", claim, measured, "differences relative to the whole", holds)
 
 

@@ -49,6 +49,7 @@ class Step:
     number: int
     loss: float  # the mean of all micro-batches
     norm: float  # before clipping
+    scale: float  # what clipping multiplied by
     exchange_seconds: float  # what rank 0 waited for after backward: the exchange, slower ranks, and the clip
     held_out: float | None = None  # the loss of the held-out text, where it was taken
 
@@ -200,7 +201,8 @@ def _train_shard(
             if exchange.rank == 0:
                 held_out = learner.held_out_loss() if settings.is_evaluated(number) else None
                 if tp.tp_rank == 0:
-                    report(Step(number, loss, float(result_of(trainer).norm), learner.exchange_seconds, held_out))
+                    made = result_of(trainer)
+                    report(Step(number, loss, float(made.norm), float(made.scale), learner.exchange_seconds, held_out))
             if number == settings.compared_steps:
                 compared = _copied(learner.weights)
     return learner.weights, compared, learner.first
