@@ -156,7 +156,9 @@ def test_one_variant_that_fails_leaves_the_others(capsys):
     assert {each.why for each in absent[3:6]} == {"OSError: no such device"}
     assert absent[6] == Absent("missing", "not here")
     assert failed == ["wrong", "infinite", "nan", "ours broken", "needed"]  # a peer that cannot run is no failure
-    assert capsys.readouterr().err.count("Traceback") == 3  # of what is no error of ours
+    told = capsys.readouterr().err  # and what other threads of this process say meanwhile: torch has some
+    assert told.count(", in broken\n") == told.count("OSError: no such device\n") == 3
+    assert "ResultsDiffer" not in told  # ours, which needs no traceback
 
 
 def test_a_peer_that_computes_something_else_is_a_failure(monkeypatch):
