@@ -84,6 +84,26 @@ def test_parts(variants_of, nbytes):
     assert counted(variants) == dict.fromkeys(["ours", "numpy by hand", "torch foreach"], nbytes)
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2**-24), ("bfloat16", 2**-8)])
+def test_a_clip_is_by_a_factor_that_rounds(dtype, rounding):
+    """Halves are exact in every dtype: all errors were 0."""
+    errors = {variant.name: error for variant, _, error in checked(parts.clip(tiny(1, dtype)), 3e-2)}
+    assert all(rounding / 16 < error for error in errors.values())
+    assert errors["ours"] <= 2 * rounding
+
+
+@pytest.mark.parametrize("to_bf16", [False, True])
+def test_an_odd_hand_back_is_of_buffers_that_lie_at_odd_elements(monkeypatch, to_bf16):
+    given, sound = [], HOST.kernels.scale
+    monkeypatch.setattr(HOST.kernels, "scale", lambda *buffers: (given.append(buffers), sound(*buffers)))
+    odd = Workload.drawn(HOST, model_layout(1, 4, odd=True), 1, odd=True)
+    checked(parts.hand_back(odd, to_bf16=to_bf16), 3e-2)
+    (sources, _, destinations), *_ = given
+    assert len(sources) == len(destinations) == len(odd.layout.slots)
+    arrays = [buffer.data for buffer in (*sources, *destinations)]
+    assert {array.ctypes.data // array.itemsize % 2 for array in arrays} == {1}
+
+
 def test_holding_one_is_listed_once():
     assert [variant.name for variant in step(tiny(), (1, 1)) if variant.base] == ["ours hold=1"]
 

@@ -1,5 +1,6 @@
 """What is shown and what is kept of a run."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -13,6 +14,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
+from gradengine.bench.benchmarks import NAMES
 from gradengine.bench.command import bench
 from gradengine.bench.device import Case, Missing, open_host
 from gradengine.bench.harness import Benchmark, Variant, as_json, measure
@@ -78,9 +80,9 @@ def test_json_says_everything():
     assert kept["load"] is None or kept["load"] >= 0
 
 
-def shown(made, width=200):
+def shown(made, width=200, **options):
     console = Console(width=width, file=StringIO(), record=True)
-    console.print(table_of(made))
+    console.print(table_of(made, **options))
     return console.export_text()
 
 
@@ -101,6 +103,23 @@ def test_a_narrow_table_leaves_the_quantiles_out(wide):
 
 def test_the_table_has_memory_where_it_was_measured():
     assert re.search(r"\b1\.02\b", shown(report(variant("ours", base=True, arenas=1.02))))
+
+
+def test_at_80_columns_no_header_is_cut():
+    names = ["ours hold=1", "ours hold=4", "torch foreach, mean", "triad"]
+    made = report(*(variant(name, base=name.startswith("ours"), arenas=1.02) for name in names))
+    assert "…" not in shown(made, 80, wide=False)
+
+
+def test_a_share_of_the_memory_bandwidth_says_what_it_is_of():
+    text = shown(report(variant("ours", base=True), variant("triad")))
+    assert "of triad: fraction of the memory bandwidth that the triad reaches in this run" in " ".join(text.split())
+    assert re.search("GB/s  of triad  ", text)
+
+
+def test_the_title_names_no_hold_that_rows_differ_in():
+    made = dataclasses.replace(report(variant("ours hold=1", base=True)), parameters={"k": 4, "hold": 4, "rounds": 2})
+    assert table_of(made).title == "fake: k 4, rounds 2"
 
 
 def test_machine_and_versions():
@@ -179,6 +198,19 @@ def test_a_word_that_is_no_choice_is_a_mistake_of_usage(arguments):
 def test_a_small_model_has_a_number_of_tensors_and_a_size(given):
     done = CliRunner().invoke(bench, ["step", *given])
     assert str(done.exception) == "--tensors and --elements go together; pass both, or neither"
+
+
+@pytest.mark.parametrize("command", ["accumulate", "step", "clip"])
+@pytest.mark.parametrize("option", ["--blocks", "--hidden"])
+def test_blocks_beside_tensors_are_refused_and_never_ignored(command, option):
+    done = CliRunner().invoke(bench, [command, "--tensors", "3", "--elements", "100", option, "8"])
+    assert isinstance(done.exception, CallerError)
+    assert str(done.exception) == f"{option} and --tensors exclude each other: got both, expected one of them"
+
+
+def test_the_help_names_every_benchmark_of_a_gpu():
+    shown = CliRunner().invoke(bench, ["gpu", "--help"], env={"COLUMNS": "200"}).output
+    assert f"Any of {', '.join(NAMES)}; if none, " in re.sub(r"[\s│]+", " ", shown)
 
 
 def test_a_peer_that_is_wrong_is_named_and_the_exit_code(monkeypatch):

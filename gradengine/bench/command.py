@@ -31,6 +31,7 @@ _MAIN = ("accumulate", "norm", "step", "lora", "host")
 _TOLERANCES = {"accumulate": 1e-5, "clip": 1e-3, "step": 1e-3, "exchange": 1e-5}
 _TOLERANCE_IN_BFLOAT16 = 3e-2  # of what is clipped where it lies: its rounding is 4e-3, and torch's norm has it too
 
+_BLOCKS, _HIDDEN = 6, 1024
 _WIDE = 100  # columns of a terminal from which on the table has room for quantiles
 _GPU_WIDTH = 150
 
@@ -39,8 +40,8 @@ bench = typer.Typer(
 )
 
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of each variant.")]
-Blocks = Annotated[int, typer.Option(min=1, help="Transformer blocks.")]
-Hidden = Annotated[int, typer.Option(min=4, help="Hidden size; 1024 is the 350M model's, 256 a quick run.")]
+Blocks = Annotated[int | None, typer.Option(min=1, help=f"Transformer blocks; {_BLOCKS} if not given.")]
+Hidden = Annotated[int | None, typer.Option(min=4, help=f"Hidden size; {_HIDDEN} if not given, 256 is a quick run.")]
 Tensors = Annotated[int | None, typer.Option(min=1, help="Instead of blocks: as many tensors, of --elements each.")]
 Elements = Annotated[int | None, typer.Option(min=1, help="Of each of --tensors.")]
 MicroBatches = Annotated[int, typer.Option("--k", min=1, help="Micro-batches of a step.")]
@@ -57,8 +58,8 @@ Json = Annotated[
 def _window(
     context: typer.Context,
     k: MicroBatches = 4,
-    blocks: Blocks = 6,
-    hidden: Hidden = 1024,
+    blocks: Blocks = None,
+    hidden: Hidden = None,
     tensors: Tensors = None,
     elements: Elements = None,
     dtype: Dtype = "float32",
@@ -76,8 +77,8 @@ def _window(
 
 @bench.command()
 def clip(
-    blocks: Blocks = 6,
-    hidden: Hidden = 1024,
+    blocks: Blocks = None,
+    hidden: Hidden = None,
     tensors: Tensors = None,
     elements: Elements = None,
     dtype: Dtype = "float32",
@@ -111,7 +112,7 @@ def exchange(
 def gpu(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Which; else {', '.join(_MAIN)}.", callback=one_of(*NAMES)),
+        typer.Argument(help=f"Any of {', '.join(NAMES)}; if none, {', '.join(_MAIN)}.", callback=one_of(*NAMES)),
     ] = None,
     k: Annotated[int, typer.Option("--k", min=2, help="Micro-batches of a step.")] = Options.k,
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks, beside the LM head.")] = Options.blocks,
@@ -136,14 +137,18 @@ def gpu(
 
 
 def _model(
-    blocks: int, hidden: int, tensors: int | None, elements: int | None
+    blocks: int | None, hidden: int | None, tensors: int | None, elements: int | None
 ) -> tuple[GradientLayout, dict[str, int]]:
     """The layout that the options ask for, and those of them that it is recorded by."""
     if (tensors is None) is not (elements is None):
         raise CallerError("--tensors and --elements go together", do="pass both, or neither")
-    if tensors is not None and elements is not None:
-        return GradientLayout.of([(elements,)] * tensors), {"tensors": tensors, "elements": elements}
-    return model_layout(blocks, hidden, head=False), {"blocks": blocks, "hidden": hidden}
+    if tensors is None or elements is None:
+        blocks, hidden = blocks or _BLOCKS, hidden or _HIDDEN
+        return model_layout(blocks, hidden, head=False), {"blocks": blocks, "hidden": hidden}
+    if blocks is not None or hidden is not None:
+        ignored = "--hidden" if blocks is None else "--blocks"
+        raise CallerError(f"{ignored} and --tensors exclude each other", got="both", expected="one of them")
+    return GradientLayout.of([(elements,)] * tensors), {"tensors": tensors, "elements": elements}
 
 
 def _show(host: Host, benchmark: Benchmark, rounds: int, json: Path | None) -> None:

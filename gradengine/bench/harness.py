@@ -242,22 +242,12 @@ def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time:
         p10, median, p90 = np.quantile(times[name], (0.1, 0.5, 0.9)).tolist()
         device, wall, host = (statistics.median(seconds) for seconds in zip(*named[name], strict=True))
         return Row(
-            variant=name,
-            bytes=variant.bytes,
-            median_s=median,
-            p10_s=p10,
-            p90_s=p90,
-            gb_per_s=rates[name] / 1e9,
+            variant=name, bytes=variant.bytes, median_s=median, p10_s=p10, p90_s=p90, gb_per_s=rates[name] / 1e9,
             of_copy=rates[name] / rates[_COPY] if _COPY in rates else None,
             of_triad=rates[name] / rates[_TRIAD] if _TRIAD in rates else None,
-            device_s=device,
-            wall_s=wall,
-            host_s=host,
+            device_s=device, wall_s=wall, host_s=host, error=error, arenas=case.arenas, samples_s=times[name],
             ratios={base: median_ratio(times[name], times[base]) for base in bases},
-            error=error,
-            arenas=case.arenas,
-            samples_s=times[name],
-        )
+        )  # fmt: skip
 
     return [row(*each) for each in checked]
 

@@ -37,6 +37,7 @@ __all__ = ["accumulate", "bytes_of_adding", "clip", "hand_back", "lora", "norm",
 
 _OURS = 1e-6  # the largest error that ours may have, but for rounding to bfloat16
 _FACTOR = 0.75  # exact in fp32, and not 1, which would end the kernel at once
+_KEPT = 0.7  # of a norm that is clipped: a power of 2 would round nothing
 _TO_BF16 = 2.0**-8  # relative error of one rounding to bfloat16
 
 
@@ -151,10 +152,10 @@ def hand_back(workload: Workload, *, to_bf16: bool) -> list[Variant]:
     ]
 
 
-def _restored(workload: Workload, *, odd: bool = False) -> tuple[list[Array], Callable[[], None]]:
+def _restored(workload: Workload) -> tuple[list[Array], Callable[[], None]]:
     """Arrays with the first micro-batch's values, and what puts the values back."""
-    device, values = workload.device, workload.values[0]
-    originals, arrays = device.placed(values, odd=odd), device.placed(values, odd=odd)
+    device = workload.device
+    originals, arrays = (device.placed(workload.values[0], odd=workload.odd) for _ in range(2))
     return arrays, partial(device.copy, arrays, originals)
 
 
@@ -163,7 +164,7 @@ def _restored(workload: Workload, *, odd: bool = False) -> tuple[list[Array], Ca
 
 def clip(workload: Workload) -> list[Variant]:
     """One micro-batch's gradients are clipped where they lie, by their global norm."""
-    device, bound, nbytes = workload.device, workload.max_norm, 3 * workload.gradient_bytes
+    device, bound, nbytes = workload.device, _KEPT * workload.norm, 3 * workload.gradient_bytes
     clipped = partial(_clipped, workload, bound, [slice(None)])
 
     def of_ours(arrays: list[Array]) -> Callable[[], object]:
@@ -208,7 +209,7 @@ def _clipped(
     recorded: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
 ) -> Case:
     """Groups of the gradients, by position, each clipped by its own norm; `clip_of` makes what clips a group."""
-    arrays, put_back = _restored(workload, odd=workload.odd)
+    arrays, put_back = _restored(workload)
     run: Callable[[], object] = in_turn([clip_of(arrays[group]) for group in groups])
     factors = [min(1.0, bound / norm_of(workload.sums[group])) for group in groups for _ in arrays[group]]
     return Case(recorded(run) if recorded else run, lambda: workload.error(arrays, factors.__getitem__), put_back)

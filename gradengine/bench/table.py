@@ -28,10 +28,12 @@ def table_of(report: Report, *, wide: bool = True) -> Table:
         counts = {variant: [str(found) for found in row.values()] for variant, row in report.rows.items()}
         return _table(report, COUNTED, counts, [])
     columns, has_memory = _columns(report, report.rows, wide=wide), any(row.arenas is not None for row in report.rows)
+    memory = "copy" if "gpu" in report.machine else "triad"
     lines = [
         f"all results within {report.tolerance:g} of fp64's before anything was timed",
         f"MB: bytes moved, counted; GB/s and / x: by the median {report.time} time",
         "/ x: time of the row / time of our x, above 1 ours is faster",
+        f"of {memory}: fraction of the memory bandwidth that the {memory} reaches in this run",
         *(["arenas: memory beyond the gradients at its peak, in fp32 gradient sets"] if has_memory else []),
     ]
     cells = {row.variant: [cell(row) for cell in columns.values()] for row in report.rows}
@@ -45,7 +47,7 @@ def _columns(report: Report, rows: Sequence[Row], *, wide: bool) -> dict[str, Ca
     if not wide:
         columns.pop("p10-90", None)
     columns |= {"MB": lambda row: f"{row.bytes / 1e6:.1f}", "GB/s": lambda row: f"{row.gb_per_s:.1f}"}
-    columns |= {"of copy": lambda row: _share(row.of_copy)} if on_a_gpu else {"triad": lambda row: _share(row.of_triad)}
+    columns["of copy" if on_a_gpu else "of triad"] = lambda row: _share(row.of_copy if on_a_gpu else row.of_triad)
     for base in rows[0].ratios if rows else ():
         header = f"/ {base.removeprefix('ours').strip() or 'ours'}"
         columns[header] = lambda row, base=base: f"{row.ratios[base]:.2f}"  # type: ignore[misc]
@@ -58,14 +60,16 @@ def _columns(report: Report, rows: Sequence[Row], *, wide: bool) -> dict[str, Ca
 def _table(
     report: Report, headers: Sequence[str] | Mapping[str, object], rows: Mapping[str, list[str]], lines: Sequence[str]
 ) -> Table:
-    """Below the rows stands what is absent and why, and where all this is."""
+    """Below the rows stands what is absent and why, and where all this is; rows say in their names what they hold."""
+    parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items() if name != "hold")
     absent = [f"absent: {absent.variant}: {absent.why}" for absent in report.absent]
     table = Table(
-        title=f"{report.benchmark}: {', '.join(f'{name} {value}' for name, value in report.parameters.items())}",
+        title=f"{report.benchmark}: {parameters}",
         caption="\n".join([*absent, *lines, _where(report)]),
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
         collapse_padding=True,
+        pad_edge=False,
     )
     table.add_column("variant", no_wrap=True)
     for header in headers:
