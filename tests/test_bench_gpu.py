@@ -321,6 +321,11 @@ def test_a_benchmark_that_fails_leaves_the_others(tmp_path):
     assert failed == [f"hand-back: {why}", f"host: {why}"]
 
 
+def test_the_help_names_every_benchmark(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert f"any of {', '.join(NAMES)}" in parser().format_help()
+
+
 def test_an_unknown_benchmark_is_refused(tmp_path):
     with pytest.raises(CallerError, match="no such benchmark: got none, expected accumulate"):
         ran(["none"], tmp_path)

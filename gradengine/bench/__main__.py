@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradengine.bench.benchmarks import Benchmarks, Options, run
+from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
 from gradengine.bench.device import Gpu, open_gpu
 from gradengine.bench.harness import Report
 
@@ -20,7 +20,7 @@ _SMALL_ELEMENTS = 1 << 14
 def parser() -> argparse.ArgumentParser:
     """The options, which mean what those of `gradengine bench gpu` do."""
     made = argparse.ArgumentParser(prog="python -m gradengine.bench", description=__doc__)
-    made.add_argument("names", nargs="+")
+    made.add_argument("names", nargs="+", help=f"any of {', '.join(NAMES)}")
     made.add_argument("--blocks", type=int, default=Options.blocks)
     made.add_argument("--dtype", default=Options.dtype, choices=["float32", "bfloat16"])
     made.add_argument("--odd", action="store_true", help="sizes no multiple of 8, buffers at odd elements")
