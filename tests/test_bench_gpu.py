@@ -89,7 +89,6 @@ def device(**changes):
     """The emulator, at small sizes, with what is asked of torch on a GPU done on the CPU."""
     facts = {
         "torch_device": "cpu",
-        "tensor": as_tensor,
         "torch_tensor": Lent,  # torch has no GPU here, and ours takes no tensor that lies elsewhere
         "by_hand": on_host,
         "recorded": lambda work: work,
@@ -102,6 +101,8 @@ def device(**changes):
     made = Gpu(xp=cuda_emulator, kernels=kernels(), torch_module=torch)
     for name, value in {**facts, **changes}.items():
         setattr(made, name, value)
+    if made.torch_module is not None:
+        made.tensor = as_tensor
     return made
 
 
