@@ -41,6 +41,7 @@ MaxNorm: TypeAlias = float | Mapping[str, float] | None
 
 _NAMES_SHOWN = 9
 _REMEMBERED = 8  # sets of arrays, and sets of sizes, that a thread clips in turn
+_MOST_MISSES = 2 * _REMEMBERED  # in a row, after which one in so many is remembered
 _MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32, whose squared sums would take 34 MB
 
 
@@ -168,18 +169,23 @@ class _Resolved(threading.local):
     def __init__(self) -> None:
         self.state_of = functools.lru_cache(maxsize=_REMEMBERED)(FusedClipState)
         self._known: list[tuple[KnownArrays, Sequence[Buffer], FusedClipState]] = []
+        self._misses = 0
 
     def of(self, given: Sequence[Any]) -> tuple[Sequence[Buffer], FusedClipState] | None:
         """Views and state of arrays that were clipped before and lie where they lay."""
         for arrays, views, state in self._known:
             if arrays.are(given):
+                self._misses = 0
                 return views, state
+        self._misses += 1
         return None
 
     def remember(self, given: Sequence[Any], views: Sequence[Buffer], state: FusedClipState) -> None:
-        """Keep the views, but not the arrays."""
+        """Keep the views, but not the arrays; seldom in a loop that has new ones at each step."""
         self._known = [known for known in self._known if known[0].are_alive][1 - _REMEMBERED :]
-        reader = destination_reader_of(given)
+        reader = (
+            destination_reader_of(given) if self._misses < _MOST_MISSES or not self._misses % _MOST_MISSES else None
+        )
         if reader is not None:
             self._known.append((KnownArrays(given, reader), [without_owner(view) for view in views], state))
 

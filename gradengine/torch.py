@@ -283,8 +283,9 @@ def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
     for position, parameter in enumerate(given):
         if not isinstance(parameter, torch.Tensor):
             raise _not_parameters(f"parameters[{position}] is not a tensor", parameter)
-        if parameter.grad is not None:
-            gradients[f"parameters[{position}].grad"] = parameter.grad
+        gradient = parameter.grad
+        if gradient is not None:
+            gradients[f"parameters[{position}].grad"] = gradient
     if position < 0 and isinstance(parameters, Generator):
         warnings.warn("parameters is a generator with nothing left in it: nothing is clipped", stacklevel=3)
     return gradients
@@ -297,7 +298,12 @@ def _not_parameters(what: str, given: object) -> CallerError:
 def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
     """Clip the gradients; the norm in fp64, on their device."""
     device = next(iter(gradients.values())).device
-    views = {name: _plain(gradient, name) for name, gradient in gradients.items()}
+    views = {
+        name: g
+        if type(g) is torch.Tensor and not g.requires_grad and g.layout is torch.strided and g.is_contiguous()
+        else _plain(g, name)
+        for name, g in gradients.items()
+    }
     # On torch's current stream the kernels run between torch's work before and after, without events.
     with kernels_for(str(device)).device.on(torch.cuda.current_stream(device) if device.type == "cuda" else None):
         return _as_tensor(clip_by_global_norm(views, bound))

@@ -117,7 +117,7 @@ def emulated_torch(stream, *, is_old=False):
 
     torch.empty, torch.stack = empty, stack
     torch.cuda = SimpleNamespace(current_stream=current_stream)
-    torch.autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=torch.written.append))
+    torch.autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=torch.written.extend))
     return torch
 
 

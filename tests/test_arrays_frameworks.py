@@ -20,7 +20,7 @@ from gradengine import (
     clip_lora_gradients_fused,
 )
 from gradengine.arrays.frameworks import TorchStream, device_name, is_jax, is_torch
-from gradengine.arrays.host import host_buffer
+from gradengine.arrays.host import host_buffer, host_buffers
 from gradengine.errors import BufferRefused, GradientError
 from gradengine.kernels import HostKernels
 
@@ -148,6 +148,8 @@ class TestTorch:
         torch = pytest.importorskip("torch")
         with pytest.raises(BufferRefused, match=message):
             host_buffer(make(torch), "w")
+        with pytest.raises(BufferRefused, match=message):
+            host_buffers([torch.ones(1), make(torch)], ["v", "w"])
 
     def test_inside_a_transformation(self):
         torch = pytest.importorskip("torch")
@@ -168,18 +170,45 @@ class TestTorch:
             (lambda t, x: setattr(x, "data", t._neg_view(x.data)), "lazily negated"),
             (lambda t, x: x.resize_(2, 4), "has another shape"),
             (lambda t, x: setattr(x, "data", x.data.double()), "an unsupported dtype: got float64"),
+            (lambda t, x: x.requires_grad_(), "requires grad"),
+            (lambda t, x: x.untyped_storage().resize_(0), "is not at a valid address"),
         ],
-        ids=["t_", "data.t", "set_", "neg", "resize_", "double"],
+        ids=["t_", "data.t", "set_", "neg", "resize_", "double", "requires_grad_", "storage"],
     )
-    def test_one_that_was_changed_in_place_is_not_known_again(self, change, message):
+    @pytest.mark.parametrize("is_new", [False, True])
+    def test_one_that_was_changed_in_place_is_not_known_again(self, change, message, is_new):
+        """Nor one of a loop that makes new ones each time, in which only their form is known."""
         torch = pytest.importorskip("torch")
         tensor, engine = torch.arange(16.0).view(4, 4), GradientEngine(GradientLayout.of([(4, 4)]))
-        for _ in range(2):
-            engine.add([tensor])
+        for _ in range(20):
+            engine.add([tensor.clone() if is_new else tensor])
             engine.step()
         change(torch, tensor)
         with pytest.raises(GradientError, match=message):
             engine.add([tensor])
+        engine.add([torch.ones(4, 4)])
+        assert engine.step().norm == 4
+
+    def test_new_ones_at_each_micro_batch(self):
+        torch = pytest.importorskip("torch")
+        layout = GradientLayout.of([(3,), (2, 2)])
+        engines = [GradientEngine(layout, max_norm=None, hold=hold) for hold in (1, 3)]
+        for step in range(10):
+            micro_batches = [[torch.full((3,), step + k), torch.full((2, 2), -1.0 - k)] for k in range(3)]
+            for engine in engines:
+                for gradients in micro_batches:
+                    engine.add([gradient.float() for gradient in gradients])  # gone at once, where they are not held
+                found = [array.tolist() for array in engine.step().gradients.values()]
+                assert found == [[step + 1] * 3, [[-2, -2], [-2, -2]]]
+
+    def test_a_new_one_that_lies_in_the_arena_is_refused(self):
+        torch = pytest.importorskip("torch")
+        engine = GradientEngine(GradientLayout.of([(3,)]))
+        for _ in range(20):
+            engine.add([torch.ones(3)])
+            result = engine.step()
+        with pytest.raises(BufferRefused, match="own arena"):
+            engine.add([torch.from_numpy(result.gradients["0"])])
 
     @pytest.mark.parametrize(
         "change",
@@ -190,13 +219,13 @@ class TestTorch:
         ],
         ids=["data", "set_", "storage"],
     )
-    @pytest.mark.parametrize("is_known", [True, False])
-    def test_a_held_one_that_loses_its_memory(self, change, is_known):
+    @pytest.mark.parametrize("comes", ["known", "first", "in a loop of new ones"])
+    def test_a_held_one_that_loses_its_memory(self, change, comes):
         torch = pytest.importorskip("torch")
         tensor, other = torch.ones(100_000), torch.ones(100_000)
         engine = GradientEngine(GradientLayout.of([(100_000,)]), hold=2)
-        if is_known:
-            engine.add([tensor])
+        for before in {"known": [tensor], "first": []}.get(comes, (tensor.clone() for _ in range(20))):
+            engine.add([before])
             engine.step()
         engine.add([tensor])
         change(torch, tensor)

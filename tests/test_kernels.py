@@ -391,8 +391,9 @@ class TestSquaredSums:
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     @pytest.mark.parametrize("magnitude", [1e-7, 1.0, 3e4])
-    def test_of_short_floats(self, backend, dtype, magnitude):
-        values = draw.random_array(0, backend.chunk + 513, dtype, magnitude).clip(-60000, 60000)
+    @pytest.mark.parametrize("is_odd", [False, True])
+    def test_of_short_floats(self, backend, dtype, magnitude, is_odd):
+        values = draw.random_array(0, backend.chunk + 512 + is_odd, dtype, magnitude).clip(-60000, 60000)
         exact = draw.exact_norm([values.astype(np.float32)]) ** 2
         totals = {
             float(totals_of(backend.kernels, sums_of(backend, [backend.buffer_at(values, offset)]))[0])

@@ -9,8 +9,17 @@ from typing import Any
 from gradengine.accumulate.gradients import matched_views
 from gradengine.accumulate.uncleared import Uncleared, Versions
 from gradengine.arrays.buffer import Buffer
-from gradengine.arrays.host import without_owner
-from gradengine.arrays.known import KnownArrays, Reader, numpy_form, read_cupy, read_each, reader_of
+from gradengine.arrays.frameworks import torch_form
+from gradengine.arrays.host import elements_at, without_owner
+from gradengine.arrays.known import (
+    KnownArrays,
+    Reader,
+    numpy_form,
+    read_cupy,
+    read_each,
+    read_torch,
+    reader_of,
+)
 from gradengine.errors import BufferRefused
 from gradengine.kernels import AddressCheck, Contribution, Device, SlotSet, as_of_now
 from gradengine.layout import Slot
@@ -23,12 +32,12 @@ class Intake:
     """Cache of one accumulator's resolved gradients, none of which may lie in its own `arena`."""
 
     def __init__(self, device: Device, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
-        self._device, self._arena = device, arena
+        self._device, self._arena, self._stop = device, arena, arena.pointer + arena.nbytes
         self._holds = holds  # gradients are read later than they come, and may have moved by then
         self._reused_buffers = reused_buffers  # the caller writes each micro-batch into the same torch tensors
         self.uncleared = Uncleared(device)
         self._known: dict[SlotSet, list[_Known]] = {}
-        self._numpy_forms: dict[SlotSet, list[Any]] = {}
+        self._forms: dict[SlotSet, list[Any]] = {}  # of arrays on the host that were resolved before
         self._misses = 0
 
     def contribution(self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
@@ -42,7 +51,9 @@ class Intake:
             if candidate.arrays.are(sources):
                 known = candidate
                 break
-        if known is None:
+        if known is None and self._misses >= _MOST_MISSES and (form := torch_form(sources)) is not None:
+            contribution = self._of_torch(slot_set, slots, sources, form)
+        elif known is None:
             resolved = Contribution.of(slot_set, self._views(slots, sources))
             contribution = self._as_of_now(resolved, sources, reader_of(sources) or read_each)
             known = self._remember(sets, sources, resolved)
@@ -66,12 +77,33 @@ class Intake:
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
     ) -> Contribution:
         """That of NumPy's arrays: of the same form as others that were resolved before, they are read as they lie."""
-        if form != self._numpy_forms.get(slot_set):
-            resolved = Contribution.of(slot_set, self._views(slots, sources))
-            if resolved.fp32 is not None:
-                self._numpy_forms[slot_set] = form
-            return resolved
+        if form != self._forms.get(slot_set):
+            return self._of_new_form(slot_set, slots, sources, form)
         return Contribution.of_fp32(slot_set, [source.ravel() for source in sources])
+
+    def _of_torch(
+        self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
+    ) -> Contribution:
+        """The same of torch's tensors, which backward makes anew each time."""
+        pointers, start, stop = [source.data_ptr() for source in sources], self._arena.pointer, self._stop
+        if form != self._forms.get(slot_set) or any(start <= p < stop or p % 4 or not p for p in pointers):
+            contribution = self._of_new_form(slot_set, slots, sources, form)
+            return self._as_of_now(contribution, sources, read_torch)
+        sizes = [slot.size for slot in slots]
+        arrays = [elements_at(pointer, size, "float32") for pointer, size in zip(pointers, sizes, strict=True)]
+        contribution = Contribution.of_fp32(slot_set, arrays)
+        if self._holds:
+            contribution.sources = kept = tuple(sources)
+            contribution.address_check = AddressCheck(read_torch, kept, read_torch(kept))
+        return contribution
+
+    def _of_new_form(
+        self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
+    ) -> Contribution:
+        resolved = Contribution.of(slot_set, self._views(slots, sources))
+        if resolved.fp32 is not None:
+            self._forms[slot_set] = form
+        return resolved
 
     def _as_of_now(self, contribution: Contribution, sources: Sequence[Any], reader: Reader) -> Contribution:
         """With its producers' streams of now, where it lies now if it is read later, and the arrays kept alive."""
@@ -96,7 +128,7 @@ class Intake:
 
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
         views = matched_views(slots, sources, self._device.views)
-        start, stop = self._arena.pointer, self._arena.pointer + self._arena.nbytes
+        start, stop = self._arena.pointer, self._stop
         for slot, view in zip(slots, views, strict=True):
             if view is not None and view.pointer < stop and start < view.pointer + view.nbytes and view.size:
                 raise BufferRefused(

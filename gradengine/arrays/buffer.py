@@ -202,9 +202,9 @@ def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: B
 
 def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
     """The positions of two buffers that overlap in memory, or None."""
-    order = sorted((i for i, b in enumerate(buffers) if b.size), key=lambda i: buffers[i].pointer)
-    for before, after in itertools.pairwise(order):
-        if buffers[before].pointer + buffers[before].nbytes > buffers[after].pointer:
+    spans = sorted((b.pointer, b.pointer + b.nbytes, i) for i, b in enumerate(buffers) if b.size)
+    for (_, stop, before), (start, _, after) in itertools.pairwise(spans):
+        if stop > start:
             return min(before, after), max(before, after)
     return None
 

@@ -25,11 +25,17 @@ from gradengine.errors import BufferRefused, LayoutMismatch
 
 AnyArray: TypeAlias = Any  # of any framework
 
+_NO_KIND = object()  # of which nothing is
+
 
 def is_torch(source: object) -> bool:
     """Whether this is a torch tensor or parameter, and no other subclass, whose address may not hold its values."""
-    torch, kind = sys.modules.get("torch"), type(source)  # half imported it lacks either name
-    return kind is getattr(torch, "Tensor", None) or kind is getattr(getattr(torch, "nn", None), "Parameter", None)
+    return type(source) in _torch_kinds()
+
+
+def _torch_kinds() -> tuple[object, object]:
+    torch = sys.modules.get("torch")  # half imported it lacks either name
+    return getattr(torch, "Tensor", _NO_KIND), getattr(getattr(torch, "nn", None), "Parameter", _NO_KIND)
 
 
 class TorchDevice(Protocol):
@@ -112,6 +118,19 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     return Buffer(pointer, tensor.numel(), dtype, shape, not tensor.requires_grad, tensor, device, None, producer)
 
 
+def torch_form(sources: Sequence[Any]) -> list[Any] | None:
+    """All that decides how torch tensors in host memory are resolved, but where they lie; None for anything else.
+
+    0.4 us a tensor, where to resolve one takes 3.
+    """
+    if set(map(type, sources)) != {_torch_kinds()[0]} or not sources[0].is_cpu:
+        return None
+    try:
+        return [(t.dtype, t.shape, t.is_cpu, t.layout, t.is_contiguous(), t.is_neg(), t.requires_grad) for t in sources]
+    except RuntimeError:  # no storage, or a layout that has no such thing: whoever resolves it says so
+        return None
+
+
 def dlpack_view(
     source: object,
     component: str,
@@ -155,10 +174,7 @@ def torch_device(tensor: Any) -> str:
 
 def torch_versions(sources: Sequence[Any]) -> list[int | None]:
     """Autograd's version counter of each torch tensor; None for anything else, and for tensors without one."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return [None] * len(sources)
-    kinds = getattr(torch, "Tensor", None), getattr(getattr(torch, "nn", None), "Parameter", None)
+    kinds = _torch_kinds()
     try:
         return [s._version if type(s) in kinds else None for s in sources]
     except RuntimeError:  # tensors made in inference mode have no version counter
@@ -248,11 +264,16 @@ def _torch_stream(torch: ModuleType, device: str) -> TorchStream:
 
 def note_written(arrays: Iterable[object]) -> None:
     """Raise the version counters of torch tensors that were written to, so that a backward that saved them fails."""
-    for array in arrays:
-        if is_torch(array):
-            tensor: Any = array
-            if not tensor.is_inference():
-                sys.modules["torch"].autograd.graph.increment_version(tensor)
+    kinds = _torch_kinds()
+    tensors = [array for array in arrays if type(array) in kinds and not array.is_inference()]  # type: ignore[attr-defined]
+    if not tensors:
+        return
+    raise_versions = sys.modules["torch"].autograd.graph.increment_version
+    try:
+        raise_versions(tensors)  # 0.02 us each, and one by one 0.5
+    except (TypeError, RuntimeError):  # torch before 2.6 takes one
+        for tensor in tensors:
+            raise_versions(tensor)
 
 
 # ---- slices of any framework's arrays ----

@@ -58,7 +58,7 @@ def reader_of(sources: Sequence[Any]) -> Reader | None:
     if not present:
         return None
     if all(map(is_torch, present)):
-        return _read_torch
+        return read_torch
     if all(isinstance(source, RawBuffer) for source in present):
         return _read_raw
     if all(_is_cupy(source) for source in present):
@@ -70,8 +70,8 @@ def destination_reader_of(sources: Sequence[Any]) -> Reader | None:
     """The same for arrays in host memory that will be written; None also for a GPU's."""
     if set(map(type, sources)) == {np.ndarray}:
         return read_writable_numpy
-    is_on_host = reader_of(sources) is _read_torch and all(source.is_cpu for source in sources)
-    return _read_writable_torch if is_on_host else None
+    is_on_host = reader_of(sources) is read_torch and all(source.is_cpu for source in sources)
+    return read_torch if is_on_host else None
 
 
 def numpy_form(sources: Sequence[Any], ours: object) -> list[Any] | None:
@@ -95,7 +95,7 @@ def read_cupy(sources: Sequence[Any]) -> list[Any]:
 def read_each(sources: Sequence[Any]) -> list[Any]:
     """Of several kinds; of those that nothing can take memory from, nothing."""
     return [
-        _read_torch([s])[0] if is_torch(s) else _read_raw([s])[0] if isinstance(s, RawBuffer) else None for s in sources
+        read_torch([s])[0] if is_torch(s) else _read_raw([s])[0] if isinstance(s, RawBuffer) else None for s in sources
     ]
 
 
@@ -103,8 +103,12 @@ def _read_raw(sources: Sequence[Any]) -> list[Any]:
     return [None if s is None else (s.pointer, freed(s.owner)) for s in sources]
 
 
-def _read_torch(sources: Sequence[Any]) -> list[Any]:
-    return [None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.is_neg()) for t in sources]
+def read_torch(sources: Sequence[Any]) -> list[Any]:
+    """Of torch's tensors their addresses, and all that can be changed in place."""
+    return [
+        None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.is_neg(), t.requires_grad)
+        for t in sources
+    ]
 
 
 def read_writable_numpy(sources: Sequence[Any]) -> list[Any]:
@@ -117,10 +121,6 @@ def read_writable_numpy(sources: Sequence[Any]) -> list[Any]:
 
 def _address(array: npt.NDArray[Any]) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]  # 0.2 us; .ctypes takes 0.9
-
-
-def _read_writable_torch(sources: Sequence[Any]) -> list[Any]:
-    return [(*answer, tensor.requires_grad) for answer, tensor in zip(_read_torch(sources), sources, strict=True)]
 
 
 def _is_cupy(source: Any) -> bool:

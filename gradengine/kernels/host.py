@@ -38,6 +38,7 @@ _LEAST_FOLDED, _LEAST_MEASURED = 65536, 131072
 _LOOKED_UP = 65536  # at once: their indices, of 8 bytes, stay in the cache
 _ELEMENTS_A_TABLE, _CHUNKS_A_TABLE = 1 << 19, 16  # of a table of 65,536 factors' products, which takes 80 us to make
 _BF16_NAN = np.uint16(0x7FC0)
+_UPPER_HALF = np.uint32(0xFFFF0000)  # of a word
 
 
 class _Part(NamedTuple):
@@ -143,7 +144,7 @@ class HostKernels(Kernels):
         def data_of(position: int, start: int, stop: int) -> npt.NDArray[np.float32]:
             target = targets[position]
             data = target.data if stop - start == target.size else target.data[start:stop]
-            return data if target.dtype == "float32" else _widened(data, target.dtype)
+            return _in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
 
         def measure_piece(piece: Sequence[Chunk]) -> None:
             indices = [index for _, index, _, _ in piece]
@@ -383,6 +384,18 @@ def _widened(source: Array, dtype: str) -> npt.NDArray[np.float32]:
         return source
     wide = _scratch.floats[: source.size]
     _assign(wide, source, dtype, np.float32(1))
+    return wide
+
+
+def _in_any_order(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The values of bf16 in fp32 for a sum: two at a time from words of 4 bytes, half the work of `_widened`."""
+    words = source[: source.size & ~1].view(np.uint32)  # NumPy reads unaligned ones by way of a buffer
+    wide, half = _scratch.floats[: source.size], words.size
+    bits = wide.view(np.uint32)
+    np.bitwise_and(words, _UPPER_HALF, out=bits[:half])
+    np.left_shift(words, 16, out=bits[half : 2 * half])
+    if source.size % 2:
+        bits[-1] = int(source[-1]) << 16
     return wide
 
 

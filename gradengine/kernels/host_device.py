@@ -10,7 +10,7 @@ import numpy as np
 
 from gradengine.arguments import said
 from gradengine.arrays.buffer import Array, Buffer
-from gradengine.arrays.host import host_buffer
+from gradengine.arrays.host import host_buffers
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, OutOfDeviceMemory
 from gradengine.kernels.device import Device, Order, StagingBuffer
@@ -39,7 +39,7 @@ class HostDevice(Device):
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
         """See `Device.views`; host memory only."""
-        return [host_buffer(source, component) for source, component in zip(sources, components, strict=True)]
+        return host_buffers(sources, components)
 
     def wait_for(self, producers: Iterable[ProducerStream]) -> None:
         """Host memory is ready."""

@@ -14,6 +14,7 @@ from typing import get_args
 from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import LayoutMismatch
 from gradengine.layout.shards import Partition, Shape
+from gradengine.threads import cached_property
 
 _MOST_DIGITS = 18  # in a block's number
 ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
@@ -29,7 +30,7 @@ class Slot:
     block: int | None  # the index of its block
     partition: Partition = "replicated"  # over a tensor-parallel group
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the component."""
         return math.prod(self.shape)
