@@ -138,7 +138,12 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
         if allocate and parameter.grad is None:
             # Older torch has no grad_dtype; None means any.
             parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
-    return {name: None if p.grad is None else _in_memory_order(p.grad, p) for name, p in parameters.items()}
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        gradient = gradients[name]
+        if gradient is not None and not parameter.is_contiguous():
+            gradients[name] = _in_memory_order(gradient, parameter)
+    return gradients
 
 
 def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:

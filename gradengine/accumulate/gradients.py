@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, TypeAlias, final
@@ -82,6 +83,9 @@ def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefi
 
 
 def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where: str, prefix: str) -> list[object]:
+    if len(gradients) == len(slots):
+        with contextlib.suppress(KeyError):  # of one by full names: 0.1 us a component instead of 0.8
+            return [gradients[slot.name] for slot in slots]
     full = {slot.name for slot in slots}
     short = {name: name.removeprefix(prefix) for name in full}
     # A short name that is another's full name says nothing: nested numbers, "0.w" beside "0.0.w" in block "0".
