@@ -69,11 +69,6 @@ class PartialSums:
         sizes, first = self.sizes, self.first
         return [(p, *chunk) for p in positions for chunk in chunks_of(sizes[p], first[p], self.chunk)]
 
-    @cached_property
-    def pieces(self) -> list[list[Chunk]]:
-        """All chunks, in pieces as `pieces_of` makes them."""
-        return pieces_of(self.chunks(range(len(self.sizes))))
-
     def totals_of(self, values: Float64) -> Float64:
         """Each target's squared sum, its chunks added in order; `values` on the host."""
         if len(self._single) == len(self.sizes):

@@ -21,7 +21,7 @@ from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels.arena import CHUNK, Arena, Chunk, PartialSums, chunks_of, pieces_of
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide
 from gradengine.kernels.host_device import HostDevice
-from gradengine.kernels.host_sums import Dot, PreparedSums, squared_sums
+from gradengine.kernels.host_sums import ChunkSums, Dot, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.operands import FoldPass, SlotSet
@@ -51,26 +51,46 @@ class _Part(NamedTuple):
 
 
 @final
+class HostPartialSums(PartialSums):
+    """The partial sums in host memory, and the places that their chunks' products go to."""
+
+    @cached_property
+    def all_chunks(self) -> list[Chunk]:
+        """Every chunk of every target, by its index."""
+        return self.chunks(range(len(self.sizes)))
+
+    @cached_property
+    def pieces(self) -> list[list[Chunk]]:
+        """The same in pieces as `pieces_of` makes them."""
+        return pieces_of(self.all_chunks)
+
+    @cached_property
+    def sums(self) -> ChunkSums:
+        """What makes their squared sums."""
+        return ChunkSums([stop - start for _, _, start, stop in self.all_chunks])
+
+
+@final
 class _Prepared:
     """What a fold into some targets, and their squared sums, work on: `pieces` of them, as `pieces_of` makes them."""
 
     def __init__(self, arena: Arena, slots: SlotSet) -> None:
-        first = arena.partials.first
-        chunks = [(p, *chunk) for p in slots.positions for chunk in chunks_of(arena.targets[p].size, first[p])]
-        self.pieces = [[_part(arena.targets[chunk[0]], slots, chunk) for chunk in piece] for piece in pieces_of(chunks)]
-        self.partials = [index for _, index, _, _ in chunks]
-        self.shared, self.shared_to_measure = (_to_share(chunks, least) for least in (_LEAST_FOLDED, _LEAST_MEASURED))
-
-    @cached_property
-    def sums(self) -> PreparedSums:
-        """The squared sums of all chunks."""
-        return PreparedSums([part.target for piece in self.pieces for part in piece])
+        self.chunks = arena.partials.chunks(slots.positions)
+        self.pieces = [
+            [_part(arena.targets[chunk[0]], slots, chunk) for chunk in piece] for piece in pieces_of(self.chunks)
+        ]
+        self.shared, self.shared_to_measure = (
+            _to_share(self.chunks, least) for least in (_LEAST_FOLDED, _LEAST_MEASURED)
+        )
+        self._sums = _on_host(arena).sums
 
     @cached_property
     def measured_pieces(self) -> list[list[_Part]]:
         """The pieces, whose chunks are measured."""
-        dots = iter(self.sums.dots)
-        return [[part._replace(dots=next(dots)) for part in piece] for piece in self.pieces]
+        indices = iter([index for _, index, _, _ in self.chunks])
+        return [
+            [part._replace(dots=self._sums.dots(next(indices), part.target)) for part in piece] for piece in self.pieces
+        ]
 
 
 @final
@@ -97,8 +117,8 @@ class HostKernels(Kernels):
     def __init__(self, threads: int | None = None) -> None:
         self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
 
-    def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> PartialSums:
-        return PartialSums(sizes, self.device.order())
+    def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> HostPartialSums:
+        return HostPartialSums(sizes, self.device.order())
 
     def prepare(self, arena: Arena, slot_sets: Sequence[SlotSet], plan: ClipPlan | None = None) -> None:
         for slots in slot_sets:
@@ -107,50 +127,51 @@ class HostKernels(Kernels):
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
         prepared, fold_piece = _prepared(arena, fold.slots), _fold_piece_of(fold)
         if measure and fold.present.all():
-            self._run_and_measure(fold_piece, arena, prepared, prepared.shared)
+            self._run(fold_piece, prepared.measured_pieces, prepared.shared)
+            self._add_up(arena, prepared.chunks)
             return
         self._run(fold_piece, prepared.pieces, prepared.shared)
         if measure:
             self.measure(arena, fold.slots.index[fold.present].tolist())
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
-        if positions is None and arena.memory is not None:
+        if positions is not None:
+            self.measure_chunks(arena, arena.partials.chunks(positions))
+        elif arena.memory is None:
+            partials = _on_host(arena)
+            self._measure(arena, partials.all_chunks, partials.pieces)
+        else:
             prepared = _prepared(arena, arena.whole)
-            self._run_and_measure(_measure_piece, arena, prepared, prepared.shared_to_measure)
-            return
-        partials = arena.partials
-        self._measure(arena, partials.pieces if positions is None else pieces_of(partials.chunks(positions)))
-
-    def _run_and_measure(
-        self, work: Callable[[Sequence[_Part]], None], arena: Arena, prepared: _Prepared, shared: int
-    ) -> None:
-        self._run(work, prepared.measured_pieces, shared)
-        sums = prepared.sums
-        totals = sums.totals()
-
-        def take_anew(number: int) -> None:
-            totals[number] = sums.in_fp64(number)
-
-        doubtful = sums.doubtful(totals)
-        self._run(take_anew, doubtful, sums.elements(doubtful, _LEAST_FOLDED))
-        arena.partials.values[prepared.partials] = totals
+            self._run(_measure_piece, prepared.measured_pieces, prepared.shared_to_measure)
+            self._add_up(arena, prepared.chunks)
 
     def measure_chunks(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        self._measure(arena, pieces_of(chunks))
+        self._measure(arena, chunks, pieces_of(chunks))
 
-    def _measure(self, arena: Arena, pieces: Sequence[Sequence[Chunk]]) -> None:
-        targets, values = arena.targets, arena.partials.values
-
-        def data_of(position: int, start: int, stop: int) -> npt.NDArray[np.float32]:
-            target = targets[position]
-            data = target.data if stop - start == target.size else target.data[start:stop]
-            return _in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
+    def _measure(self, arena: Arena, chunks: Sequence[Chunk], pieces: Sequence[Sequence[Chunk]]) -> None:
+        targets, dots = arena.targets, _on_host(arena).sums.dots
 
         def measure_piece(piece: Sequence[Chunk]) -> None:
-            indices = [index for _, index, _, _ in piece]
-            values[indices] = squared_sums(data_of(position, start, stop) for position, _, start, stop in piece)
+            for position, index, start, stop in piece:
+                for dot, values, place in dots(index, _to_be_summed(targets[position], start, stop)):
+                    dot(values, values, place)
 
-        self._run(measure_piece, pieces, _to_share(itertools.chain.from_iterable(pieces), _LEAST_MEASURED))
+        self._run(measure_piece, pieces, _to_share(chunks, _LEAST_MEASURED))
+        self._add_up(arena, chunks)
+
+    def _add_up(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
+        """Have the partial sums of these chunks be what their products come to."""
+        partials = _on_host(arena)
+        indices = None if len(chunks) == len(partials.values) else [index for _, index, _, _ in chunks]
+        totals = partials.sums.totals(indices)
+
+        def take_anew(number: int) -> None:
+            position, _, start, stop = partials.all_chunks[number if indices is None else indices[number]]
+            totals[number] = sum_in_fp64(_to_be_summed(arena.targets[position], start, stop))
+
+        doubtful = partials.sums.doubtful(totals, indices)
+        self._run(take_anew, doubtful, _to_share([chunks[number] for number in doubtful], _LEAST_FOLDED))
+        partials.values[slice(None) if indices is None else indices] = totals
 
     def totals(self, arena: Arena) -> Float64:
         return arena.partials.totals_of(arena.partials.values)
@@ -177,7 +198,7 @@ class HostKernels(Kernels):
             self._scale_in_place(arena.memory.data, decision.factors[0])
         else:
             factors = [decision.factors[group] for group in plan.groups]
-            self._scale_pieces(arena.targets, factors, arena.targets, arena.partials.pieces)
+            self._scale_pieces(arena.targets, factors, arena.targets, _on_host(arena).pieces)
 
     def _scale_in_place(self, memory: npt.NDArray[np.float32], factor: np.float32) -> None:
         """The whole of an arena in few calls, whatever its targets: the padding between them is zero and stays so."""
@@ -248,6 +269,16 @@ class HostKernels(Kernels):
         with np.errstate(all="ignore"):
             for task in tasks:
                 work(task)
+
+
+def _on_host(arena: Arena) -> HostPartialSums:
+    assert isinstance(arena.partials, HostPartialSums)  # noqa: S101  (made by partial_sums above)
+    return arena.partials
+
+
+def _to_be_summed(target: Buffer, start: int, stop: int) -> npt.NDArray[np.float32]:
+    data = target.data if stop - start == target.size else target.data[start:stop]
+    return _in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
 
 
 def _to_share(chunks: Iterable[Chunk], least: int) -> int:
