@@ -31,7 +31,7 @@ Task = TypeVar("Task")
 _Conversion: TypeAlias = Callable[[Array, Array], None]
 Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, its dtype, its micro-batch's weight
 
-_ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 220 us, two 350
+_ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 270 us, two 330
 # Smaller chunks are no reason for a thread: they meet at the GIL between chunks, and who waits there sleeps. Clipping
 # 218 of 10,000 takes one 2.4 ms, two 8.3. To measure: vecdot keeps the GIL below 500 rows of 512, 262,144 in all.
 _LEAST_FOLDED, _LEAST_MEASURED = 65536, 131072
