@@ -336,6 +336,24 @@ def test_an_event_of_a_thread_that_ended_is_not_the_next_ones_with_its_ident(dev
     assert len(uses) <= 3  # those that are done went with their threads
 
 
+def test_two_threads_let_go_of_one_event(device):
+    """Each of those that ended is dropped by whoever looks first, and the other one may be looking at it."""
+    runtime, uses = device.kernels.device, {}
+
+    class DroppedMeanwhile:
+        @property
+        def done(self):
+            uses.clear()
+            return True
+
+    thread = threading.Thread(target=lambda: runtime.used(uses, born=-1))
+    thread.start()
+    thread.join()
+    uses[next(iter(uses))] = DroppedMeanwhile()
+    runtime.used(uses, born=-1)
+    assert len(uses) == 1
+
+
 class TestKept:
     """Producers whose stream nobody knows, as JAX's: their memory is theirs again when our work is done, not before."""
 

@@ -289,7 +289,7 @@ class CudaRuntime(Device):
             if key not in uses:
                 for other, event in list(uses.items()):
                     if other[1]() is None and event.done:
-                        del uses[other]
+                        uses.pop(other, None)  # another thread may have looked at it too
             uses[key] = stream.record(uses.get(key) or self.event())
 
     def readers(self) -> list[Any]:
