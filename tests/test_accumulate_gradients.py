@@ -1,5 +1,7 @@
 """A caller's gradients find their slots: each once, in order, in its shape, or the error says which does not."""
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 import strategies as draw
@@ -90,6 +92,10 @@ def test_a_mapping_in_any_order_is_the_sequence(layout, random):
         ({"a": 1, "b": 2, "c": 3, "d": 4}, "block 0 has no component 'd': expected 3"),
         ({"a": 1, "layers.0.a": 1, "b": 2, "c": 3}, "block 0 has no component 'a'"),
         ({"layers.1.a": 1, "b": 2, "c": 3}, "gradients of block 0 lack component 'a'"),
+        (
+            defaultdict(int, {"layers.0.a": 1, "layers.0.b": 2, "layers.0.d": 3}),
+            "gradients of block 0 lack component 'layers.0.c'|gradients of block 0 lack component 'c'",
+        ),
         ({"a": 1, "b": 2, "c": 3, 4: 4, "e": 5}, r"block 0 has no component 4 \(and 1 more\)"),
         ("abc", "neither a mapping nor a sequence: got str"),
         (b"abc", "neither a mapping nor a sequence: got bytes"),
@@ -100,8 +106,10 @@ def test_a_mapping_in_any_order_is_the_sequence(layout, random):
     ],
 )
 def test_refused(gradients, message):
+    size = len(gradients) if hasattr(gradients, "__len__") else None
     with pytest.raises(LayoutMismatch, match=message):
         ordered(gradients)
+    assert size is None or len(gradients) == size  # nothing was asked that a mapping makes when asked
 
 
 def test_a_mapping_costs_what_its_names_are_and_not_their_square():

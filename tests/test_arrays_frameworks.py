@@ -19,10 +19,12 @@ from gradengine import (
     clip_gradients_fused,
     clip_lora_gradients_fused,
 )
+from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.frameworks import TorchStream, device_name, is_jax, is_torch
 from gradengine.arrays.host import host_buffer, host_buffers
 from gradengine.errors import BufferRefused, GradientError
 from gradengine.kernels import HostKernels
+from gradengine.kernels.host_device import HostDevice
 
 writable_host_buffer = HostKernels(1).device.writable_view  # as a step takes its destinations
 
@@ -151,15 +153,49 @@ class TestTorch:
         with pytest.raises(BufferRefused, match=message):
             host_buffers([torch.ones(1), make(torch)], ["v", "w"])
 
-    def test_inside_a_transformation(self):
+    @pytest.mark.parametrize(
+        "use", [lambda t: host_buffer(t, "arrays[0]"), lambda t: clip_by_global_norm([t], 1.0)], ids=["one", "clip"]
+    )
+    def test_inside_a_transformation(self, use):
         torch = pytest.importorskip("torch")
 
         def look(tensor):
-            host_buffer(tensor, "w")
+            use(tensor)
             return tensor
 
-        with pytest.raises(BufferRefused, match=r"component 'w' has no storage .*torch.func"):
+        with pytest.raises(BufferRefused, match=r"component 'arrays\[0\]' has no storage .*torch.func"):
             torch.func.vmap(look)(torch.ones(2, 3))
+
+    @pytest.mark.parametrize("comes", ["cold", "in a loop of new ones"])
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda t: t.ones(3).to_sparse(), "is sparse"),
+            (lambda t: t.ones(3, requires_grad=True), "requires grad: it is a parameter"),
+            (lambda t: t.nn.Parameter(t.ones(3)), "requires grad: it is a parameter"),
+            (lambda t: t.ones(3, dtype=t.float64), "an unsupported dtype: got float64"),
+        ],
+        ids=["sparse", "leaf", "parameter", "float64"],
+    )
+    @pytest.mark.parametrize("is_watched", [False, True])
+    def test_refused_by_an_engine(self, comes, make, message, is_watched):
+        """Also where all that came before are results of differentiable work, which are no leaves."""
+        torch = pytest.importorskip("torch")
+        engine = GradientEngine(GradientLayout.of([(3,)]))
+        for _ in range(20 if comes != "cold" else 0):
+            engine.add([torch.ones(3, requires_grad=is_watched) * 1])
+            engine.step()
+        with pytest.raises(BufferRefused, match=message):
+            engine.add([make(torch)])
+
+    def test_one_that_became_a_leaf_is_not_known_again(self):
+        torch = pytest.importorskip("torch")
+        engine, tensor = GradientEngine(GradientLayout.of([(3,)])), torch.ones(3, requires_grad=True) * 1
+        for _ in range(2):
+            engine.add([tensor])
+        tensor.detach_().requires_grad_()
+        with pytest.raises(BufferRefused, match="requires grad: it is a parameter"):
+            engine.add([tensor])
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -209,6 +245,23 @@ class TestTorch:
             result = engine.step()
         with pytest.raises(BufferRefused, match="own arena"):
             engine.add([torch.from_numpy(result.gradients["0"])])
+
+    def test_a_new_one_that_reaches_into_the_arena_is_refused(self, monkeypatch):
+        torch = pytest.importorskip("torch")
+        memory = np.zeros(1024, np.uint8)
+        start = -memory.ctypes.data % 128 + 128
+
+        def allocate(_, size):
+            data = memory[start : start + 4 * size].view(np.float32)
+            return Buffer(data.ctypes.data, size, "float32", (size,), True, memory, data=data)
+
+        monkeypatch.setattr(HostDevice, "allocate", allocate)
+        engine = GradientEngine(GradientLayout.of([(3,)]))
+        for _ in range(20):
+            engine.add([torch.ones(3)])
+            engine.step()
+        with pytest.raises(BufferRefused, match="own arena"):
+            engine.add([torch.from_numpy(memory[start - 4 : start + 8].view(np.float32))])
 
     @pytest.mark.parametrize(
         "change",

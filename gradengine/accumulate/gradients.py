@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, TypeAlias, final
@@ -83,9 +82,8 @@ def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefi
 
 
 def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where: str, prefix: str) -> list[object]:
-    if len(gradients) == len(slots):
-        with contextlib.suppress(KeyError):  # of one by full names: 0.1 us a component instead of 0.8
-            return [gradients[slot.name] for slot in slots]
+    if len(gradients) == len(slots) and all(slot.name in gradients for slot in slots):
+        return [gradients[slot.name] for slot in slots]  # 0.2 us a component, and what follows 0.8
     full = {slot.name for slot in slots}
     short = {name: name.removeprefix(prefix) for name in full}
     # A short name that is another's full name says nothing: nested numbers, "0.w" beside "0.0.w" in block "0".

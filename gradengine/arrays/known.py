@@ -106,7 +106,9 @@ def _read_raw(sources: Sequence[Any]) -> list[Any]:
 def read_torch(sources: Sequence[Any]) -> list[Any]:
     """Of torch's tensors their addresses, and all that can be changed in place."""
     return [
-        None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.is_neg(), t.requires_grad)
+        None
+        if t is None
+        else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.is_neg(), t.requires_grad, t.is_leaf)
         for t in sources
     ]
 

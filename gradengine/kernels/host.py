@@ -33,10 +33,10 @@ Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, i
 
 _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 270 us, two 330
 # Smaller chunks are no reason for a thread: they meet at the GIL between chunks, and who waits there sleeps. Clipping
-# 218 of 10,000 takes one 2.4 ms, two 8.3. To measure: vecdot keeps the GIL below 500 rows of 512, 262,144 in all.
+# 218 of 10,000 takes one 2.4 ms, two 8.3. To measure: NumPy's vecdot keeps the GIL below 500 rows of 256 elements.
 _LEAST_FOLDED, _LEAST_MEASURED = 65536, 131072
 _LOOKED_UP = 131072  # at once: their indices, of 8 bytes, stay in the cache
-_ELEMENTS_A_TABLE, _CHUNKS_A_TABLE = 1 << 19, 16  # of a table of 65,536 factors' products, which takes 80 us to make
+_ELEMENTS_A_TABLE, _CHUNKS_A_TABLE = 1 << 19, 16  # of a table of 65,536 values' products, which takes 80 us to make
 _BF16_NAN = np.uint16(0x7FC0)
 _UPPER_HALF = np.uint32(0xFFFF0000)  # of a word
 
@@ -160,18 +160,20 @@ class HostKernels(Kernels):
         self._add_up(arena, chunks)
 
     def _add_up(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        """Have the partial sums of these chunks be what their products come to."""
+        """Make the partial sums of these chunks from their products."""
         partials = _on_host(arena)
-        indices = None if len(chunks) == len(partials.values) else [index for _, index, _, _ in chunks]
+        indices = [index for _, index, _, _ in chunks]
+        if not indices:
+            return
         totals = partials.sums.totals(indices)
 
         def take_anew(number: int) -> None:
-            position, _, start, stop = partials.all_chunks[number if indices is None else indices[number]]
+            position, _, start, stop = chunks[number]
             totals[number] = sum_in_fp64(_to_be_summed(arena.targets[position], start, stop))
 
         doubtful = partials.sums.doubtful(totals, indices)
         self._run(take_anew, doubtful, _to_share([chunks[number] for number in doubtful], _LEAST_FOLDED))
-        partials.values[slice(None) if indices is None else indices] = totals
+        partials.values[indices] = totals
 
     def totals(self, arena: Arena) -> Float64:
         return arena.partials.totals_of(arena.partials.values)
@@ -278,7 +280,7 @@ def _on_host(arena: Arena) -> HostPartialSums:
 
 def _to_be_summed(target: Buffer, start: int, stop: int) -> npt.NDArray[np.float32]:
     data = target.data if stop - start == target.size else target.data[start:stop]
-    return _in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
+    return _widened_in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
 
 
 def _to_share(chunks: Iterable[Chunk], least: int) -> int:
@@ -318,8 +320,8 @@ def _fold_piece_of(fold: FoldPass) -> Callable[[Sequence[_Part]], None]:
     return partial(_fold_piece, _terms_of(fold), overwrite)
 
 
-# A chunk is measured when it was folded, while it is in the cache: a piece at a time 124 of 75,000 take two threads
-# 4.3 ms and not 2.7, because NumPy's vecdot keeps the GIL below 500 rows.
+# A chunk is measured as soon as it is folded: 124 of 75,000 take two threads 2.7 ms so, and 4.3 where a whole piece is
+# folded before it is measured, because they meet at the GIL in its many small products.
 
 
 def _copy_piece(sources: Sequence[npt.NDArray[np.float32]], piece: Iterable[_Part]) -> None:
@@ -418,13 +420,16 @@ def _widened(source: Array, dtype: str) -> npt.NDArray[np.float32]:
     return wide
 
 
-def _in_any_order(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """The values of bf16 in fp32 for a sum: two at a time from words of 4 bytes, half the work of `_widened`."""
+def _widened_in_any_order(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The values of bf16 in fp32, for a sum: from words of two, the second of each and then the first.
+
+    Half the work of `_widened`.
+    """
     words = source[: source.size & ~1].view(np.uint32)  # NumPy reads unaligned ones by way of a buffer
-    wide, half = _scratch.floats[: source.size], words.size
+    wide, count = _scratch.floats[: source.size], words.size
     bits = wide.view(np.uint32)
-    np.bitwise_and(words, _UPPER_HALF, out=bits[:half])
-    np.left_shift(words, 16, out=bits[half : 2 * half])
+    np.bitwise_and(words, _UPPER_HALF, out=bits[:count])
+    np.left_shift(words, 16, out=bits[count : 2 * count])
     if source.size % 2:
         bits[-1] = int(source[-1]) << 16
     return wide
@@ -439,7 +444,7 @@ def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Arr
 
 @final
 class _Products:
-    """So many values of any dtype times a factor, in any dtype; between two of 16 bits looked up, where that pays."""
+    """Values of any dtype times a factor, in any dtype; between two of 16 bits looked up, where they are many."""
 
     def __init__(self, elements: int, chunks: int) -> None:
         self._is_worth_tables = elements >= _ELEMENTS_A_TABLE or chunks >= _CHUNKS_A_TABLE
@@ -458,7 +463,7 @@ class _Products:
         indices = source.view(np.uint16)
         for start in range(0, indices.size, _LOOKED_UP):
             stop = start + _LOOKED_UP
-            table.take(indices[start:stop], None, destination[start:stop], "wrap")
+            table.take(indices[start:stop], None, destination[start:stop], "wrap")  # no index is out of bounds
 
 
 def _products_of_all(of_dtype: str, dtype: str, factor: np.float32) -> Array:
