@@ -21,7 +21,7 @@ from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels.arena import CHUNK, Arena, Chunk, PartialSums, chunks_of, pieces_of
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide
 from gradengine.kernels.host_device import HostDevice
-from gradengine.kernels.host_sums import ChunkSums, Dot, sum_in_fp64
+from gradengine.kernels.host_sums import ChunkSums, Product, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.operands import FoldPass, SlotSet
@@ -47,7 +47,7 @@ class _Part(NamedTuple):
     column: int  # of its source in a fold
     target: npt.NDArray[np.float32]
     cut: slice | None  # of the source; None where it is whole
-    dots: Sequence[Dot] = ()  # what measures it
+    products: Sequence[Product] = ()  # that measure it
 
 
 @final
@@ -82,14 +82,16 @@ class _Prepared:
         self.shared, self.shared_to_measure = (
             _to_share(self.chunks, least) for least in (_LEAST_FOLDED, _LEAST_MEASURED)
         )
+        self.indices = _indices_of(self.chunks)
         self._sums = _on_host(arena).sums
 
     @cached_property
     def measured_pieces(self) -> list[list[_Part]]:
         """The pieces, whose chunks are measured."""
-        indices = iter([index for _, index, _, _ in self.chunks])
+        indices = iter(self.indices.tolist())
         return [
-            [part._replace(dots=self._sums.dots(next(indices), part.target)) for part in piece] for piece in self.pieces
+            [part._replace(products=self._sums.products(next(indices), part.target)) for part in piece]
+            for piece in self.pieces
         ]
 
 
@@ -128,7 +130,7 @@ class HostKernels(Kernels):
         prepared, fold_piece = _prepared(arena, fold.slots), _fold_piece_of(fold)
         if measure and fold.present.all():
             self._run(fold_piece, prepared.measured_pieces, prepared.shared)
-            self._add_up(arena, prepared.chunks)
+            self._add_up(arena, prepared.chunks, prepared.indices)
             return
         self._run(fold_piece, prepared.pieces, prepared.shared)
         if measure:
@@ -143,37 +145,34 @@ class HostKernels(Kernels):
         else:
             prepared = _prepared(arena, arena.whole)
             self._run(_measure_piece, prepared.measured_pieces, prepared.shared_to_measure)
-            self._add_up(arena, prepared.chunks)
+            self._add_up(arena, prepared.chunks, prepared.indices)
 
     def measure_chunks(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
         self._measure(arena, chunks, pieces_of(chunks))
 
     def _measure(self, arena: Arena, chunks: Sequence[Chunk], pieces: Sequence[Sequence[Chunk]]) -> None:
-        targets, dots = arena.targets, _on_host(arena).sums.dots
+        targets, products, vecdot = arena.targets, _on_host(arena).sums.products, np.vecdot
 
         def measure_piece(piece: Sequence[Chunk]) -> None:
             for position, index, start, stop in piece:
-                for dot, values, place in dots(index, _to_be_summed(targets[position], start, stop)):
-                    dot(values, values, place)
+                for values, place in products(index, _to_be_summed(targets[position], start, stop)):
+                    vecdot(values, values, place)
 
-        self._run(measure_piece, pieces, _to_share(chunks, _LEAST_MEASURED))
-        self._add_up(arena, chunks)
+        if chunks:
+            self._run(measure_piece, pieces, _to_share(chunks, _LEAST_MEASURED))
+            self._add_up(arena, chunks, _indices_of(chunks))
 
-    def _add_up(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
+    def _add_up(self, arena: Arena, chunks: Sequence[Chunk], indices: npt.NDArray[np.intp]) -> None:
         """Make the partial sums of these chunks from their products."""
-        partials = _on_host(arena)
-        indices = [index for _, index, _, _ in chunks]
-        if not indices:
-            return
-        totals = partials.sums.totals(indices)
+        totals, doubtful = _on_host(arena).sums.totals(indices)
 
         def take_anew(number: int) -> None:
             position, _, start, stop = chunks[number]
             totals[number] = sum_in_fp64(_to_be_summed(arena.targets[position], start, stop))
 
-        doubtful = partials.sums.doubtful(totals, indices)
-        self._run(take_anew, doubtful, _to_share([chunks[number] for number in doubtful], _LEAST_FOLDED))
-        partials.values[indices] = totals
+        if doubtful:
+            self._run(take_anew, doubtful, _to_share([chunks[number] for number in doubtful], _LEAST_FOLDED))
+        arena.partials.values[indices] = totals
 
     def totals(self, arena: Arena) -> Float64:
         return arena.partials.totals_of(arena.partials.values)
@@ -278,6 +277,10 @@ def _on_host(arena: Arena) -> HostPartialSums:
     return arena.partials
 
 
+def _indices_of(chunks: Sequence[Chunk]) -> npt.NDArray[np.intp]:
+    return np.array([index for _, index, _, _ in chunks], np.intp)
+
+
 def _to_be_summed(target: Buffer, start: int, stop: int) -> npt.NDArray[np.float32]:
     data = target.data if stop - start == target.size else target.data[start:stop]
     return _widened_in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
@@ -325,10 +328,11 @@ def _fold_piece_of(fold: FoldPass) -> Callable[[Sequence[_Part]], None]:
 
 
 def _copy_piece(sources: Sequence[npt.NDArray[np.float32]], piece: Iterable[_Part]) -> None:
-    for column, target, cut, dots in piece:
+    vecdot = np.vecdot
+    for column, target, cut, products in piece:
         target[...] = sources[column] if cut is None else sources[column][cut]
-        for dot, values, place in dots:
-            dot(values, values, place)
+        for values, place in products:
+            vecdot(values, values, place)
 
 
 def _add_piece(
@@ -337,20 +341,21 @@ def _add_piece(
     piece: Iterable[_Part],
 ) -> None:
     """Targets, or what is first in their place, and all others in turn."""
-    add = np.add
-    for column, target, cut, dots in piece:
+    add, vecdot = np.add, np.vecdot
+    for column, target, cut, products in piece:
         total = target if first is None else first[column] if cut is None else first[column][cut]
         for sources in others:
             add(total, sources[column] if cut is None else sources[column][cut], target)
             total = target
-        for dot, values, place in dots:
-            dot(values, values, place)
+        for values, place in products:
+            vecdot(values, values, place)
 
 
 def _measure_piece(piece: Iterable[_Part]) -> None:
+    vecdot = np.vecdot
     for part in piece:
-        for dot, values, place in part.dots:
-            dot(values, values, place)
+        for values, place in part.products:
+            vecdot(values, values, place)
 
 
 def _terms_of(fold: FoldPass) -> list[list[Term]]:
@@ -368,12 +373,13 @@ def _terms_of(fold: FoldPass) -> list[list[Term]]:
 
 
 def _fold_piece(terms: Sequence[list[Term]], overwrite: npt.NDArray[np.bool_], piece: Iterable[_Part]) -> None:
-    for column, target, cut, dots in piece:
+    vecdot = np.vecdot
+    for column, target, cut, products in piece:
         given = [(data if cut is None else data[cut], dtype, weight) for data, dtype, weight in terms[column]]
         if given:
             _fold(target, given, is_first=bool(overwrite[column]))
-        for dot, values, place in dots:
-            dot(values, values, place)
+        for values, place in products:
+            vecdot(values, values, place)
 
 
 def _fold(target: npt.NDArray[np.float32], terms: list[Term], *, is_first: bool) -> None:

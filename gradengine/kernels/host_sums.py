@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 Values: TypeAlias = npt.NDArray[np.float32]
-Dot: TypeAlias = tuple[Callable[[Values, Values, Values], object], Values, Values]  # a product, its factors, its place
+Product: TypeAlias = tuple[Values, Values]  # of values, or rows of them, with themselves; and where that goes
 
 #: Elements whose squares are summed in fp32: 7e-7 of the norm at most, with SSE2's lanes too. NumPy's vecdot lets other
 #: threads have the GIL from 500 rows on: of 131,072 elements.
 _ROW = 256
+_FEW = 8  # chunks, that are added one by one in less time than together
 _SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
 
 
@@ -24,61 +25,73 @@ def squared_sum(values: Values) -> float:
     if not values.size:
         return 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        if values.size < _ROW:
-            total = float(values.dot(values))
-            return total if _SAFE_MEAN_SQUARE * values.size <= total < math.inf else sum_in_fp64(values)
-        sums = ChunkSums([values.size])
-        for dot, factors, place in sums.dots(0, values):
-            dot(factors, factors, place)
-        totals = sums.totals([0])
-    return sum_in_fp64(values) if sums.doubtful(totals, [0]) else float(totals[0])
+        whole = values.size - values.size % _ROW
+        rows, rest = values[:whole].reshape(-1, _ROW), values[whole:]
+        products = [*np.vecdot(rows, rows), *([rest.dot(rest)] if rest.size else [])] if whole else [rest.dot(rest)]
+        total = _added(np.array(products, np.float32))
+    return total if _SAFE_MEAN_SQUARE * values.size <= total < math.inf else sum_in_fp64(values)
 
 
 @final
 class ChunkSums:
     """The squared sums of chunks of these sizes, none empty: a call or two of BLAS for each, to a place of its own.
 
-    Rows of 256 squares are summed in fp32, rows in fp64, for all chunks by one call. Threads that each made a sum as a
-    whole would wait for the GIL at most of its ten calls (124 tensors of 75,000: 3.9 ms on two threads, 1.4 on one).
+    Rows of 256 squares are summed in fp32, rows in fp64, for all chunks by a few calls. Threads that each made a sum as
+    a whole would wait for the GIL at most of its ten calls (124 tensors of 75,000: 3.9 ms on two threads, 1.4 on one).
     Places are of one measurement at a time.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         counts = [-(-size // _ROW) for size in sizes]  # of products: one for each row, and for what is left over
         self._starts = np.array([0, *itertools.accumulate(counts)], np.intp)
-        self._products = np.zeros(sum(counts), np.float32)
+        self._first: list[int] = self._starts.tolist()
+        self._products = np.zeros(self._first[-1], np.float32)
         self._least = _SAFE_MEAN_SQUARE * np.array(sizes, np.float64)
 
-    def dots(self, number: int, values: Values) -> list[Dot]:
-        """What is to be done for that chunk, before `totals` is asked."""
-        first, size = self._starts[number], values.size
+    def products(self, number: int, values: Values) -> list[Product]:
+        """What NumPy's vecdot is to be given for that chunk, before `totals` is asked.
+
+        Not `dot`, which lets go of the GIL for a single small product, where another thread may keep it for 5 ms.
+        """
+        first, size = self._first[number], values.size
         if size < _ROW:
-            return [(np.dot, values, self._products[first, ...])]
+            return [(values, self._products[first, ...])]
         whole = size - size % _ROW
         stop = first + whole // _ROW
-        found: list[Dot] = [(np.vecdot, values[:whole].reshape(-1, _ROW), self._products[first:stop])]
+        found = [(values[:whole].reshape(-1, _ROW), self._products[first:stop])]
         if whole < size:
-            found.append((np.dot, values[whole:], self._products[stop, ...]))
+            found.append((values[whole:], self._products[stop, ...]))
         return found
 
-    def totals(self, numbers: Sequence[int]) -> npt.NDArray[np.float64]:
-        """The squared sum of each of these chunks; of `doubtful` ones it says nothing."""
-        chosen = np.array(numbers, np.intp)
-        starts, stops = self._starts[chosen], self._starts[chosen + 1]
-        first = starts.min()
-        products = np.append(self._products[first : stops.max()], np.float32(0)).astype(np.float64)
-        # Sums from each start to its stop, and between these from a stop to the next start, which nobody wants.
-        bounds = np.stack((starts, stops), axis=1).ravel() - first
-        wanted: npt.NDArray[np.float64] = np.add.reduceat(products, bounds)[::2]
+    def totals(self, numbers: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.float64], list[int]]:
+        """The squared sum of each of these chunks, and the positions among them of those that are in doubt.
+
+        Those overflowed, are not finite, or so small that squares may have been lost: they are to be taken in fp64,
+        where neither can happen (3e38 squared is 1e77).
+        """
+        starts = self._starts[numbers]
+        totals = self._products[starts].astype(np.float64)  # of most small tensors it is one
+        several = np.flatnonzero(self._starts[numbers + 1] - starts > 1)
+        if len(several) > _FEW:
+            totals[several] = self._together(numbers[several])
+        else:
+            for position in several.tolist():
+                start, stop = self._starts[numbers[position]], self._starts[numbers[position] + 1]
+                totals[position] = _added(self._products[start:stop])
+        is_safe = (self._least[numbers] <= totals) & (totals < math.inf)  # written so that NaN is in doubt
+        return totals, [] if is_safe.all() else np.flatnonzero(~is_safe).tolist()
+
+    def _together(self, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+        """The sums from each chunk's start to its stop; those between, from a stop to the next start, nobody wants."""
+        bounds = np.stack((self._starts[numbers], self._starts[numbers + 1]), axis=1).ravel()
+        first = bounds.min()
+        products = np.append(self._products[first : bounds.max()], np.float32(0)).astype(np.float64)
+        wanted: npt.NDArray[np.float64] = np.add.reduceat(products, bounds - first)[::2]
         return wanted
 
-    def doubtful(self, totals: npt.NDArray[np.float64], numbers: Sequence[int]) -> list[int]:
-        """Positions in `totals` that overflowed, are not finite, or so small that squares may have been lost.
 
-        Such a sum is taken again in fp64, where neither can happen (3e38 squared is 1e77).
-        """
-        is_safe = (self._least[list(numbers)] <= totals) & (totals < math.inf)  # written so that NaN is in doubt
-        return [] if is_safe.all() else np.flatnonzero(~is_safe).tolist()
+def _added(products: Values) -> float:
+    return float(np.add.reduce(products.astype(np.float64)))
 
 
 def sum_in_fp64(values: Values) -> float:
