@@ -42,7 +42,7 @@ MaxNorm: TypeAlias = float | Mapping[str, float] | None
 _NAMES_SHOWN = 9
 _REMEMBERED = 8  # sets of arrays, and sets of sizes, that a thread clips in turn
 _MOST_MISSES = 2 * _REMEMBERED  # in a row, after which one in so many is remembered
-_MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32, whose squared sums would take 34 MB
+_MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32
 
 
 @final

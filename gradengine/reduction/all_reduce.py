@@ -1,6 +1,6 @@
 """All-reduce over one group that outlives the exchange it began with: another of the same ranks takes it up.
 
-Which spans have left and whose sums have come is kept here; the exchange adds them.
+Which spans have left and whose sums have come is kept here; `exchange/group.py` adds them.
 """
 
 from __future__ import annotations
