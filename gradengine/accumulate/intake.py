@@ -79,7 +79,7 @@ class Intake:
         """That of NumPy's arrays: of the same form as others that were resolved before, they are read as they lie."""
         if form != self._forms.get(slot_set):
             return self._of_new_form(slot_set, slots, sources, form)
-        return Contribution.of_fp32(slot_set, [source.ravel() for source in sources])
+        return Contribution.of_fp32(slot_set, [s if s.ndim == 1 else s.ravel() for s in sources])
 
     def _of_torch(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]

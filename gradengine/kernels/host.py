@@ -82,13 +82,13 @@ class _Prepared:
         self.shared, self.shared_to_measure = (
             _to_share(self.chunks, least) for least in (_LEAST_FOLDED, _LEAST_MEASURED)
         )
-        self.indices = _indices_of(self.chunks)
+        self.indices = _indices_of(self.chunks, _on_host(arena))
         self._sums = _on_host(arena).sums
 
     @cached_property
     def measured_pieces(self) -> list[list[_Part]]:
         """The pieces, whose chunks are measured."""
-        indices = iter(self.indices.tolist())
+        indices = iter([index for _, index, _, _ in self.chunks])
         return [
             [part._replace(products=self._sums.products(next(indices), part.target)) for part in piece]
             for piece in self.pieces
@@ -160,9 +160,9 @@ class HostKernels(Kernels):
 
         if chunks:
             self._run(measure_piece, pieces, _to_share(chunks, _LEAST_MEASURED))
-            self._add_up(arena, chunks, _indices_of(chunks))
+            self._add_up(arena, chunks, _indices_of(chunks, _on_host(arena)))
 
-    def _add_up(self, arena: Arena, chunks: Sequence[Chunk], indices: npt.NDArray[np.intp]) -> None:
+    def _add_up(self, arena: Arena, chunks: Sequence[Chunk], indices: npt.NDArray[np.intp] | None) -> None:
         """Make the partial sums of these chunks from their products."""
         totals, doubtful = _on_host(arena).sums.totals(indices)
 
@@ -172,7 +172,7 @@ class HostKernels(Kernels):
 
         if doubtful:
             self._run(take_anew, doubtful, _to_share([chunks[number] for number in doubtful], _LEAST_FOLDED))
-        arena.partials.values[indices] = totals
+        arena.partials.values[slice(None) if indices is None else indices] = totals
 
     def totals(self, arena: Arena) -> Float64:
         return arena.partials.totals_of(arena.partials.values)
@@ -277,7 +277,10 @@ def _on_host(arena: Arena) -> HostPartialSums:
     return arena.partials
 
 
-def _indices_of(chunks: Sequence[Chunk]) -> npt.NDArray[np.intp]:
+def _indices_of(chunks: Sequence[Chunk], partials: HostPartialSums) -> npt.NDArray[np.intp] | None:
+    """Of the chunks' partial sums; None of all, in order."""
+    if chunks is partials.all_chunks or chunks == partials.all_chunks:
+        return None
     return np.array([index for _, index, _, _ in chunks], np.intp)
 
 

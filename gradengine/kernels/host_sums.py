@@ -63,12 +63,25 @@ class ChunkSums:
             found.append((values[whole:], self._products[stop, ...]))
         return found
 
-    def totals(self, numbers: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.float64], list[int]]:
-        """The squared sum of each of these chunks, and the positions among them of those that are in doubt.
+    def totals(self, numbers: npt.NDArray[np.intp] | None = None) -> tuple[npt.NDArray[np.float64], list[int]]:
+        """The squared sum of each of these chunks, all by default, and the positions of those that are in doubt.
 
         Those overflowed, are not finite, or so small that squares may have been lost: they are to be taken in fp64,
         where neither can happen (3e38 squared is 1e77).
         """
+        totals = self._of_all() if numbers is None else self._of_some(numbers)
+        least = self._least if numbers is None else self._least[numbers]
+        is_safe = (least <= totals) & (totals < math.inf)  # written so that NaN is in doubt
+        return totals, [] if is_safe.all() else np.flatnonzero(~is_safe).tolist()
+
+    def _of_all(self) -> npt.NDArray[np.float64]:
+        products = self._products.astype(np.float64)
+        if len(products) == len(self._least):
+            return products  # one of each
+        totals: npt.NDArray[np.float64] = np.add.reduceat(products, self._starts[:-1])
+        return totals
+
+    def _of_some(self, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         starts = self._starts[numbers]
         totals = self._products[starts].astype(np.float64)  # of most small tensors it is one
         several = np.flatnonzero(self._starts[numbers + 1] - starts > 1)
@@ -78,8 +91,7 @@ class ChunkSums:
             for position in several.tolist():
                 start, stop = self._starts[numbers[position]], self._starts[numbers[position] + 1]
                 totals[position] = _added(self._products[start:stop])
-        is_safe = (self._least[numbers] <= totals) & (totals < math.inf)  # written so that NaN is in doubt
-        return totals, [] if is_safe.all() else np.flatnonzero(~is_safe).tolist()
+        return totals
 
     def _together(self, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         """The sums from each chunk's start to its stop; those between, from a stop to the next start, nobody wants."""

@@ -29,6 +29,9 @@ class SlotSet:
         in_a_row = self.positions == tuple(range(first, first + count))
         #: The same for NumPy: a slice where they stand in a row, so that what is taken by it is no copy.
         self.where: slice | npt.NDArray[np.intp] = slice(first, first + count) if in_a_row else self.index
+        self.all_present: npt.NDArray[np.bool_] = np.ones(
+            count, np.bool_
+        )  # that each gets a gradient; never written to
 
     @cached_property
     def column(self) -> dict[int, int]:
@@ -86,7 +89,7 @@ class Contribution:
         """That of flat host arrays, one for each target, which are used themselves."""
         found = Contribution(slots, ())
         found.fp32, found.given = arrays, slots.where
-        found.present = np.ones(len(arrays), np.bool_)
+        found.present = slots.all_present
         return found
 
     @cached_property
