@@ -8,7 +8,7 @@ import pytest
 
 from gradengine import BlockGradientSet, GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
 from gradengine.arrays.known import KnownArrays, destination_reader_of, numpy_form, read_each, reader_of
-from gradengine.errors import BufferRefused, LayoutMismatch
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
 LAYOUT = GradientLayout.of([(4, 6), (8,)])
 
@@ -121,6 +121,13 @@ class TestUse:
             fresh = [array.copy() for array in given]
             assert clip_by_global_norm(given, bound) == clip_by_global_norm(fresh, bound)
             assert [array.tobytes() for array in given] == [array.tobytes() for array in fresh]
+
+    def test_a_name_that_is_no_text_is_refused_of_known_arrays_too(self):
+        given = arrays()
+        for _ in range(2):
+            clip_by_global_norm(given, 1.0)
+        with pytest.raises(CallerError, match="a gradient's name is not a str: got 0"):
+            clip_by_global_norm(dict(enumerate(given)), 1.0)
 
     def test_a_block_takes_part_of_known_arrays(self):
         layout = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
