@@ -7,6 +7,7 @@ the host write it, would find it right most of the time.
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 from cuda_emulator.record import note_allocation
@@ -14,6 +15,7 @@ from cuda_emulator.record import note_allocation
 from .loaded import DRIVER
 
 _NAN = 0xFF  # of every float format, in each byte
+_voided: dict[int | None, threading.Thread] = {}  # streams on which memory became NaN last, and who took it there
 
 
 class _Piece:
@@ -21,8 +23,10 @@ class _Piece:
 
     def __init__(self, memory: Any, size: int, stream: int | None, device: int) -> None:
         self._memory, self._size, self._stream, self._device = memory, size, stream, device
+        self._thread = threading.current_thread()
 
     def __del__(self) -> None:
+        _voided[self._stream] = self._thread
         DRIVER.gpuless_void(self._memory.ptr, self._size, self._stream, self._device)
 
 
@@ -34,6 +38,14 @@ class _PinnedPiece:
 
     def __del__(self) -> None:
         ctypes.memset(self.ptr, _NAN, self.size)
+
+
+def _settle_ended_threads() -> None:
+    """What is left on the stream of a thread that ended: CuPy gives its memory to the next thread with its ident."""
+    for stream, thread in list(_voided.items()):
+        if not thread.is_alive():
+            _voided.pop(stream, None)
+            DRIVER.gpuless_settle(stream)
 
 
 def give_back_unused() -> None:
@@ -53,6 +65,7 @@ def install() -> None:
 
     def allocate(size: int) -> Any:
         note_allocation(size)
+        _settle_ended_threads()
         memory = device_pool.malloc(size)
         if not size:
             return memory

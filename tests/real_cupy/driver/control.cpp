@@ -49,6 +49,13 @@ cudaStream_t gpuless_own_stream(cudaStream_t handle) {
   return handle == cudaStreamPerThread ? (cudaStream_t)stream_of(handle) : handle;
 }
 
+// Does what is left on a stream, unseen by the program.
+void gpuless_settle(cudaStream_t handle) {
+  Turn turn;
+  Stream* stream = stream_of(handle);
+  if (stream && !stream->capture) finish_stream(stream);
+}
+
 // Memory went back to CuPy's pool, which gives it to whoever asks next on that stream: it is NaN when that comes.
 void gpuless_void(void* pointer, size_t size, cudaStream_t handle, int device) {
   Turn turn;
