@@ -15,7 +15,7 @@ from cuda_emulator.record import note_allocation
 from .loaded import DRIVER
 
 _NAN = 0xFF  # of every float format, in each byte
-_voided: dict[int | None, threading.Thread] = {}  # streams on which memory became NaN last, and who took it there
+_voided: dict[int | None, threading.Thread] = {}  # threads' own streams on which memory becomes NaN
 
 
 class _Piece:
@@ -23,10 +23,11 @@ class _Piece:
 
     def __init__(self, memory: Any, size: int, stream: int | None, device: int) -> None:
         self._memory, self._size, self._stream, self._device = memory, size, stream, device
-        self._thread = threading.current_thread()
+        self.thread: threading.Thread | None = None  # whose stream it was taken on, where that is a thread's own
 
     def __del__(self) -> None:
-        _voided[self._stream] = self._thread
+        if self.thread is not None:
+            _voided[self._stream] = self.thread
         DRIVER.gpuless_void(self._memory.ptr, self._size, self._stream, self._device)
 
 
@@ -70,8 +71,11 @@ def install() -> None:
         if not size:
             return memory
         device = cuda.runtime.getDevice()
-        stream = DRIVER.gpuless_own_stream(cuda.get_current_stream().ptr)
+        current = cuda.get_current_stream().ptr
+        stream = DRIVER.gpuless_own_stream(current)
         piece = _Piece(memory, size, stream, device)
+        if stream != current and current:
+            piece.thread = threading.current_thread()
         return cuda.MemoryPointer(cuda.UnownedMemory(memory.ptr, size, piece, device), 0)
 
     def allocate_pinned(size: int) -> Any:
