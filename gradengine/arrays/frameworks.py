@@ -280,7 +280,7 @@ def note_written(arrays: Iterable[object]) -> None:
     count_change = sys.modules["torch"].autograd.graph.increment_version
     try:
         count_change(tensors)  # 0.02 us each, and one by one 0.5
-    except (TypeError, RuntimeError):  # torch before 2.6 takes one
+    except (TypeError, RuntimeError):  # an older torch takes one
         for tensor in tensors:
             count_change(tensor)
 

@@ -29,9 +29,8 @@ class SlotSet:
         in_a_row = self.positions == tuple(range(first, first + count))
         #: The same for NumPy: a slice where they stand in a row, so that what is taken by it is no copy.
         self.where: slice | npt.NDArray[np.intp] = slice(first, first + count) if in_a_row else self.index
-        self.all_present: npt.NDArray[np.bool_] = np.ones(
-            count, np.bool_
-        )  # that each gets a gradient; never written to
+        #: That each of them gets a gradient; never written to.
+        self.all_present: npt.NDArray[np.bool_] = np.ones(count, np.bool_)
 
     @cached_property
     def column(self) -> dict[int, int]:
