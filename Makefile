@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Which tests: TESTS="tests/test_clip.py" or a file of names (TESTS=@names), all by default. SELECT= runs the slow ones too.
+TESTS ?=
+SELECT ?= -m "not slow"
 # On all cores, but four at most: each process holds torch and JAX where they are installed. ARGS="-n 0" is one process.
 RUN_TESTS := -m pytest -n auto --maxprocesses 4 --dist worksteal
-PYTEST := $(BIN)/python $(RUN_TESTS)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python $(RUN_TESTS) $(SELECT)
 
 # `make test-lowest` and `make test-newest`: the oldest and newest Python that is here, pyenv's among them.
 LOWEST_PYTHON ?= $(shell for v in 3.10 3.11; do \
@@ -14,47 +16,72 @@ LOWEST_PYTHON ?= $(shell for v in 3.10 3.11; do \
 NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
 # Of the tests those of our side of NumPy, msgpack, JAX and the command line; the kernels' own meet none of their versions.
-VERSIONED := not (emulat or mutation or compile or processes or examples or test_demo or streams)
+# REPEATED= runs also what meets them no differently from `make test`: programs, benchmarks, interrupts.
+REPEATED ?= or bench or plan or gpu_check or demo or test_cli or interrupts
+VERSIONED = not (emulat or mutation or compile or processes or examples or test_demo or streams $(REPEATED))
+
+# The versions that were tried together: tests/constraints/ has a file for each environment and version of Python.
+# `make update` renews them; UNPINNED=1 installs the newest.
+UNPINNED ?=
+VERSION_OF = $(shell $(1) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+CONSTRAINTS = $(if $(UNPINNED),,$(abspath $(wildcard tests/constraints/$(1)-$(call VERSION_OF,$(2)).txt)))
+HELD = $(if $(1),PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1))
+INSTALL = -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL = $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(BIN)/python $(INSTALL)
 
 # CuPy for CUDA 12, and for 13: one environment cannot have both.
 PROCESSES ?= 2
-REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(ARGS)
-REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(ARGS)
-.PHONY: demo test test-interop test-package test-lowest test-newest check compile-check real-cupy bench gpu-check clean
+REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(ARGS) $(or $(TESTS),tests)
+REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(ARGS) $(or $(TESTS),tests)
+.PHONY: ci matrix fuzz update environments demo test test-interop test-package test-lowest test-newest check compile-check \
+    kernel-table real-cupy real-cupy-modes bench gpu-check clean
+
+ci:  ## what must pass before anything lands, in about ten minutes; a table at the end
+	.ci/run
+
+matrix:  ## everything, in every mode, the slow tests too, with the newest versions of all dependencies; half an hour or more
+	.ci/run matrix
+
+fuzz: $(VENV)/interop  ## every property with random examples, ten times as many; make fuzz TESTS=tests/test_layout.py
+	GRADENGINE_FUZZ=1 $(PYTEST) -k "$(or $(K),not processes)" $(ARGS) $(TESTS)
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree
 	$(BIN)/gradengine demo $(ARGS)
 
-test: $(VENV)/test  ## all tests that need no GPU
-	$(PYTEST) $(ARGS)
+test: $(VENV)/test  ## the tests that need no GPU, but for the few that are slow: SELECT= runs those too
+	$(PYTEST) $(ARGS) $(TESTS)
 
 check: $(VENV)/test  ## lint, format and types, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-interop: $(VENV)/interop  ## torch and JAX, in and out, and every example; what is missing fails, but for a GPU
-	GRADENGINE_REQUIRE_FRAMEWORKS=1 $(PYTEST) -k "torch or jax or frameworks or interop or examples or docs" $(ARGS)
+test-interop: $(VENV)/interop  ## the same with torch and JAX, and every example; what is missing fails, but for a GPU
+	GRADENGINE_REQUIRE="torch jax g++" $(PYTEST) $(ARGS) $(TESTS)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
-	TEST_PACKAGE=1 $(BIN)/python -m pytest tests/test_package.py $(ARGS)
+	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) TEST_PACKAGE=1 $(BIN)/python -m pytest $(ARGS) $(or $(TESTS),tests/test_package.py)
 
 test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the lower bound that pyproject.toml gives
-	$(VENV)-lowest/bin/python $(RUN_TESTS) -k "$(VERSIONED)" $(ARGS)
+	$(VENV)-lowest/bin/python $(RUN_TESTS) $(SELECT) -k "$(VERSIONED)" $(ARGS) $(TESTS)
 
 test-newest: $(VENV)-newest/installed  ## with the newest Python that is here and the newest of every dependency
-	$(VENV)-newest/bin/python $(RUN_TESTS) -k "$(VERSIONED)" $(ARGS)
+	$(VENV)-newest/bin/python $(RUN_TESTS) $(SELECT) -k "$(VERSIONED)" $(ARGS) $(TESTS)
 
-compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture, and a table of what it takes; needs no GPU
-	COMPILE_CHECK=1 $(BIN)/python -m pytest tests/test_kernels_compile.py $(ARGS)
+compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture; needs no GPU
+	COMPILE_CHECK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS) $(or $(TESTS),tests/test_kernels_compile.py)
+
+kernel-table: $(VENV)/compile  ## what each kernel takes: registers, shared memory, instructions
 	$(BIN)/python bench/kernel_table.py
 
-real-cupy: $(VENV)-cuda12/real_cupy/built $(VENV)-cuda13/real_cupy/built  ## every GPU test on CuPy itself in every order; needs g++, no GPU
-	$(REAL_CUPY) tests
-	REAL_CUPY_ORDER=random $(REAL_CUPY_13) tests
-	REAL_CUPY_ORDER=eager $(REAL_CUPY_13) tests
-	REAL_CUPY_STREAM=own $(REAL_CUPY) tests
-	CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 $(REAL_CUPY_13) tests
+real-cupy: $(VENV)-cuda13/real_cupy/built  ## every GPU test on CuPy itself, work done in random order; needs g++, no GPU
+	REAL_CUPY_ORDER=random $(REAL_CUPY_13)
+
+real-cupy-modes: $(VENV)-cuda12/real_cupy/built $(VENV)-cuda13/real_cupy/built  ## the same in every other order, and with both CUDAs
+	$(REAL_CUPY)
+	REAL_CUPY_ORDER=eager $(REAL_CUPY_13)
+	REAL_CUPY_STREAM=own $(REAL_CUPY)
+	CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 $(REAL_CUPY_13)
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --out out/gpu-check-small
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --further --out out/gpu-check-small
 
@@ -65,7 +92,7 @@ gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: tests, benchmarks
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-unpinned* $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -93,26 +120,43 @@ $(VENV)/package: $(VENV)/python pyproject.toml
 	$(PIP_INSTALL) --editable '.[package]'
 	@touch $@ $(VENV)/test $(VENV)/cli
 
-$(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py
+$(VENV)/all: $(VENV)/python pyproject.toml $(wildcard tests/constraints/main-*)
+	$(PIP_INSTALL) --editable '.[interop,compile,package]'
+	@touch $@ $(addprefix $(VENV)/,package compile interop test cli)
+
+$(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py $(wildcard tests/constraints/lowest-*)
 	$(LOWEST_PYTHON) -m venv --clear $(VENV)-lowest
-	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	$(VENV)-lowest/bin/python tests/lower_bounds.py cli plot test interop > $(VENV)-lowest/bounds.txt
-	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check \
-	    --constraint $(VENV)-lowest/bounds.txt --editable '.[test]' jax
+	$(call HELD,$(call CONSTRAINTS,lowest,$(LOWEST_PYTHON))) $(VENV)-lowest/bin/python $(INSTALL) --no-deps --editable .
+	$(VENV)-lowest/bin/python tests/lower_bounds.py cli plot test interop \
+	    $(addprefix --beside=,$(call CONSTRAINTS,lowest,$(LOWEST_PYTHON))) > $(VENV)-lowest/bounds.txt
+	$(call HELD,$(abspath $(VENV)-lowest/bounds.txt)) $(VENV)-lowest/bin/python $(INSTALL) --editable '.[test]' jax
 	@touch $@
 
 $(VENV)-newest/installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv --clear $(VENV)-newest
-	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' jax
+	$(VENV)-newest/bin/python $(INSTALL) --editable '.[test]' jax
 	@touch $@
 
 .SECONDARY: $(VENV)-cuda12/installed $(VENV)-cuda13/installed
 
-$(VENV)-cuda%/installed: pyproject.toml
+$(VENV)-cuda%/installed: pyproject.toml $(wildcard tests/constraints/cuda*)
 	$(PYTHON) -m venv --clear $(VENV)-cuda$*
-	$(VENV)-cuda$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[real-cupy$*]'
+	$(call HELD,$(call CONSTRAINTS,cuda$*,$(PYTHON))) $(VENV)-cuda$*/bin/python $(INSTALL) --editable '.[real-cupy$*]'
 	@touch $@
 
 $(VENV)-cuda%/real_cupy/built: $(VENV)-cuda%/installed tests/real_cupy/build.py $(wildcard tests/real_cupy/driver/*)
 	PYTHONPATH=tests $(VENV)-cuda$*/bin/python -m real_cupy.build
 	@touch $@
+
+environments: $(VENV)/all $(VENV)-lowest/installed $(VENV)-cuda13/real_cupy/built  ## what CI needs; make -j2 environments
+
+FROZEN = -m pip freeze --all --exclude-editable | grep -v -e ' @ ' -e '^pip==' | sed 's|+cpu$$||'
+UPDATED := main lowest cuda13
+
+update:  ## tests/constraints anew, of the newest versions: in a commit of its own, when CI passes with them
+	rm -rf out/update $(foreach name,$(UPDATED),out/update-$(name)) && mkdir -p tests/constraints out
+	$(MAKE) VENV=out/update UNPINNED=1 out/update/all $(foreach name,$(UPDATED:main=),out/update-$(name)/installed)
+	ln -sfn update out/update-main
+	for name in $(UPDATED); do python=out/update-$$name/bin/python; \
+	    $$python $(INSTALL) 'hatchling>=1.24' editables && $$python $(FROZEN) \
+	    > tests/constraints/$$name-$$($$python -c 'import sys; print("python%d.%d" % sys.version_info[:2])').txt || exit; done

@@ -5,6 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+pytest_plugins = ["record", "skips"]  # of tests/: they hold for each test, the package's doctests too
 collect_ignore = [f"gradengine/{name}.py" for name in ("torch", "jax") if importlib.util.find_spec(name) is None]
 
 

@@ -12,16 +12,27 @@ import cuda_emulator
 import pytest
 from backends import BACKENDS, DEVICE_BACKENDS, IS_EMULATED_CUPY, ORDERS, RECORDED, Backend, available, runnable
 from hypothesis import HealthCheck, settings
-from transports import package_threads
+from slow import is_slow
+from transports import SOON, package_threads
 
 from gradengine.kernels import Kernels
 
-# Shared machines stall; a stall is no bug.
-settings.register_profile("gradengine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-settings.load_profile("gradengine")
+# The same examples in each run: drawn from the test's own source alone. Hypothesis would take one in twenty from the
+# numbers and texts of all loaded files of ours, and a new constant elsewhere would change tests. `make fuzz` draws new
+# ones. Shared machines stall; a stall is no bug.
+PROVIDERS = "hypothesis.internal.conjecture.providers"
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True, "database": None}
+settings.register_profile("gradengine", derandomize=True, **COMMON)
+settings.register_profile("fuzz", derandomize=False, max_examples=1000, **COMMON)
+settings.load_profile("fuzz" if os.environ.get("GRADENGINE_FUZZ") == "1" else "gradengine")
+if importlib.util.find_spec(PROVIDERS):  # not in the oldest that we take; the constraints hold the version
+    providers = importlib.import_module(PROVIDERS)
+    _NONE_OF_OURS = type(providers._local_constants)()
+    providers._get_local_constants = lambda: _NONE_OF_OURS
 
-
-REQUIRE_FRAMEWORKS = "GRADENGINE_REQUIRE_FRAMEWORKS"  # set to 1 by `make test-interop`: a missing one is no skip then
+# What tools look at to colour or fold what they print, and launchers set: tests set what they need themselves.
+for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS"):
+    os.environ.pop(name, None)
 
 
 # Every kernel for every architecture: `make compile-check` asks for them, and whoever names the file.
@@ -37,15 +48,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes long and repeats what others show: see tests/slow.py")
     if IS_EMULATED_CUPY:
         config.pluginmanager.register(importlib.import_module("real_cupy.plugin"))
     config.addinivalue_line(
         "markers", "not_on_real_cupy(needs): a GPU test that tests/real_cupy cannot run, for want of that"
     )
-    missing = [name for name in ("torch", "jax") if importlib.util.find_spec(name) is None]
-    if missing and os.environ.get(REQUIRE_FRAMEWORKS) == "1":
-        raise pytest.UsageError(f"{' and '.join(missing)} not installed, and {REQUIRE_FRAMEWORKS}=1")
 
 
 @pytest.fixture(scope="session", params=runnable(BACKENDS))
@@ -94,7 +109,7 @@ def _order_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def _no_thread_is_left() -> Iterator[None]:
     """A closed exchange leaves no thread behind, whatever the test did to it."""
     yield
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + SOON
     while package_threads() and time.monotonic() < deadline:
         time.sleep(0.001)
     assert not package_threads()

@@ -3,8 +3,10 @@
 import re
 import sys
 from importlib.metadata import requires
+from pathlib import Path
 
 BOUND = re.compile(r"([\w.-]+)(?:\[.*\])?>=([\w.]+)")
+BESIDE = "--beside="  # a file of constraints for what our own dependencies need in their turn
 
 
 def pinned(requirements, extras):
@@ -22,5 +24,21 @@ def pinned(requirements, extras):
     return sorted(BOUND.sub(r"\1==\2", line) for line in free)
 
 
+def others(constraints, bounds):
+    """The constraints of packages that have no bound of ours.
+
+    >>> others(["numpy==2.4.6", "ml_dtypes==0.6", "pillow==13.0.0"], ["ml-dtypes==0.5", "numpy==2.0"])
+    ['pillow==13.0.0']
+    """
+    bound = {_name(line) for line in bounds}
+    return [line for line in constraints if _name(line) not in bound]
+
+
+def _name(constraint):
+    return re.sub(r"[-_.]+", "-", constraint.partition("==")[0]).lower()
+
+
 if __name__ == "__main__":
-    print(*pinned(requires("gradengine"), sys.argv[1:]), sep="\n")
+    files = [argument.removeprefix(BESIDE) for argument in sys.argv[1:] if argument.startswith(BESIDE)]
+    bounds = pinned(requires("gradengine"), [name for name in sys.argv[1:] if not name.startswith(BESIDE)])
+    print(*bounds, *(line for file in files for line in others(Path(file).read_text().split(), bounds)), sep="\n")

@@ -161,8 +161,9 @@ def alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+    if not Path("/proc/self/stat").exists():
+        return True
+    return stat_of(Path(f"/proc/{pid}/stat"))[2][:1] not in {"Z", ""}
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -192,15 +193,17 @@ def test_no_worker_outlives_a_killed_demo(tmp_path):
 
 def children_of(pid):
     """The processes that a process has started and that still run; multiprocessing's own helper is one of them."""
-    stats = [path.read_text().rpartition(")") for path in Path("/proc").glob("[0-9]*/stat") if readable(path)]
+    stats = [stat_of(path) for path in Path("/proc").glob("[0-9]*/stat")]
     return [int(head.split()[0]) for head, _, tail in stats if tail.split()[:2] in (["S", str(pid)], ["R", str(pid)])]
 
 
-def readable(path):
+def stat_of(path):
+    """What stands before a process's name, the name's end, and what stands behind it; nothing of one that has ended."""
     try:
-        return bool(path.read_text())
-    except OSError:  # it has ended since it was listed
-        return False
+        head, bracket, tail = path.read_text().rpartition(")")
+    except OSError:
+        return "", "", ""
+    return head, bracket, tail.strip()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="children are counted in /proc")

@@ -30,7 +30,13 @@ def need(found: object, what: str) -> None:
         (pytest.skip if MAY_SKIP else pytest.fail)(f"{what} is not installed")
 
 
-@pytest.fixture(scope="module", params=nvrtc.MAJORS, ids=lambda major: f"CUDA-{major}")
+# A process for each compiler: what one has compiled, all tests of that process read.
+OF_EACH_MAJOR = [
+    pytest.param(major, id=f"CUDA-{major}", marks=pytest.mark.xdist_group(f"CUDA-{major}")) for major in nvrtc.MAJORS
+]
+
+
+@pytest.fixture(scope="module", params=OF_EACH_MAJOR)
 def major(request) -> int:
     need(nvrtc.library(request.param), "NVRTC")
     return request.param

@@ -21,8 +21,8 @@ from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.wire import Challenge, Hello
 from gradengine.layout import GradientLayout
 
-JOINED_SECONDS = 60.0  # a thread that still runs then hangs
-SOON = 30.0  # seconds in which what waits for nothing is done on any machine; what would be waited for takes longer
+JOINED_SECONDS = 120.0  # a thread that still runs then hangs
+SOON = 60.0  # seconds in which what waits for nothing is done on any machine; what would be waited for takes longer
 
 
 class Transport(enum.Enum):

@@ -1,0 +1,91 @@
+"""A pytest plugin: a test that is skipped for a reason that is not in this list makes the run fail.
+
+The list holds for each stage of CI. In `make real-cupy`, which runs the tests of a GPU, the lack of one is no reason.
+GRADENGINE_REQUIRE names what must be installed ("torch jax g++"): if it is missing nothing is run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from typing import Any
+
+import pytest
+
+REQUIRE = "GRADENGINE_REQUIRE"
+
+NOT_INSTALLED = r"(could not import '|.*\bneeds |^)(torch|jax|typer|rich|matplotlib|g\+\+|NVRTC|nvdisasm)\b"
+NO_GPU = r"CuPy is not installed|no GPU|fewer than \d+ GPUs"
+NO_GPU_IN_FRAMEWORK = r"this (torch|JAX) has no CUDA|(torch|jax) has no GPU"
+ASKED_FOR = r"set TEST_PACKAGE=1|CuPy is installed"  # a target of its own; what is shown where CuPy is absent
+OLD = r"NumPy 2\.0 exports none"
+SYSTEM = (
+    r"no IPv6 here|children are counted in /proc|there is no /dev/full|this system keeps no peak|"
+    r"no (fork|affinity) on this platform|signals of POSIX"
+)
+
+
+def allowed(reason: str, *, has_gpu: bool) -> bool:
+    """Whether a test may be skipped for this.
+
+    >>> allowed("could not import 'torch': No module named 'torch'", has_gpu=False)
+    True
+    >>> allowed("no GPU", has_gpu=False), allowed("no GPU", has_gpu=True), allowed("too slow today", has_gpu=False)
+    (True, False, False)
+    """
+    reasons = [NOT_INSTALLED, NO_GPU_IN_FRAMEWORK, ASKED_FOR, OLD, SYSTEM, *([] if has_gpu else [NO_GPU])]
+    return any(re.match(each, reason) for each in reasons)
+
+
+def missing() -> list[str]:
+    """What must be here and is not."""
+    required = os.environ.get(REQUIRE, "").split()
+    return [
+        name for name in required if not (importlib.util.find_spec(name) if name.isidentifier() else shutil.which(name))
+    ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to begin without what must be here."""
+    absent = missing()
+    if absent:
+        raise pytest.UsageError(f"{' and '.join(absent)} not installed, and {REQUIRE}={os.environ[REQUIRE]!r}")
+
+
+_refused: list[str] = []
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Keep what must not be skipped."""
+    if not report.skipped or not isinstance(report.longrepr, tuple):
+        return
+    reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+    has_gpu = "real_cupy.importing" in sys.modules or os.environ.get("GRADENGINE_REQUIRE_GPU") == "1"
+    if not allowed(reason, has_gpu=has_gpu):
+        _refused.append(f"{report.nodeid}: {reason}")
+
+
+pytest_collectreport = pytest_runtest_logreport
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run with such a skip has failed."""
+    if _refused and exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which, and what to do; and what a warning that failed a test asks for."""
+    for skipped in _refused:
+        terminalreporter.write_line(f"SKIPPED, and must not be: {skipped}", red=True)
+    if _refused:
+        terminalreporter.write_line("Install what is missing, or give the reason a line in tests/skips.py.", red=True)
+    failures = [str(report.longrepr) for report in terminalreporter.stats.get("failed", [])]
+    if any(re.search(r"^E +\S*Warning: ", text, re.MULTILINE) for text in failures):
+        terminalreporter.write_line(
+            "A warning is an error: mend what warns, or allow it by name in pyproject.toml, filterwarnings.", red=True
+        )
