@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from test_demo_run import TEXTS, ended, replayed, silent
-from transports import SOON, outcomes
+from transports import SOON, deadline_when, outcomes
 
 from gradengine.demo import worker
 from gradengine.demo.model import LlamaConfig, initial_weights
@@ -261,14 +261,18 @@ def test_a_port_that_is_taken_is_said_before_any_door_is_named():
 
 def test_a_silent_worker_is_named_and_not_the_shards_that_wait_for_each_other(monkeypatch):
     """Shards wait longer for each other than workers do, so that it is the workers' deadline that passes."""
-    exchanges = [worker.local_group(2, timeout=0.5) for _ in range(2)]
     sound = worker.DistributedTrainer.train_batch
 
-    def sleeping(self, shard):
+    def silent_at_two(self, shard):
         if (self.rank, self.engine.layout.tp_rank, self.step) == (1, 1, 2):
-            time.sleep(2)
+            workers = exchanges[1][1]._group
+            assert workers.changed.wait_for(lambda: workers.failure is not None, SOON)
         return sound(self, shard)
 
-    monkeypatch.setattr(worker.DistributedTrainer, "train_batch", sleeping)
-    with pytest.raises(DeadlineExceeded, match=r"^rank 1 is late for .*rank 0 is waiting"):
-        worker._train(SETTINGS, TEXTS, list(zip(*exchanges, strict=True)), lambda report: None)
+    monkeypatch.setattr(worker.DistributedTrainer, "train_batch", silent_at_two)
+    with deadline_when(
+        monkeypatch, (1,), (0,), "of step 2", number=1
+    ):  # of the two shards' groups of workers the second
+        exchanges = [worker.local_group(2, timeout=SOON) for _ in range(2)]
+        with pytest.raises(DeadlineExceeded, match=r"^rank 1 is late for .*rank 0 is waiting"):
+            worker._train(SETTINGS, TEXTS, list(zip(*exchanges, strict=True)), lambda report: None)

@@ -11,10 +11,12 @@ from transports import (
     LARGE,
     OVER_SOCKETS,
     SMALL,
+    SOON,
     Transport,
     Worker,
     bound,
     contributions,
+    deadline_when,
     free_port,
     group,
     leave_together,
@@ -347,8 +349,8 @@ def test_close_before_bind_and_bind_after_close(transport):
 
 
 @every_transport
-def test_rank_that_never_comes_is_named(transport):
-    with group(transport, 3, join_timeout=0.5) as exchanges:
+def test_rank_that_never_comes_is_named(transport, monkeypatch):
+    with deadline_when(monkeypatch, (1,), (0, 2), "joining"), group(transport, 3, join_timeout=SOON) as exchanges:
         data = contributions(SMALL, 3)
         workers = [Worker(exchanges[rank], SMALL, data[rank]) for rank in (0, 2)]
         for found in outcomes(Worker.bind, workers):
@@ -357,10 +359,10 @@ def test_rank_that_never_comes_is_named(transport):
 
 
 @every_transport
-def test_late_rank_is_named_with_its_bucket(transport):
-    with group(transport, 3, bucket_bytes=64, timeout=0.5) as exchanges:
+def test_late_rank_is_named_with_its_bucket(transport, monkeypatch):
+    watched = deadline_when(monkeypatch, (2,), (0, 1), "bucket")
+    with watched, group(transport, 3, bucket_bytes=64, timeout=SOON) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, 3))
-
         for found in outcomes(Worker.sum, workers[:2]):
             assert type(found).__name__ == "DeadlineExceeded"
             assert "rank 2 is late for bucket 0 of step 0, ranks 0, 1 are waiting" in str(found)
@@ -378,8 +380,8 @@ def test_waiting_for_sums_to_which_nothing_was_given_is_refused(transport):
 
 
 @every_transport
-def test_rank_missing_in_a_gather_is_named(transport):
-    with group(transport, 3, timeout=0.5) as exchanges:
+def test_rank_missing_in_a_gather_is_named(transport, monkeypatch):
+    with deadline_when(monkeypatch, (2,), (0, 1), "gather"), group(transport, 3, timeout=SOON) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, 3))
         for found in outcomes(lambda worker: worker.exchange.barrier(), workers[:2]):
             assert type(found).__name__ == "DeadlineExceeded"

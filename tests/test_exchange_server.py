@@ -18,6 +18,7 @@ from transports import (
     Worker,
     bound,
     contributions,
+    deadline_when,
     free_port,
     join_by_hand,
     knock,
@@ -364,11 +365,12 @@ def test_second_part_of_a_gather():
 # ---- failures ----
 
 
-def test_worker_that_takes_no_sums_is_found_late(tmp_path):
+def test_worker_that_takes_no_sums_is_found_late(tmp_path, monkeypatch):
     layout = GradientLayout.of({"w": (1 << 20,)})
     buckets = buckets_of(layout, 1 << 16)
     data = contributions(layout, 1)[0]
-    with GradientServer(2, str(tmp_path / "s"), bucket_bytes=1 << 16, timeout=0.5) as server:
+    watched = deadline_when(monkeypatch, (1,), (0,), "taking the sums")
+    with watched, GradientServer(2, str(tmp_path / "s"), bucket_bytes=1 << 16, timeout=SOON) as server:
         hosting = LocalExchange(server.group, 0)
         channel = join_by_hand(server, 1, 2, layout)
         worker = Worker(hosting, layout, data)

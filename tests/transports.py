@@ -11,11 +11,13 @@ import socket
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient, connect, local_group
 from gradengine.exchange.channel import Channel, connect_socket
+from gradengine.exchange.group import Group
 from gradengine.exchange.handshake import join_of, new_nonce, proof
 from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.wire import Challenge, Hello
@@ -63,6 +65,45 @@ def _exchanges(stack, transport, world_size, token, options):
         WorkerClient(server.address, rank, world_size, token=token, **worker_options)
         for rank in range(first, world_size)
     ]
+
+
+@contextlib.contextmanager
+def deadline_when(monkeypatch, late, waiting, what, number=0):
+    """The clock of coordinators stands still, and jumps when exactly these ranks are late for it and these wait.
+
+    Who is named is then no matter of seconds. `number` says which of the groups that are made within is meant.
+    """
+    now, groups, sound = [0.0], [], Group.__init__
+
+    def noting(self, *arguments):
+        sound(self, *arguments)
+        groups.append(self)
+
+    def is_so():
+        watched = groups[number] if len(groups) > number else None
+        if watched is None or watched.coordinator is None:
+            return False
+        with watched.lock:
+            stall = watched.coordinator.stall([rank for rank, each in watched.members.items() if not each.has_all])
+        return stall and (stall.late, stall.waiting) == (late, waiting) and what in stall.what
+
+    def jump():
+        while not is_so():  # within the test's own time
+            if ended.wait(0.001):
+                return
+        now[0] += 10 * SOON
+        groups[number].fail_if_late(caller_waits=True)
+
+    ended, thread = threading.Event(), threading.Thread(target=jump)
+    with monkeypatch.context() as patch:
+        patch.setattr("gradengine.exchange.group.time", SimpleNamespace(monotonic=lambda: now[0]))
+        patch.setattr(Group, "__init__", noting)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 def outcomes(work, arguments):
