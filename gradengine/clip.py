@@ -145,23 +145,21 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     given = list(arrays.values()) if isinstance(arrays, Mapping) else listed("arrays", arrays)
     for name in arrays if isinstance(arrays, Mapping) else ():
         refuse_other_kind("a gradient's name", name, str)
-    views, state = _resolved.of(given) or _resolve(given, arrays)
-    decision = _clip(views, max_norm, state)
+    arena, state = _resolved.of(given) or _resolve(given, arrays)
+    decision = _clip(arena, max_norm, state)
     note_written(given)
     return decision.kept_norm()  # the next clip writes the state's anew
 
 
-def _resolve(
-    given: Sequence[Any], arrays: Sequence[object] | Mapping[str, object]
-) -> tuple[Sequence[Buffer], FusedClipState]:
-    """The views of arrays that are to be clipped, all checked, and a state for their sizes."""
+def _resolve(given: Sequence[Any], arrays: Sequence[object] | Mapping[str, object]) -> tuple[Arena, FusedClipState]:
+    """Arrays that are to be clipped, all checked, as an arena, and a state for their sizes."""
     names = list(arrays) if isinstance(arrays, Mapping) else [f"arrays[{i}]" for i in range(len(given))]
     kernels = kernels_for(device_of(next(iter(given), None)))
     views = kernels.device.writable_views(given, names)
     _refuse_overlap(views, names)
     state = _resolved.state_of(tuple(view.size for view in views), kernels)
     _resolved.remember(given, views, state)
-    return views, state
+    return Arena(tuple(views), state.partials), state
 
 
 class _Resolved(threading.local):
@@ -172,15 +170,15 @@ class _Resolved(threading.local):
 
     def __init__(self) -> None:
         self.state_of = functools.lru_cache(maxsize=_REMEMBERED)(FusedClipState)
-        self._known: list[tuple[KnownArrays, Sequence[Buffer], FusedClipState]] = []
+        self._known: list[tuple[KnownArrays, Arena, FusedClipState]] = []
         self._misses = 0
 
-    def of(self, given: Sequence[Any]) -> tuple[Sequence[Buffer], FusedClipState] | None:
-        """Views and state of arrays that were clipped before and lie where they lay."""
-        for arrays, views, state in self._known:
+    def of(self, given: Sequence[Any]) -> tuple[Arena, FusedClipState] | None:
+        """Arena and state of arrays that were clipped before and lie where they lay."""
+        for arrays, arena, state in self._known:
             if arrays.are(given):
                 self._misses = 0
-                return views, state
+                return arena, state
         self._misses += 1
         return None
 
@@ -191,7 +189,8 @@ class _Resolved(threading.local):
             destination_reader_of(given) if self._misses < _MOST_MISSES or not self._misses % _MOST_MISSES else None
         )
         if reader is not None:
-            self._known.append((KnownArrays(given, reader), [without_owner(view) for view in views], state))
+            arena = Arena(tuple(map(without_owner, views)), state.partials)
+            self._known.append((KnownArrays(given, reader), arena, state))
 
 
 _resolved = _Resolved()
@@ -293,9 +292,9 @@ def checked_max_norm(max_norm: float | None) -> float:
     return bound
 
 
-def _clip(views: Sequence[Buffer], max_norm: float, state: FusedClipState) -> Decision:
-    kernels, arena = state.kernels, Arena(tuple(views), state.partials)
-    plan = ClipPlan((0,) * len(views), (checked_max_norm(max_norm),))
+def _clip(arena: Arena, max_norm: float, state: FusedClipState) -> Decision:
+    kernels = state.kernels
+    plan = ClipPlan((0,) * len(arena.targets), (checked_max_norm(max_norm),))
     kernels.measure(arena)
     decision = kernels.finalise(arena, plan, 1.0, zero_if_bad=False)
     kernels.hand_back(arena, decision, plan)
@@ -314,7 +313,7 @@ def _clip_named(buffers: Mapping[str, object], max_norm: float, state: FusedClip
             what = f"{name} has another size than the clip state was made for"
             raise LayoutMismatch(what, got=view.size, expected=size)
     _refuse_overlap(views, names)
-    _clip(views, max_norm, state)
+    _clip(Arena(tuple(views), state.partials), max_norm, state)
     note_written(given)
 
 

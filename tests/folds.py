@@ -56,6 +56,15 @@ def arena_of(kernels, targets, partials=None, *, is_ours=True):
     return Arena(targets, partials, memory)
 
 
+def arena_of_sums(partials):
+    """An arena of which the partial sums alone are used: its targets lie nowhere."""
+    return Arena(_nowhere(partials.sizes), partials)
+
+
+def _nowhere(sizes):
+    return tuple(Buffer(0, size, "float32", (size,), True, None) for size in sizes)
+
+
 def accumulate(kernels, targets, folds, partials=None, *, measure=True):
     """K1, which also measures where it is given partial sums."""
     arena = arena_of(kernels, targets, partials)
@@ -72,19 +81,19 @@ def measure_chunks(kernels, buffers, partials, chunks):
 
 
 def totals_of(kernels, partials):
-    return kernels.totals(Arena((), partials))
+    return kernels.totals(arena_of_sums(partials))
 
 
 def finalise(kernels, targets, partials, plan, divisor, **options):
     """K2; without targets it does not look for the first bad element."""
-    nowhere = tuple(Buffer(0, size, "float32", (size,), True, None) for size in partials.sizes)
-    arena = arena_of(kernels, nowhere if targets is None else targets, partials, is_ours=targets is not None)
+    nowhere = _nowhere(partials.sizes) if targets is None else targets
+    arena = arena_of(kernels, nowhere, partials, is_ours=targets is not None)
     return kernels.finalise(arena, plan, divisor, **options)
 
 
 def hand_back(kernels, sources, decision, groups, destinations):
     memory = getattr(decision, "memory", None)
-    partials = None if memory is None else _Ordered(memory.order)
+    partials = None if memory is None else _Ordered(memory.order, tuple(source.size for source in sources))
     arena = arena_of(kernels, sources, partials, is_ours=False)
     plan = ClipPlan(tuple(groups), (1.0,) * (1 + max(groups, default=0)))
     kernels.hand_back(arena, decision, plan, None if sources is destinations else dict(enumerate(destinations)))
@@ -93,8 +102,8 @@ def hand_back(kernels, sources, decision, groups, destinations):
 class _Ordered:
     """Partial sums of which K3 needs their order alone."""
 
-    def __init__(self, order):
-        self.order = order
+    def __init__(self, order, sizes):
+        self.order, self.sizes = order, sizes
 
 
 def status_of(decision):

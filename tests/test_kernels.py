@@ -14,13 +14,24 @@ import pytest
 import strategies as draw
 from backends import BACKENDS, ORDERS, available, host_backend
 from devices import number_of, operations_of
-from folds import Fold, accumulate, arena_of, finalise, hand_back, measure_chunks, passes_of, status_of, totals_of
+from folds import (
+    Fold,
+    accumulate,
+    arena_of,
+    arena_of_sums,
+    finalise,
+    hand_back,
+    measure_chunks,
+    passes_of,
+    status_of,
+    totals_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from operations import growth
 
 from gradengine.arrays.dtypes import DTYPES
-from gradengine.errors import CallerError
+from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.kernels import (
     CHUNK,
     Arena,
@@ -206,7 +217,7 @@ class TestAccumulate:
         views = [[backend.buffer(row[0]), None, None] for row in arrays]
         views[1][1] = backend.buffer(arrays[1][1])
         buffers, sums = [backend.buffer(target) for target in targets], backend.kernels.partial_sums(sizes)
-        backend.kernels.zero_sums(Arena((), sums), [2])
+        backend.kernels.zero_sums(arena_of_sums(sums), [2])
         batch = batch_of(backend, positions, views, weights, [True, False, True])
         assert batch.present.tolist() == [True, True, False]
         backend.kernels.accumulate(Arena(tuple(buffers), sums), batch, measure=True)
@@ -512,6 +523,16 @@ class TestSquaredSums:
         assert np.isnan(totals[0])  # unmeasured is not finite
         assert totals[1:].tolist() == [5, 0]
 
+    @pytest.mark.parametrize("sizes", [(), (5,), (5, 7), (7, 5), (5, 7, 1)])
+    def test_an_arena_has_those_of_its_own_targets(self, backend, sizes):
+        """Its kernels cut each target by the sizes that they were made for, and would lose the rest without a word."""
+        targets = tuple(backend.buffer(np.ones(size, np.float32)) for size in (5, 8))
+        message = (
+            r"an arena has the partial sums of other targets: got \(.*\), expected \(5, 8\), its targets' elements"
+        )
+        with pytest.raises(LayoutMismatch, match=message):
+            Arena(targets, backend.kernels.partial_sums(sizes))
+
     def test_the_host_measures_only_the_chunks_asked_for(self):
         kernels, sums = HostKernels(1), sums_on_host([2 * CHUNK + 1, 5])
         buffers = [kernels.device.view(np.ones(size, np.float32), "w") for size in sums.sizes]
@@ -524,11 +545,11 @@ class TestSquaredSums:
         sums = backend.kernels.partial_sums([5, 2 * backend.chunk + 1, 0, 3])
         buffers = [backend.buffer(np.full(size, 1 if size == 5 else NAN, np.float32)) for size in sums.sizes]
         measure_chunks(backend.kernels, buffers, sums, sums.chunks([0, 3]))
-        backend.kernels.zero_sums(Arena((), sums), [1, 2])
+        backend.kernels.zero_sums(arena_of_sums(sums), [1, 2])
         totals = totals_of(backend.kernels, sums)
         assert totals[:3].tolist() == [5, 0, 0]
         assert np.isnan(totals[3])
-        backend.kernels.zero_sums(Arena((), sums), [3])
+        backend.kernels.zero_sums(arena_of_sums(sums), [3])
         assert totals_of(backend.kernels, sums).tolist() == [5, 0, 0, 0]
 
     @given(st.lists(st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]), max_size=5))
@@ -1183,7 +1204,7 @@ class TestMemory:
         kernels.scale([], np.float32(2), [])
         kernels.scale([empty], np.float32(2), [empty])
         measure_chunks(kernels, [], sums, [])
-        kernels.zero_sums(Arena((), sums), [])
+        kernels.zero_sums(arena_of_sums(sums), [])
 
 
 def everything(backend):
@@ -1313,10 +1334,11 @@ class TestQueue:
     def test_nothing_is_launched_for_nothing(self, emulated):
         kernels = emulated.kernels
         sums, empty = kernels.partial_sums([0]), kernels.device.allocate(0)
+        of_none = kernels.partial_sums([])
         decision = finalise(kernels, [empty], sums, ClipPlan((0,), (1.0,)), 1.0, zero_if_bad=False)
         one = emulated.buffer(np.ones(1, np.float32))
         with cuda_emulator.recorded() as record:
-            accumulate(kernels, [], [], sums)
+            accumulate(kernels, [], [], of_none)
             accumulate(kernels, [empty], [fold_of(0, True, [empty], [1])], sums)
             measure_chunks(kernels, [empty], sums, sums.chunks([0]))
             hand_back(kernels, [], decision, [], [])
@@ -1324,7 +1346,7 @@ class TestQueue:
             kernels.scale([empty], np.float32(2), [empty])
             kernels.scale([one], np.float32(1), [one])
             kernels.fill_zero([empty])
-            kernels.zero_sums(Arena((), sums), [0])
+            kernels.zero_sums(arena_of_sums(sums), [0])
         assert record.operations == []
 
     def test_what_is_dropped_is_given_out_again_behind_the_work_that_needs_it(self, emulated):
@@ -1339,7 +1361,7 @@ class TestQueue:
         buffers, sums = [emulated.kernels.device.allocate(5) for _ in range(3)], emulated.kernels.partial_sums([5, 5])
         with cuda_emulator.recorded() as record:
             emulated.kernels.fill_zero(buffers)
-            emulated.kernels.zero_sums(Arena((), sums), [1])
+            emulated.kernels.zero_sums(arena_of_sums(sums), [1])
         assert record.operations == ["fill"] * 5
 
 

@@ -15,11 +15,11 @@ import pytest
 import strategies as draw
 from backends import available
 from cuda_emulator.native import LOCK, register, unregister
-from folds import finalise, status_of
+from folds import arena_of_sums, finalise, status_of
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
-from gradengine.kernels import Arena, ClipPlan
+from gradengine.kernels import ClipPlan
 from gradengine.kernels.launch import _ROW, OVERWRITE, Entry, Tables
 from gradengine.kernels.operands import tagged
 
@@ -66,7 +66,7 @@ def only(kernels, table, chunks):
 
 def sums_of_nothing(kernels):
     sums = kernels.partial_sums([SIZE])
-    kernels.zero_sums(Arena((), sums), [0])
+    kernels.zero_sums(arena_of_sums(sums), [0])
     return sums
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import strategies as draw
 from backends import Backend, available, device_backend
-from folds import Fold, accumulate, finalise, hand_back, measure_chunks, status_of
+from folds import Fold, accumulate, arena_of_sums, finalise, hand_back, measure_chunks, status_of
 
-from gradengine.kernels import Arena, ClipPlan, CudaKernels, launch, toolchain
+from gradengine.kernels import ClipPlan, CudaKernels, launch, toolchain
 
 NAN, INF = np.nan, np.inf
 CHUNK = 4096  # of the scenarios: two units for each thread, so that the step from one to the next counts
@@ -179,7 +179,7 @@ def scales_in_place(backend: Backend) -> None:
     signalling = np.full(50, 0x7F800001, np.uint32).view(np.float32)
     buffer, plan = backend.buffer(signalling), ClipPlan((0,), (INF,))
     sums = backend.kernels.partial_sums([50])
-    backend.kernels.zero_sums(Arena((), sums), [0])
+    backend.kernels.zero_sums(arena_of_sums(sums), [0])
     decision = finalise(backend.kernels, None, sums, plan, 1.0, zero_if_bad=True)
     hand_back(backend.kernels, [buffer], decision, [0], [buffer])
     draw.assert_same_bits(backend.get(buffer), signalling)

@@ -4,9 +4,9 @@ import cuda_emulator
 import numpy as np
 import pytest
 from devices import number_of, on_host, synchronize
-from folds import Fold, accumulate, finalise
+from folds import Fold, accumulate, arena_of_sums, finalise
 
-from gradengine.kernels import Arena, ClipPlan, toolchain
+from gradengine.kernels import ClipPlan, toolchain
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.status import RECORD, StatusReadback, StepStatus
 
@@ -30,7 +30,7 @@ extern "C" __global__ void write_all(StepStatus* verdict, u64* size) {{ {writes}
 
     def test_every_field_reaches_the_host(self, device):
         kernels = device.kernels
-        memory = kernels.decision(Arena((), kernels.partial_sums([1])), PLAN).memory
+        memory = kernels.decision(arena_of_sums(kernels.partial_sums([1])), PLAN).memory
         record = np.zeros(1, RECORD)
         record[0] = tuple(range(1, len(RECORD.names) + 1))
         with device.active():  # CuPy writes, too, behind the current stream of the current device
@@ -63,7 +63,7 @@ class Steps:
     def __init__(self, backend):
         self.backend, self.kernels = backend, backend.kernels
         self.target, self.sums = self.kernels.device.allocate(4), self.kernels.partial_sums([4])
-        self.readback = self.kernels.status_readback(Arena((), self.sums), PLAN)
+        self.readback = self.kernels.status_readback(arena_of_sums(self.sums), PLAN)
         self.views = {}
 
     def prepare(self, *values):
@@ -176,7 +176,7 @@ class TestStatusReadback:
 
     def test_the_host_needs_none(self):
         kernels = HostKernels(1)
-        assert kernels.status_readback(Arena((), kernels.partial_sums([1])), PLAN) is None
+        assert kernels.status_readback(arena_of_sums(kernels.partial_sums([1])), PLAN) is None
 
 
 class TestDecisionMemory:
@@ -184,13 +184,13 @@ class TestDecisionMemory:
         kernels = device.kernels
         sums = kernels.partial_sums([3, 3])
         plans = [ClipPlan((0, 0), (1.0,)), ClipPlan((0, 1), (1.0, 2.0))]
-        first, second = (kernels.decision(Arena((), sums), plan) for plan in plans)
-        assert kernels.decision(Arena((), sums), ClipPlan((0, 0), (1.0,))) is first
+        first, second = (kernels.decision(arena_of_sums(sums), plan) for plan in plans)
+        assert kernels.decision(arena_of_sums(sums), ClipPlan((0, 0), (1.0,))) is first
         assert first.memory is not second.memory
         assert (len(first.factors), len(second.factors)) == (1, 2)
 
     def test_before_the_first_step_nothing_is_clipped(self, device):
-        decision = device.kernels.decision(Arena((), device.kernels.partial_sums([3])), PLAN)
+        decision = device.kernels.decision(arena_of_sums(device.kernels.partial_sums([3])), PLAN)
         assert (
             [number_of(scale) for scale in decision.scales] == [number_of(factor) for factor in decision.factors] == [1]
         )
@@ -200,7 +200,7 @@ class TestDecisionMemory:
     def test_scalars_are_views_that_the_next_step_writes(self, device):
         steps = Steps(device)
         steps.prepare(2, 8)
-        decision = steps.kernels.decision(Arena((), steps.sums), PLAN)
+        decision = steps.kernels.decision(arena_of_sums(steps.sums), PLAN)
         norm, scale, factor, inverse = decision.norm, decision.scale, decision.factor, decision.inverse
         for value in (2, 8):
             steps.step(value)

@@ -12,7 +12,7 @@ import pytest
 from backends import on_the_stand_in
 from devices import churned, named_cuda, on_host, put_all, raw, synchronize
 from emulated_torch import copy_on
-from folds import finalise, hand_back, measure
+from folds import arena_of_sums, finalise, hand_back, measure
 from ranks import on_ranks
 
 from gradengine import (
@@ -26,7 +26,7 @@ from gradengine import (
 )
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels import Arena, ClipPlan, launch
+from gradengine.kernels import ClipPlan, launch
 from gradengine.kernels.launch import Entry, chunk_for
 from gradengine.kernels.streams import StreamOrder
 
@@ -625,7 +625,7 @@ class TestDropped:
         plans = [ClipPlan((0,), (1.0, float(number))) for number in range(20)]
         for plan, buffer in zip(plans, buffers, strict=True):
             with taken_by_others(device):
-                kernels.decision(Arena((), state), plan)
+                kernels.decision(arena_of_sums(state), plan)
             with kernels.device.on(stream):
                 measure(kernels, [buffer], state)
                 decision = finalise(kernels, None, state, plan, 1.0, zero_if_bad=False)

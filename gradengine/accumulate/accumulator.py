@@ -168,9 +168,10 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             LayoutMismatch: No such block.
         """
         block = self.layout.block(index)
-        self._flush(self._of_span[block.key])
-        self._exposed[self._of_span[block.key].index] = True
-        return BlockGradientSet(block, self.kernels, self.arena)
+        slot_set = self._of_span[block.key]
+        self._flush(slot_set)
+        self._exposed[slot_set.index] = True
+        return BlockGradientSet(block, self.kernels, self.arena, slot_set)
 
     def average(self) -> None:
         """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.

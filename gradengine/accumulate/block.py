@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order, matched_views
-from gradengine.arguments import as_float, out_of_range, refuse_other_kind
+from gradengine.arguments import as_float, out_of_range, refuse_other_kind, said
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, LayoutMismatch, NotCopied
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, SlotSet, kernels_for
@@ -26,6 +26,10 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         block: The block, from `layout.blocks`.
         kernels: The device's kernels; NumPy on the CPU by default.
         arena: The layout's arena, of which the block is a stretch; zeroed memory of its own by default.
+        slots: Which of the arena's targets are the block's, in its order; all of them by default.
+
+    Raises:
+        LayoutMismatch: Those targets have other sizes than the block's components.
 
     Example:
         >>> from gradengine import GradientLayout
@@ -40,17 +44,26 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         block: Block,
         kernels: Kernels | None = None,
         arena: Arena | None = None,
+        slots: SlotSet | None = None,
     ) -> None:
         refuse_other_kind("block", block, Block, do="pass one of layout.blocks")
         self._block, self._kernels = block, kernels_for("cpu" if kernels is None else kernels)
         whole, start, stop = None if arena is None else arena.memory, block.start, block.stop
         self._memory = self._kernels.device.allocate(stop - start) if whole is None else whole.part(start, stop)
-        targets = [self._memory.part(slot.offset - start, slot.stop - start) for slot in block.slots]
         if arena is None:
+            targets = [self._memory.part(slot.offset - start, slot.stop - start) for slot in block.slots]
             self._arena = self._kernels.arena(targets, self._memory)
+        else:
+            self._arena = arena
+        self._slots = slots or self._arena.whole
+        self._targets = [self._arena.targets[position] for position in self._slots.positions]
+        sizes = tuple([target.size for target in self._targets])
+        if sizes != self.component_sizes:
+            raise LayoutMismatch(
+                f"block {block.index} is given another's targets", got=said(sizes), expected=said(self.component_sizes)
+            )
+        if arena is None:
             self.zero()
-        else:  # the order of work on it is the whole arena's
-            self._arena = Arena(tuple(targets), arena.partials, self._memory)
 
     @property
     def components(self) -> Mapping[str, Any]:
@@ -59,7 +72,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         On a GPU it may be read on the streams that are current now; so may `flatten`.
         """
         self._arena.follow()
-        pairs = zip(self._block.slots, self._arena.targets, strict=True)
+        pairs = zip(self._block.slots, self._targets, strict=True)
         return NamedArrays(
             {self._short(slot): self._kernels.device.array(target, slot.shape) for slot, target in pairs}
         )
@@ -117,7 +130,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
             raise out_of_range("a divisor", divisor, "a finite number in +-(2**-126..2**126)")
         factor = np.float32(1 / number)
         with self._arena.in_order():
-            self._kernels.scale(self._arena.targets, factor, self._arena.targets)
+            self._kernels.scale(self._targets, factor, self._targets)
 
     def zero(self) -> None:
         """Write zeros, padding included."""
@@ -127,10 +140,10 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
         with self._arena.in_order():
-            return any(self._kernels.first_non_finite(target) is not None for target in self._arena.targets)
+            return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
 
     def _write(self, sources: Sequence[Buffer | None], *, overwrite: bool) -> None:
-        for slot, source, target in zip(self._block.slots, sources, self._arena.targets, strict=True):
+        for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
             if source and source.pointer != target.pointer and source.overlaps(self._memory):
                 raise BufferRefused(
                     f"component '{slot.name}' lies elsewhere in this block's own memory",
@@ -138,11 +151,10 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
                     expected="memory of the caller's",
                     do="pass a copy",
                 )
-        slots = SlotSet([position for position, source in enumerate(sources) if source])
-        contribution = Contribution.of(slots, [source for source in sources if source])
-        is_first = np.full(len(slots.positions), overwrite)
+        contribution = Contribution.of(self._slots, sources)
+        is_first = np.full(len(sources), overwrite)
         with self._arena.in_order():
-            self._kernels.accumulate(self._arena, FoldPass(slots, is_first, [contribution], [np.float32(1)]))
+            self._kernels.accumulate(self._arena, FoldPass(self._slots, is_first, [contribution], [np.float32(1)]))
 
     def _short(self, slot: Slot) -> str:
         return slot.name.removeprefix(f"{self._block.name}.")

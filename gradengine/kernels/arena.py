@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from gradengine.arguments import said
 from gradengine.arrays.buffer import Buffer
+from gradengine.errors import LayoutMismatch
 from gradengine.kernels.decision import Float64, sum_in_order
 from gradengine.kernels.device import Order
 from gradengine.kernels.operands import SlotSet
@@ -100,6 +102,16 @@ class Arena:
     partials: PartialSums
     memory: Buffer | None = None  # that the targets are parts of, the padding between them zero, where they are
     prepared: WeakKeyDictionary[SlotSet, Any] = field(default_factory=WeakKeyDictionary)  # by a device's kernels
+
+    def __post_init__(self) -> None:
+        # A target is cut into chunks by the sizes that its partial sums were made for: by others part of it is lost.
+        sizes = tuple([target.size for target in self.targets])
+        if sizes != self.partials.sizes:
+            raise LayoutMismatch(
+                "an arena has the partial sums of other targets",
+                got=said(self.partials.sizes),
+                expected=f"{said(sizes)}, its targets' elements",
+            )
 
     @cached_property
     def whole(self) -> SlotSet:
