@@ -53,7 +53,10 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             leave for the other workers at once. One more is refused, and so is one more of any block.
         hold: Micro-batches kept by reference and folded in one pass; their buffers must stay unchanged until then.
         groups: Components that share a norm: None (global), "block", "component", or a mapping or function by slot.
-        average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means.
+        average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means;
+            "sum" the weighted sum of a worker's micro-batches, for a loss that was divided by their number before
+            backward, as HF Trainer, Accelerate and Lightning do. Over workers it is the mean of all workers' sums,
+            those without a micro-batch included, as in torch's DistributedDataParallel.
         loss_scale: What the loss was multiplied by; undone in the same multiplication.
         reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
             a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
@@ -106,7 +109,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         parts = TensorParallelGroup(self.accumulator, replicated)
         self._reducer = Reducer(
-            self.accumulator, per_worker=self._settings.per_worker, settings=self._settings.shared, parts=parts
+            self.accumulator, average=self._settings.average, settings=self._settings.shared, parts=parts
         )
         self._late = DeferredErrors(self._kernels.status_readback(self.accumulator.arena, self._plan), layout)
         self._capture: Capture | None = None  # while a window is captured

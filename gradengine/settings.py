@@ -15,7 +15,7 @@ from gradengine.layout import GradientLayout
 from gradengine.reduction.tensor_parallel_group import Replicated
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
-Average: TypeAlias = Literal["weighted", "per_worker"]
+Average: TypeAlias = Literal["weighted", "per_worker", "sum"]
 
 
 class EngineOptions(TypedDict, total=False):
@@ -42,12 +42,12 @@ class Settings:
         self, plan: ClipPlan, on_non_finite: OnNonFinite, average: Average, micro_batches: int | None, loss_scale: float
     ) -> None:
         refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
-        refuse_unknown("average", average, ("weighted", "per_worker"))
+        refuse_unknown("average", average, ("weighted", "per_worker", "sum"))
         self.plan = plan
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
         # Zeros also where it raises: a GPU's error comes by a later call, behind what is handed back.
         self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
-        self.per_worker = average == "per_worker"
+        self.average = average
         #: What all workers must have set alike; each step compares them.
         self.shared = {
             "max_norm": repr(plan.max_norms),

@@ -174,8 +174,9 @@ class DistributedTrainer:
                 part with weight 0.
 
         Returns:
-            The loss over all workers' micro-batches, by weight; the same on every worker. It is told and decides
-            nothing: NaN where a micro-batch's is NaN, also where the gradients are finite and the step is made.
+            The mean of `forward_backward`'s losses over all workers' micro-batches, by weight, whatever `average` is;
+            the same on every worker. It is told and decides nothing: NaN where a micro-batch's is NaN, also where the
+            gradients are finite and the step is made.
 
         Raises:
             WindowError: No worker has a micro-batch, an earlier batch is not finished, or all steps are done.

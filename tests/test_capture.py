@@ -67,6 +67,7 @@ class TestBits:
             ({"micro_batches": 2}, [1.0, 1.0]),
             ({"groups": "block"}, [1.0, 1.0]),
             ({"loss_scale": 256.0, "max_norm": None}, [1.0, 2.0]),
+            ({"average": "sum", "loss_scale": 4.0}, [1.0, 3.0, 0.5]),
         ],
     )
     def test_a_replay_is_the_eager_step(self, device, options, weights):

@@ -768,6 +768,116 @@ class TestAsynchronous:
         assert bits_of(result) == bits
 
 
+class TestAverageSum:
+    """The loss was divided before backward: nothing is divided but by the number of workers."""
+
+    def test_one_worker_gets_the_weighted_sum_and_its_norm(self, backend):
+        engine = new_engine(backend, GradientLayout.of({"w": (2,)}), max_norm=None, average="sum")
+        add_to(engine, backend, [np.array([1, 2], np.float32)])
+        add_to(engine, backend, [np.array([1, 3], np.float32)], 2.0)
+        result = engine.step()
+        np.testing.assert_array_equal(on_host(result.gradients["w"]), [3.0, 8.0])
+        assert float(result.norm) == pytest.approx(math.sqrt(73), rel=1e-6)
+        assert (float(result.factor), float(result.inverse_factor), float(result.scale)) == (1.0, 1.0, 1.0)
+        assert (result.weight, result.micro_batches) == (3.0, 2)
+
+    @pytest.mark.parametrize("hold", [1, 2, 5])
+    @pytest.mark.parametrize("known", [True, False])
+    def test_a_short_window_is_its_own_sum(self, backend, hold, known):
+        engine = new_engine(
+            backend, LAYOUT, max_norm=None, average="sum", hold=hold, micro_batches=4 if known else None
+        )
+        for first, count in ((0, 4), (10, 3), (20, 1)):
+            micro_batches = [random_gradients(first + k, LAYOUT) for k in range(count)]
+            for gradients in micro_batches:
+                add_to(engine, backend, gradients)
+            result = engine.step()
+            for total, got in zip(expected_sum(micro_batches, [1.0] * count), result.gradients.values(), strict=True):
+                draw.assert_same_bits(on_host(got), total)
+
+    def test_divided_losses_are_the_mean_of_undivided_ones(self, backend):
+        means, sums = new_engine(backend, max_norm=0.3), new_engine(backend, max_norm=0.3, average="sum")
+        for seed in range(4):
+            gradients = random_gradients(seed)
+            add_to(means, backend, gradients)
+            add_to(sums, backend, [gradient / 4 for gradient in gradients])
+        mean, total = means.step(), sums.step()
+        assert (float(mean.norm), float(mean.scale)) == (float(total.norm), float(total.scale))
+        assert float(mean.scale) < 1
+        assert bits_of(mean) == bits_of(total)
+
+    def test_groups_are_clipped_by_the_norms_of_their_sums(self, backend):
+        engine = new_engine(backend, groups="block", max_norm=0.25, average="sum", loss_scale=8.0)
+        micro_batches, weights = [random_gradients(seed, scale=8.0) for seed in range(3)], [1.0, 2.0, 0.5]
+        for gradients, weight in zip(micro_batches, weights, strict=True):
+            add_to(engine, backend, gradients, weight)
+        result = engine.step()
+        for total, norm, got in zip(
+            expected_sum(micro_batches, weights), result.group_norms.values(), result.gradients.values(), strict=True
+        ):
+            wanted = np.linalg.norm(np.float64(total)) / 8
+            assert float(norm) == pytest.approx(wanted, rel=1e-6)
+            np.testing.assert_allclose(on_host(got), total / 8 * min(1, 0.25 / wanted), rtol=3e-7)
+
+    @given(draw.layouts, draw.seeds, st.lists(draw.weights, min_size=1, max_size=4), st.data())
+    def test_it_is_the_sum_in_fp64(self, layout, seed, weights, data):
+        loss_scale, hold = data.draw(st.sampled_from([1.0, 2.0**-5, 1000.0])), data.draw(st.integers(1, 3))
+        micro_batches = [draw.random_gradients([seed, k], layout.slots) for k in range(len(weights))]
+        engine = GradientEngine(layout, max_norm=1e-3, average="sum", hold=hold, loss_scale=loss_scale)
+        for gradients, weight in zip(micro_batches, weights, strict=True):
+            engine.add(gradients, weight)
+        result = engine.step()
+        totals = [
+            sum(np.float64(np.float32(weight)) * gradient for gradient, weight in zip(parts, weights, strict=True))
+            for parts in zip(*micro_batches, strict=True)
+        ]
+        norm = math.sqrt(sum(float(np.square(total).sum()) for total in totals)) / loss_scale
+        assert result.norm == pytest.approx(norm, rel=1e-5)
+        for total, got in zip(totals, result.gradients.values(), strict=True):
+            wanted = total / loss_scale * result.scale
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6 * sum(weights) / loss_scale * result.scale)
+
+    @pytest.mark.parametrize("options", [{}, {"hold": 2}, {"micro_batches": 3}, {"max_norm": 0.2, "loss_scale": 4.0}])
+    @pytest.mark.parametrize("world_size", [1, 2, 3])
+    def test_workers_get_the_mean_of_their_sums_those_without_a_micro_batch_included(
+        self, backend, world_size, options
+    ):
+        """As DistributedDataParallel: the gradients of all ranks added up, and divided by their number."""
+
+        def one(exchange):
+            engine = new_engine(backend, exchange=exchange, average="sum", **{"max_norm": None, **options})
+            outcomes = []
+            for window in (3, 2):  # the second one is short; the last rank of several has nothing in it
+                count = 0 if window == 2 and exchange.rank == 2 else window
+                for k in range(count):
+                    add_to(engine, backend, random_gradients([exchange.rank, window, k]), 1.0 + k + exchange.rank)
+                if not count:
+                    engine.add(None, weight=0)
+                result = engine.step()
+                facts = [float(number) for number in (result.norm, result.scale, result.weight, result.factor)]
+                outcomes.append((facts, bits_of(result)))
+            return outcomes
+
+        outcomes = on_ranks(one, world_size)
+        assert all(outcome == outcomes[0] for outcome in outcomes), outcomes
+        loss_scale = options.get("loss_scale", 1.0)
+        for window, ((norm, scale, weight, factor), got) in zip((3, 2), outcomes[0], strict=True):
+            ranks = [rank for rank in range(world_size) if window == 3 or rank != 2]
+            weights = {(rank, k): 1.0 + k + rank for rank in ranks for k in range(window)}
+            totals = [
+                sum(w * np.float64(random_gradients([r, window, k])[i]) for (r, k), w in weights.items())
+                for i in range(len(SMALL.slots))
+            ]
+            expected = [total / world_size / loss_scale for total in totals]
+            assert norm == pytest.approx(math.sqrt(sum(float(np.square(e).sum()) for e in expected)), rel=1e-6)
+            assert weight == sum(weights.values())
+            assert scale == pytest.approx(min(1.0, options.get("max_norm", math.inf) / norm), rel=1e-6)
+            assert factor == pytest.approx(scale / world_size / loss_scale, rel=1e-6)
+            for bits, wanted in zip(got.values(), expected, strict=True):
+                array = np.frombuffer(bits, np.float32).reshape(wanted.shape)
+                np.testing.assert_allclose(array, wanted * scale, rtol=1e-5, atol=1e-6)
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "says"),
@@ -775,7 +885,7 @@ class TestBadInput:
             ({"max_norm": -1.0}, "got -1.0"),
             ({"max_norm": math.nan}, "got nan"),
             ({"on_non_finite": "ignore"}, "'raise', 'skip', 'pass'"),
-            ({"average": "mean"}, "'weighted', 'per_worker'"),
+            ({"average": "mean"}, "'weighted', 'per_worker', 'sum'"),
             ({"micro_batches": 0}, "got 0"),
             ({"hold": 0}, "got 0"),
             ({"loss_scale": 0.0}, "got 0.0"),
@@ -839,7 +949,7 @@ def train(exchange, *, average="weighted", steps=3, micro_batches=2, layout=LAYO
 
 class TestSeveralWorkers:
     @pytest.mark.parametrize("world_size", WORLD_SIZES)
-    @pytest.mark.parametrize("average", ["weighted", "per_worker"])
+    @pytest.mark.parametrize("average", ["weighted", "per_worker", "sum"])
     def test_all_ranks_end_with_the_same_bytes(self, world_size, average):
         outcomes = on_ranks(lambda e: train(e, average=average), world_size)
         assert all(outcome == outcomes[0] for outcome in outcomes)
@@ -1176,6 +1286,7 @@ class TestSeveralWorkersAfterAFault:
         [
             ("max_norm", [{"max_norm": 1.0}, {"max_norm": None}]),
             ("average", [{"average": "weighted"}, {"average": "per_worker"}]),
+            ("average", [{"average": "sum"}, {"average": "weighted"}]),
             ("loss_scale", [{"loss_scale": 1.0}, {"loss_scale": 2.0}]),
             ("on_non_finite", [{"on_non_finite": "skip"}, {"on_non_finite": "raise"}]),
             ("max_norm", [{"groups": None}, {"groups": "block"}]),

@@ -52,7 +52,9 @@ def train(exchange, backend, steps=3, layout=LAYOUT, **options):
 
 
 class TestSameBytes:
-    @pytest.mark.parametrize(("world_size", "average"), [(2, "weighted"), (3, "weighted"), (3, "per_worker")])
+    @pytest.mark.parametrize(
+        ("world_size", "average"), [(2, "weighted"), (3, "weighted"), (3, "per_worker"), (3, "sum")]
+    )
     def test_on_all_ranks_and_those_of_workers_on_the_cpu(self, kernels_of, backend_on_host, world_size, average):
         """Without a bound to the bit; with one to the rounding of a factor, since devices sum squares differently."""
         for options in ({"average": average, "max_norm": None}, {"average": average, "max_norm": 0.5}):
@@ -297,7 +299,7 @@ class TestMirror:
         """What has landed in it is nowhere else until the sum is whole."""
         accumulator = PerBlockGradientAccumulator(SMALL, backend.kernels)
         parts = TensorParallelGroup(accumulator, "same")
-        reducer = Reducer(accumulator, per_worker=False, settings={}, parts=parts)
+        reducer = Reducer(accumulator, average="weighted", settings={}, parts=parts)
         assert reducer._staging is reducer._staging
         assert reducer._staging.is_arena == backend.is_host
         assert reducer._staging.data.shape == (SMALL.arena_size,)

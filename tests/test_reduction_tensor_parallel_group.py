@@ -356,7 +356,7 @@ class TestGrid:
 
             return one
 
-        for average in ("weighted", "per_worker"):
+        for average in ("weighted", "per_worker", "sum"):
             expected = on_ranks(unsharded(average), 2)[0]
             for row in on_grid(work(average), 2, 2):
                 assert [norm for norm, _ in row] == pytest.approx([expected[0]] * 2, rel=1e-6)

@@ -25,7 +25,7 @@ def settings(**change):
     ("change", "message"),
     [
         ({"on_non_finite": "warn"}, "unknown on_non_finite: got 'warn', expected one of 'raise', 'skip', 'pass'"),
-        ({"average": "mean"}, "unknown average: got 'mean', expected one of 'weighted', 'per_worker'"),
+        ({"average": "mean"}, "unknown average: got 'mean', expected one of 'weighted', 'per_worker', 'sum'"),
         ({"micro_batches": 0}, "micro_batches is out of range: got 0, expected a whole number >= 1"),
         ({"micro_batches": 2.0}, "got 2.0"),
         ({"loss_scale": 0.0}, r"loss_scale is out of range: got 0.0, expected 2\*\*-64..2\*\*64"),

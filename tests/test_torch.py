@@ -107,6 +107,31 @@ def backward(module, seed, scale=1.0):
     (module(inputs).float().square().mean() * scale).backward()
 
 
+needs_distributed = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch has no torch.distributed"
+)
+
+
+def two_ranks_of_ddp(what, folder):
+    """What each of two processes says."""
+    here = Path(__file__).parent
+    command, paths = (
+        [sys.executable, str(here / "ddp_process.py"), what],
+        os.pathsep.join([str(here), str(here.parent)]),
+    )
+    ranks = [
+        subprocess.Popen(
+            [*command, rank, str(folder)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+        )
+        for rank in "01"
+    ]
+    try:
+        return [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 class TestClipAsTorch:
     @given(st.lists(draw.shapes, max_size=6), draw.seeds, st.sampled_from([1e-3, 0.5, 1.0, 7.0, 1e9]))
     def test_fp32_norm_and_gradients_are_torchs_within_1e_6(self, shapes, seed, max_norm):
@@ -1507,26 +1532,10 @@ class TestUncleared:
         np.testing.assert_allclose(engine.step().gradients["0"], wanted.numpy(), rtol=1e-6)
 
     @pytest.mark.timeout(150)
-    @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+    @needs_distributed
     def test_what_ddp_gives_as_views_of_its_buckets_is_taken(self, tmp_path):
         """A bucket of one parameter is changed once, by DDP's copy of a gradient that was cleared."""
-        here = Path(__file__).parent
-        command, paths = [sys.executable, str(here / "ddp_process.py")], os.pathsep.join([str(here), str(here.parent)])
-        ranks = [
-            subprocess.Popen(
-                [*command, rank, str(tmp_path / "meeting")],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": paths},
-            )
-            for rank in "01"
-        ]
-        try:
-            said = [rank.communicate(timeout=120)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        assert said == ["5 1\n" * 4 + "5 4\n" * 4] * 2
+        assert two_ranks_of_ddp("buckets", tmp_path) == ["5 1\n" * 4 + "5 4\n" * 4] * 2
 
     def test_those_that_torch_counts_nothing_for_are_taken(self):
         with torch.inference_mode():
@@ -1535,6 +1544,16 @@ class TestUncleared:
             for _ in range(3):
                 buffer += 1
                 engine.add([buffer])
+
+
+class TestBesideDistributedDataParallel:
+    @pytest.mark.timeout(150)
+    @needs_distributed
+    def test_the_sum_of_divided_losses_is_its_gradient(self, tmp_path):
+        """Also in a window that is short, and where a rank has no more data."""
+        said = [[float(line) for line in told.split()] for told in two_ranks_of_ddp("sum", tmp_path)]
+        assert [len(lines) for lines in said] == [4, 3]
+        assert max(itertools.chain(*said)) <= 1e-6, said
 
 
 class TestDevice:

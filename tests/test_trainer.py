@@ -106,7 +106,7 @@ def train(exchange, *, trainer=None, steps=5, each=2, **options):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("average", ["weighted", "per_worker"])
+@pytest.mark.parametrize("average", ["weighted", "per_worker", "sum"])
 def test_all_workers_keep_the_same_weights_on_both_transports(world_size, average):
     """After each step every worker holds the same bytes."""
     outcomes = [

@@ -52,11 +52,11 @@ class Reducer:
         self,
         accumulator: PerBlockGradientAccumulator,
         *,
-        per_worker: bool,
+        average: str,
         settings: Mapping[str, str],
         parts: TensorParallelGroup,
     ) -> None:
-        self._accumulator, self._per_worker, self._settings = accumulator, per_worker, settings
+        self._accumulator, self._average, self._settings = accumulator, average, settings
         self.parts, self.workers = parts, AllReduce()
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
@@ -119,8 +119,10 @@ class Reducer:
         return self.agreed
 
     def divisor(self, stats: StepStats) -> float:
-        """What makes the sum the average: with one worker its own mean is the mean over all."""
-        return stats.workers if self._per_worker and not self.workers.is_alone else stats.weight
+        """What the sum over all workers is divided by: with one worker its own mean is the mean over all."""
+        if self._average == "sum":
+            return self.workers.exchange.world_size if self.workers.exchange else 1
+        return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
         """What is not finite in the components at these positions: of a worker's contribution rather than of a sum."""
@@ -208,7 +210,7 @@ class Reducer:
     def _to_mean(self, span: Span) -> None:
         """Where workers' means are averaged, the span's sum becomes this worker's mean: once, however often asked."""
         accumulator = self._accumulator
-        if not self._per_worker or span.key in self._means or not accumulator.accumulated_count:
+        if self._average != "per_worker" or span.key in self._means or not accumulator.accumulated_count:
             return
         factor, targets = accumulator.mean_factor, [accumulator.target_of(slot) for slot in span.slots]
         with accumulator.changing():
