@@ -96,7 +96,7 @@ class FusedClipState(NotCopied, instead="make another of the same sizes"):
 
 
 def clip_gradients_fused(
-    buffers: Sequence[object], max_norm: float, state: FusedClipState, stream: object | None = None
+    buffers: Sequence[object], max_norm: float | None, state: FusedClipState, stream: object | None = None
 ) -> None:
     """Scale gradients in place so that their global norm is at most `max_norm`; norm and scale are left in `state`.
 
@@ -105,14 +105,14 @@ def clip_gradients_fused(
 
     Args:
         buffers: As many as `state` was made for, of those sizes; fp32, fp16 or bf16, writable, contiguous.
-        max_norm: The bound, >= 0.
+        max_norm: The bound, above 0; None clips nothing.
         state: From `FusedClipState`.
         stream: A GPU's stream (CuPy's, torch's, or a handle); the current CuPy stream by default.
 
     Raises:
         LayoutMismatch: Another number of buffers or another size.
         BufferRefused: A buffer cannot be written as it lies, or two overlap.
-        CallerError: `max_norm` is negative or NaN, or a stream is given on the CPU.
+        CallerError: `max_norm` is 0, negative or NaN, or a stream is given on the CPU.
     """
     refuse_other_kind("state", state, FusedClipState)
     _refuse_lone_array(buffers)
@@ -120,12 +120,12 @@ def clip_gradients_fused(
         _clip_named({f"buffers[{i}]": given for i, given in enumerate(listed("buffers", buffers))}, max_norm, state)
 
 
-def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_norm: float) -> Any:
+def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_norm: float | None) -> Any:
     """Clip arrays in place by their global norm, and return what the norm was.
 
     Args:
         arrays: A sequence, or a mapping by name; fp32, fp16 or bf16, all on one device, writable, contiguous.
-        max_norm: The bound, >= 0.
+        max_norm: The bound, above 0; None clips nothing.
 
     Returns:
         The global norm before clipping, accumulated beyond fp32 whatever the arrays' dtype; on a GPU a 0-d array there,
@@ -134,7 +134,7 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
 
     Raises:
         BufferRefused: An array cannot be written as it lies, or two overlap.
-        CallerError: `max_norm` is negative or NaN.
+        CallerError: `max_norm` is 0, negative or NaN.
 
     Example:
         >>> gradient = np.array([0, 10], np.float32)
@@ -221,13 +221,13 @@ def init_lora_fused_clip(workspace: object, device: DeviceLike | None = None) ->
     return FusedClipState([view.size for view in kernels.device.views(list(present.values()), list(present))], kernels)
 
 
-def clip_lora_gradients_fused(workspace: object, max_norm: float, state: FusedClipState) -> None:
+def clip_lora_gradients_fused(workspace: object, max_norm: float | None, state: FusedClipState) -> None:
     """Clip the six gradients of a LoRA block in place by their common norm.
 
     Raises:
         LayoutMismatch: The workspace is not as it was when `state` was made.
         BufferRefused: A buffer cannot be written as it lies, or two overlap.
-        CallerError: `max_norm` is negative or NaN.
+        CallerError: `max_norm` is 0, negative or NaN.
     """
     refuse_other_kind("state", state, FusedClipState)
     _clip_named(_lora_buffers(workspace, state.kernels), max_norm, state)
@@ -238,7 +238,7 @@ def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -
 
     `groups` is None for one global norm, "block" for one in each block (components outside share the group "rest"),
     "component" for one in each component, or a mapping or function slot -> group name. `max_norm` is one bound, or
-    one by group name. Raises `CallerError` where a bound is negative or NaN, or a group has none.
+    one by group name. Raises `CallerError` where a bound is 0, negative or NaN, or a group has none.
 
     >>> from gradengine.layout import GradientLayout
     >>> slots = GradientLayout.of({"layers.0.w": (1,), "layers.1.w": (1,), "head": (1,)}).slots
@@ -285,14 +285,16 @@ def _bound(max_norm: MaxNorm, group: str) -> float:
 
 
 def checked_max_norm(max_norm: float | None) -> float:
-    """The bound as a float, infinity for None; raises `CallerError` if it is negative (-0.0 too), NaN or no number."""
+    """The bound as a float, infinity for None; raises `CallerError` if it is 0, negative, NaN or no number."""
     bound = math.inf if max_norm is None else as_float(max_norm)
-    if not bound >= 0 or math.copysign(1, bound) < 0:  # written so that NaN is refused; -0.0 is somebody's underflow
-        raise out_of_range("max_norm", max_norm, "a number >= 0, or None to clip nothing")
+    if not bound > 0:  # written so that NaN is refused
+        # Frameworks (HF Trainer, Lightning) take 0 for "no clipping"; as a bound it would stop training without a word.
+        do = "to switch clipping off pass None: a bound of 0 would make each gradient zero" if bound == 0 else None
+        raise out_of_range("max_norm", max_norm, "a number above 0, or None to clip nothing", do=do)
     return bound
 
 
-def _clip(arena: Arena, max_norm: float, state: FusedClipState) -> Decision:
+def _clip(arena: Arena, max_norm: float | None, state: FusedClipState) -> Decision:
     kernels = state.kernels
     plan = ClipPlan((0,) * len(arena.targets), (checked_max_norm(max_norm),))
     kernels.measure(arena)
@@ -302,7 +304,7 @@ def _clip(arena: Arena, max_norm: float, state: FusedClipState) -> Decision:
     return decision
 
 
-def _clip_named(buffers: Mapping[str, object], max_norm: float, state: FusedClipState) -> None:
+def _clip_named(buffers: Mapping[str, object], max_norm: float | None, state: FusedClipState) -> None:
     names, given, sizes = list(buffers), list(buffers.values()), state.partials.sizes
     if len(given) != len(sizes):
         what = "another number of buffers than the clip state was made for"

@@ -45,7 +45,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         layout: Where each component lies.
         device: "cpu", "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
         max_norm: Bound of the global norm, or one by group name. None, the default, clips nothing: a bound that nobody
-            asked for would change gradients without a word. The norm is taken either way.
+            asked for would change gradients without a word. The norm is taken either way. 0 is refused.
         exchange: The sum over workers; None for one worker. Of a part of a model, over the workers with the same part.
         on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" it on
             unclipped. With groups that is the group it lies in: each other one keeps its bound.

@@ -139,14 +139,14 @@ def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
 
     Args:
         tree: Arrays in fp32, fp16 or bf16, on one device. None leaves stay; an empty tree has norm 0.
-        max_norm: The bound, >= 0; None clips nothing.
+        max_norm: The bound, above 0; None clips nothing.
 
     Returns:
         A new tree in the leaves' dtypes, each element multiplied once in fp32 and rounded once (by JAX, whose CPU
         backend flushes subnormals to zero), or the tree itself if there is nothing to clip; and the norm before.
 
     Raises:
-        CallerError: `max_norm` is negative or NaN.
+        CallerError: `max_norm` is 0, negative or NaN.
         BufferRefused: A leaf is traced, deleted, sharded over several devices, or of another dtype.
         LayoutMismatch: Two paths give one name.
 

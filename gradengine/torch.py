@@ -32,7 +32,7 @@ __all__ = ["clip_grad_norm_", "drop_unused", "give_gradients", "gradients_of", "
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
+    max_norm: float | None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,  # noqa: ARG001  (torch's signature)
@@ -46,13 +46,14 @@ def clip_grad_norm_(
     - The scale is min(1, max_norm / norm), without torch's epsilon of 1e-6. Each element is multiplied once in fp32
       and rounded once. Nothing is written if the norm is within the bound.
     - A norm that is NaN or Inf scales nothing, where torch would multiply every gradient by NaN or 0.
-    - A negative or NaN `max_norm`, a norm other than the second, a parameter that is listed twice (torch would count
-      and scale its gradient twice), float64 and complex gradients, and gradients on several devices are refused.
+    - A `max_norm` that is 0, negative or NaN, a norm other than the second, a parameter that is listed twice (torch
+      would count and scale its gradient twice), float64 and complex gradients, and gradients on several devices are
+      refused.
 
     Args:
         parameters: A tensor, or any iterable of them; those without `.grad` are skipped. Gradients are fp32, fp16 or
             bf16, also mixed, on one device, dense in any order of their dimensions (channels_last, transposed).
-        max_norm: The bound, >= 0.
+        max_norm: The bound, above 0; None clips nothing. torch takes 0, and makes each gradient zero.
         norm_type: 2, the only one.
         error_if_nonfinite: Raise where the norm is NaN or Inf. On a GPU a wait for the device, as torch's is.
         foreach: Ignored: all gradients are always clipped together.

@@ -884,6 +884,11 @@ class TestBadInput:
         [
             ({"max_norm": -1.0}, "got -1.0"),
             ({"max_norm": math.nan}, "got nan"),
+            ({"max_norm": 0}, "got 0, expected a number above 0.*to switch clipping off pass None"),
+            (
+                {"max_norm": {"block 0": 1.0, "block 1": 0.0, "rest": 1.0}, "groups": "block"},
+                "to switch clipping off pass None",
+            ),
             ({"on_non_finite": "ignore"}, "'raise', 'skip', 'pass'"),
             ({"average": "mean"}, "'weighted', 'per_worker', 'sum'"),
             ({"micro_batches": 0}, "got 0"),

@@ -478,10 +478,9 @@ class TestClip:
         assert clipped is tree
         assert not math.isfinite(norm)
 
-    def test_a_bound_of_zero_makes_zeros(self):
-        clipped, norm = clip_by_global_norm([jnp.asarray([3.0, 4.0])], 0.0)
-        assert norm == 5.0
-        assert clipped[0].tolist() == [0.0, 0.0]
+    def test_a_bound_of_zero_is_refused(self):
+        with pytest.raises(CallerError, match="to switch clipping off pass None"):
+            clip_by_global_norm([jnp.asarray([3.0, 4.0])], 0.0)
 
     @pytest.mark.parametrize("empty", [{}, [], None, {"a": None, "b": ()}, {"a": jnp.zeros((0, 3))}])
     def test_nothing_has_norm_zero(self, empty):

@@ -289,12 +289,21 @@ class TestClipBeyondTorch:
         assert clip_grad_norm_(parameters, bound) == 5.0
         assert_same_bits([p.grad for p in parameters], before)
 
-    def test_a_bound_of_zero_makes_zeros(self):
+    @pytest.mark.parametrize("bound", [0, 0.0])
+    def test_a_bound_of_zero_is_refused_where_torch_makes_zeros(self, bound):
         parameters = random_parameters(4)
-        assert clip_grad_norm_(parameters, 0.0) > 0
-        assert exact_norm(parameters) == 0.0
+        with pytest.raises(CallerError, match="to switch clipping off pass None"):
+            clip_grad_norm_(parameters, bound)
+        assert_same_bits([p.grad for p in parameters], [p.grad for p in random_parameters(4)])
+        with pytest.raises(CallerError, match="to switch clipping off pass None"):
+            clip_grad_norm_([], bound)
 
-    @pytest.mark.parametrize("bound", [0.0, 1.0])
+    def test_none_clips_nothing(self):
+        parameters = random_parameters(4)
+        assert float(clip_grad_norm_(parameters, None)) == pytest.approx(exact_norm(random_parameters(4)), rel=1e-6)
+        assert_same_bits([p.grad for p in parameters], [p.grad for p in random_parameters(4)])
+
+    @pytest.mark.parametrize("bound", [1e-300, 1.0])
     def test_zeros_stay_zeros(self, bound):
         parameters = [parameter_of(torch.zeros(4))]
         assert clip_grad_norm_(parameters, bound) == 0.0

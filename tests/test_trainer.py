@@ -212,7 +212,7 @@ def test_no_micro_batch_is_an_error():
         DistributedTrainer(LinearRegression(), None, LAYOUT, max_norm=1.0).train_batch([])
 
 
-@pytest.mark.parametrize("options", [{"max_steps": -1}, {"check_every": -1}])
+@pytest.mark.parametrize("options", [{"max_steps": -1}, {"check_every": -1}, {"max_norm": 0}])
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(CallerError):
         DistributedTrainer(LinearRegression(), None, LAYOUT, **options)
