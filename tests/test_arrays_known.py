@@ -98,6 +98,15 @@ class TestUse:
         with pytest.raises(BufferRefused, match="own arena"):
             engine.add(list(handed.values()))
 
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_an_array_with_gaps_is_refused_though_one_of_its_shape_was_taken(self, hold):
+        engine, given = GradientEngine(LAYOUT, hold=hold), arrays()
+        for _ in range(2):
+            engine.add(arrays())
+        for with_gaps in (np.ones((6, 4), np.float32).T, np.ones((4, 12), np.float32)[:, ::2]):
+            with pytest.raises(BufferRefused, match="not contiguous"):
+                engine.add([with_gaps, given[1]])
+
     def test_an_array_that_has_another_shape_now_is_refused(self):
         engine, given = GradientEngine(LAYOUT), arrays()
         engine.add(given)

@@ -508,6 +508,16 @@ class TestSquaredSums:
             kernels.measure(arena)  # anew
             draw.assert_same_bits(kernels.totals(arena), np.array([9, *expected[1:]]))
 
+    @pytest.mark.parametrize("count", [1, 3, 12])
+    def test_no_row_is_lost_where_some_chunks_are_measured_and_not_all(self, backend, count):
+        """A few are added up one by one, many together."""
+        for size in (1, draw.ROW, draw.ROW + 44, 2 * draw.ROW, 5 * draw.ROW + 3, backend.chunk + 300):
+            arena = backend.kernels.arena([backend.buffer(np.ones(size, np.float32)) for _ in range(count + 1)])
+            backend.kernels.measure(arena)
+            backend.kernels.zero_sums(arena, range(count + 1))
+            backend.kernels.measure(arena, range(count))
+            assert totals_of(backend.kernels, arena.partials).tolist() == [size] * count + [0]
+
     def test_measured_in_the_fold_is_measured_apart(self, backend):
         size = backend.chunk + 700
         target, source = draw.random_array(0, size), draw.random_array(1, size, "bfloat16")

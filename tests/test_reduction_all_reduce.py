@@ -58,6 +58,35 @@ def test_the_sum_lands_once_and_the_next_step_is_another(transport):
         assert on_all(work, exchanges) == [([3.0, 3.0, 3.0], 3, set())] * 2
 
 
+def test_a_rank_that_asks_again_is_told_alone_what_was_told_in_the_step():
+    """As where it runs a step again that the others have ended: they would not answer."""
+
+    def work(exchange):
+        rank = Rank(exchange.rank)
+        rank.join(exchange)
+        for _ in range(2 - exchange.rank):
+            told = rank.sum.tell("loss", exchange.rank)
+        exchange.barrier()
+        return told
+
+    assert on_ranks(work, 2, timeout=5.0) == [[0, 1]] * 2
+
+
+def test_what_is_told_after_a_lost_exchange_is_what_the_next_ones_ranks_say():
+    second, both = local_group(2, timeout=20.0), threading.Barrier(2)
+
+    def work(exchange):
+        rank = Rank(exchange.rank)
+        rank.join(exchange)
+        before = rank.sum.tell("loss", exchange.rank)
+        both.wait(SOON)
+        exchange.close()
+        rank.join(second[exchange.rank])
+        return before, rank.sum.tell("loss", 10 + exchange.rank)
+
+    assert on_ranks(work, 2) == [([0, 1], [10, 11])] * 2
+
+
 @pytest.mark.parametrize("started", [0, 1, 2])
 def test_what_left_through_a_lost_exchange_is_contributed_again(started):
     second = local_group(2, timeout=20.0)
