@@ -308,6 +308,18 @@ class TestHold:
             accumulator.add([*first[:2], batch[2], *last[3:]])
         assert state(accumulator, backend) == before
 
+    def test_so_it_is_in_another_dtype(self, backend):
+        """What is held would be read when the buffer has the next micro-batch's bits."""
+        accumulator = new(GradientLayout.of([(2,)]), hold=2, backend=backend)
+        buffer = backend.buffer(np.ones(2, np.float32))
+        accumulator.add([raw(buffer)])
+        with pytest.raises(BufferRefused, match=rf"'0' is held already .* got address {buffer.pointer:#x} twice"):
+            accumulator.add([raw(buffer, dtype="float16")])
+        accumulator.zero_all()
+        accumulator.add([raw(buffer, dtype="float16")])
+        with pytest.raises(BufferRefused, match="'0' is held already"):
+            accumulator.add([raw(buffer)])
+
     def test_the_same_address_may_come_again_after_its_fold(self, backend):
         accumulator = new(hold=2, backend=backend)
         batches = [draw.random_gradients(seed, ODD.slots) for seed in range(2)]

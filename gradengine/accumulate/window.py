@@ -49,14 +49,14 @@ class Window:
 
     def refuse_aliases(self, contribution: Contribution, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` where one of its addresses is held already."""
-        addresses = contribution.addresses.tolist()
+        addresses = _untagged(contribution)
         if self._addresses.isdisjoint(addresses):
             return
         for position, address in zip(contribution.slots.positions, addresses, strict=True):
             if address in self._addresses:
                 raise BufferRefused(
                     f"component '{slots[position].name}' is held already at the same address",
-                    got=f"address {address & ADDRESS:#x} twice in one fold",
+                    got=f"address {address:#x} twice in one fold",
                     expected="a buffer of its own for each held micro-batch",
                     do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
                 )
@@ -111,7 +111,7 @@ class Window:
         if contribution.present.any() or contribution.slots in self._held:  # one more that the others wait for
             self._held.setdefault(contribution.slots, []).append((contribution, weight))
             self._holder.update(dict.fromkeys(contribution.slots.positions, contribution.slots))
-            self._addresses.update(filter(None, contribution.addresses.tolist()))  # 0: nothing came, or it is empty
+            self._addresses.update(filter(None, _untagged(contribution)))  # 0: nothing came, or it is empty
 
     def held_passes(self, slot_set: SlotSet) -> list[FoldPass]:
         """All that is held for these slots, and for others that came with them: a pass for each set."""
@@ -127,7 +127,7 @@ class Window:
             self.measured[fold.given] = True
         if fold.slots in self._held:
             for contribution, _ in self._held.pop(fold.slots):
-                self._addresses.difference_update(contribution.addresses.tolist())
+                self._addresses.difference_update(_untagged(contribution))
             for position in fold.slots.positions:
                 del self._holder[position]
 
@@ -136,6 +136,12 @@ class Window:
         self.weights = [np.float32(1)]
         self.counts[:] = 1
         self.measured[:] = False
+
+
+def _untagged(contribution: Contribution) -> list[int]:
+    """Where its gradients lie, whatever their dtypes; 0 where there is nothing."""
+    addresses: list[int] = (contribution.addresses & np.uint64(ADDRESS)).tolist()
+    return addresses
 
 
 def checked_weight(weight: float) -> np.float32:
