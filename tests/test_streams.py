@@ -294,6 +294,55 @@ class TestALenderOnTheDefaultStream:
             mine.__exit__()
 
 
+class TestALenderOnAStreamOfItsOwn:
+    """Our work waits for what it has queued, and what it queues next waits for ours."""
+
+    @pytest.fixture
+    def lender(self, device):
+        """Gradients of 3 by their addresses, `become` another value on the lender's stream."""
+        stream, lent = stream_of(device), put_all(device, ones(3))
+        values = {value: put_all(device, ones(value)) for value in (8, 9)}
+        synchronize(device)
+
+        def become(value):
+            for target, source in zip(lent, values[value], strict=True):
+                copy_on(device.xp, stream, target, source)
+
+        pointers = [raw(device.kernels.device.view(array, "w"), stream=stream.ptr) for array in lent]
+        return SimpleNamespace(pointers=pointers, become=become, stream=stream)
+
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_reads_the_mean_right_after_the_step_and_not_the_sum(self, device, lender, hold):
+        engine, seen = new_engine(device, hold=hold), put_all(device, ones(0))
+        synchronize(device)
+        with stream_of(device):
+            engine.add(lender.pointers, weight=2)
+            result = engine.step()
+        for target, source in zip(seen, result.gradients.values(), strict=True):
+            copy_on(device.xp, lender.stream, target, source)
+        lender.stream.synchronize()
+        assert all((on_host(array) == 3).all() for array in seen)
+
+    def test_does_not_write_over_a_gradient_that_is_still_to_be_added(self, device, lender):
+        engine, mine = new_engine(device), stream_of(device)
+        with mine:
+            engine.add(lender.pointers)
+            lender.become(9)
+            lender.stream.synchronize()
+            result = engine.step()
+            assert all((on_host(array) == 3).all() for array in result.gradients.values())
+
+    def test_writes_what_is_folded_while_its_gradients_are_held(self, device, lender):
+        engine, mine, own = new_engine(device, hold=2), stream_of(device), put_all(device, ones(2))
+        synchronize(device)
+        with mine:
+            engine.add(lender.pointers)
+            lender.become(8)
+            engine.add(own)
+            mine.synchronize()
+            assert all((on_host(array) == 5).all() for array in engine.step().gradients.values())
+
+
 def read_there(array):
     """As CuPy reads behind the current stream of the array's own device."""
     with array.device:
