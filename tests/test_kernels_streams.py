@@ -129,6 +129,24 @@ class TestOrder:
         synchronize(device)
         assert on_host(copy[0]) == 8
 
+    @pytest.mark.usefixtures("lazy")
+    @pytest.mark.parametrize("way", ["in place", "deferred"])
+    def test_a_steps_result_read_at_once_by_the_lender(self, device, lender, way):
+        """On the lender's stream alone, which the device gets on with first: what it does not wait for is not there."""
+        engine, given = new_engine(device), filled(device, 5)
+        synchronize(device)
+        for value in (1, 3):
+            write = lender.writes(value)
+            write()
+            engine.add(lender.lent())
+            engine.add(given)
+            result = engine.step(deferred=way == "deferred")
+            copies = lender.reads(list((result.sums if result.deferred else result.gradients).values()))
+            factor = lender.reads([result.inverse_factor]) if result.deferred else ()
+            lender.stream.synchronize()
+            assert all_are(copies, value + 5 if result.deferred else (value + 5) / 2)
+            assert all_are(factor, 2)
+
     @pytest.mark.parametrize("max_norm", [None, 1.0])
     def test_destinations_of_a_step(self, device, lender, max_norm):
         engine, out = new_engine(device, max_norm=max_norm), filled(device, 0)
@@ -279,7 +297,7 @@ class TestALenderThatRecords:
 
     @pytest.mark.parametrize("call", ["block", "add"])
     def test_a_fold_does_not_end_its_recording(self, device, lender, call):
-        """What is held was lent before: the window is lost, the framework's graph is not."""
+        """What is held was lent before; afterwards the window can be dropped as well."""
         engine, gradients = new_engine(device, hold=2), filled(device, 1)
         engine.add(lender.lent())
         lender.stream.begin_capture()
@@ -289,6 +307,20 @@ class TestALenderThatRecords:
         engine.discard()
         engine.add(gradients)
         assert all_are(engine.step().gradients.values(), 1)
+
+    @pytest.mark.parametrize("call", ["block", "add"])
+    def test_a_fold_that_was_refused_loses_nothing(self, device, lender, call):
+        """What is held and what was summed stand as they did: when the recording is over, the window goes on."""
+        engine, gradients = new_engine(device, hold=2), filled(device, 1)
+        lender.writes(3)()
+        engine.add(lender.lent())
+        lender.stream.begin_capture()
+        with nothing_is_launched(device), pytest.raises(CallerError, match="records a graph on its stream"):
+            engine.add(gradients) if call == "add" else engine.accumulator.block(0)
+        lender.stream.end_capture()
+        assert engine.accumulator.accumulated_count == 1
+        engine.add(gradients)
+        assert all_are(engine.step().gradients.values(), 2)
 
     def test_a_replay_is_refused_before_it_is_launched(self, device, lender):
         engine, lent = new_engine(device), lender.lent()
@@ -663,5 +695,21 @@ def test_each_of_several_lenders_is_waited_for_and_told(device, monkeypatch):
         for spoil in spoils:
             spoil()
         for lender in producers[::order]:
+            lender.stream.synchronize()
+        assert all_are(engine.step().gradients.values(), value)
+
+
+@pytest.mark.usefixtures("lazy")
+def test_each_micro_batchs_lender_waits_for_the_fold_of_several_that_were_held(device, monkeypatch):
+    """Its next gradients must not be written over those that are still to be read."""
+    lenders = [ProducerStream(device, "a pointer with a stream", monkeypatch) for _ in range(2)]
+    engine = new_engine(device, hold=2)
+    for value, order in ((2, 1), (4, -1)):
+        writes, spoils = ([lender.writes(v) for lender in lenders] for v in (value, np.nan))
+        for lender, write in zip(lenders, writes, strict=True):
+            write()
+            engine.add(lender.lent())
+        for lender, spoil in list(zip(lenders, spoils, strict=True))[::order]:
+            spoil()
             lender.stream.synchronize()
         assert all_are(engine.step().gradients.values(), value)

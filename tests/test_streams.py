@@ -142,6 +142,21 @@ class TestTwoStreams:
         twice = [(wanted, wanted)] * 2 + [norm] + [(2 * wanted, 2 * wanted)] * 2 + [2 * norm.expected]
         assert on_ranks(one, 2) == [[*twice[:5], pytest.approx(twice[5])]] * 2
 
+    @pytest.mark.usefixtures("lazy")
+    def test_a_clip_has_its_own_factor_though_the_next_one_is_on_another_stream(self, device, sides):
+        """Both have one state, whose factor the later one writes."""
+        state, first, second = (
+            FusedClipState([5000, 7], device.kernels),
+            put_all(device, ones(2)),
+            put_all(device, ones(8)),
+        )
+        synchronize(device)
+        clip_gradients_fused(first, 1.0, state, stream=sides.a)
+        clip_gradients_fused(second, 1.0, state, stream=sides.b)
+        sides.finish()
+        for array in (*first, *second):
+            assert on_host(array) == pytest.approx(1 / np.sqrt(5007), rel=1e-6)
+
     def test_zeros_for_what_did_not_come_and_their_norm(self, device, sides):
         engine, gradients = new_engine(device), put_all(device, ones(3))
         synchronize(device)
