@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Sequence
 
 from gradengine.errors import CallerError, GradientError
 
 _WANTED = {"typer": ("the command line", "cli"), "rich": ("the command line", "cli"), "matplotlib": ("a plot", "plot")}
+_HELP = """\
+The step between backward() and optimizer.step(): accumulate, exchange, check, clip, hand back.
 
+Ready to use:
+  gradengine doctor     installed packages, usable devices, and how to install what is missing
+  gradengine --version  the version
+
+After pip install 'gradengine[cli]':
+  gradengine demo       train a small Llama with several workers, and prove that they are right
+  gradengine bench      time each part beside NumPy by hand and PyTorch
+  gradengine plan       what a training run will take
+  gradengine serve      serve one group of workers\
+"""
 
 _INTERRUPTED = 130  # as shells say it of Ctrl-C
 
@@ -19,12 +32,9 @@ def main() -> None:
     It exits with 2 where the command cannot be carried out as it was given, with 1 where it failed.
     """
     try:
-        # Here, so that a package that is not installed can be named.
-        from gradengine.cli import app  # noqa: PLC0415
-
-        app()
+        _run(sys.argv[1:])
     except ModuleNotFoundError as fault:
-        package = (fault.name or "").partition(".")[0]
+        package = _package(fault)
         if package not in _WANTED:
             raise
         what, extra = _WANTED[package]
@@ -44,6 +54,33 @@ def main() -> None:
         if end.code == _INTERRUPTED:  # typer's, for a KeyboardInterrupt
             _end(_INTERRUPTED, "interrupted")
         raise
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run the command line; where typer or rich is not installed, what needs neither."""
+    # Imported here, so that an interrupt is one line, and a package that is not installed can be named.
+    from gradengine.doctor import doctor, show_version  # noqa: PLC0415
+
+    try:
+        from gradengine.cli import app  # noqa: PLC0415
+    except ModuleNotFoundError as fault:
+        if _package(fault) not in {"typer", "rich"}:
+            raise
+        match list(arguments):
+            case ["doctor"]:
+                doctor()
+            case ["--version"]:
+                show_version()
+            case [] | ["-h"] | ["--help"]:
+                print(_HELP)
+            case _:
+                raise
+    else:
+        app()
+
+
+def _package(fault: ModuleNotFoundError) -> str:
+    return (fault.name or "").partition(".")[0]
 
 
 def _end(code: int, message: str) -> None:

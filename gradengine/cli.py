@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from gradengine import __version__
 from gradengine.bench.command import bench
 from gradengine.demo.command import demo
-from gradengine.doctor import doctor
+from gradengine.doctor import doctor, show_version
 from gradengine.errors import CallerError
 from gradengine.exchange import GradientServer
 from gradengine.plan.command import plan
@@ -30,9 +29,9 @@ app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
-    if version:
-        typer.echo(__version__)
+def _begin(wanted: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+    if wanted:
+        show_version()
         raise typer.Exit
 
 

@@ -1,13 +1,16 @@
-"""`gradengine doctor`: installed packages, usable devices, and how to install what is missing."""
+"""`gradengine doctor`: installed packages, usable devices, and how to install what is missing.
+
+It runs where something is missing, so it needs no package of the command line.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shutil
+import textwrap
 from collections.abc import Iterator
 from typing import Any
-
-import typer
 
 from gradengine import __version__
 from gradengine.errors import DeviceUnavailable
@@ -17,22 +20,34 @@ from gradengine.kernels.toolchain import compiled, load_cupy
 _PACKAGES = (  # alternative distributions, and what is missing without any of them
     (("numpy",), "needed"),
     (("msgpack",), "needed"),
-    (("typer",), "needed by this command"),
-    (("rich",), "needed by this command"),
+    (("typer",), "no other commands: pip install 'gradengine[cli]'"),
+    (("rich",), "no other commands: pip install 'gradengine[cli]'"),
     (("matplotlib",), "no plots: pip install 'gradengine[plot]'"),
     (("cupy-cuda12x", "cupy-cuda13x", "cupy"), "no device='cuda'"),
-    (("torch",), "needed for nothing but its own tensors"),
-    (("jax",), "needed for nothing but its own arrays"),
+    (("torch",), "optional: for torch's own tensors"),
+    (("jax",), "optional: for JAX's own arrays"),
 )
+_UNLIMITED = 1 << 16  # columns of what is no terminal: a line is a line
+_INDENT = 28  # columns of a row's name and state
 
 
 def doctor() -> None:
     """Show installed packages, usable devices, and how to install what is missing."""
-    typer.echo(f"gradengine {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    print(f"gradengine {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    columns = max(shutil.get_terminal_size((_UNLIMITED, 0)).columns, 2 * _INDENT)
     for rows in (packages(), devices()):
-        typer.echo()
+        print()
         for name, what, more in rows:
-            typer.echo(f"{name:<13} {what:<13} {more}".rstrip())
+            row = f"{name:<13} {what:<13} {more}".rstrip()
+            lines = textwrap.wrap(
+                row, columns, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False
+            )
+            print("\n".join(lines))
+
+
+def show_version() -> None:
+    """Print the version."""
+    print(__version__)
 
 
 def packages() -> Iterator[tuple[str, str, str]]:

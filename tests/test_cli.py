@@ -286,9 +286,9 @@ def test_a_port_in_use_is_said_so(monkeypatch, capsys, tmp_path):
     assert "choose another port" in error
 
 
-def run_without(package, *arguments, cwd):
+def run_without(packages, *arguments, cwd):
     code = (
-        f"import sys; sys.modules[{package!r}] = None; sys.argv = {['gradengine', *arguments]};"
+        f"import sys; sys.modules.update(dict.fromkeys({packages.split()!r})); sys.argv = {['gradengine', *arguments]};"
         "from gradengine.__main__ import main; main()"
     )
     return subprocess.run(
@@ -326,6 +326,42 @@ def test_without_matplotlib_the_demo_says_that_it_draws_nothing(tmp_path):
 def test_what_draws_nothing_needs_no_matplotlib(tmp_path, arguments):
     done = run_without("matplotlib", *arguments, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+WITHOUT_CLI = pytest.mark.parametrize("packages", ["typer", "rich", "typer rich"])
+
+
+@WITHOUT_CLI
+def test_the_version_and_the_doctor_need_no_extra(tmp_path, packages):
+    done = run_without(packages, "--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{gradengine.__version__}\n", "")
+    done = run_without(packages, "doctor", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run("doctor", cwd=tmp_path).stdout
+
+
+@WITHOUT_CLI
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_without_an_extra_the_help_says_what_there_is_and_what_more_needs(tmp_path, packages, arguments):
+    done = run_without(packages, *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    ready, _, more = done.stdout.partition("pip install 'gradengine[cli]'")
+    assert re.findall(r"^  gradengine (\S+)", ready, re.MULTILINE) == ["doctor", "--version"]
+    names = [command.name or command.callback.__name__ for command in app.registered_commands]
+    groups = [group.name for group in app.registered_groups]
+    assert {*re.findall(r"^  gradengine (\S+)", more, re.MULTILINE), "doctor"} == {*names, *groups}
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+@WITHOUT_CLI
+@pytest.mark.parametrize("arguments", [["plan"], ["serve", "--help"], ["doctor", "--bad"]], ids=" ".join)
+def test_without_an_extra_all_else_is_one_line_with_what_installs_it(tmp_path, packages, arguments):
+    done = run_without(packages, *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    missing = packages.split()[0]
+    assert done.stderr == (
+        f"gradengine: the command line needs {missing}, which is not installed: pip install 'gradengine[cli]'\n"
+    )
 
 
 def test_another_missing_module_is_no_missing_extra(monkeypatch):

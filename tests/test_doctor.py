@@ -9,8 +9,6 @@ import cuda_emulator
 import numpy as np
 import pytest
 
-pytest.importorskip("typer")
-
 from gradengine import doctor
 
 
@@ -23,9 +21,25 @@ def cupy(monkeypatch):
     return module
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 def shown(capsys):
     doctor.doctor()
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line}
+
+
+def test_on_a_terminal_of_80_columns_each_line_fits_and_no_word_is_cut(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    whole = " ".join(shown(capsys)["cuda"].split())
+    monkeypatch.setenv("COLUMNS", "80")
+    doctor.doctor()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "device 'cuda:0' needs CuPy" in next(line for line in lines if line.startswith("cuda"))
+    assert whole in " ".join(" ".join(lines).split())
 
 
 def test_versions_are_those_of_the_packages_here(capsys):
@@ -71,6 +85,6 @@ def test_a_gpu_that_fails_is_said_so(cupy, monkeypatch, capsys, fault):
 def test_no_framework_is_imported():
     code = (
         "import sys; sys.modules['cupy'] = None; from gradengine import doctor; doctor.doctor();"
-        "assert not {'torch', 'jax', 'matplotlib'} & set(sys.modules)"
+        "assert not {'torch', 'jax', 'matplotlib', 'typer', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -78,13 +78,19 @@ def test_the_wheel_at_work_where_nothing_else_is(built, empty, tmp_path):
     printed(empty / "pip", "install", built.wheel, cwd=tmp_path)
     assert installed(empty) == {"gradengine", "msgpack", "numpy"}
     assert learned(printed(empty / "python", "-c", ten_lines(), cwd=tmp_path))
-    without = run(empty / "gradengine", "--version", cwd=tmp_path)
+    version = printed(empty / "gradengine", "--version", cwd=tmp_path)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", version)
+    for arguments in ([], ["doctor"]):
+        assert "pip install 'gradengine[cli]'" in printed(
+            empty / "python", "-m", "gradengine", *arguments, cwd=tmp_path
+        )
+    without = run(empty / "gradengine", "demo", cwd=tmp_path)
     assert (without.returncode, without.stdout) == (2, "")
     extra = re.fullmatch(r"gradengine: the command line needs typer, .*: pip install '(.*)'\n", without.stderr)
     assert extra, without.seen
     printed(empty / "pip", "install", extra.group(1), "pytest", cwd=tmp_path)
     assert not {"matplotlib", "torch", "jax"} & installed(empty)
-    assert re.fullmatch(r"\d+\.\d+\.\d+\n", printed(empty / "gradengine", "--version", cwd=tmp_path))
+    assert printed(empty / "gradengine", "--version", cwd=tmp_path) == version
     assert "pip install 'gradengine[plot]'" in printed(empty / "gradengine", "doctor", cwd=tmp_path)
     small = ["--blocks", 1, "--hidden", 64, "--rounds", 2]
     assert "all results within" in printed(empty / "gradengine", "bench", "step", *small, cwd=tmp_path)
