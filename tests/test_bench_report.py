@@ -14,6 +14,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
+from gradengine.bench import harness
 from gradengine.bench.benchmarks import NAMES
 from gradengine.bench.command import bench
 from gradengine.bench.device import Case, Missing, open_host
@@ -24,6 +25,12 @@ from gradengine.bench.table import _ms, table_of
 from gradengine.errors import CallerError
 
 SMALL = ["--hidden", "8", "--blocks", "1", "--rounds", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """What this machine does besides is in no table here."""
+    monkeypatch.setattr(harness, "load", lambda: 0.5)
 
 
 def variant(name, error=1e-7, arenas=None, **facts):
@@ -91,7 +98,7 @@ def test_what_is_absent_and_why_is_never_cut(width):
     text = shown(report(variant("ours", base=True), Variant("torch foreach", 8, absent)), width)
     assert "absent: torch foreach: torch not installed" in re.sub(r"\s+", " ", text)
     assert "above 1 ours is faster" in re.sub(r"\s+", " ", text)
-    assert "arenas" not in text
+    assert "memory:" not in text
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -105,10 +112,73 @@ def test_the_table_has_memory_where_it_was_measured():
     assert re.search(r"\b1\.02\b", shown(report(variant("ours", base=True, arenas=1.02))))
 
 
-def test_at_80_columns_no_header_is_cut():
-    names = ["ours hold=1", "ours hold=4", "torch foreach, mean", "triad"]
-    made = report(*(variant(name, base=name.startswith("ours"), arenas=1.02) for name in names))
-    assert "…" not in shown(made, 80, wide=False)
+@pytest.mark.parametrize("seconds", [[2.0], [2.0, 31.0, 3.0, 40.0, 5.0]], ids=["quiet", "noisy"])
+@pytest.mark.parametrize(
+    "names",
+    [["ours hold=1", "ours hold=4", "torch foreach, mean", "triad"], ["ours tcp://", "ours unix://", "ours threads"]],
+)
+def test_at_80_columns_no_header_and_no_figure_is_cut_or_folded(names, seconds):
+    made = report(*(variant(name, base=name.startswith("ours"), arenas=1.02) for name in names), durations=seconds)
+    text = shown(made, 80, wide=False)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    headers = next(line for line in text.splitlines() if line.startswith("variant"))
+    bases = [f"vs {name.removeprefix('ours ')}" for name in names if name.startswith("ours")]
+    assert re.split(r"\s{2,}", headers.strip()) == ["variant", "ms", "GB/s", *bases, "memory"]
+    for name in names:
+        assert len([line for line in text.splitlines() if line.startswith(f"{name} ")]) == 1
+
+
+def noisy(factor):
+    """Two rounds of four in which the peer takes so many times the time of the others."""
+    peer = itertools.chain.from_iterable(zip([1.0] * 20, [2.0, 2.0, 2.0 * factor, 2.0 * factor] * 5, strict=True))
+    return report(variant("ours hold=1", base=True), variant("torch foreach, mean"), rounds=20, durations=list(peer))
+
+
+def test_a_ratio_whose_rounds_differ_is_not_given_and_that_is_the_first_line():
+    made = noisy(8)
+    assert made.noisy
+    (pair,) = [row for row in made.rows if row.variant.startswith("torch")]
+    assert (pair.ratios["ours hold=1"], pair.quartiles["ours hold=1"]) == (9, (2, 16))
+    text = shown(made, 80, wide=False)
+    assert text.splitlines()[-1].strip()
+    assert "NOISY: 1 of 1 ratios are not given" in text[: text.index("fake: k 2")]
+    assert re.search(r"torch foreach, mean .* noisy 2\.0-16\b", text)
+    assert "9.00x" not in text
+    assert "no ratio is given, as the rounds' quartiles a and b differ by over 1.25x" in " ".join(text.split())
+    kept = json.loads(as_json(made))
+    assert kept["noisy"] is True
+    assert kept["rows"][1]["ratios"] == {"ours hold=1": 9}
+    assert kept["rows"][1]["samples_s"] == [2, 2, 16, 16] * 5
+    assert kept["rows"][1]["quartiles"] == {"ours hold=1": [2, 16]}
+
+
+@pytest.mark.parametrize(("factor", "is_given"), [(1.0, True), (1.24, True), (1.26, False), (1e9, False)])
+def test_the_limit_of_what_is_given(factor, is_given):
+    made = noisy(factor)
+    text = shown(made)
+    assert made.noisy is json.loads(as_json(made))["noisy"] is not is_given
+    assert ("NOISY" not in text) is ("noisy" not in text) is is_given
+    assert bool(re.search(r"torch foreach, mean .* \d\.\d\dx", text)) is is_given
+
+
+def test_one_bad_round_of_many_forbids_nothing():
+    durations = [1.0, 2.0] * 9 + [1.0, 500.0]
+    made = report(variant("ours", base=True), variant("peer"), rounds=10, durations=durations)
+    assert (made.noisy, made.rows[1].ratios["ours"]) == (False, 2)
+
+
+def test_a_yardstick_does_something_else_and_is_not_compared():
+    made = report(variant("ours", base=True), variant("copy"), rounds=4, durations=[1.0, 1.0, 1.0, 50.0])
+    assert not made.noisy
+    assert not re.search("copy.*x", shown(made))
+
+
+@pytest.mark.parametrize(("load", "says"), [(None, False), (2.0, False), (12.3, True)])
+def test_a_busy_machine_is_the_first_line(load, says):
+    made = report(variant("ours", base=True))
+    made = dataclasses.replace(made, load=load, machine={**made.machine, "cores": 2})
+    assert ("BUSY MACHINE: load 12.3 on 2 cores before the run" in shown(made).splitlines()[0]) is says
 
 
 def test_a_share_of_the_memory_bandwidth_says_what_it_is_of():

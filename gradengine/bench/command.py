@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
 from gradengine.bench.device import Host, open_gpu, open_host
-from gradengine.bench.harness import Benchmark, Report, as_json, measure, yardsticks
+from gradengine.bench.harness import NOISY, Benchmark, Report, as_json, measure, yardsticks
 from gradengine.bench.parts import accumulate
 from gradengine.bench.parts import clip as clip_variants
 from gradengine.bench.step import step
@@ -32,11 +32,14 @@ _TOLERANCES = {"accumulate": 1e-5, "clip": 1e-3, "step": 1e-3, "exchange": 1e-5}
 _TOLERANCE_IN_BFLOAT16 = 3e-2  # of what is clipped where it lies: its rounding is 4e-3, and torch's norm has it too
 
 _BLOCKS, _HIDDEN = 6, 1024
-_WIDE = 100  # columns of a terminal from which on the table has room for quantiles
-_GPU_WIDTH = 150
+_WIDE = 120  # columns of a terminal from which on the table has room for every column
 
+_WHAT = "Time each part beside NumPy by hand and PyTorch, in one interleaved run."
 bench = typer.Typer(
-    help="Time each part beside NumPy by hand and PyTorch, in one interleaved run.", no_args_is_help=True
+    help=f"{_WHAT} Where the rounds of a ratio differ too much, the upper quartile by over {NOISY} times the lower one,"
+    " no ratio is given: it is called noisy, with both quartiles.",
+    short_help=_WHAT,
+    no_args_is_help=True,
 )
 
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of each variant.")]
@@ -128,8 +131,7 @@ def gpu(
     """On a GPU: the 350M model's step and its parts, beside torch and CuPy by hand, on the same memory."""
     benchmarks = Benchmarks(open_gpu(), Options(k, blocks, hidden, dtype, odd, rounds, compile_limit))
     reports: list[Report] = []
-    console = Console(width=max(_GPU_WIDTH, Console().width))
-    show, file = (reports.append, None) if json == STDOUT else (lambda report: console.print(table_of(report)), json)
+    show, file = (reports.append, None) if json == STDOUT else (_print, json)
     failed = run(benchmarks, names or _MAIN, file, show)
     if json == STDOUT:
         typer.echo(as_json({"reports": reports}))
@@ -155,9 +157,13 @@ def _show(host: Host, benchmark: Benchmark, rounds: int, json: Path | None) -> N
     report = measure(host, benchmark, rounds, yardsticks(host))
     print_or_save(as_json(report), json)
     if json != STDOUT:
-        console = Console()
-        console.print(table_of(report, wide=console.width >= _WIDE))
+        _print(report)
     _end([f"{report.benchmark}: {variant}" for variant in report.failed])
+
+
+def _print(report: Report) -> None:
+    console = Console()
+    console.print(table_of(report, wide=console.width >= _WIDE))
 
 
 def _end(failed: Sequence[str]) -> None:

@@ -27,13 +27,15 @@ from gradengine.errors import CallerError, GradientError
 from gradengine.kernels.host_threads import available_cpus
 
 __all__ = [
-    "COUNTED", "Absent", "Benchmark", "Report", "ResultsDiffer", "Row", "Variant", "as_json", "check", "count_launches",
-    "in_turn", "interleave", "measure", "relative_error", "yardsticks",
+    "COUNTED", "NOISY", "YARDSTICKS", "Absent", "Benchmark", "Report", "ResultsDiffer", "Row", "Variant", "as_json",
+    "check", "compared", "count_launches", "in_turn", "interleave", "is_noisy", "measure", "relative_error",
+    "yardsticks",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
 
-_COPY, _TRIAD = "copy", "triad"
+YARDSTICKS = _COPY, _TRIAD = "copy", "triad"
+NOISY = 1.25  # upper / lower quartile of a ratio's rounds, above which it is not given: 9 in 10 recorded ones are below
 _PIECES = 32  # of a yardstick's array, which is so many times the same random numbers
 _CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
 
@@ -170,6 +172,7 @@ class Row:
     wall_s: float  # median from an idle device until all is done
     host_s: float  # median until the call comes back
     ratios: Mapping[str, float]  # base -> median of this time / the base's, round by round: above 1 the base is faster
+    quartiles: Mapping[str, tuple[float, float]]  # base -> the lower and the upper quartile of the same
     error: float  # relative, of its result against fp64
     arenas: float | None  # memory beyond the gradients, in fp32 gradient sets, where measured
     samples_s: Sequence[float]  # of every round, in order
@@ -189,6 +192,7 @@ class Report:
     rows: Sequence[Row] | Mapping[str, Mapping[str, int]]
     absent: Sequence[Absent]
     failed: Sequence[str]  # of those absent, what should have run and did not, or computes something else
+    noisy: bool  # whether a ratio's rounds differ too much for one figure
 
 
 def as_json(report: Report | Mapping[str, Sequence[Report]]) -> str:
@@ -231,6 +235,23 @@ def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(time / other for time, other in zip(times, base, strict=True))
 
 
+def _quartiles(times: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper quartile of time / base, taken pair by pair: half of the rounds lie between them."""
+    lower, upper = np.quantile(np.divide(times, base), (0.25, 0.75)).tolist()
+    return lower, upper
+
+
+def compared(rows: Sequence[Row]) -> list[tuple[Row, str]]:
+    """Each row with each base that it is compared with: not itself, and no yardstick, which does something else."""
+    return [(row, base) for row in rows if row.variant not in YARDSTICKS for base in row.ratios if base != row.variant]
+
+
+def is_noisy(row: Row, base: str) -> bool:
+    """Whether the rounds differ too much for one ratio to be given: the quartiles by more than a factor of 1.25."""
+    lower, upper = row.quartiles[base]
+    return not upper <= NOISY * lower  # NaN is noisy
+
+
 def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time: str) -> list[Row]:
     named = {variant.name: series for (variant, _, _), series in zip(checked, samples, strict=True)}
     times = {name: [getattr(sample, time) for sample in series] for name, series in named.items()}
@@ -247,6 +268,7 @@ def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time:
             of_triad=rates[name] / rates[_TRIAD] if _TRIAD in rates else None,
             device_s=device, wall_s=wall, host_s=host, error=error, arenas=case.arenas, samples_s=times[name],
             ratios={base: median_ratio(times[name], times[base]) for base in bases},
+            quartiles={base: _quartiles(times[name], times[base]) for base in bases},
         )  # fmt: skip
 
     return [row(*each) for each in checked]
@@ -262,7 +284,8 @@ def _report(
 ) -> Report:
     name, parameters, tolerance = benchmark.name, benchmark.parameters, benchmark.tolerance
     where = machine(device.xp), versions(device.xp)
-    return Report(name, parameters, tolerance, *where, load_before, benchmark.time, rows, absent, failed)
+    noisy = not isinstance(rows, Mapping) and any(is_noisy(row, base) for row, base in compared(rows))
+    return Report(name, parameters, tolerance, *where, load_before, benchmark.time, rows, absent, failed, noisy)
 
 
 def yardsticks(device: Device) -> list[Variant]:

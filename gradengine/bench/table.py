@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
 
-from gradengine.bench.harness import COUNTED, Report, Row
+from gradengine.bench.harness import COUNTED, NOISY, YARDSTICKS, Report, Row, compared, is_noisy
 
 __all__ = ["table_of"]
 
@@ -20,21 +20,27 @@ _ON_A_HOST: Mapping[str, Callable[[Row], str]] = {
     "ms": lambda row: _ms(row.median_s),
     "p10-90": lambda row: f"{_ms(row.p10_s)}-{_ms(row.p90_s)}",
 }
+_ONLY_WIDE = {"p10-90", "MB", "of copy", "of triad", "error"}
+_FEW = 9.95  # below it a quartile has a decimal
 
 
 def table_of(report: Report, *, wide: bool = True) -> Table:
-    """The report as a table; absent variants are named below. A narrow one leaves the quantiles to --json."""
+    """The report as a table; absent variants are named below. A narrow one leaves some columns to --json."""
     if isinstance(report.rows, Mapping):
         counts = {variant: [str(found) for found in row.values()] for variant, row in report.rows.items()}
         return _table(report, COUNTED, counts, [])
-    columns, has_memory = _columns(report, report.rows, wide=wide), any(row.arenas is not None for row in report.rows)
-    memory = "copy" if "gpu" in report.machine else "triad"
+    columns, memory = _columns(report, report.rows, wide=wide), "copy" if "gpu" in report.machine else "triad"
+    explained = {
+        "MB": "MB: bytes moved, counted",
+        "GB/s": f"GB/s: of bytes moved, counted, by the median {report.time} time",
+        f"of {memory}": f"of {memory}: fraction of the memory bandwidth that the {memory} reaches in this run",
+        "memory": "memory: beyond the gradients at its peak, in fp32 gradient sets",
+    }
     lines = [
         f"all results within {report.tolerance:g} of fp64's before anything was timed",
-        f"MB: bytes moved, counted; GB/s and / x: by the median {report.time} time",
-        "/ x: time of the row / time of our x, above 1 ours is faster",
-        f"of {memory}: fraction of the memory bandwidth that the {memory} reaches in this run",
-        *(["arenas: memory beyond the gradients at its peak, in fp32 gradient sets"] if has_memory else []),
+        "vs x: time of the row / time of our x, median of the rounds, above 1 ours is faster",
+        *([f"noisy a-b: no ratio is given, as the rounds' quartiles a and b differ by over {NOISY}x"] * report.noisy),
+        *(line for header, line in explained.items() if header in columns),
     ]
     cells = {row.variant: [cell(row) for cell in columns.values()] for row in report.rows}
     return _table(report, columns, cells, lines)
@@ -44,17 +50,15 @@ def _columns(report: Report, rows: Sequence[Row], *, wide: bool) -> dict[str, Ca
     """Header -> what stands below it."""
     on_a_gpu = "gpu" in report.machine
     columns = dict(_ON_A_GPU if on_a_gpu else _ON_A_HOST)
-    if not wide:
-        columns.pop("p10-90", None)
     columns |= {"MB": lambda row: f"{row.bytes / 1e6:.1f}", "GB/s": lambda row: f"{row.gb_per_s:.1f}"}
     columns["of copy" if on_a_gpu else "of triad"] = lambda row: _share(row.of_copy if on_a_gpu else row.of_triad)
     for base in rows[0].ratios if rows else ():
-        header = f"/ {base.removeprefix('ours').strip() or 'ours'}"
-        columns[header] = lambda row, base=base: f"{row.ratios[base]:.2f}"  # type: ignore[misc]
+        header = f"vs {base.removeprefix('ours').strip() or 'ours'}"
+        columns[header] = lambda row, base=base: _ratio(row, base)  # type: ignore[misc]
     columns["error"] = lambda row: f"{row.error:.0e}"
     if any(row.arenas is not None for row in rows):
-        columns["arenas"] = lambda row: "" if row.arenas is None else f"{row.arenas:.2f}"
-    return columns
+        columns["memory"] = lambda row: "" if row.arenas is None else f"{row.arenas:.2f}"
+    return columns if wide else {header: cell for header, cell in columns.items() if header not in _ONLY_WIDE}
 
 
 def _table(
@@ -64,19 +68,41 @@ def _table(
     parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items() if name != "hold")
     absent = [f"absent: {absent.variant}: {absent.why}" for absent in report.absent]
     table = Table(
-        title=f"{report.benchmark}: {parameters}",
+        title="\n".join([*_warnings(report), f"{report.benchmark}: {parameters}"]),
         caption="\n".join([*absent, *lines, _where(report)]),
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
         collapse_padding=True,
         pad_edge=False,
+        show_edge=False,
     )
+    table.title_justify = table.caption_justify = "left"
     table.add_column("variant", no_wrap=True)
     for header in headers:
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", overflow="fold")
     for variant, cells in rows.items():
         table.add_row(variant, *cells)
     return table
+
+
+def _warnings(report: Report) -> Iterator[str]:
+    """What a reader is to know before the figures."""
+    if report.load is not None and report.load > int(str(report.machine["cores"])):
+        yield f"BUSY MACHINE: load {report.load:.1f} on {report.machine['cores']} cores before the run"
+    if report.noisy and not isinstance(report.rows, Mapping):
+        pairs = compared(report.rows)
+        noisy = sum(is_noisy(row, base) for row, base in pairs)
+        yield f"NOISY: {noisy} of {len(pairs)} ratios are not given, their rounds differ too much"
+    if report.noisy:
+        yield "Run it again when nothing else runs."
+
+
+def _ratio(row: Row, base: str) -> str:
+    if row.variant in YARDSTICKS:
+        return ""
+    if is_noisy(row, base):
+        return "noisy " + "-".join(f"{edge:.{0 if edge >= _FEW else 1}f}" for edge in row.quartiles[base])
+    return f"{row.ratios[base]:.2f}x"
 
 
 def _where(report: Report) -> str:
