@@ -122,9 +122,26 @@ def test_a_mistake_is_told_before_the_machine_is_measured(monkeypatch, mistake):
 
 
 @pytest.mark.parametrize("arguments", [["--workers", "1"], ["--workers", "3", "--tp", "4"], ["--workers", "100000"]])
-def test_a_plot_is_drawn(tmp_path, arguments):
-    planned("--model", "350m", "--bandwidth", "10 Gbit/s", "--plot", tmp_path / "new" / "plan.png", *arguments)
-    assert (tmp_path / "new" / "plan.png").read_bytes().startswith(b"\x89PNG")
+def test_a_plot_is_drawn_and_named_last(tmp_path, arguments):
+    path = tmp_path / "plan.png"
+    output = planned("--model", "350m", "--bandwidth", "10 Gbit/s", "--plot", path, *arguments)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert output.endswith(f"\nplot      {path}\n")
+
+
+def test_beside_json_on_stdout_the_plot_is_named_on_stderr(tmp_path):
+    path = tmp_path / "plan.svg"
+    done = invoke("--model", "350m", "--bandwidth", "1 GB/s", "--json", "-", "--plot", path)
+    assert (json.loads(done.stdout)["format"], done.stderr) == (1, f"plot      {path}\n")
+
+
+@pytest.mark.parametrize("place", [["--bandwidth", "1 GB/s"], ["--one-machine"]])
+def test_a_folder_that_is_missing_is_refused_and_not_made(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(command, "measure_rates", lambda: pytest.fail("it was measured"))
+    done = invoke("--model", "350m", *place, "--json", tmp_path / "plan.json", "--plot", tmp_path / "new" / "p.png")
+    assert isinstance(done.exception, CallerError)
+    assert f"there is no folder '{tmp_path / 'new'}'; make it, or pass another --plot FILE" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_a_plot_imports_matplotlib():

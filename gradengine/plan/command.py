@@ -81,6 +81,8 @@ def plan(
     _write(found, json, plot)
     if json != STDOUT:
         show(found, Console(highlight=False))
+    if plot is not None:
+        typer.echo(f"plot      {plot}", err=json == STDOUT)  # stdout is JSON alone then
 
 
 def _bandwidth(field: str, text: str | None) -> Bandwidth | None:
@@ -96,9 +98,12 @@ def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:
     writable_json(json)
     if plot is None:
         return
-    refuse_bad_plot(plot)
     if json is not None and json.resolve() == plot.resolve():
         raise CallerError("--json and --plot are one file", got=repr(str(plot)), expected="two")
+    if not (folder := plot.absolute().parent).exists():
+        what = f"cannot write {str(plot)!r}: there is no folder {str(folder)!r}"
+        raise CallerError(what, do="make it, or pass another --plot FILE")
+    refuse_bad_plot(plot)
 
 
 def _write(found: Plan, json: Path | None, plot: Path | None) -> None:
