@@ -261,8 +261,12 @@ class TestOf:
     @pytest.mark.parametrize(
         ("gradients", "message"),
         [
-            ({}, "at least one component: got 0"),
-            ([], "at least one component: got 0"),
+            (
+                {},
+                "at least one component: got 0: a dict without any array or shape; pass the arrays that get gradients",
+            ),
+            ([], "at least one component: got 0: a list without"),
+            ({"a": {}}, "at least one component: got 0: a dict without"),
             ({"w": (2, -1)}, r"component 'w' has a negative dimension: got \(2, -1\), expected dimensions >= 0"),
             ({"w": (2.0,)}, r"component 'w' has no shape: got \(2.0,\)"),
             ({"w": (2.5, 1)}, "component 'w' has no shape"),

@@ -596,8 +596,16 @@ class TestLayout:
         assert [slot.shape for slot in layout_of(module).slots] == [(), (0, 2)]
 
     def test_a_module_with_nothing_to_train_is_refused(self):
-        with pytest.raises(LayoutMismatch, match="at least one component"):
-            layout_of(net().requires_grad_(False))
+        frozen = net().requires_grad_(False)
+        message = (
+            r"at least one component, and nothing here requires a gradient: got 0 of 4 parameters, expected a "
+            r"parameter with requires_grad=True; call \.requires_grad_\(True\)"
+        )
+        for make, module in ((layout_of, frozen), (GradientLayout.of, frozen), (layout_of, list(frozen.parameters()))):
+            with pytest.raises(LayoutMismatch, match=message):
+                make(module)
+        with pytest.raises(LayoutMismatch, match="got 0 of 0 parameters"):
+            GradientLayout.of(torch.nn.ReLU())
 
     def test_a_permuted_parameter_has_the_shape_in_which_it_lies(self):
         module = torch.nn.Conv2d(3, 8, (5, 7)).to(memory_format=torch.channels_last)

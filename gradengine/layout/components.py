@@ -62,8 +62,18 @@ def is_nested(value: object) -> bool:
 
 
 def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the trainable parameters, with their dimensions in memory order, once each is found supported."""
+    """Shapes of the trainable parameters, with their dimensions in memory order, once each is found supported.
+
+    Raises `LayoutMismatch` where nothing is trainable.
+    """
     parameters = trainable(module)
+    if not parameters:
+        raise LayoutMismatch(
+            "a layout needs at least one component, and nothing here requires a gradient",
+            got=f"0 of {sum(1 for _ in _named_parameters(module))} parameters",
+            expected="a parameter with requires_grad=True",
+            do="call .requires_grad_(True) on what is to be trained, then make the layout",
+        )
     for name, parameter in parameters.items():
         refuse_unsupported(name, parameter)
     orders = {name: memory_order(parameter) or range(parameter.ndim) for name, parameter in parameters.items()}

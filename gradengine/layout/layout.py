@@ -119,6 +119,12 @@ class GradientLayout:
             ['column', 'replicated']
         """
         named = named_components(gradients)
+        if not named:
+            raise LayoutMismatch(
+                "a layout needs at least one component",
+                got=f"0: a {type(gradients).__name__} without any array or shape",
+                do="pass the arrays that get gradients; where all is frozen there is nothing to accumulate",
+            )
         split = {} if partitions is None else partitions
         refuse_other_kind("partitions", split, Mapping)
         rank, size = checked_rank(tp_rank, 1 if tp_size is None else tp_size, TENSOR_PARALLEL)
