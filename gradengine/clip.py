@@ -24,6 +24,7 @@ from gradengine.arrays.known import KnownArrays, destination_reader_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NotCopied
 from gradengine.kernels import Arena, ClipPlan, Decision, DeviceLike, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
+from gradengine.layout.components import named_components
 
 __all__ = [
     "FusedClipState",
@@ -124,7 +125,8 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     """Clip arrays in place by their global norm, and return what the norm was.
 
     Args:
-        arrays: A sequence, or a mapping by name; fp32, fp16 or bf16, all on one device, writable, contiguous.
+        arrays: A sequence, or a mapping by name; containers may be nested, as in a layout. fp32, fp16 or bf16, all on
+            one device, writable, contiguous.
         max_norm: The bound, above 0; None clips nothing.
 
     Returns:
@@ -134,6 +136,7 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
 
     Raises:
         BufferRefused: An array cannot be written as it lies, or two overlap.
+        LayoutMismatch: Containers are nested too deep, or a name within one is no text.
         CallerError: `max_norm` is 0, negative or NaN.
 
     Example:
@@ -145,15 +148,21 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     given = list(arrays.values()) if isinstance(arrays, Mapping) else listed("arrays", arrays)
     for name in arrays if isinstance(arrays, Mapping) else ():
         refuse_other_kind("a gradient's name", name, str)
-    arena, state = _resolved.of(given) or _resolve(given, arrays)
+    found = _resolved.of(given)
+    if found is None:
+        names = list(arrays) if isinstance(arrays, Mapping) else [f"arrays[{i}]" for i in range(len(given))]
+        if any(issubclass(kind, (list, tuple, Mapping)) for kind in set(map(type, given))):
+            flat = named_components(dict(zip(names, given, strict=True)))
+            names, given = [name for name, _ in flat], [array for _, array in flat]
+            found = _resolved.of(given)
+    arena, state = found or _resolve(given, names)
     decision = _clip(arena, max_norm, state)
     note_written(given)
     return decision.kept_norm()  # the next clip writes the state's anew
 
 
-def _resolve(given: Sequence[Any], arrays: Sequence[object] | Mapping[str, object]) -> tuple[Arena, FusedClipState]:
+def _resolve(given: Sequence[Any], names: Sequence[str]) -> tuple[Arena, FusedClipState]:
     """Arrays that are to be clipped, all checked, as an arena, and a state for their sizes."""
-    names = list(arrays) if isinstance(arrays, Mapping) else [f"arrays[{i}]" for i in range(len(given))]
     kernels = kernels_for(device_of(next(iter(given), None)))
     views = kernels.device.writable_views(given, names)
     _refuse_overlap(views, names)

@@ -3,6 +3,7 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cuda_emulator
 import numpy as np
@@ -27,6 +28,8 @@ from gradengine.layout import LORA_COMPONENTS, GradientLayout
 
 NAN, INF = math.nan, math.inf
 SHAPES = [(7, 5), (513,), (0,), (1,), (), (3, 1, 4)]
+ENDLESS: list = []
+ENDLESS.append([ENDLESS])
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # half an ulp of 1
 
 
@@ -220,6 +223,50 @@ class TestAgainAndAgain:
 
         with named_cuda(backend), ThreadPoolExecutor(2) as pool:
             assert list(pool.map(loop, [1, 1000])) == [True, True]
+
+
+class Pair(NamedTuple):
+    w: object
+    b: object
+
+
+NESTINGS = {
+    "dicts": lambda a, b, c: {"enc": {"a": a, "b": b}, "c": c},
+    "lists": lambda a, b, c: [[a, [b]], c],
+    "tuples": lambda a, b, c: ((a, b), (c,)),
+    "named tuples": lambda a, b, c: [Pair(a, b), c],
+    "a mixture": lambda a, b, c: {"layers": [Pair(a, {"bias": b})], "head": (c,), "none": {}},
+    "a generator": lambda a, b, c: (part for part in ([a, b], {"c": c})),
+}
+
+
+class TestNested:
+    @pytest.mark.parametrize("nested", NESTINGS.values(), ids=NESTINGS)
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    def test_containers_are_clipped_as_their_arrays_in_a_list(self, backend, nested, dtype):
+        arrays = random_arrays(4, dtype)[:3]
+        flat, within = put_all(backend, arrays), put_all(backend, arrays)
+        with named_cuda(backend):
+            for bound in (3.0, 2.0, 1.0):  # known from the second time on
+                assert float(clip_by_global_norm(nested(*within), bound)) == float(clip_by_global_norm(flat, bound))
+        for one, other in zip(within, flat, strict=True):
+            draw.assert_same_bits(on_host(one), on_host(other))
+
+    @pytest.mark.parametrize(
+        ("arrays", "kind", "message"),
+        [
+            (lambda a: {"enc": {"w": a, "b": 3.0}}, BufferRefused, r"component 'enc\.b' is not an array: got float"),
+            (lambda a: [a, [a.astype(np.float64)]], BufferRefused, r"'arrays\[1\]\.0' has an unsupported dtype"),
+            (lambda a: {"x": [a], "y": {"z": a[2:]}}, BufferRefused, r"'x\.0' and 'y\.z' overlap in memory"),
+            (lambda a: {"x": {0: a}}, LayoutMismatch, "name is not text: got 0"),
+            (lambda a: ENDLESS, LayoutMismatch, "nested too deep"),
+        ],
+    )
+    def test_what_is_wrong_within_is_named_by_its_path(self, arrays, kind, message):
+        array = np.full(6, 3, np.float32)
+        with pytest.raises(kind, match=message):
+            clip_by_global_norm(arrays(array), 1.0)
+        assert array.tolist() == [3] * 6
 
 
 class TestRefusals:
