@@ -120,6 +120,23 @@ class TestRefusedArrays:
                 host_buffer(source, "w")
 
     @pytest.mark.parametrize(
+        ("module", "call"),
+        [
+            ("mlx.core", r"a contiguous copy, mlx\.core\.contiguous\(array\); what is written to must be contiguous"),
+            ("mlxlike", "a contiguous copy; what is written to must be contiguous itself"),
+        ],
+    )
+    def test_not_contiguous_names_the_frameworks_call_that_copies(self, monkeypatch, module, call):
+        array = np.ones((4, 6), np.float32).T
+        monkeypatch.setattr(Producer, "__module__", module)
+        with pytest.raises(BufferRefused, match=f"; pass {call}"):
+            host_buffer(Producer(array), "w")
+        copied = r"; pass a contiguous copy, numpy\.ascontiguousarray\(array\); what is written to must be contiguous"
+        for resolve in (host_buffer, writable_host_buffer):
+            with pytest.raises(BufferRefused, match=copied):
+                resolve(array, "w")
+
+    @pytest.mark.parametrize(
         ("dtype", "got"),
         [
             (np.float64, "float64"),

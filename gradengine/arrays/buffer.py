@@ -22,6 +22,12 @@ from gradengine.errors import BufferRefused
 
 Array: TypeAlias = npt.NDArray[Any]
 
+_CONTIGUOUS_COPY = {  # by the module of an array's type
+    "numpy": "numpy.ascontiguousarray(array)",
+    "torch": "tensor.contiguous()",
+    "cupy": "cupy.ascontiguousarray(array)",
+    "mlx": "mlx.core.contiguous(array)",
+}
 _ADDRESS_LIMIT = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there
 
 
@@ -109,9 +115,11 @@ def raw_view(raw: RawBuffer, component: str, device: str, producer: ProducerStre
     return exported_view(memory, component, device, producer)
 
 
-def exported_view(tensor: Exported, component: str, device: str, producer: ProducerStream | None = None) -> Buffer:
-    """A checked view of an exported array, whose device is known to be right; raises `BufferRefused`."""
-    refuse_strided(component, tensor.shape, tensor.strides)
+def exported_view(
+    tensor: Exported, component: str, device: str, producer: ProducerStream | None = None, source: object = None
+) -> Buffer:
+    """A checked view of what `source` exports, whose device is known to be right; raises `BufferRefused`."""
+    refuse_strided(component, tensor.shape, tensor.strides, source)
     if tensor.dtype not in DTYPES:
         raise unsupported_dtype(component, tensor.dtype)
     pointer, size = tensor.pointer, math.prod(tensor.shape)
@@ -119,21 +127,22 @@ def exported_view(tensor: Exported, component: str, device: str, producer: Produ
     return Buffer(pointer, size, tensor.dtype, tensor.shape, tensor.writable, tensor.owner, device, producer=producer)
 
 
-def refuse_strided(component: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+def refuse_strided(component: str, shape: Sequence[int], strides: Sequence[int], source: object) -> None:
     """Raise `BufferRefused` unless elements with these strides lie one after the other in C order."""
     dimensions = zip(shape, strides, contiguous_strides(shape), strict=True)
     # The stride of a dimension of 1 means nothing.
     if 0 not in shape and any(length != 1 and stride != dense for length, stride, dense in dimensions):
-        raise not_contiguous(component, shape, strides)
+        raise not_contiguous(component, shape, strides, source)
 
 
-def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int]) -> BufferRefused:
-    """The error for an array that is not C-contiguous; strides in elements."""
+def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int], source: object) -> BufferRefused:
+    """The error for an array that is not C-contiguous, with its framework's call that copies it; strides in elements."""
+    call = _CONTIGUOUS_COPY.get(type(source).__module__.partition(".")[0])
     return BufferRefused(
         f"component '{component}' is not contiguous",
         got=f"shape {tuple(shape)} with strides {tuple(strides)} (in elements)",
         expected=f"strides {contiguous_strides(shape)}",
-        do="pass the array that owns the memory, or a contiguous copy",
+        do=f"pass a contiguous copy{f', {call}' if call else ''}; what is written to must be contiguous itself",
     )
 
 

@@ -80,7 +80,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
         devices = (device, device.replace("cuda", "cuda_managed"))
         return dlpack_view(source, component, devices, stream, UnknownStream())
     if has(source, "__cuda_array_interface__"):
-        return exported_view(_interface_of(source, component, device), component, device, UnknownStream())
+        return exported_view(_interface_of(source, component, device), component, device, UnknownStream(), source)
     raise BufferRefused(
         f"component '{component}' is not an array on a GPU",
         got=type(source).__name__,
@@ -106,7 +106,7 @@ def _from_own_array(array: Any, component: str, device: str) -> Buffer:
     refuse_other_device(f"cuda:{array.device.id}", component, (device,))
     dtype, shape = _named(array.dtype, component), tuple(array.shape)
     if not array.flags.c_contiguous:
-        refuse_strided(component, shape, tuple(stride // array.dtype.itemsize for stride in array.strides))
+        refuse_strided(component, shape, tuple(stride // array.dtype.itemsize for stride in array.strides), array)
     return Buffer(int(array.data.ptr), int(array.size), dtype, shape, True, array, device)
 
 
@@ -135,7 +135,7 @@ def _read_interface(source: Any, component: str, device: str) -> Exported:
             raise ValueError(f"{len(in_bytes)} strides for {len(shape)} dimensions")
         strides = tuple(stride // dtype.itemsize for stride in in_bytes)
         if any(stride % dtype.itemsize for stride in in_bytes):
-            raise not_contiguous(component, shape, strides)
+            raise not_contiguous(component, shape, strides, source)
     return Exported(int(pointer), _named(dtype, component), shape, strides, device, not read_only, source)
 
 

@@ -108,7 +108,7 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
         do = "pass plain tensors, outside of torch.func transformations"
         raise BufferRefused(what, got=type(tensor).__name__, do=do) from None
     if not tensor.is_contiguous():
-        raise not_contiguous(component, shape, tensor.stride())
+        raise not_contiguous(component, shape, tensor.stride(), tensor)
     if tensor.is_neg():
         raise _negated(component)
     if tensor.requires_grad and tensor.is_leaf:
@@ -158,7 +158,7 @@ def dlpack_view(
     refuse_other_device(exporting_device(source, component), component, devices)
     tensor = exported(source, component, stream)
     refuse_other_device(tensor.device, component, devices)
-    view = exported_view(tensor, component, devices[0], producer)
+    view = exported_view(tensor, component, devices[0], producer, source)
     view.writable &= not is_jax(source)
     return view
 

@@ -70,7 +70,7 @@ def _from_numpy(array: Array, component: str, immutable: object = None, pointer:
         raise unsupported_dtype(component, array.dtype)
     flags = array.flags
     if not flags.c_contiguous:
-        raise not_contiguous(component, array.shape, tuple(s // array.itemsize for s in array.strides))
+        raise not_contiguous(component, array.shape, tuple(s // array.itemsize for s in array.strides), array)
     flat = (array if type(array) is np.ndarray else array.view(np.ndarray)).reshape(-1)  # a np.matrix stays 2-D
     storage = DTYPES[dtype].storage
     if flat.dtype != storage:  # ml_dtypes' own
