@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from operations import growth
+from producers import Producer
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.block import BlockGradientSet
@@ -363,6 +364,127 @@ class TestHold:
     def test_is_a_count(self, hold):
         with pytest.raises(CallerError, match=r"hold is (out|not) .*: got .*, expected a whole number >= 1"):
             new(hold=hold)
+
+
+def interleaved(array):
+    return np.stack([array, array], -1)[..., 0]
+
+
+# Arrays of the same values, whose elements do not lie in C order.
+STRIDED = {
+    "Fortran order": np.asfortranarray,
+    "a transpose": lambda array: np.ascontiguousarray(array.T).T,
+    "negative strides": lambda array: np.ascontiguousarray(np.flip(array))[(slice(None, None, -1),) * array.ndim],
+    "every second": interleaved,
+    "broadcast": lambda array: np.broadcast_to(array[:1], array.shape),
+    "overlapping itself": lambda array: np.lib.stride_tricks.as_strided(array, strides=(array.itemsize,) * array.ndim),
+}
+WAYS = {
+    "numpy": lambda array: array,
+    "a DLPack producer": Producer,
+    "torch": lambda array: pytest.importorskip("torch").from_dlpack(Producer(array)),
+}
+
+
+def sums(accumulator):
+    accumulator.close(measure=True)
+    return accumulator.memory.data.tobytes(), accumulator.kernels.totals(accumulator.arena).tobytes()
+
+
+@pytest.mark.parametrize("hold", [1, 3])
+class TestStrided:
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    @pytest.mark.parametrize(
+        ("strided", "way"),
+        [
+            pytest.param(strided, way, id=f"{name}-{by}")
+            for name, strided in STRIDED.items()
+            for by, way in WAYS.items()
+            if (name, by) != ("negative strides", "torch")  # which has none
+        ],
+    )
+    def test_copies_have_the_bits_of_contiguous_gradients(self, strided, way, dtype, hold):
+        layout = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (4, 2, 3), "flat": (7,), "head": (6, 1)})
+        copying, other = (PerBlockGradientAccumulator(layout, hold=hold, copy_strided=on) for on in (True, False))
+        for seed in range(4):
+            arrays = [strided(array) for array in draw.random_gradients(seed, layout.slots, dtype)]
+            assert any(not array.flags.c_contiguous for array in arrays)
+            other.add([array.copy() for array in arrays], seed + 1)
+            if seed % 2:
+                copying.add([way(array) for array in arrays], seed + 1)
+            else:
+                for block in (0, 1):
+                    copying.add_block(block, [way(arrays[block])], seed + 1)
+                copying.add_non_block("flat", way(arrays[2]), seed + 1)
+                copying.add_non_block("head", way(arrays[3]), seed + 1)
+        assert sums(copying) == sums(other)
+
+    def test_a_copy_is_of_the_values_at_its_add_and_one_array_may_come_again(self, hold):
+        accumulator = PerBlockGradientAccumulator(GradientLayout.of([(2, 3)]), hold=hold, copy_strided=True)
+        array = np.ones((3, 2), np.float32)
+        for value in (1, 2, 4):
+            array[:] = value
+            accumulator.add([array.T])
+        array[:] = 100
+        accumulator.close()
+        assert accumulator.views()["0"].tolist() == [[7] * 3] * 2
+
+    def test_contiguous_gradients_are_still_read_where_they_are(self, hold):
+        accumulator = PerBlockGradientAccumulator(GradientLayout.of([(2, 3), (2, 2)]), hold=hold, copy_strided=True)
+        first, second = np.ones((2, 3), np.float32), np.ones((2, 2), np.float32)
+        accumulator.add([first, second.T])
+        if hold > 1:
+            first[:] = 5
+            with pytest.raises(BufferRefused, match="component '0' is held already at the same address"):
+                accumulator.add([first, second.T])
+        accumulator.close()
+        assert accumulator.views()["0"].tolist() == [[5 if hold > 1 else 1] * 3] * 2
+
+    @pytest.mark.parametrize(
+        ("array", "kind", "message"),
+        [
+            (lambda a: a.T.copy().T.astype(np.float64, order="K"), BufferRefused, "unsupported dtype: got float64"),
+            (lambda a: np.ma.masked_less(np.asfortranarray(a), 0), BufferRefused, "is a masked array"),
+            (np.transpose, LayoutMismatch, r"another shape: got \(3, 2\), 6 elements, expected \(2, 3\)"),
+            (lambda a: Producer(a.T), LayoutMismatch, r"another shape: got \(3, 2\), 6 elements, expected \(2, 3\)"),
+            (lambda a: np.broadcast_to(a[0, 0], (1 << 40, 3)), LayoutMismatch, "another shape: got .1099511627776, 3"),
+            (
+                lambda a: Producer(np.asfortranarray(a), data=0),
+                BufferRefused,
+                "component 'w' is not at a valid address: got pointer 0x0",
+            ),
+            (lambda a: Producer(np.asfortranarray(a), bits=64), BufferRefused, "unsupported dtype: got float64"),
+            (lambda a: Producer(np.asfortranarray(a), device=(2, 0)), BufferRefused, "on another device: got cuda:0"),
+            (lambda a: 3.0, BufferRefused, "'w' is not an array: got float"),
+        ],
+    )
+    def test_what_would_be_refused_anyway_changes_nothing(self, array, kind, message, hold):
+        accumulator = PerBlockGradientAccumulator(GradientLayout.of({"w": (2, 3)}), hold=hold, copy_strided=True)
+        with pytest.raises(kind, match=message):
+            accumulator.add([array(np.ones((2, 3), np.float32))])
+        assert accumulator.accumulated_count == 0
+
+    def test_torchs_parameters_and_uncleared_gradients_are_refused_as_ever(self, hold):
+        torch = pytest.importorskip("torch")
+        layout = GradientLayout.of({"w": (2, 3)})
+        accumulator = PerBlockGradientAccumulator(layout, hold=hold, copy_strided=True)
+        with pytest.raises(BufferRefused, match="requires grad: it is a parameter"):
+            accumulator.add([torch.nn.Parameter(torch.ones(3, 2).t())])
+        gradient = torch.ones(3, 2).t()
+        accumulator.add([gradient])
+        gradient.add_(1)
+        with pytest.raises(BufferRefused, match="was not cleared since an earlier micro-batch"):
+            accumulator.add([gradient])
+
+    def test_without_it_they_are_refused(self, hold):
+        with pytest.raises(BufferRefused, match="'0' is not contiguous"):
+            PerBlockGradientAccumulator(GradientLayout.of([(2, 3)]), hold=hold).add([np.ones((3, 2), np.float32).T])
+
+
+@pytest.mark.parametrize("name", runnable(DEVICE_BACKENDS))
+def test_a_gpus_strided_gradients_are_not_copied(name):
+    with pytest.raises(CallerError, match=r"copy_strided .*: got device 'cuda.*contiguous gradients on a GPU"):
+        PerBlockGradientAccumulator(ODD, available(name).kernels, copy_strided=True)
 
 
 class TestByBlock:

@@ -282,6 +282,7 @@ CALLS = {
     "PerBlockGradientAccumulator(kernels)": lambda v: PerBlockGradientAccumulator(LAYOUT, v),
     "PerBlockGradientAccumulator(hold)": lambda v: PerBlockGradientAccumulator(LAYOUT, hold=v),
     "PerBlockGradientAccumulator(reused_buffers)": lambda v: PerBlockGradientAccumulator(LAYOUT, reused_buffers=v),
+    "PerBlockGradientAccumulator(copy_strided)": lambda v: PerBlockGradientAccumulator(LAYOUT, copy_strided=v),
     "accumulator.add(measure)": lambda v: PerBlockGradientAccumulator(LAYOUT).add(gradients(), measure=v),
     "accumulator.block": lambda v: PerBlockGradientAccumulator(LAYOUT).block(v),
     "GpuGradientAccumulator(layout)": lambda v: GpuGradientAccumulator(v, "cpu"),

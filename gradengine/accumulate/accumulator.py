@@ -26,7 +26,7 @@ from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import LayoutMismatch, NotCopied, WindowError
+from gradengine.errors import CallerError, LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for, refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
 from gradengine.threads import cached_property
@@ -49,10 +49,19 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     """
 
     @abstractmethod
-    def __init__(self, layout: GradientLayout, kernels: Kernels, hold: int, *, reused_buffers: bool) -> None:
+    def __init__(
+        self, layout: GradientLayout, kernels: Kernels, hold: int, *, reused_buffers: bool, copy_strided: bool = False
+    ) -> None:
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
         self.kernels = kernels
+        copy_strided = truth_value("copy_strided", copy_strided)
+        if copy_strided and kernels.device.name != "cpu":
+            raise CallerError(
+                "copy_strided is for gradients in the CPU's memory",
+                got=f"device {kernels.device.name!r}",
+                do="pass contiguous gradients on a GPU: cupy.ascontiguousarray(array), tensor.contiguous()",
+            )
         self.memory = memory = kernels.device.allocate(layout.arena_size)
         self.arena = kernels.arena([memory.part(slot.offset, slot.stop) for slot in layout.slots], memory)
         with self.arena.in_order():
@@ -61,7 +70,9 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self.state = StepState()
         self.changes = 0
         is_reused = truth_value("reused_buffers", reused_buffers)
-        self._intake = Intake(kernels.device, memory, holds=self.hold > 1, reused_buffers=is_reused)
+        self._intake = Intake(
+            kernels.device, memory, holds=self.hold > 1, reused_buffers=is_reused, copy_strided=copy_strided
+        )
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._all = self.arena.whole
@@ -427,9 +438,11 @@ class PerBlockGradientAccumulator(GradientAccumulator):
         hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
         reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
             a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
+        copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
+            added; else they are refused. On the CPU only.
 
     Raises:
-        CallerError: `hold` is no whole number >= 1.
+        CallerError: `hold` is no whole number >= 1, or `copy_strided` with a GPU's kernels.
 
     Example:
         >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
@@ -440,10 +453,20 @@ class PerBlockGradientAccumulator(GradientAccumulator):
     """
 
     def __init__(
-        self, layout: GradientLayout, kernels: Kernels | None = None, *, hold: int = 1, reused_buffers: bool = False
+        self,
+        layout: GradientLayout,
+        kernels: Kernels | None = None,
+        *,
+        hold: int = 1,
+        reused_buffers: bool = False,
+        copy_strided: bool = False,
     ) -> None:
         super().__init__(
-            layout, kernels_for("cpu" if kernels is None else kernels), hold, reused_buffers=reused_buffers
+            layout,
+            kernels_for("cpu" if kernels is None else kernels),
+            hold,
+            reused_buffers=reused_buffers,
+            copy_strided=copy_strided,
         )
 
 

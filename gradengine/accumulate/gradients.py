@@ -7,7 +7,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, Va
 from typing import Any, TypeAlias, final
 
 from gradengine.arguments import said
-from gradengine.arrays.buffer import Buffer, refuse_overlapping_destinations
+from gradengine.arrays.buffer import Buffer, refuse_other_shape, refuse_overlapping_destinations
 from gradengine.errors import LayoutMismatch
 from gradengine.kernels import Device
 from gradengine.layout import Slot
@@ -122,12 +122,8 @@ def matched_views(
     given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
     found = resolve([source for _, source in given], [slot.name for slot, _ in given])
     for (slot, _), view in zip(given, found, strict=True):
-        if view.shape != slot.shape and view.shape != (slot.size,):
-            raise LayoutMismatch(
-                f"component '{slot.name}' has another shape",
-                got=f"{tuple(view.shape)}, {view.size} elements",
-                expected=f"{slot.shape}, {slot.size} elements (or the same flat)",
-            )
+        if view.shape != slot.shape:
+            refuse_other_shape(slot.name, view.shape, slot.shape)
     remaining = iter(found)
     return [None if source is None else next(remaining) for source in sources]
 

@@ -14,7 +14,7 @@ from gradengine.accumulate.gradients import matched_views
 from gradengine.accumulate.uncleared import Uncleared, Versions
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.frameworks import torch_form, torch_pointers
-from gradengine.arrays.host import elements_at, without_owner
+from gradengine.arrays.host import elements_at, in_c_order, without_owner
 from gradengine.arrays.known import (
     KnownArrays,
     Reader,
@@ -35,10 +35,13 @@ _MOST_MISSES = 8  # sets that went without having come again, after which no mor
 class Intake:
     """One accumulator's gradients as contributions; none may lie in its own `arena`."""
 
-    def __init__(self, device: Device, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False) -> None:
+    def __init__(
+        self, device: Device, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False, copy_strided: bool = False
+    ) -> None:
         self._device, self._arena, self._stop = device, arena, arena.pointer + arena.nbytes
         self._holds = holds  # gradients are read later than they come, and may have moved by then
         self._reused_buffers = reused_buffers  # the caller writes each micro-batch into the same torch tensors
+        self._copy_strided = copy_strided  # on the host
         self.uncleared = Uncleared(device)
         self._known: dict[SlotSet, list[_Known]] = {}
         self._forms: dict[SlotSet, list[Any]] = {}  # of arrays on the host that were resolved before
@@ -46,6 +49,10 @@ class Intake:
 
     def contribution(self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
         """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work."""
+        callers = sources
+        if self._copy_strided:
+            pairs = zip(slots, sources, strict=True)
+            sources = [None if source is None else in_c_order(source, slot.name, slot.shape) for slot, source in pairs]
         form = numpy_form(sources, self._arena.owner)
         if form is not None:
             return self._of_numpy(slot_set, slots, sources, form)
@@ -63,7 +70,7 @@ class Intake:
             contribution = self._as_of_now(resolved, sources, reader_of(sources) or read_each)
             known = self._remember(sets, sources, resolved)
         if not self._reused_buffers:
-            versions = self.uncleared.refuse(slot_set, slots, sources, None if known is None else known.versions)
+            versions = self.uncleared.refuse(slot_set, slots, callers, None if known is None else known.versions)
             if known is not None:
                 known.versions = versions
         return contribution

@@ -18,7 +18,7 @@ from gradengine.arguments import as_index, as_text, said, truth_value
 from gradengine.arrays.dlpack import Exported, contiguous_strides
 from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import BufferRefused
+from gradengine.errors import BufferRefused, LayoutMismatch
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -119,9 +119,9 @@ def exported_view(
     tensor: Exported, component: str, device: str, producer: ProducerStream | None = None, source: object = None
 ) -> Buffer:
     """A checked view of what `source` exports, whose device is known to be right; raises `BufferRefused`."""
-    refuse_strided(component, tensor.shape, tensor.strides, source)
     if tensor.dtype not in DTYPES:
         raise unsupported_dtype(component, tensor.dtype)
+    refuse_strided(component, tensor.shape, tensor.strides, source)
     pointer, size = tensor.pointer, math.prod(tensor.shape)
     refuse_invalid_address(pointer, size, DTYPES[tensor.dtype].itemsize, component)
     return Buffer(pointer, size, tensor.dtype, tensor.shape, tensor.writable, tensor.owner, device, producer=producer)
@@ -133,6 +133,16 @@ def refuse_strided(component: str, shape: Sequence[int], strides: Sequence[int],
     # The stride of a dimension of 1 means nothing.
     if 0 not in shape and any(length != 1 and stride != dense for length, stride, dense in dimensions):
         raise not_contiguous(component, shape, strides, source)
+
+
+def refuse_other_shape(component: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raise `LayoutMismatch` unless an array has this shape, or is flat and of its size."""
+    if got != shape and got != (math.prod(shape),):
+        raise LayoutMismatch(
+            f"component '{component}' has another shape",
+            got=f"{tuple(got)}, {math.prod(got)} elements",
+            expected=f"{shape}, {math.prod(shape)} elements (or the same flat)",
+        )
 
 
 def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int], source: object) -> BufferRefused:

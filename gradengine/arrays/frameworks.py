@@ -18,7 +18,7 @@ import numpy as np
 
 from gradengine.arguments import has, said
 from gradengine.arrays.buffer import Array, Buffer, exported_view, not_contiguous, refuse_other_device
-from gradengine.arrays.dlpack import dlpack_device, exported, exporting_device
+from gradengine.arrays.dlpack import Exported, dlpack_device, exported, exporting_device
 from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, LayoutMismatch
@@ -107,13 +107,13 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
         what = f"component '{component}' has no storage ({said(fault)})"
         do = "pass plain tensors, outside of torch.func transformations"
         raise BufferRefused(what, got=type(tensor).__name__, do=do) from None
+    if tensor.requires_grad and tensor.is_leaf:
+        what = f"component '{component}' requires grad: it is a parameter, neither a gradient nor a destination"
+        raise BufferRefused(what, got=type(tensor).__name__, do="pass its .grad, or .detach() it")
     if not tensor.is_contiguous():
         raise not_contiguous(component, shape, tensor.stride(), tensor)
     if tensor.is_neg():
         raise _negated(component)
-    if tensor.requires_grad and tensor.is_leaf:
-        what = f"component '{component}' requires grad: it is a parameter, neither a gradient nor a destination"
-        raise BufferRefused(what, got=type(tensor).__name__, do="pass its .grad, or .detach() it")
     producer = _torch_stream(torch, device) if device != "cpu" else None
     return Buffer(pointer, tensor.numel(), dtype, shape, not tensor.requires_grad, tensor, device, None, producer)
 
@@ -140,6 +140,20 @@ def torch_pointers(tensors: Sequence[Any]) -> list[int] | None:
     return pointers if all(pointers) and not any(pointer % 4 for pointer in pointers) else None
 
 
+def dlpack_export(
+    source: object, component: str, devices: Sequence[str], stream: int | None = None
+) -> Exported:
+    """What a DLPack producer exports, which is on the one device that `devices` name; raises `BufferRefused`."""
+    is_neg = getattr(source, "is_neg", None)
+    if callable(is_neg) and is_neg():  # a subclass's memory need not hold its values
+        raise _negated(component)
+    refuse_distributed(component, source)
+    refuse_other_device(exporting_device(source, component), component, devices)
+    tensor = exported(source, component, stream)
+    refuse_other_device(tensor.device, component, devices)
+    return tensor
+
+
 def dlpack_view(
     source: object,
     component: str,
@@ -151,13 +165,7 @@ def dlpack_view(
 
     `devices` are the names of the one device that is allowed, as DLPack has them: "cuda:0", "cuda_managed:0".
     """
-    is_neg = getattr(source, "is_neg", None)
-    if callable(is_neg) and is_neg():  # a subclass's memory need not hold its values
-        raise _negated(component)
-    refuse_distributed(component, source)
-    refuse_other_device(exporting_device(source, component), component, devices)
-    tensor = exported(source, component, stream)
-    refuse_other_device(tensor.device, component, devices)
+    tensor = dlpack_export(source, component, devices, stream)
     view = exported_view(tensor, component, devices[0], producer, source)
     view.writable &= not is_jax(source)
     return view

@@ -11,9 +11,20 @@ from typing import Any
 import numpy as np
 
 from gradengine.arguments import has
-from gradengine.arrays.buffer import Array, Buffer, RawBuffer, not_contiguous, raw_view, refuse_invalid_address
+from gradengine.arrays.buffer import (
+    Array,
+    Buffer,
+    RawBuffer,
+    not_contiguous,
+    raw_view,
+    refuse_invalid_address,
+    refuse_other_shape,
+)
+from gradengine.arrays.dlpack import contiguous_strides
 from gradengine.arrays.dtypes import DTYPES, supported_name, unsupported_dtype
 from gradengine.arrays.frameworks import (
+    copied,
+    dlpack_export,
     dlpack_view,
     is_jax,
     is_torch,
@@ -57,6 +68,40 @@ def host_buffer(source: object, component: str) -> Buffer:
         expected="a NumPy array, a torch tensor, a JAX array, a DLPack producer on the CPU or a RawBuffer",
         do="pass the gradient itself, for example numpy.asarray(values, dtype=numpy.float32)",
     )
+
+
+def in_c_order(source: Any, component: str, shape: tuple[int, ...]) -> Any:
+    """The array itself, or a copy of one in host memory whose elements do not lie in C order.
+
+    What cannot be read is returned as it is, for `host_buffer` to refuse. Raises `LayoutMismatch` before anything of
+    another shape is copied: a broadcast array may have more elements than there is memory.
+    """
+    if isinstance(source, np.ndarray):
+        strided = None if source.flags.c_contiguous else source
+    elif is_torch(source):
+        is_readable = source.is_cpu and source.layout is sys.modules["torch"].strided
+        is_parameter = source.requires_grad and source.is_leaf
+        strided = source.detach() if is_readable and not is_parameter and not source.is_contiguous() else None
+    elif has(source, "__dlpack__") and not is_jax(source):
+        return _exported_in_c_order(source, component, shape)
+    else:  # whose elements always lie in C order, or no array
+        return source
+    if strided is None:
+        return source
+    refuse_other_shape(component, tuple(strided.shape), shape)
+    return copied(strided)
+
+
+def _exported_in_c_order(source: object, component: str, shape: tuple[int, ...]) -> object:
+    found = dlpack_export(source, component, ("cpu",))
+    if found.strides == contiguous_strides(found.shape) or 0 in found.shape or found.dtype not in DTYPES:
+        return source
+    refuse_other_shape(component, found.shape, shape)
+    itemsize = DTYPES[found.dtype].itemsize
+    refuse_invalid_address(found.pointer, 1, itemsize, component)
+    first, strides = elements_at(found.pointer, 1, found.dtype), [stride * itemsize for stride in found.strides]
+    copy = np.lib.stride_tricks.as_strided(first, found.shape, strides).copy()
+    return RawBuffer(copy.ctypes.data, copy.size, found.dtype, owner=copy)  # bf16 has no dtype in NumPy
 
 
 def _from_numpy(array: Array, component: str, immutable: object = None, pointer: int | None = None) -> Buffer:
