@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from gradengine import GradientEngine
 from gradengine.arrays import dtypes, host
 from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.dtypes import DTYPES, DType, by_dlpack_code, supported_name
@@ -44,6 +45,61 @@ class TestRows:
     def test_dlpack_names_each(self):
         assert [by_dlpack_code(*row.dlpack) for row in DTYPES.values()] == [*DTYPES]
         assert by_dlpack_code(2, 64) is None
+
+
+class TinygradDType:
+    """As tinygrad's prints itself; its `name` is C's."""
+
+    def __init__(self, text, name):
+        self.text, self.name = text, name
+
+    def __repr__(self):
+        return self.text
+
+
+class TinygradTensor:
+    """No DLPack, no buffer."""
+
+    def __init__(self, array, dtype):
+        self.shape, self.dtype, self._array = array.shape, dtype, array
+
+    def numpy(self):
+        return self._array.copy()
+
+
+TINYGRAD = [
+    ("dtypes.float", "float", "float32"),
+    ("dtypes.float32", "f32", "float32"),
+    ("dtypes.half", "half", "float16"),
+    ("dtypes.bfloat16", "__bf16", "bfloat16"),
+]
+
+
+class TestTinygrad:
+    @pytest.mark.parametrize(("text", "name", "ours"), TINYGRAD)
+    def test_a_layout_is_made_of_its_tensors(self, text, name, ours):
+        dtype = TinygradDType(text, name)
+        assert supported_name(dtype) == ours
+        tensor = TinygradTensor(np.ones((2, 3), np.float32), dtype)
+        assert GradientLayout.of({"w": tensor}) == GradientLayout.of({"w": (2, 3)})
+
+    @pytest.mark.parametrize(("text", "name"), [("dtypes.double", "float64"), ("dtypes.int", "int")])
+    def test_other_dtypes_are_refused_by_name(self, text, name):
+        tensor = TinygradTensor(np.ones(2), TinygradDType(text, "of C"))
+        with pytest.raises(BufferRefused, match=f"unsupported dtype: got {name}, expected"):
+            GradientLayout.of({"w": tensor})
+
+    def test_its_tensors_are_refused_with_the_way_to_pass_them(self):
+        tensor = TinygradTensor(np.ones((2, 3), np.float32), TinygradDType("dtypes.float", "float"))
+        message = r"'w' is not an array: got TinygradTensor, .*; pass what its \.numpy\(\) returns; what is written there"
+        engine = GradientEngine(GradientLayout.of({"w": tensor}))
+        with pytest.raises(BufferRefused, match=message):
+            engine.add({"w": tensor})
+        engine.add({"w": tensor.numpy()})
+        assert engine.step().gradients["w"].sum() == 6
+
+    def test_pythons_float_is_no_float32(self):
+        assert [dtypes.dtype_name(dtype) for dtype in (float, "float")] == ["float", "float"]
 
 
 @pytest.mark.parametrize("tag", range(16))

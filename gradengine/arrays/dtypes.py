@@ -15,6 +15,7 @@ from gradengine.arguments import as_text, has
 from gradengine.errors import BufferRefused
 
 _MODULES_OF_DTYPES = ("torch.", "mlx.core.")
+_TINYGRAD = {"dtypes.float": "float32", "dtypes.half": "float16", "dtypes.double": "float64"}  # C's names; else as ours
 
 
 class DType(NamedTuple):
@@ -45,6 +46,9 @@ def dtype_name(dtype: Any) -> str:
     """
     if isinstance(dtype, np.dtype):
         return f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}"
+    text = as_text(dtype)
+    if text.startswith("dtypes."):
+        return _TINYGRAD.get(text, text.removeprefix("dtypes."))
     name = as_text(next((getattr(dtype, word) for word in ("name", "__name__") if has(dtype, word)), dtype))
     return name.rpartition(".")[2] if name.startswith(_MODULES_OF_DTYPES) else name
 

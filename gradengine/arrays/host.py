@@ -62,11 +62,14 @@ def host_buffer(source: object, component: str) -> Buffer:
         return _from_numpy(jax_on_host(array, component), component, array, array.unsafe_buffer_pointer())
     if has(source, "__dlpack__"):
         return _with_elements(dlpack_view(source, component, ("cpu",)))
+    do = "pass the gradient itself, for example numpy.asarray(values, dtype=numpy.float32)"
+    if has(source, "numpy"):  # tinygrad
+        do = "pass what its .numpy() returns; what is written there need not reach it"
     raise BufferRefused(
         f"component '{component}' is not an array",
         got=type(source).__name__,
         expected="a NumPy array, a torch tensor, a JAX array, a DLPack producer on the CPU or a RawBuffer",
-        do="pass the gradient itself, for example numpy.asarray(values, dtype=numpy.float32)",
+        do=do,
     )
 
 
