@@ -60,13 +60,16 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         loss_scale: What the loss was multiplied by; undone in the same multiplication.
         reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
             a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
+        copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
+            added, on the CPU; else they are refused.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
             part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's.
         replicated: What these ranks hold of replicated gradients: the "same", whole on each rank (checked); parts that
             "sum" up, as under sequence parallelism; or copies that differ by their rounding, to "average".
 
     Raises:
-        CallerError: An argument is out of range, or a part of a model is to be clipped or skipped by itself.
+        CallerError: An argument is out of range, a part of a model is to be clipped or skipped by itself, or
+            `copy_strided` is given for a GPU.
         DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has not the memory.
         HandshakeRefused, PeerLost: The workers do not come together.
 
@@ -93,6 +96,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         average: Average = "weighted",
         loss_scale: float = 1.0,
         reused_buffers: bool = False,
+        copy_strided: bool = False,
         tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
@@ -104,7 +108,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             self._settings.refuse_lone_part(layout)
         self.layout = layout
         self.accumulator = PerBlockGradientAccumulator(
-            layout, kernels_for(device), hold=hold, reused_buffers=reused_buffers
+            layout, kernels_for(device), hold=hold, reused_buffers=reused_buffers, copy_strided=copy_strided
         )
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         parts = TensorParallelGroup(self.accumulator, replicated)

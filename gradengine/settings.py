@@ -30,6 +30,7 @@ class EngineOptions(TypedDict, total=False):
     average: Average
     loss_scale: float
     reused_buffers: bool
+    copy_strided: bool
     tp_exchange: Exchange | None
     replicated: Replicated
 

@@ -251,7 +251,7 @@ CALLS = {
         f"GradientEngine({name})": functools.partial(lambda name, v: engine(**{name: v}), name)
         for name in (
             *("max_norm", "exchange", "on_non_finite", "micro_batches", "hold", "average", "loss_scale"),
-            *("tp_exchange", "replicated", "reused_buffers"),
+            *("tp_exchange", "replicated", "reused_buffers", "copy_strided"),
         )
     },
     "GradientEngine(groups)": lambda v: (

@@ -357,6 +357,30 @@ def test_bad_arguments_are_refused_before_any_memory_is_taken(backend, monkeypat
         GradientEngine(SMALL, backend.kernels, **options)
 
 
+@pytest.mark.parametrize("hold", [1, 2])
+class TestCopyStrided:
+    def test_the_step_has_the_bits_of_contiguous_gradients(self, hold):
+        engines = [GradientEngine(SMALL, max_norm=0.5, hold=hold, copy_strided=copies) for copies in (True, False)]
+        for seed in range(3):
+            contiguous = random_gradients(seed)
+            for engine, order in zip(engines, "FC", strict=True):
+                engine.add([array.copy(order) for array in contiguous], seed + 1)
+        copying, other = (engine.step() for engine in engines)
+        assert (copying.norm, copying.scale) == (other.norm, other.scale)
+        for name, gradient in other.gradients.items():
+            draw.assert_same_bits(copying.gradients[name], gradient)
+
+    def test_destinations_are_still_to_be_contiguous(self, hold):
+        engine = GradientEngine(GradientLayout.of({"w": (2, 3)}), hold=hold, copy_strided=True)
+        engine.add([np.ones((3, 2), np.float32).T])
+        strided = np.zeros((3, 2), np.float32).T
+        message = r"'w' is not contiguous: .*, or on the CPU .*; what is written to must be contiguous itself"
+        with pytest.raises(BufferRefused, match=message):
+            engine.step(out=[strided])
+        assert not strided.any()
+        assert engine.step().gradients["w"].sum() == 6
+
+
 class TestBeyondFp32:
     """Finite gradients come back as Inf, NaN or 0 only where something says so."""
 

@@ -152,7 +152,8 @@ def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int],
         f"component '{component}' is not contiguous",
         got=f"shape {tuple(shape)} with strides {tuple(strides)} (in elements)",
         expected=f"strides {contiguous_strides(shape)}",
-        do=f"pass a contiguous copy{f', {call}' if call else ''}; what is written to must be contiguous itself",
+        do=f"pass a contiguous copy{f', {call}' if call else ''}, or on the CPU build the engine with "
+        "copy_strided=True; what is written to must be contiguous itself",
     )
 
 
