@@ -122,7 +122,10 @@ class TestRefusedArrays:
     @pytest.mark.parametrize(
         ("module", "call"),
         [
-            ("mlx.core", r"a contiguous copy, mlx\.core\.contiguous\(array\), or on the CPU .* copy_strided=True; what is"),
+            (
+                "mlx.core",
+                r"a contiguous copy, mlx\.core\.contiguous\(array\), or on the CPU .* copy_strided=True; what is",
+            ),
             ("mlxlike", "a contiguous copy, or on the CPU .*; what is written to must be contiguous itself"),
         ],
     )

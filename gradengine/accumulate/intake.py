@@ -36,7 +36,13 @@ class Intake:
     """One accumulator's gradients as contributions; none may lie in its own `arena`."""
 
     def __init__(
-        self, device: Device, arena: Buffer, *, holds: bool = False, reused_buffers: bool = False, copy_strided: bool = False
+        self,
+        device: Device,
+        arena: Buffer,
+        *,
+        holds: bool = False,
+        reused_buffers: bool = False,
+        copy_strided: bool = False,
     ) -> None:
         self._device, self._arena, self._stop = device, arena, arena.pointer + arena.nbytes
         self._holds = holds  # gradients are read later than they come, and may have moved by then

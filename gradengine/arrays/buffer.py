@@ -146,7 +146,7 @@ def refuse_other_shape(component: str, got: tuple[int, ...], shape: tuple[int, .
 
 
 def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int], source: object) -> BufferRefused:
-    """The error for an array that is not C-contiguous, with its framework's call that copies it; strides in elements."""
+    """The error for an array that is not C-contiguous: its framework's call copies it. Strides are in elements."""
     call = _CONTIGUOUS_COPY.get(type(source).__module__.partition(".")[0])
     return BufferRefused(
         f"component '{component}' is not contiguous",

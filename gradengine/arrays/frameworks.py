@@ -140,9 +140,7 @@ def torch_pointers(tensors: Sequence[Any]) -> list[int] | None:
     return pointers if all(pointers) and not any(pointer % 4 for pointer in pointers) else None
 
 
-def dlpack_export(
-    source: object, component: str, devices: Sequence[str], stream: int | None = None
-) -> Exported:
+def dlpack_export(source: object, component: str, devices: Sequence[str], stream: int | None = None) -> Exported:
     """What a DLPack producer exports, which is on the one device that `devices` name; raises `BufferRefused`."""
     is_neg = getattr(source, "is_neg", None)
     if callable(is_neg) and is_neg():  # a subclass's memory need not hold its values
