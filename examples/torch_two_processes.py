@@ -29,7 +29,7 @@ from torch import distributed, nn
 from gradengine import GradientEngine, connect
 from gradengine.torch import give_gradients, gradients_of, layout_of
 
-WORLD_SIZE, MAX_NORM, SECONDS = 2, 0.5, 60.0
+WORLD_SIZE, MAX_NORM, SECONDS = 2, 0.5, 120.0
 
 
 def new_model() -> nn.Module:

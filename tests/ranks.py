@@ -41,8 +41,8 @@ def on_grid(work, dp_size, tp_size, rows=None):
 
 def on_tcp(work):
     """The same for two ranks over TCP."""
-    first = connect("tcp://127.0.0.1:0", 0, 2, timeout=20.0, join_timeout=10.0)
-    exchanges = [first, connect(first.url, 1, 2, timeout=20.0, join_timeout=10.0)]
+    first = connect("tcp://127.0.0.1:0", 0, 2, timeout=60.0, join_timeout=60.0)
+    exchanges = [first, connect(first.url, 1, 2, timeout=60.0, join_timeout=60.0)]
     outcomes = _on_each(work, exchanges)
     for exchange in reversed(exchanges):
         exchange.close()

@@ -430,7 +430,7 @@ def sums_of_two(url, token=None, job=""):
     sums = [None, None]
 
     def work(rank):
-        with WorkerClient(address_of(url), rank, 2, token=token, job=job, join_timeout=20) as exchange:
+        with WorkerClient(address_of(url), rank, 2, token=token, job=job, join_timeout=SOON) as exchange:
             engine = GradientEngine(LAYOUT, max_norm=None, exchange=exchange)
             engine.add({"w": np.full(3, rank + 1, np.float32)})
             sums[rank] = engine.step().gradients["w"].tolist()
@@ -439,7 +439,7 @@ def sums_of_two(url, token=None, job=""):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(SOON)
     return sums
 
 

@@ -152,7 +152,7 @@ def fail(error, after=0.0):
 def test_results_come_in_the_order_of_the_works_and_each_work_has_a_thread():
     assert run_threads([lambda s=s: (time.sleep(s), s)[1] for s in (0.1, 0.0, 0.05)]) == [0.1, 0.0, 0.05]
     meeting = threading.Barrier(3)
-    assert sorted(run_threads([lambda: meeting.wait(10)] * 3)) == [0, 1, 2]
+    assert sorted(run_threads([lambda: meeting.wait(SOON)] * 3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("lost_first", [True, False])

@@ -370,7 +370,7 @@ def test_late_rank_is_named_with_its_bucket(transport, monkeypatch):
 
 @every_transport
 def test_waiting_for_sums_to_which_nothing_was_given_is_refused(transport):
-    with group(transport, 2, timeout=5.0) as exchanges:
+    with group(transport, 2, timeout=SOON) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, 2))
         with pytest.raises(WindowError, match="rank 1 waits for sums and has started nothing"):
             workers[1].exchange.wait()
@@ -464,7 +464,7 @@ def test_rank_0_hosts_and_the_others_come_in_any_order():
     def work(rank):
         if rank == 0:
             hosting.wait()
-        exchange = connect(url, rank, 3, token="t", join_timeout=20)
+        exchange = connect(url, rank, 3, token="t", join_timeout=SOON)
         if rank == 2:
             threading.Timer(0.1, hosting.set).start()  # the workers are trying by then
         worker = Worker(exchange, SMALL, data[rank])

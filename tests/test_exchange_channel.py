@@ -82,7 +82,7 @@ def test_one_thread_sends_while_another_receives(pair):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(SOON)
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -130,7 +130,7 @@ def test_close_wakes_who_reads_or_writes(pair, doing):
     thread.join(0.05)
     assert thread.is_alive(), "it should be blocked by now"
     channel.close()
-    thread.join(5)
+    thread.join(SOON)
     assert not thread.is_alive()
     assert len(failures) == 1
 

@@ -241,7 +241,7 @@ def test_many_threads_sum_each_bucket_once_and_in_order(world_size):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     starts = [bucket.start for bucket in group.buckets]
     for member in members:
         assert [start for _, start, _ in member.sums] == starts

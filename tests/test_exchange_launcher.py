@@ -108,18 +108,18 @@ def test_two_jobs_of_a_launcher_at_one_port_do_not_train_together(environment, v
     mine, other = {variable: "7"}, {variable: "8"}
     with launched(environment, mine, lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
         for theirs, named in ((other, f"{variable}=8"), ({}, "")):
-            stray = launched(environment, theirs, lambda: connect(hosting.url, 1, 2, join_timeout=10))
+            stray = launched(environment, theirs, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
             told = f"rank 1 belongs to another job: got job='{named}', expected job='{variable}=7'"
             assert told in refusal_of(stray)
-        assert trains([hosting, launched(environment, mine, lambda: connect(hosting.url, 1, 2, join_timeout=10))])
+        assert trains([hosting, launched(environment, mine, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
 
 
 def test_a_job_that_is_given_does_not_meet_one_of_a_launcher(environment):
     slurm = {"SLURM_JOB_ID": "7"}
     with launched(environment, slurm, lambda: connect("tcp://127.0.0.1:0", 0, 2, job="")) as hosting:
-        named = launched(environment, slurm, lambda: connect(hosting.url, 1, 2, join_timeout=10))
+        named = launched(environment, slurm, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
         assert "got job='SLURM_JOB_ID=7', expected job=''" in refusal_of(named)
-        assert trains([hosting, launched(environment, {}, lambda: connect(hosting.url, 1, 2, join_timeout=10))])
+        assert trains([hosting, launched(environment, {}, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
 
 
 def test_two_steps_of_one_allocation_are_one_job(environment):
@@ -127,7 +127,7 @@ def test_two_steps_of_one_allocation_are_one_job(environment):
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step), "PMIX_NAMESPACE": f"slurm.pmix.7.{step}"} for step in range(2)
     ]
     with launched(environment, steps[0], lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
-        assert trains([hosting, launched(environment, steps[1], lambda: connect(hosting.url, 1, 2, join_timeout=10))])
+        assert trains([hosting, launched(environment, steps[1], lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
 
 
 @pytest.mark.parametrize("around", [{}, {"SLURM_JOB_ID": "1"}], ids=["by hand", "in a job of its own"])
@@ -137,7 +137,7 @@ def test_a_coordinator_outside_takes_its_first_rank_s_job(environment, around):
             launched(
                 environment,
                 {"SLURM_JOB_ID": job},
-                lambda rank=rank: WorkerClient(server.address, rank, 2, join_timeout=10),
+                lambda rank=rank: WorkerClient(server.address, rank, 2, join_timeout=SOON),
             )
             for rank, job in ((0, "7"), (1, "8"), (1, "7"))
         )

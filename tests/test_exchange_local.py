@@ -76,9 +76,9 @@ def bound_in_turn(workers, order):
     for rank in order:
         threads.append(threading.Thread(target=workers[rank].bind))
         threads[-1].start()
-        assert shared.changed.wait_for(lambda rank=rank: rank in shared.members, 10)
+        assert shared.changed.wait_for(lambda rank=rank: rank in shared.members, SOON)
     for thread in threads:
-        thread.join(10)
+        thread.join(SOON)
 
 
 def bound_again(workers, **options):
@@ -150,7 +150,7 @@ def test_nobody_hears_of_a_failure_while_an_arena_is_still_written():
     def slow(span, upto):
         if not events:
             threading.Thread(target=exchanges[1].close).start()
-            shared.changed.wait_for(lambda: shared.failure is not None, 10)
+            shared.changed.wait_for(lambda: shared.failure is not None, SOON)
             time.sleep(0.05)  # time in which the others would hear of it
             events.append("written")
 
@@ -183,7 +183,7 @@ def test_sum_is_taken_in_rank_0s_arena_without_a_copy():
 
 def test_a_sum_interrupted_before_it_began_is_not_waited_for(monkeypatch):
     """The thread that had claimed it left it claimed: the other rank, and each close(), waited for ever."""
-    workers = bound(local_group(2, timeout=30.0), SMALL, contributions(SMALL, 2))
+    workers = bound(local_group(2, timeout=SOON), SMALL, contributions(SMALL, 2))
 
     def interrupted(coordinator, position):
         monkeypatch.undo()
@@ -203,7 +203,7 @@ def test_a_sum_interrupted_before_it_began_is_not_waited_for(monkeypatch):
 
 @pytest.mark.parametrize("call", ["wait", "gather"])
 def test_a_rank_that_is_interrupted_while_it_waits_has_left(call, monkeypatch):
-    workers = bound(local_group(2, timeout=30.0), SMALL, contributions(SMALL, 2))
+    workers = bound(local_group(2, timeout=SOON), SMALL, contributions(SMALL, 2))
     for span in SMALL.spans:
         workers[0].exchange.start(span)
 

@@ -71,7 +71,7 @@ def sum_of_all(workers, spans, meanwhile):
     def strike():
         coordinator = workers[0].exchange._group
         wanted = Stall(late=(1,), waiting=(0, 2), what=f"bucket {first} of step 0")
-        coordinator.changed.wait_for(lambda: coordinator.coordinator.stall() == wanted, 20)
+        coordinator.changed.wait_for(lambda: coordinator.coordinator.stall() == wanted, SOON)
         began.append(time.monotonic())
         meanwhile()
 
@@ -82,7 +82,7 @@ def sum_of_all(workers, spans, meanwhile):
     thread = threading.Thread(target=strike)
     thread.start()
     results = on_all(step, workers)
-    thread.join(10)
+    thread.join(SOON)
     return [(error, ended - began[0]) for error, ended in results]
 
 
@@ -122,7 +122,7 @@ def test_dead_coordinator_is_an_error_on_all_workers_at_once():
         killed = []
 
         def kill():
-            landed.wait(20)
+            landed.wait(SOON)
             killed.append(time.monotonic())
             running.kill()
 

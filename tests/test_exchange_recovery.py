@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from transports import (
     SMALL,
+    SOON,
     Transport,
     Worker,
     bound,
@@ -61,7 +62,7 @@ class Wire:
         self._hang_up()
         self._listener.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(SOON)
 
     def _spawn(self, work, *arguments):
         self._threads.append(threading.Thread(target=work, args=arguments))
@@ -100,7 +101,7 @@ class Wire:
 @contextlib.contextmanager
 def behind_a_wire(cut=None):
     """Three exchanges: rank 0 hosts, rank 1 comes through a wire that may be cut, rank 2 comes straight."""
-    server = GradientServer(WORLD, bucket_bytes=BUCKET, timeout=20, join_timeout=20)
+    server = GradientServer(WORLD, bucket_bytes=BUCKET, timeout=SOON, join_timeout=SOON)
     wire = Wire(server.address, cut)
     exchanges = [
         LocalExchange(server.group, 0, on_close=server.close),
@@ -285,7 +286,7 @@ def half_summed(transport=Transport.TCP, data=None):
 
 def rejoined(workers, transport, ranks):
     """What becomes of these workers when they join a new group as these ranks."""
-    with group(transport, len(ranks), bucket_bytes=BUCKET, timeout=10, join_timeout=10) as exchanges:
+    with group(transport, len(ranks), bucket_bytes=BUCKET, timeout=SOON, join_timeout=SOON) as exchanges:
         for worker, rank in zip(workers, ranks, strict=True):
             worker.exchange = exchanges[rank]
         return outcomes(Worker.bind, workers)
@@ -423,7 +424,7 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 
     def work(rank):
         def join():
-            return connect(url, rank, WORLD, bucket_bytes=BUCKET, timeout=20, join_timeout=20)
+            return connect(url, rank, WORLD, bucket_bytes=BUCKET, timeout=SOON, join_timeout=SOON)
 
         engine = GradientEngine(SMALL, exchange=join(), micro_batches=micro_batches, max_norm=1.0)
         if rank == 1:
@@ -491,7 +492,7 @@ def test_engines_discard_where_the_coordinator_lost_its_sums():
 class TestOfAnEngine:
     def test_a_smaller_group_is_refused_in_the_middle_of_a_step_and_taken_after_discard(self):
         """Half of the window's buckets would hold three ranks' sum, and the mean over two would be taken of it."""
-        second, third = local_group(2, timeout=5.0, join_timeout=5.0), local_group(2, timeout=5.0, join_timeout=5.0)
+        second, third = local_group(2, timeout=SOON, join_timeout=SOON), local_group(2, timeout=SOON, join_timeout=SOON)
 
         def work(exchange):
             engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
@@ -508,11 +509,11 @@ class TestOfAnEngine:
             engine.add([np.full(slot.shape, 1.0 + exchange.rank, np.float32) for slot in SMALL.slots])
             return float(engine.step().gradients["head"][0])
 
-        assert on_all(work, local_group(3, timeout=5.0)) == [1.5] * 3
+        assert on_all(work, local_group(3, timeout=SOON)) == [1.5] * 3
 
     def test_a_rank_that_dropped_its_window_alone_does_not_take_the_next_for_the_sum(self):
         """All sums of the step have landed; one rank then drops its window, joins again and adds another."""
-        second = local_group(2, timeout=5.0, join_timeout=5.0)
+        second = local_group(2, timeout=SOON, join_timeout=SOON)
 
         def work(exchange):
             engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
@@ -526,11 +527,11 @@ class TestOfAnEngine:
                 engine.reconnect(second[exchange.rank])
             return True
 
-        assert on_all(work, local_group(2, timeout=5.0)) == [True, True]
+        assert on_all(work, local_group(2, timeout=SOON)) == [True, True]
 
     def test_a_group_joined_anew_after_a_verdict_sums_the_next_window(self):
         """What all agreed on belongs to the lost exchange; the new one is waited for, and left clean."""
-        second = local_group(2, timeout=5.0, join_timeout=5.0)
+        second = local_group(2, timeout=SOON, join_timeout=SOON)
 
         def work(exchange):
             engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
@@ -550,10 +551,10 @@ class TestOfAnEngine:
                 sums.append(float(engine.step().gradients["head"][0]))
             return sums
 
-        assert on_all(work, local_group(2, timeout=5.0)) == [[1.5, 2.5]] * 2
+        assert on_all(work, local_group(2, timeout=SOON)) == [[1.5, 2.5]] * 2
 
     def test_a_window_dropped_right_after_joining_anew_says_what_to_do(self):
-        second, third = (local_group(2, timeout=5.0, join_timeout=5.0) for _ in range(2))
+        second, third = (local_group(2, timeout=SOON, join_timeout=SOON) for _ in range(2))
 
         def work(exchange):
             engine = GradientEngine(SMALL, max_norm=None, exchange=exchange)
@@ -570,4 +571,4 @@ class TestOfAnEngine:
             engine.reconnect(third[exchange.rank])
             return float(engine.step().gradients["head"][0])
 
-        assert on_all(work, local_group(2, timeout=5.0)) == [1.5, 1.5]
+        assert on_all(work, local_group(2, timeout=SOON)) == [1.5, 1.5]

@@ -55,7 +55,7 @@ BUCKETS = buckets_of(SMALL, BUCKET)
 @pytest.fixture
 def hosted():
     """A server in rank 0's process, for three ranks, and that rank's exchange."""
-    server = GradientServer(3, bucket_bytes=BUCKET, token="secret", timeout=20, join_timeout=20)
+    server = GradientServer(3, bucket_bytes=BUCKET, token="secret", timeout=SOON, join_timeout=SOON)
     exchange = LocalExchange(server.group, 0, on_close=server.close)
     yield server, exchange
     exchange.close()
@@ -63,7 +63,7 @@ def hosted():
 
 def step_of_all(server, exchange):
     """The three ranks make a step; their arenas."""
-    clients = [WorkerClient(server.address, rank, 3, token="secret", join_timeout=10) for rank in (1, 2)]
+    clients = [WorkerClient(server.address, rank, 3, token="secret", join_timeout=SOON) for rank in (1, 2)]
     workers = bound([exchange, *clients], SMALL, contributions(SMALL, 3))
     on_all(Worker.sum, workers)
     on_all(leave_together, workers)
@@ -214,7 +214,7 @@ def test_arguments_out_of_range():
 
 
 def test_another_world_size_ends_the_group_for_all():
-    with GradientServer(2, join_timeout=20) as server:
+    with GradientServer(2, join_timeout=SOON) as server:
         hosting = LocalExchange(server.group, 0)
         other = WorkerClient(server.address, 1, 3)
         workers = [Worker(exchange, SMALL, EMPTY) for exchange in (hosting, other)]
@@ -226,7 +226,7 @@ def test_another_world_size_ends_the_group_for_all():
 def test_rank_taken_twice_is_refused_and_the_group_goes_on(hosted):
     server, exchange = hosted
     with contextlib.closing(join_by_hand(server, 1, 3, token="secret")) as first:
-        assert server.group.changed.wait_for(lambda: 1 in server.group.members, 10)
+        assert server.group.changed.wait_for(lambda: 1 in server.group.members, SOON)
         second = Worker(WorkerClient(server.address, 1, 3, token="secret"), SMALL, EMPTY)
         with pytest.raises(HandshakeRefused, match="rank 1 has joined already; give each worker its own rank"):
             second.bind()
@@ -402,7 +402,7 @@ def test_worker_that_is_back_before_its_loss_was_noticed_gets_in_later():
     with GradientServer(1, address) as old:
         channel = join_by_hand(old, 0, 1)
         channel.expect(Welcome)
-        back = Worker(WorkerClient(address, 0, 1, join_timeout=20), SMALL, EMPTY.copy())
+        back = Worker(WorkerClient(address, 0, 1, join_timeout=SOON), SMALL, EMPTY.copy())
         tries = threading.Event()
         refuse = old._refuse_untimely
 
@@ -413,10 +413,10 @@ def test_worker_that_is_back_before_its_loss_was_noticed_gets_in_later():
         old._refuse_untimely = refuse_and_tell
         joining = threading.Thread(target=back.bind)
         joining.start()
-        assert tries.wait(10)
+        assert tries.wait(SOON)
         channel.close()
     with GradientServer(1, address):
-        joining.join(20)
+        joining.join(SOON)
         assert not joining.is_alive()
         assert back.sum() == ()
         back.exchange.close()
@@ -449,7 +449,7 @@ def test_serve_ends_when_all_have_come_and_gone():
         on_all(Worker.sum, workers)
         assert serving.is_alive()
         on_all(leave_together, workers)
-        serving.join(10)
+        serving.join(SOON)
         assert not serving.is_alive()
 
 
@@ -457,7 +457,7 @@ def test_serve_raises_where_a_worker_is_lost_in_a_step():
     with GradientServer(2) as server:
         workers = bound([WorkerClient(server.address, rank, 2) for rank in range(2)], SMALL, contributions(SMALL, 2))
         workers[0].exchange.start(SMALL.spans[0])
-        assert server.group.changed.wait_for(lambda: server.group.coordinator.stall().waiting, 10)
+        assert server.group.changed.wait_for(lambda: server.group.coordinator.stall().waiting, SOON)
         workers[1].exchange.close()
         with pytest.raises(PeerLost, match="rank 1 closed the connection"):
             server.serve()

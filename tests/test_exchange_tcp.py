@@ -76,7 +76,7 @@ def coordinator(script, *, welcome=True, hang_ups=0, **options):
             yield worker
         finally:
             exchange.close()
-            thread.join(10)
+            thread.join(SOON)
             for channel in channels:
                 channel.close()
             assert not thread.is_alive()
@@ -322,7 +322,7 @@ def test_rank_out_of_range(rank, world_size):
 def test_silent_coordinator_is_found_by_the_worker_itself(monkeypatch):
     monkeypatch.setattr(tcp, "_GRACE_SECONDS", 0.1)
     release = threading.Event()
-    with coordinator(lambda channel: release.wait(10), timeout=0.1) as worker:
+    with coordinator(lambda channel: release.wait(SOON), timeout=0.1) as worker:
         worker.bind()
         for call, what in ((worker.sum, "the sums"), (worker.exchange.barrier, "the sums")):
             with pytest.raises(DeadlineExceeded, match=f"rank 1 waits for {what} and the coordinator is silent"):
@@ -369,7 +369,7 @@ def test_nothing_lands_after_a_failure_was_told():
 
     def script(channel):
         channel.send(SUMS[0], payload(0))
-        go_on.wait(10)
+        go_on.wait(SOON)
         with contextlib.suppress(PeerLost):
             channel.send(SUMS[1], payload(1, 7.0))
 
@@ -377,7 +377,7 @@ def test_nothing_lands_after_a_failure_was_told():
         landed = threading.Event()
         worker.take = lambda span, upto: landed.set()
         worker.bind()
-        assert landed.wait(10)
+        assert landed.wait(SOON)
         worker.exchange._fail(PeerLost("the sender met a broken connection"))
         with pytest.raises(PeerLost):
             worker.exchange.wait()
@@ -438,13 +438,13 @@ def test_closed_from_elsewhere_while_it_binds(monkeypatch):
     def closing_first(thread):
         if thread.name == "gradengine-sender":
             start(closing)
-            assert client._changed.wait_for(lambda: client._failure is not None, 10)
+            assert client._changed.wait_for(lambda: client._failure is not None, SOON)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", closing_first)
     Worker(client, SMALL, contributions(SMALL, 1)[0]).bind()
     with pytest.raises(PeerLost, match="has left the group"):
         client.gather(b"")
-    closing.join(10)
+    closing.join(SOON)
     client.close()
     server.close()

@@ -15,7 +15,7 @@ from devices import assign, bits_of, on_host, put_all, synchronize
 from folds import Fold, accumulate
 from interrupts import interrupted_at, kept_interrupt, places_of, signalled
 from ranks import on_ranks
-from transports import Transport, group, on_all
+from transports import SOON, Transport, group, on_all
 
 from gradengine import DistributedTrainer, GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
 from gradengine.accumulate.state import State
@@ -73,18 +73,18 @@ class TestHelpers:
 
         def hold(task):
             entered.release()
-            assert gate.wait(10)
+            assert gate.wait(SOON)
 
         busy = threading.Thread(target=self.kernels._run, args=(hold, range(3), 1 << 30))
         busy.start()
         for _ in range(3):
-            assert entered.acquire(timeout=10)
+            assert entered.acquire(timeout=SOON)
         self.accumulate()
         assert all((target.data == 1).all() for target in self.targets)
         for target in self.targets:
             target.data[:] = 7
         gate.set()
-        busy.join(10)
+        busy.join(SOON)
         time.sleep(0.002)
         assert all((target.data == 7).all() for target in self.targets)
 

@@ -45,7 +45,7 @@ def python(code, **environment):
         env={**os.environ, **paths, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
 

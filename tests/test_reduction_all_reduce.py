@@ -54,7 +54,7 @@ def test_the_sum_lands_once_and_the_next_step_is_another(transport):
             rank.sum.progress.step += 1
         return sums, rank.sum.progress.step, rank.sum.started
 
-    with group(transport, 2, timeout=20.0) as exchanges:
+    with group(transport, 2, timeout=SOON) as exchanges:
         assert on_all(work, exchanges) == [([3.0, 3.0, 3.0], 3, set())] * 2
 
 
@@ -69,11 +69,11 @@ def test_a_rank_that_asks_again_is_told_alone_what_was_told_in_the_step():
         exchange.barrier()
         return told
 
-    assert on_ranks(work, 2, timeout=5.0) == [[0, 1]] * 2
+    assert on_ranks(work, 2, timeout=SOON) == [[0, 1]] * 2
 
 
 def test_what_is_told_after_a_lost_exchange_is_what_the_next_ones_ranks_say():
-    second, both = local_group(2, timeout=20.0), threading.Barrier(2)
+    second, both = local_group(2, timeout=SOON), threading.Barrier(2)
 
     def work(exchange):
         rank = Rank(exchange.rank)
@@ -89,7 +89,7 @@ def test_what_is_told_after_a_lost_exchange_is_what_the_next_ones_ranks_say():
 
 @pytest.mark.parametrize("started", [0, 1, 2])
 def test_what_left_through_a_lost_exchange_is_contributed_again(started):
-    second = local_group(2, timeout=20.0)
+    second = local_group(2, timeout=SOON)
 
     def work(exchange):
         rank = Rank(exchange.rank)
@@ -120,7 +120,7 @@ class TestDropped:
         assert on_ranks(work, 2) == [3.0, 3.0]
 
     def test_what_is_on_its_way_closes_the_exchange_and_says_so(self):
-        second, dropped = local_group(2, timeout=20.0), threading.Event()
+        second, dropped = local_group(2, timeout=SOON), threading.Event()
 
         def work(exchange):
             rank = Rank(exchange.rank)
@@ -136,7 +136,7 @@ class TestDropped:
                     ):
                         call()
             else:
-                assert dropped.wait(10)
+                assert dropped.wait(SOON)
                 rank.start_all()
                 with pytest.raises(PeerLost, match="rank 0 left the group"):
                     rank.sum.wait()
@@ -158,9 +158,9 @@ class TestDropped:
             exchange.barrier()
             return rank
 
-        with group(transport, 2, timeout=20.0) as exchanges:
+        with group(transport, 2, timeout=SOON) as exchanges:
             first, _ = on_all(work, exchanges)
-        with group(transport, 2, timeout=5.0, join_timeout=5.0) as exchanges:
+        with group(transport, 2, timeout=SOON, join_timeout=SOON) as exchanges:
             ranks = [first, Rank(1)]
 
             def join(exchange):

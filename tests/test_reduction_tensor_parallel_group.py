@@ -15,7 +15,7 @@ from devices import all_on_host, on_host, put_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_grid, on_ranks
-from transports import Transport, group, on_all, outcomes
+from transports import SOON, Transport, group, on_all, outcomes
 
 from gradengine import (
     CallerError,
@@ -113,7 +113,7 @@ class TestOneGroup:
             return figures(result), all_on_host(result.gradients)
 
         whole = whole_step()
-        found = on_all(work, local_group(tp_size, timeout=20.0))
+        found = on_all(work, local_group(tp_size, timeout=SOON))
         assert len({figure for figure, _ in found}) == 1
         norm, scale, factor, blocks, components, weight = found[0][0]
         assert norm == pytest.approx(whole.norm, rel=1e-6)
@@ -139,7 +139,7 @@ class TestOneGroup:
             exchange.barrier()
             return norms, engine.accumulator.memory.data.tobytes()
 
-        with group(transport, 2, timeout=20.0) as exchanges:
+        with group(transport, 2, timeout=SOON) as exchanges:
             found = on_all(work, exchanges)
         expected = on_ranks(work, 2)
         assert found == expected
@@ -543,7 +543,7 @@ class TestNonFinite:
 
 class TestRefused:
     def outcomes(self, work, tp_size=2):
-        return outcomes(work, local_group(tp_size, timeout=5.0, join_timeout=5.0))
+        return outcomes(work, local_group(tp_size, timeout=SOON, join_timeout=SOON))
 
     def test_replicas_that_differ_are_named_and_what_to_do(self):
         def work(exchange):
@@ -790,7 +790,7 @@ def norms_of_two_workers():
 
 
 def spare_groups():
-    return [local_group(2, timeout=20.0) for _ in range(2)]
+    return [local_group(2, timeout=SOON) for _ in range(2)]
 
 
 def joined_anew(lost, first, then, **options):
@@ -898,8 +898,8 @@ class TestRunAgain:
 
     def test_half_summed_replicas_are_not_taken_up_by_the_parts_of_another_model(self):
         """Two models in two shards each lose their groups with replicas summed, and then come together crosswise."""
-        firsts = [local_group(2, timeout=20.0) for _ in range(2)]
-        crossed = [local_group(2, timeout=20.0, join_timeout=20.0) for _ in range(2)]
+        firsts = [local_group(2, timeout=SOON) for _ in range(2)]
+        crossed = [local_group(2, timeout=SOON, join_timeout=SOON) for _ in range(2)]
         refused = "in the tensor-parallel group: step 0 is half summed and rank . took part in it as another: got"
 
         def work(place):
@@ -927,7 +927,7 @@ class TestRunAgain:
                 engine.add(part_of(contribution(0, k), c, "sum"))
             return engine.step().norm
 
-        spares = local_group(2, timeout=20.0)
+        spares = local_group(2, timeout=SOON)
         assert on_ranks(work, 2) == pytest.approx([whole_step().norm] * 2, rel=1e-6)
 
     @pytest.mark.parametrize("form", FORMS)
@@ -957,7 +957,7 @@ class TestRunAgain:
             return norms
 
         second_rows = spare_groups()
-        with group(Transport.TCP, 2, timeout=20.0) as first, group(Transport.TCP, 2, timeout=20.0) as second:
+        with group(Transport.TCP, 2, timeout=SOON) as first, group(Transport.TCP, 2, timeout=SOON) as second:
             found = on_grid(work, 2, 2, rows=[first, second])
         for norms in itertools.chain(*found):
             assert norms == pytest.approx(norms_of_two_workers(), rel=1e-6)
@@ -1080,7 +1080,7 @@ class TestRunAgain:
 
     def test_the_trainer_finishes_a_step_whose_parts_lost_each_other(self):
         """Only row 0 loses its group; the other row is in the step already, past the exchange of the losses."""
-        spare_row = local_group(2, timeout=20.0)
+        spare_row = local_group(2, timeout=SOON)
 
         class Local:
             def __init__(self, c, rank):
@@ -1116,7 +1116,7 @@ class TestRunAgain:
             c = config(exchange.rank, 2)
             engine = GradientEngine(layout_of(c), tp_exchange=exchange, max_norm=1.0)
             engine.add(part_of(contribution(0, 0), c))
-            met.wait(10)
+            met.wait(SOON)
             return engine.step() if exchange.rank == 0 else None
 
         error, _ = outcomes(work, exchanges)

@@ -127,5 +127,5 @@ class TestDynamicLossScale:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert outcomes == {0: True, 1: True}

@@ -179,5 +179,5 @@ Slow.may_end.set()
 thread.join()
 sys.exit(os.waitstatus_to_exitcode(status))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=SOON, check=False)
     assert done.returncode == 3

@@ -540,7 +540,7 @@ def test_a_comparison_that_was_lost_is_made_by_finish_step(who):
                 raise PeerLost("the line went dead")
             return self.exchange.gather(data)
 
-    spares = local_group(2, timeout=20.0)
+    spares = local_group(2, timeout=60.0)
 
     def one(exchange):
         trainer = LinearRegression()
