@@ -514,7 +514,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _result(self, decided: DecidedStep, out: Gradients | None) -> StepResult:
         accumulator, is_deferred = self.accumulator, decided.way == "deferred"
-        arrays = accumulator.views() if out is None else handed_back(self.layout.slots, out)
+        arrays = accumulator.arrays() if out is None else handed_back(self.layout.slots, out)
         if out is not None:
             note_written(arrays.values())
             accumulator.note_written(arrays.values())

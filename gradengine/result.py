@@ -123,8 +123,8 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
     def gradients(self) -> Mapping[str, Any]:
         """Name -> fp32 array of the component's shape, averaged, unscaled and clipped.
 
-        A view of the arena, good until the next `add`; or the destinations of `out`, those given. `copy.deepcopy` and
-        `pickle` make a plain dict of copies.
+        A view of the arena, good until the next `add`, after which no step measures what is written into it; or the
+        destinations of `out`, those given. `copy.deepcopy` and `pickle` make a plain dict of copies.
 
         Raises:
             CallerError: The step was deferred, so that an optimizer would be given sums.

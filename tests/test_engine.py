@@ -11,7 +11,7 @@ import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from devices import all_on_host, bits_of, nothing_is_launched, on_host, put_all, raw, synchronize
+from devices import all_on_host, assign, bits_of, nothing_is_launched, number_of, on_host, put_all, raw, synchronize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import PACKAGE
@@ -1236,6 +1236,60 @@ def test_a_view_written_to_after_the_norm_was_taken_counts(backend):
     got = all_on_host(result.gradients).values()
     norm = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in got))
     assert float(result.norm) == pytest.approx(norm, rel=1e-6)
+
+
+class TestWrittenThroughViews:
+    LAYOUT = GradientLayout.of({"w": (2,), "b": (1,)})
+
+    def step_of(self, backend, values, taken_at, **options):
+        """A step of [3, 4] that becomes `values` after its norm was taken; by views that were taken then or earlier."""
+        engine = new_engine(backend, self.LAYOUT, micro_batches=1, **options)
+        early = engine.accumulator.views()
+        add_to(engine, backend, [np.array([3, 4], np.float32), np.zeros(1, np.float32)])
+        if taken_at == "an earlier step":
+            engine.step()
+            add_to(engine, backend, [np.array([3, 4], np.float32), np.zeros(1, np.float32)])
+        views = engine.accumulator.views() if taken_at == "once" else early
+        assign(views["w"], backend.put(np.array(values, np.float32)))
+        return engine.step()
+
+    @pytest.mark.parametrize("taken_at", ["once", "the beginning", "an earlier step"])
+    def test_they_have_the_norm_of_what_is_handed_back(self, backend, taken_at):
+        result = self.step_of(backend, [30, 40], taken_at, max_norm=25.0)
+        assert (number_of(result.norm), number_of(result.scale)) == (50, 0.5)
+        assert on_host(result.gradients["w"]).tolist() == [15, 20]
+
+    @pytest.mark.parametrize("taken_at", ["once", "the beginning", "an earlier step"])
+    def test_a_nan_is_found(self, backend, taken_at):
+        result = self.step_of(backend, [30, math.nan], taken_at, on_non_finite="skip")
+        assert bool(number_of(result.skipped))
+        assert on_host(result.gradients["w"]).tolist() == [0, 0]
+
+    def test_they_are_used(self, backend):
+        engine = new_engine(backend, self.LAYOUT, micro_batches=1)
+        add_to(engine, backend, [np.ones(2, np.float32), None])
+        assert engine.step().unused == {"b"}
+        add_to(engine, backend, [np.ones(2, np.float32), None])
+        engine.accumulator.views()
+        assert engine.step().unused == frozenset()
+
+    def test_what_a_step_hands_back_costs_the_next_one_no_measurement(self, backend, monkeypatch):
+        engine = new_engine(backend, self.LAYOUT, micro_batches=1)
+        monkeypatch.setattr(engine.accumulator, "measure_rest", self.measured(engine, found := []))
+        for _ in range(3):
+            add_to(engine, backend, [np.ones(2, np.float32), np.ones(1, np.float32)])
+            assign(engine.step().gradients["w"], 7)
+        assert found == [0, 0, 0]
+
+    def measured(self, engine, found):
+        """`measure_rest`, which says how many components it measures."""
+        accumulator, measure_rest = engine.accumulator, engine.accumulator.measure_rest
+
+        def measure():
+            found.append(int((accumulator._exposed | ~accumulator._window.measured).sum()))
+            measure_rest()
+
+        return measure
 
 
 def test_an_arena_that_was_mended_after_a_verdict_steps_on():

@@ -311,12 +311,21 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         return self.layout.spans_by_key[name]
 
     def views(self) -> Mapping[str, Any]:
-        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies."""
+        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
+
+        They may be written to, so each later step takes its norm in a read of its own, and no component is `unused`.
+        To look at what a step handed back, take `result.gradients`.
+        """
+        self._exposed[:] = True
+        return self.arrays()
+
+    def arrays(self) -> Mapping[str, Any]:
+        """The same for a step's result, to be written to until the next `add` alone: no step measures it after that."""
         self.arena.follow()
-        return self._views
+        return self._arrays
 
     @cached_property
-    def _views(self) -> Mapping[str, Any]:
+    def _arrays(self) -> Mapping[str, Any]:
         pairs = zip(self.layout.slots, self.arena.targets, strict=True)
         return NamedArrays({slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs})
 

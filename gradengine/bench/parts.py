@@ -58,10 +58,10 @@ def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 
 
     def of_ours(hold: int) -> Case:
         accumulator = PerBlockGradientAccumulator(workload.layout, workload.device.kernels, hold=hold)
-        workload.device.poison(list(accumulator.views().values()))
+        workload.device.poison(list(accumulator.arrays().values()))
         adds = [partial(accumulator.add, gradients) for gradients in workload.for_ours()]
         calls: list[Callable[[], object]] = [accumulator.zero_all, *adds, accumulator.close]
-        return summed(workload, calls, untimed, lambda: list(accumulator.views().values()))
+        return summed(workload, calls, untimed, lambda: list(accumulator.arrays().values()))
 
     def of_peer(kind: type[Peer]) -> Case:
         peer, calls = adding(workload, kind)

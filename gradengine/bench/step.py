@@ -119,7 +119,7 @@ def _ours(workload: Workload, holds: Sequence[int]) -> list[Variant]:
 def _our_step(workload: Workload, bound: float, hold: int = 1, *, is_captured: bool, **replay: Any) -> Case:
     kernels, count = workload.device.kernels, workload.count
     engine = GradientEngine(workload.layout, kernels, max_norm=bound, micro_batches=count, hold=hold)
-    workload.device.poison(list(engine.accumulator.views().values()))
+    workload.device.poison(list(engine.accumulator.arrays().values()))
     micro_batches = workload.for_ours()
 
     def run() -> StepResult:
@@ -134,7 +134,7 @@ def _our_step(workload: Workload, bound: float, hold: int = 1, *, is_captured: b
 
     def error() -> float:
         norm = float(run().norm)
-        found = workload.error_of_step(list(engine.accumulator.views().values()))
+        found = workload.error_of_step(list(engine.accumulator.arrays().values()))
         return float(np.max([found, workload.error_of_norm(norm)]))  # NaN stays NaN
 
     return Case(run, error)
@@ -170,7 +170,7 @@ def calls(workload: Workload) -> list[Variant]:
         accumulator = PerBlockGradientAccumulator(one.layout, gpu.kernels)
         given = [kind(array) for array in one.batches[0]]
         adds: list[Callable[[], object]] = [accumulator.zero_all, partial(accumulator.add, given)]
-        return summed(one, adds, 1, lambda: list(accumulator.views().values()))
+        return summed(one, adds, 1, lambda: list(accumulator.arrays().values()))
 
     def torch_add() -> Case:
         peer, adds = adding(one, Torch)
