@@ -195,14 +195,16 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
         Args:
             gradients: Mapping name -> gradient or a sequence in layout order, of any framework, fp32, fp16 or bf16, on
-                the engine's device. None in it stands for a component without a gradient; None in its place, with
-                weight 0, for a micro-batch that counts nothing. A worker that has no other says so before its step.
+                the engine's device. None in it stands for a component without a gradient, which not all may be; None in
+                its place, with weight 0, for a micro-batch that counts nothing. A worker that has no other says so
+                before its step.
             weight: What it counts in the average: 1, or its tokens.
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
             BufferRefused: A gradient cannot be taken as it lies, or is torch's and was not cleared since the last add.
-            WindowError: A bad weight, a window that is full, or a step before this one that failed.
+            WindowError: A bad weight, None for all components (as after a `zero_grad()` that came too early), a window
+                that is full, or a step before this one that failed.
         """
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
         count, room = self.accumulator.accumulated_count, self._settings.micro_batches

@@ -232,10 +232,18 @@ class TestAdd:
             assert (draw.storage_bits(got[name]) == 0).all()
         assert accumulator.accumulated_count == 2
 
-    def test_a_micro_batch_of_none_alone_counts(self, backend):
+    def test_a_micro_batch_of_none_alone_is_refused_as_a_whole_and_counts_in_parts(self, backend):
+        """One block may have no gradient; that no component has one is a `zero_grad()` too early."""
         accumulator, batch = new(backend=backend), draw.random_gradients(0, ODD.slots)
         accumulator.add(put_all(backend, batch), 2.0)
-        accumulator.add([None] * len(batch), 3.0)
+        with nothing_is_launched(backend), pytest.raises(WindowError, match="no component has a gradient"):
+            accumulator.add([None] * len(batch), 3.0)
+        assert (accumulator.accumulated_count, accumulator.total_weight) == (1, 2.0)
+        for span in ODD.spans:
+            if span.slots[0].block is None:
+                accumulator.add_non_block(span.slots[0].name, None, 3.0)
+            else:
+                accumulator.add_block(span.slots[0].block, [None] * len(span.slots), 3.0)
         assert (accumulator.accumulated_count, accumulator.total_weight) == (2, 5.0)
         assert_window(closed(accumulator), expected_window(ODD, [batch], [2]))
 

@@ -56,6 +56,13 @@ def add_to(engine, backend, gradients, weight=1.0):
     engine.add(put_all(backend, gradients), weight)
 
 
+def add_by_parts(engine, gradients):
+    """A micro-batch of which no part need have a gradient."""
+    for block, gradient in enumerate(gradients[:2]):
+        engine.add_block(block, [gradient])
+    engine.add_non_block("head", gradients[2])
+
+
 def expected_sum(micro_batches, weights):
     """The contract in NumPy: fp32 sums in order."""
     parts = [[gradients[i] for gradients in micro_batches] for i in range(len(micro_batches[0]))]
@@ -202,7 +209,10 @@ class TestOneWorker:
             for micro_batch in window:
                 with backend.active():  # to copy by CuPy's own means wants that
                     copies = [g if g is None or hold == 1 else g.copy() for g in micro_batch]
-                engine.add(copies)
+                if any(gradient is not None for gradient in copies):
+                    engine.add(copies)
+                else:
+                    add_by_parts(engine, copies)
             result = engine.step()
             assert result.unused == set(unused)
             assert [name for name in names if not on_host(result.gradients[name]).any()] == unused
@@ -215,8 +225,8 @@ class TestOneWorker:
     def test_what_may_have_been_written_through_a_view_is_used(self):
         engine = GradientEngine(SMALL)
         engine.accumulator.block(0)
-        engine.add([None, None, None])
-        assert engine.step().unused == {slot.name for slot in SMALL.slots if slot.block != 0}
+        engine.add([None, None, random_gradients(0)[2]])
+        assert engine.step().unused == {"layers.1.w"}
 
     def test_groups_have_norms_of_their_own(self, backend):
         bounds = {"block 0": 0.5, "block 1": math.inf, "rest": 0.25}
@@ -942,6 +952,30 @@ class TestBadInput:
             engine.add(gradients, weight=weight)
         assert engine.accumulator.accumulated_count == 0
 
+    @pytest.mark.parametrize("hold", [1, 2])
+    @pytest.mark.parametrize(
+        "nothing",
+        [
+            [None] * 3,
+            dict.fromkeys((slot.name for slot in SMALL.slots), None),
+            {"layers": [{"w": None}, {"w": None}], "head": None},
+        ],
+        ids=["sequence", "mapping", "nested"],
+    )
+    def test_gradients_that_are_all_none_are_refused_and_change_nothing(self, backend, nothing, hold):
+        engine, plain = (new_engine(backend, micro_batches=2, hold=hold) for _ in range(2))
+        says = r"no component has a gradient.*None for all 3.*before zero_grad\(\).*add\(None, weight=0\)"
+        for seed in range(2):
+            with nothing_is_launched(backend), pytest.raises(WindowError, match=says):
+                engine.add(nothing, 5.0)
+            assert engine.has_open_window == (seed > 0)
+            assert engine.accumulator.weights == (1.0,) * seed
+            add_to(engine, backend, random_gradients(seed))
+            add_to(plain, backend, random_gradients(seed))
+        result = engine.step()
+        assert (result.weight, result.micro_batches, result.unused) == (2.0, 2, frozenset())
+        assert bits_of(result) == bits_of(plain.step())
+
     def test_a_full_window_takes_no_more(self, backend):
         engine = new_engine(backend, micro_batches=1)
         add_to(engine, backend, random_gradients(0))
@@ -1025,7 +1059,8 @@ class TestSeveralWorkers:
             engine, unused = GradientEngine(SMALL, exchange=exchange, average=average), []
             for used_by_rank in ((0, 1, 0), (None, 2, 2), (None, None, None)):
                 used = used_by_rank[exchange.rank]
-                engine.add([array if position == used else None for position, array in enumerate(random_gradients(0))])
+                gradients = [array if position == used else None for position, array in enumerate(random_gradients(0))]
+                add_by_parts(engine, gradients)
                 unused.append(engine.step().unused)
             return unused
 

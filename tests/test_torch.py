@@ -1,5 +1,6 @@
 """What torch users are given: clipping as torch's own, modules in and out without a copy, fused optimizers."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -41,6 +42,7 @@ from gradengine.errors import (  # noqa: E402
     DeviceUnavailable,
     LayoutMismatch,
     NonFiniteGradient,
+    WindowError,
 )
 from gradengine.torch import (  # noqa: E402
     clip_grad_norm_,
@@ -1019,6 +1021,31 @@ class Branches(torch.nn.Module):
         return self.tied(self.tied((self.layers[0] if block else self.other)(x)))
 
 
+class TestNoGradient:
+    SAYS = r"no component has a gradient in this micro-batch: got None for all 4"
+
+    def test_zero_grad_between_backward_and_add_is_refused(self):
+        module = net()
+        engine = GradientEngine(layout_of(module), max_norm=1.0)
+        for seed in range(2):
+            backward(module, seed)
+            module.zero_grad()
+            with pytest.raises(WindowError, match=self.SAYS):
+                engine.add(gradients_of(module))
+            backward(module, seed)
+            engine.add(gradients_of(module))
+            module.zero_grad()
+        assert engine.step().micro_batches == 2
+
+    def test_a_module_whose_gradients_nobody_asked_for_is_refused(self):
+        module = net()
+        engine = GradientEngine(layout_of(module))
+        with torch.no_grad():
+            module(torch.ones(2, 5))
+        with pytest.raises(WindowError, match=self.SAYS):
+            engine.add(gradients_of(module))
+
+
 class TestUnused:
     """What no micro-batch used has no gradient, so that AdamW does not decay it: as torch leaves it."""
 
@@ -1516,8 +1543,13 @@ class TestUncleared:
                 cleared_by(way, module)
                 for used in backwards:
                     self.backward(module, block=used == "block")
-                given = gradients_of(module)
-                engine.add({n: g.detach() if detached and g is not None else g for n, g in given.items()})
+                given = {
+                    name: gradient.detach() if detached and gradient is not None else gradient
+                    for name, gradient in gradients_of(module).items()
+                }
+                is_empty = not any(gradient is not None for gradient in given.values())
+                with pytest.raises(WindowError) if is_empty else contextlib.nullcontext():
+                    engine.add(given)
             engine.step(out=gradients_of(module, allocate=True) if out else None)
 
     @pytest.mark.parametrize("way", WAYS_TO_CLEAR)

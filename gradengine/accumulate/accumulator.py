@@ -137,7 +137,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
             BufferRefused: A gradient cannot be taken as it lies.
-            WindowError: The weight is not a finite number above 0.
+            WindowError: The weight is not a finite number above 0, or each gradient is None.
 
         Example:
             >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of([(2,)]))
@@ -356,6 +356,13 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         added = self.state.ask(call)
         scalar, measure = checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
+        if call is Call.ADD and all(source is None for source in sources):
+            raise WindowError(
+                "no component has a gradient in this micro-batch",
+                got=f"None for all {len(sources)}",
+                do="call add() after backward() and before zero_grad(), and see that parameters require gradients; "
+                "where there are none, say add(None, weight=0)",
+            )
         contribution = self._intake.contribution(slot_set, slots, sources)
         self._window.refuse_other_weight(slot_set, scalar, where)
         if self.hold > 1:
