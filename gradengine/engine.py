@@ -57,7 +57,8 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             "sum" the weighted sum of a worker's micro-batches, for a loss that was divided by their number before
             backward, as HF Trainer, Accelerate and Lightning do. Over workers it is the mean of all workers' sums,
             those without a micro-batch included, as in torch's DistributedDataParallel.
-        loss_scale: What the loss was multiplied by; undone in the same multiplication.
+        loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
+            GradScaler: unless it is told `scaler.get_scale()` here, norm and `max_norm` are of the scaled gradient.
         reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
             a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
         copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
@@ -147,7 +148,8 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
     def loss_scale(self) -> float:
         """What the loss of the open window is multiplied by; may be set between windows, as a dynamic scaler does.
 
-        A captured window keeps the one it was captured with.
+        With a torch GradScaler set it to `scaler.get_scale()` before each window, and do without `scaler.unscale_` and
+        `scaler.step`, which would unscale a second time. A captured window keeps the one it was captured with.
 
         Raises:
             WindowError: It is set while a window is open.

@@ -1658,6 +1658,32 @@ class TestBesideTorch:
             scaler.update(scaler.get_scale() / 2)
         assert scaler.get_scale() == 128.0
 
+    @pytest.mark.parametrize(
+        ("options", "norm_is_off_by", "step_is_off_by"),
+        [
+            ({"on_non_finite": "pass"}, 1024, 1),
+            ({"max_norm": 0.05}, 1024, 1 / 1024),
+            ({"loss_scale": 1024.0}, 1, 1 / 1024),
+        ],
+    )
+    def test_a_grad_scaler_that_stays_as_it_is(self, options, norm_is_off_by, step_is_off_by):
+        """The engine cannot see it: right where nothing is bounded, and else a step of next to nothing."""
+        scaled, plain = net(), net()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        before, norms = [p.detach().clone() for p in plain.parameters()], []
+        for module, engine, scale in (
+            (scaled, GradientEngine(layout_of(scaled), **options), scaler.scale(torch.ones(())).item()),
+            (plain, GradientEngine(layout_of(plain), **{**options, "loss_scale": 1.0}), 1.0),
+        ):
+            backward(module, 0, scale)
+            engine.add(gradients_of(module))
+            norms.append(engine.step(out=gradients_of(module)).norm)
+        scaler.step(torch.optim.SGD(scaled.parameters(), lr=1.0))
+        torch.optim.SGD(plain.parameters(), lr=1.0).step()
+        assert norms[0] == pytest.approx(norm_is_off_by * norms[1], rel=1e-6)
+        for one, other, old in zip(scaled.parameters(), plain.parameters(), before, strict=True):
+            torch.testing.assert_close(one - old, (other - old) * step_is_off_by, rtol=1e-3, atol=1e-7)
+
     def test_swapping_parameters_needs_gradients_that_are_dropped(self):
         """Gradients are remembered by weak references, and torch swaps no tensor that has one."""
         module = net()
