@@ -329,6 +329,13 @@ class TestHold:
         with pytest.raises(BufferRefused, match="'0' is held already"):
             accumulator.add([raw(buffer)])
 
+    def test_buffers_may_come_again_after_as_many_micro_batches_though_one_had_no_gradient(self, backend):
+        accumulator = new(GradientLayout.of([(2,)]), hold=3, backend=backend)
+        buffers = [backend.put(np.full(2, value, np.float32)) for value in (1, 2, 4)]
+        for gradient in (buffers[0], None, buffers[2], buffers[0]):
+            accumulator.add([gradient])
+        assert closed(accumulator)["0"].tolist() == [6, 6]
+
     def test_the_same_address_may_come_again_after_its_fold(self, backend):
         accumulator = new(hold=2, backend=backend)
         batches = [draw.random_gradients(seed, ODD.slots) for seed in range(2)]

@@ -7,11 +7,11 @@ import weakref
 
 import numpy as np
 import pytest
-from devices import put_all, raw
+from devices import on_host, put_all, raw
 from emulated_torch import Tensor, emulated_torch, tensors_of
 from producers import Producer
 
-from gradengine import GradientLayout
+from gradengine import GradientEngine, GradientLayout
 from gradengine.accumulate.intake import Intake
 from gradengine.errors import BufferRefused, LayoutMismatch
 from gradengine.kernels import ADDRESS, SlotSet
@@ -156,6 +156,36 @@ def test_exports_are_asked_for_each_time(device, lookup, arrivals):
     for _ in range(3):
         arrivals.contribution(PLACES, LAYOUT.slots, producers)
     assert [len(producer.asked) for producer in producers] == [3, 3]
+
+
+def test_so_are_those_of_what_wraps_an_array_of_the_devices_own(device, lookup, arrivals):
+    """It has the array's address where the array has it, and a stream that only its export knows."""
+    arrays = arrays_of(device)
+    producers = [Producer(np.empty(a.shape, a.dtype), data=a.data.ptr, device=(2, a.device.id)) for a in arrays]
+    for producer, array in zip(producers, arrays, strict=True):
+        producer.data, producer.__cuda_array_interface__ = array.data, array.__cuda_array_interface__
+    for _ in range(3):
+        arrivals.contribution(PLACES, LAYOUT.slots, producers)
+    assert [len(producer.asked) for producer in producers] == [3, 3]
+
+
+def test_an_empty_view_of_the_arena_is_no_gradient_in_it(backend):
+    engine = GradientEngine(GradientLayout.of({"first": (64,), "empty": (0,), "last": (64,)}), backend.kernels)
+    gradients = put_all(backend, {"first": np.ones(64, np.float32), "last": np.ones(64, np.float32)})
+    first = engine.accumulator.target_of(engine.layout.slot("first"))
+    for _ in range(2):
+        engine.add({**gradients, "empty": raw(first, pointer=first.pointer + 128, size=0)})
+        assert on_host(engine.step().gradients["last"]).tolist() == [1] * 64
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("hold", [1, 3])
+def test_new_torch_gradients_of_16_bits_are_read_as_such_in_each_micro_batch(dtype, hold):
+    torch = pytest.importorskip("torch")
+    engine = GradientEngine(GradientLayout.of([(1000,)]), hold=hold)
+    for value in range(1, 30):
+        engine.add([torch.full((1000,), value, dtype=getattr(torch, dtype))], weight=2)
+        assert set(engine.step().gradients["0"].tolist()) == {value}
 
 
 def test_nobodys_memory_is_kept(device, arrivals):

@@ -59,6 +59,12 @@ class TestCounting:
         took(window, SlotSet([2, 0]), ONE)
         assert (window.counts.tolist(), window.weights) == ([2, 1, 2], [2, 1])
 
+    def test_it_is_even_again_once_the_last_part_has_come(self):
+        window, first, rest = Window(3), SlotSet([0]), SlotSet([1, 2])
+        for part, is_even in ((first, False), (rest, True), (rest, False), (first, True)):
+            took(window, part)
+            assert window.is_even is is_even
+
     def test_measured_until_the_next_contribution(self):
         window, both = Window(2), SlotSet([0, 1])
         took(window, both)

@@ -13,6 +13,7 @@ from devices import all_on_host, assign, launched, named_cuda, nothing_is_launch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradengine.clip as clip_module
 from gradengine.clip import (
     FusedClipState,
     checked_max_norm,
@@ -24,6 +25,8 @@ from gradengine.clip import (
 )
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.kernels import CHUNK, ClipPlan
+from gradengine.kernels.host import HostKernels
+from gradengine.kernels.host_device import HostDevice
 from gradengine.layout import LORA_COMPONENTS, GradientLayout
 
 NAN, INF = math.nan, math.inf
@@ -267,6 +270,70 @@ class TestNested:
         with pytest.raises(kind, match=message):
             clip_by_global_norm(arrays(array), 1.0)
         assert array.tolist() == [3] * 6
+
+
+class TestKnownAgain:
+    """Host arrays that come again are not looked at again, and of those that do not come nothing piles up."""
+
+    @pytest.fixture
+    def looks(self, monkeypatch):
+        """Grows with each call whose arrays are looked at; what the thread knows is forgotten first."""
+        found, look = [], HostDevice.writable_views
+        monkeypatch.setattr(HostDevice, "writable_views", lambda *given: found.append(1) or look(*given))
+        monkeypatch.setattr(clip_module, "_resolved", clip_module._Resolved())
+        return found
+
+    @staticmethod
+    def arrays(seed):
+        return [draw.random_array([seed, size], size) for size in (3, 40)]
+
+    def test_sets_in_turn_are_looked_at_once(self, looks):
+        sets = [self.arrays(seed) for seed in range(8)]
+        for arrays in sets * 3:
+            clip_by_global_norm(arrays, 1.0)
+        assert len(looks) == 8
+
+    def test_a_set_stays_known_while_others_come_and_go(self, looks):
+        torch = pytest.importorskip("torch")
+        stays, gone = [torch.ones(40)], [torch.ones(40) for _ in range(11)]
+        clip_by_global_norm(stays, 1.0)
+        while gone:
+            clip_by_global_norm([gone.pop()], 1.0)
+        clip_by_global_norm(stays, 1.0)
+        assert len(looks) == 12
+
+    def test_a_loop_that_changes_its_arrays_now_and_then_is_no_loop_of_new_ones(self, looks):
+        sets = [self.arrays(seed) for seed in range(40)]
+        for arrays in sets:
+            for _ in range(3):
+                clip_by_global_norm(arrays, 1.0)
+        assert len(looks) == 40
+
+    def test_a_loop_of_new_ones_does_not_pay_for_remembering_each(self, looks, monkeypatch):
+        remembered, known = [], clip_module.KnownArrays
+        monkeypatch.setattr(clip_module, "KnownArrays", lambda *given: remembered.append(1) or known(*given))
+        sets = [self.arrays(seed) for seed in range(100)]
+        for arrays in sets:
+            clip_by_global_norm(arrays, 1.0)
+        assert len(remembered) < 30
+
+    def test_of_many_sets_that_stay_few_are_kept(self, looks):
+        sets = [self.arrays(seed) for seed in range(15)]
+        for arrays in sets:
+            clip_by_global_norm(arrays, 1.0)
+        assert len(clip_module._resolved._known) == 8
+
+    def test_a_thread_that_clips_as_many_elements_meanwhile_does_not_change_the_norm(self, monkeypatch):
+        finalise = HostKernels.finalise
+
+        def interrupted(*given, **options):
+            monkeypatch.setattr(HostKernels, "finalise", finalise)
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(clip_by_global_norm, [np.full(4, 9, np.float32)], 1.0).result() == 18
+            return finalise(*given, **options)
+
+        monkeypatch.setattr(HostKernels, "finalise", interrupted)
+        assert clip_by_global_norm([np.full(4, 2, np.float32)], 1.0) == 4
 
 
 class TestRefusals:

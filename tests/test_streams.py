@@ -338,6 +338,15 @@ class TestALenderOnAStreamOfItsOwn:
         lender.stream.synchronize()
         assert all((on_host(array) == 3).all() for array in seen)
 
+    def test_is_waited_for_when_the_same_gradients_come_again(self, device, lender):
+        engine, mine = new_engine(device), stream_of(device)
+        with mine:
+            for value in (8, 9):
+                lender.become(value)
+                engine.add(lender.pointers)
+                assert all((on_host(array) == value).all() for array in engine.accumulator.views().values())
+                engine.step()
+
     def test_does_not_write_over_a_gradient_that_is_still_to_be_added(self, device, lender):
         engine, mine = new_engine(device), stream_of(device)
         with mine:
