@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_json_to_stdout_is_json_alone(tmp_path):
 
 def test_one_machine_is_measured_and_predicted(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(command, "measure_tflops", lambda: 0.3)
     path = tmp_path / "plan.json"
     output = squeezed(planned("--model", "350m", "--one-machine", "--workers", 3, "--json", path))
     found = json.loads(path.read_text())
@@ -109,6 +111,69 @@ def test_one_machine_is_measured_and_predicted(tmp_path, monkeypatch):
     assert found["question"]["machine"] == vars(RATES)
     assert found["choice"]["transport"] == "unix://"
     assert "choose unix://" in output
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A machine of which all was measured: seconds of the step's compute, of its wait, and its JSON."""
+    monkeypatch.setattr(command, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(command, "measure_tflops", lambda: 0.3)
+
+    def plan(*arguments):
+        output = planned("--model", "350m", "--one-machine", "--json", "-", *arguments)
+        found = json.loads(output)
+        return found["compute"], found["exchange"]["unix://"], found["question"]
+
+    return plan
+
+
+def test_compute_of_one_machine_is_measured_as_its_exchange_is_and_shared_by_its_workers(measured):
+    (two, _, question), (four, _, _) = (measured("--workers", workers) for workers in (2, 4))
+    assert (question["device"], question["tflops"], question["tflops_measured"]) == ("cpu", 0.15, True)
+    assert two["source"] == "by this machine's 0.3 TFLOP/s, measured, which all workers share"
+    at_one, _, _ = measured("--workers", 2, "--tflops", 1)
+    assert two["seconds_per_step"] == pytest.approx(at_one["seconds_per_step"] / 0.15)
+    assert four["seconds_per_step"] == pytest.approx(2 * two["seconds_per_step"])
+
+
+def test_backward_on_the_cores_that_exchange_hides_nothing_and_on_a_gpu_it_does(measured):
+    _, exchange, _ = measured("--workers", 2)
+    assert exchange["hidden_seconds"] == 0
+    assert exchange["exposed_seconds"] > exchange["seconds"]
+    _, elsewhere, _ = measured("--workers", 2, "--device", "cuda", "--backward-seconds", 60)
+    assert elsewhere["hidden_seconds"] > 0
+    assert elsewhere["seconds"] == exchange["seconds"]
+
+
+@pytest.mark.parametrize("given", [["--tflops", "0.5"], ["--backward-seconds", "2"]])
+def test_what_is_given_of_one_machine_is_not_measured(measured, monkeypatch, given):
+    monkeypatch.setattr(command, "measure_tflops", lambda: pytest.fail("it was measured"))
+    compute, _, question = measured(*given)
+    assert question["tflops_measured"] is False
+    assert "measured, which" not in compute["source"]
+
+
+def test_the_speed_of_a_gpu_is_asked_for_and_not_assumed_beside_what_was_measured(monkeypatch):
+    monkeypatch.setattr(command, "measure_rates", lambda: pytest.fail("it was measured"))
+    fault = invoke("--model", "350m", "--one-machine", "--device", "cuda").exception
+    assert isinstance(fault, CallerError)
+    assert str(fault) == (
+        "--one-machine measures no GPU: expected --tflops or --backward-seconds;"
+        " pass what your GPU achieves, or --device cpu"
+    )
+
+
+def test_the_examples_of_the_pages_wait_for_less_than_a_fifth_of_a_step():
+    lines = [
+        line
+        for page in ("README.md", "docs/plan.md")
+        for line in re.findall(r"^\| know what .*`gradengine plan (.*)`|^gradengine plan (.*?)(?:  #.*)?$",
+                               (ROOT / page).read_text(), re.MULTILINE)
+    ]  # fmt: skip
+    assert len(lines) == 2
+    for line in lines:
+        found = json.loads(planned(*shlex.split("".join(line)), "--json", "-"))
+        assert 0.1 < found["choice"]["waits_of_step"] < 0.2
 
 
 @pytest.mark.parametrize("mistake", [["--tp", "2"], ["--bandwidth", "1 GB/s"], ["--model", "3b"], ["--plot", "x.y"]])

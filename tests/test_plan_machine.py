@@ -169,6 +169,14 @@ def test_this_machine_is_measured():
     assert rates.cores >= 1
 
 
+def test_matrix_products_are_counted_as_2_n_cubed_and_the_median_counts(monkeypatch):
+    taken = iter([100.0, 1.0, 2.0, 5.0])
+    products = []
+    monkeypatch.setattr(machine, "_seconds", lambda work: products.append(work()) or next(taken))
+    assert machine.measure_tflops(size=8, rounds=3) == pytest.approx(2 * 8**3 / 2.0 / 1e12)
+    assert [(product.shape, product.dtype) for product in products] == [((8, 8), np.float32)] * 4
+
+
 def test_the_median_of_rounds_counts_and_the_first_is_dropped(monkeypatch):
     class Crew:
         def run(self): ...

@@ -437,6 +437,7 @@ SCHEMA = {
         "optimizer": str,
         "device": str,
         "vocab_parallel": bool,
+        "tflops_measured": bool,
         "machine": type(None),
         "backward_seconds": (*NUMBER, type(None)),
     },

@@ -131,6 +131,14 @@ def test_one_machine_shows_what_was_measured_and_no_links():
     assert "each way of each rank" not in text
 
 
+def test_one_machine_whose_cores_compute_says_so_and_fits():
+    measured = dataclasses.replace(HERE, device="cpu", tflops=0.05, tflops_measured=True)
+    text = shown(measured, 80)
+    assert "by this machine's 0.15 TFLOP/s, measured, which all workers share" in squeezed(text)
+    assert "backward takes the same cores, and hides nothing" in squeezed(text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"device": "cpu"}, {"workers": 1}])
 def test_on_device_is_the_sum_of_the_rows_above_it(changes):
     rows = re.findall(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gradengine.errors import CallerError
 from gradengine.options import STDOUT, print_or_save, refuse_bad_plot, save, speaking_of, writable_json
-from gradengine.plan.machine import Rates, measure_rates
+from gradengine.plan.machine import Rates, measure_rates, measure_tflops
 from gradengine.plan.models import NAMED, load_model
 from gradengine.plan.prediction import DEVICES, DTYPES, OPTIMIZERS, Plan, Question, predict
 from gradengine.plan.table import show
@@ -29,6 +29,8 @@ _OPTIONS = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(
     "tp_size": "--tp", "num_heads": "the model's heads", "num_kv_heads": "the model's key-value heads",
     "intermediate_size": "the model's intermediate size", "vocab_size": "the model's vocabulary",
 }  # fmt: skip
+_TFLOPS = Question.tflops
+_DEVICE = "Where the model is; else cuda, with --one-machine cpu."
 _NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
@@ -48,19 +50,29 @@ def plan(
     micro_batches: Annotated[int, typer.Option(min=1, help="Of each worker in an optimizer step.")] = 1,
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Of weights and activations.")] = "float32",
     optimizer: Annotated[str, typer.Option(metavar="|".join(OPTIMIZERS), help="Whose state is counted.")] = "adamw",
-    tflops: Annotated[float, typer.Option(help="10^12 operations a second that a rank achieves.")] = 100.0,
+    tflops: Annotated[
+        float | None, typer.Option(help=f"10^12 operations a second of a rank; else {_TFLOPS:g}.")
+    ] = None,
     backward_seconds: Annotated[float | None, typer.Option(help="Of a micro-batch, measured; not --tflops.")] = None,
     vocab_parallel: Annotated[bool, typer.Option("--vocab-parallel", help="Cut LM head and embedding too.")] = False,
-    device: Annotated[str, typer.Option(metavar="|".join(DEVICES), help="Where the model is.")] = "cuda",
+    device: Annotated[str | None, typer.Option(metavar="|".join(DEVICES), help=_DEVICE)] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything here; -: to stdout, and no table.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw exchange seconds against workers here.")] = None,
 ) -> None:
     """Say what a training run will take: memory of a rank, bytes and seconds of its exchange, the transport to take.
 
-    N workers are data-parallel; each is a group of T tensor-parallel ranks, N x T ranks in all. Nothing is run, but
-    --one-machine measures for 3 seconds how fast this machine copies and adds; compute is as --tflops says.
+    N workers are data-parallel; each is a group of T tensor-parallel ranks,
+    N x T ranks in all. Nothing is run. For --one-machine its copies, additions
+    and matrix products are timed for 3 seconds; the products only if neither
+    --tflops nor --backward-seconds is given.
     """
     _refuse_bad_paths(json, plot)
+    device, measures_compute = device or ("cpu" if one_machine else "cuda"), False
+    if tflops is None:
+        tflops, measures_compute = _TFLOPS, one_machine and backward_seconds is None
+    if measures_compute and device == "cuda":
+        do = "pass what your GPU achieves, or --device cpu"
+        raise CallerError("--one-machine measures no GPU", expected="--tflops or --backward-seconds", do=do)
     texts = {
         "bandwidth": bandwidth, "tp_bandwidth": tp_bandwidth,
         "socket_bandwidth": socket_bandwidth, "sum_bandwidth": sum_bandwidth,
@@ -77,7 +89,10 @@ def plan(
         )  # fmt: skip
         found = predict(question)
     if one_machine:  # only once all else can be planned
-        found = predict(replace(question, machine=measure_rates()))
+        question = replace(question, machine=measure_rates())
+        if measures_compute:
+            question = replace(question, tflops=measure_tflops() / workers, tflops_measured=True)
+        found = predict(question)
     _write(found, json, plot)
     if json != STDOUT:
         show(found, Console(highlight=False))

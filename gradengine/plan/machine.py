@@ -30,13 +30,15 @@ from gradengine.kernels.host_threads import available_cpus
 from gradengine.plan.traffic import Overlap, Traffic, buckets_in, overlapped
 
 __all__ = [
-    "TRANSPORTS", "Rates", "Sum", "measure_rates", "on_one_machine", "overlap_on_one_machine", "pairs", "rates_of",
+    "TRANSPORTS", "Rates", "Sum", "measure_rates", "measure_tflops", "on_one_machine", "overlap_on_one_machine",
+    "pairs", "rates_of",
 ]  # fmt: skip
 
 TRANSPORTS = ("tcp://", "unix://", "threads")
 _THREADS_OF_A_PAIR = 4  # of two processes, each sending and receiving at once
 _BUCKET = DEFAULT_BUCKET_BYTES // 4
 _ELEMENTS, _ROUNDS = 1 << 23, 5  # 34 MB: beyond the caches, and a second in all
+_MULTIPLIED = 1024  # rows and columns: a training step's sizes, and a tenth of a second in all
 _OF_A_SUM = ("check", "add", "copy")
 
 
@@ -103,8 +105,9 @@ def overlap_on_one_machine(
 ) -> Overlap:
     """What a step waits after backward, where the cores that exchange a span are those that add it and clip the sum.
 
-    Backward itself is taken to run elsewhere, on a GPU. Engines add a last micro-batch to their arenas and check it,
-    and scale the sum as fast as they would copy it: that is part of the wait, not of the exchange.
+    Backward itself is taken to run elsewhere, on a GPU; one on these cores hides nothing, as if it took 0 s. Engines
+    add a last micro-batch to their arenas and check it, and scale the sum as fast as they would copy it: that is part
+    of the wait, not of the exchange.
     """
     shared = max(1.0, workers / rates.cores)
     taking = shared * (1 / rates.add + 1 / rates.check)
@@ -187,6 +190,14 @@ def measure_rates(elements: int = _ELEMENTS, rounds: int = _ROUNDS) -> Rates:
             for name, seconds in found.items():
                 samples[name].append(seconds)
     return rates_of({name: statistics.median(taken[1:]) for name, taken in samples.items()}, elements)
+
+
+def measure_tflops(size: int = _MULTIPLIED, rounds: int = _ROUNDS) -> float:
+    """10^12 operations a second of NumPy's fp32 matrix products, on all cores that it takes; medians as above."""
+    one, other = (contribution(rank, size * size).reshape(size, size) for rank in range(2))
+    product = np.empty_like(one)
+    taken = [_seconds(partial(np.matmul, one, other, out=product)) for _ in range(rounds + 1)]
+    return 2 * size**3 / statistics.median(taken[1:]) / 1e12
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -80,6 +80,7 @@ class Question:
     dtype: str = "float32"  # of weights, gradients and activations
     optimizer: str = "adamw"  # a key of `OPTIMIZERS`
     tflops: float = 100.0  # 10^12 operations a second that a rank achieves, where backward was not measured
+    tflops_measured: bool = False  # whether that is a worker's share of the one machine's, measured
     # Of one micro-batch on one rank, measured with its all-reduces; None to take it from `tflops`.
     backward_seconds: float | None = None
     vocab_parallel: bool = False  # whether the vocabulary is cut too
@@ -123,6 +124,11 @@ class Question:
             sequence_length=self.sequence_length, batch_size=self.batch_size, micro_batches=self.micro_batches,
             bytes_per_element=DTYPES[self.dtype], vocab_parallel=self.vocab_parallel,
         )  # fmt: skip
+
+    @property
+    def has_shared_cores(self) -> bool:
+        """Whether the cores that exchange are those that compute: backward hides nothing then."""
+        return self.machine is not None and self.device == "cpu"
 
     def traffic(self, layout: GradientLayout, workers: int) -> dict[str, Traffic]:
         """What each algorithm, or each transport on one machine, takes over that many workers."""
@@ -297,6 +303,9 @@ def compute_of(question: Question, layout: GradientLayout) -> Compute:
         weights = sum(weights_multiplied(span) for span in layout.spans)
         scores = 4 * length * model.hidden_size * model.num_blocks / layout.tp_size
         forward = question.batch_size * length * (2 * weights + scores) / (1e12 * question.tflops)
+        if question.tflops_measured:
+            whole = f"{question.workers * question.tflops:.3g} TFLOP/s"
+            return Compute(forward, 2 * forward, f"by this machine's {whole}, measured, which all workers share")
         rank = f"{'GPU' if question.device == 'cuda' else 'CPU'} of {question.tflops:g} TFLOP/s"
         source = f"assumed: each rank a {rank} (--tflops)" + (", with its all-reduces" if all_reduces else "")
         return Compute(forward + all_reduces, 2 * forward + all_reduces, source)
@@ -312,6 +321,8 @@ def compute_of(question: Question, layout: GradientLayout) -> Compute:
 
 def _exchanges(question: Question, layout: GradientLayout, compute: Compute) -> dict[str, tuple[Traffic, Overlap]]:
     shares, backward = ready_shares(layout, tied=question.model.embedding == "tied"), compute.backward_seconds
+    if question.has_shared_cores:
+        backward = 0.0
 
     def overlap(traffic: Traffic) -> Overlap:
         if question.workers == 1:

@@ -24,6 +24,9 @@ _ALGORITHMS = {  # on one machine: the transport
 _EXPOSED = "hidden: while the last backward runs; exposed: what the step waits"
 _OVER_LINKS = f"{_EXPOSED}\n* planned, not in this version"
 _ONE_MACHINE = f"{_EXPOSED}, its engine's work included"
+_SHARED_CORES = (
+    "exposed: what the step waits, its engine's work included; backward takes the same cores, and hides nothing"
+)
 _ON_THE_HOST = ("host_mirror", "coordinator")
 _TIED = (
     "The tied LM head is complete when backward ends, and first in the layout's order, so nothing is hidden."
@@ -108,6 +111,8 @@ def _exchanges(plan: Plan) -> Table:
         times = map(duration, (overlap.seconds, overlap.hidden_seconds, overlap.exposed_seconds))
         table.add_row(_ALGORITHMS.get(name, name), size(traffic.busiest_link_bytes), *times)
     table.caption = _OVER_LINKS if plan.question.machine is None else _ONE_MACHINE
+    if plan.question.has_shared_cores:
+        table.caption = _SHARED_CORES
     return table
 
 
