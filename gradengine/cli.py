@@ -13,6 +13,7 @@ from gradengine.demo.command import demo
 from gradengine.doctor import doctor, show_version
 from gradengine.errors import CallerError
 from gradengine.exchange import GradientServer
+from gradengine.options import flag
 from gradengine.plan.command import plan
 
 app = typer.Typer(
@@ -29,7 +30,7 @@ app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def _begin(wanted: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+def _begin(wanted: Annotated[bool, flag("--version", "Print the version and end.")] = False) -> None:
     if wanted:
         show_version()
         raise typer.Exit

@@ -8,17 +8,22 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import typer
 
 from gradengine.errors import CallerError
 
-__all__ = ["STDOUT", "one_of", "print_or_save", "refuse_bad_plot", "save", "speaking_of", "writable_json"]
+__all__ = ["STDOUT", "flag", "one_of", "print_or_save", "refuse_bad_plot", "save", "speaking_of", "writable_json"]
 
 STDOUT = Path("-")
 
 Given = TypeVar("Given", str, list[str] | None)
+
+
+def flag(name: str, what: str) -> Any:
+    """An option that is given or not: --help shows no `<bool>` beside it, as if it took a value."""
+    return typer.Option(name, metavar="", help=what)
 
 
 def one_of(*choices: str) -> Callable[[Given], Given]:

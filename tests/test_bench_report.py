@@ -181,6 +181,15 @@ def test_a_busy_machine_is_the_first_line(load, says):
     assert ("BUSY MACHINE: load 12.3 on 2 cores before the run" in shown(made).splitlines()[0]) is says
 
 
+def test_a_gpu_s_table_with_four_of_ours_fits_80_columns_and_cuts_no_word():
+    names = ["ours hold=1", "ours hold=4", "ours hold=1, captured", "ours hold=4, captured", "torch foreach, mean"]
+    made = report(*(variant(name, base=name.startswith("ours")) for name in names), durations=[1.234])
+    gpu = {"gpu": "one", "driver": "1", "runtime_cuda": "13.0"}
+    text = shown(dataclasses.replace(made, machine={**made.machine, **gpu}), 80, wide=False)
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(re.findall(r"(?<!, )\bcaptured\b", text.partition("\u2500")[0])) == 2
+
+
 def test_a_share_of_the_memory_bandwidth_says_what_it_is_of():
     text = shown(report(variant("ours", base=True), variant("triad")))
     assert "of triad: fraction of the memory bandwidth that the triad reaches in this run" in " ".join(text.split())

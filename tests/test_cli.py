@@ -390,6 +390,19 @@ def test_every_command_has_help(command, option):
     assert invoke(*command.split(), option).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [("", ["--version"]), ("plan", ["--one-machine", "--vocab-parallel"]), ("bench gpu", ["--odd"])],
+    ids=["gradengine", "plan", "bench"],
+)
+def test_flags_show_no_value_that_they_would_take(command, flags):
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "100"}).output
+    for flag in flags:
+        lines = re.findall(rf"^\W* {flag} .*$", shown, re.MULTILINE)
+        assert lines
+        assert "bool" not in "".join(lines).lower()
+
+
 def test_version():
     assert invoke("--version").output.strip() == gradengine.__version__
 

@@ -20,7 +20,7 @@ from gradengine.bench.workers import exchange_variants
 from gradengine.bench.workload import Workload, model_layout
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
-from gradengine.options import STDOUT, one_of, print_or_save, writable_json
+from gradengine.options import STDOUT, flag, one_of, print_or_save, writable_json
 
 __all__ = ["bench"]
 
@@ -121,7 +121,7 @@ def gpu(
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks, beside the LM head.")] = Options.blocks,
     hidden: Annotated[int, typer.Option(min=8, help="Hidden size; 1024 is the 350M model's.")] = Options.hidden,
     dtype: Dtype = Options.dtype,
-    odd: Annotated[bool, typer.Option("--odd", help="Sizes no multiple of 8, buffers at odd elements.")] = False,
+    odd: Annotated[bool, flag("--odd", "Sizes no multiple of 8, buffers at odd elements.")] = False,
     rounds: Rounds = Options.rounds,
     compile_limit: Annotated[
         float, typer.Option(help="Seconds for each compiled variant of torch.")

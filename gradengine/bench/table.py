@@ -20,7 +20,7 @@ _ON_A_HOST: Mapping[str, Callable[[Row], str]] = {
     "ms": lambda row: _ms(row.median_s),
     "p10-90": lambda row: f"{_ms(row.p10_s)}-{_ms(row.p90_s)}",
 }
-_ONLY_WIDE = {"p10-90", "MB", "of copy", "of triad", "error"}
+_ONLY_WIDE = {"p10-90", "wall ms", "host us", "MB", "of copy", "of triad", "error"}
 _FEW = 9.95  # below it a quartile has a decimal
 
 

@@ -67,7 +67,8 @@ def demo(
 ) -> None:
     """Train a small Llama on real text with several workers, and prove that they are right.
 
-    Needs no GPU, no download and less than a minute. The exit code is 1 if a proof fails.
+    Needs no GPU and no download, and about half a minute on two quiet cores; two minutes where they are busy.
+    The exit code is 1 if a proof fails.
     """
     with speaking_of(_OPTIONS):
         model = LlamaConfig(

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from gradengine.errors import CallerError
-from gradengine.options import STDOUT, print_or_save, refuse_bad_plot, save, speaking_of, writable_json
+from gradengine.options import STDOUT, flag, print_or_save, refuse_bad_plot, save, speaking_of, writable_json
 from gradengine.plan.machine import Rates, measure_rates, measure_tflops
 from gradengine.plan.models import NAMED, load_model
 from gradengine.plan.prediction import DEVICES, DTYPES, OPTIMIZERS, Plan, Question, predict
@@ -37,7 +37,7 @@ _NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0, 1.0)
 def plan(
     model: Annotated[str, typer.Option(help=f"{', '.join(NAMED)}, or a Llama-like config.json.")],
     bandwidth: Annotated[str | None, typer.Option(help=f"Of each rank's link between workers, {_UNITS}.")] = None,
-    one_machine: Annotated[bool, typer.Option("--one-machine", help="Instead: all on this one, measured.")] = False,
+    one_machine: Annotated[bool, flag("--one-machine", "Instead: all on this one, measured.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel workers; with --tp T each is T ranks.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of a worker.")] = 1,
     tp_bandwidth: Annotated[str | None, typer.Option(help="Within a worker; else as --bandwidth.")] = None,
@@ -54,7 +54,7 @@ def plan(
         float | None, typer.Option(help=f"10^12 operations a second of a rank; else {_TFLOPS:g}.")
     ] = None,
     backward_seconds: Annotated[float | None, typer.Option(help="Of a micro-batch, measured; not --tflops.")] = None,
-    vocab_parallel: Annotated[bool, typer.Option("--vocab-parallel", help="Cut LM head and embedding too.")] = False,
+    vocab_parallel: Annotated[bool, flag("--vocab-parallel", "Cut LM head and embedding too.")] = False,
     device: Annotated[str | None, typer.Option(metavar="|".join(DEVICES), help=_DEVICE)] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything here; -: to stdout, and no table.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw exchange seconds against workers here.")] = None,
