@@ -34,6 +34,21 @@ named_shapes = st.dictionaries(names(), shapes, min_size=1, max_size=9)
 layouts = named_shapes.map(GradientLayout.of)
 
 
+FEW_SIZES = (0, 1, 2, 5, 8, 31, 32, 33, 70)
+
+
+@st.composite
+def uneven_layouts(draw, chunk):
+    """Blocks unlike each other among other components, in any order, some empty; now and then one of two chunks."""
+    blocks = draw(st.lists(st.integers(1, 3), max_size=3))
+    names = [f"layers.{block}.{i}" for block, count in enumerate(blocks) for i in range(count)]
+    names += [f"other{i}" for i in range(draw(st.integers(0 if names else 1, 3)))]
+    sizes = {name: draw(st.sampled_from(FEW_SIZES)) for name in draw(st.permutations(names))}
+    if draw(st.integers(0, 9)) == 9:
+        sizes[draw(st.sampled_from(names))] = chunk + 5
+    return GradientLayout.of({name: draw(st.sampled_from([(size,), (1, size)])) for name, size in sizes.items()})
+
+
 def random_array(seed, shape, dtype="float32", magnitude=1.0):
     rng = np.random.default_rng(seed)
     with np.errstate(over="ignore"):

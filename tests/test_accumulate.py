@@ -727,14 +727,15 @@ class AnyCalls(RuleBasedStateMachine):
 
     backend = HOST
 
-    @initialize(hold=st.integers(1, 3))
-    def begin(self, hold):
-        self.accumulator = new(ODD, hold, self.backend)
+    @initialize(hold=st.integers(1, 3), data=st.data())
+    def begin(self, hold, data):
+        self.layout = data.draw(st.one_of(st.just(ODD), draw.uneven_layouts(self.backend.chunk)))
+        self.accumulator = new(self.layout, hold, self.backend)
         self.forget()
         self.seed = 0
 
     def forget(self):
-        self.values = dict.fromkeys((slot.name for slot in ODD.slots), None)
+        self.values = dict.fromkeys((slot.name for slot in self.layout.slots), None)
         self.counts = dict.fromkeys(self.values, 0)
         self.weights = []
 
@@ -776,34 +777,38 @@ class AnyCalls(RuleBasedStateMachine):
             call(*arguments)
         assert self.state() == before
 
-    @rule(dtype=draw.dtypes, weight=st.sampled_from([1.0, 0.3]), gap=st.booleans())
-    def add(self, dtype, weight, gap):
-        batch = self.gradients(ODD.slots, dtype, gap)
-        self.call(self.take(ODD.slots, batch, weight), self.accumulator.add, self.put(batch), weight)
+    @rule(dtype=draw.dtypes, weight=st.sampled_from([1.0, 0.3]), gap=st.booleans(), measure=st.booleans())
+    def add(self, dtype, weight, gap, measure):
+        batch = self.gradients(self.layout.slots, dtype, gap)
+        add = functools.partial(self.accumulator.add, measure=measure)
+        self.call(self.take(self.layout.slots, batch, weight), add, self.put(batch), weight)
 
-    @rule(index=st.integers(0, 1), dtype=draw.dtypes, weight=st.sampled_from([1.0, 0.3]))
-    def add_block(self, index, dtype, weight):
-        slots = ODD.blocks[index].slots
+    @precondition(lambda self: self.layout.blocks)
+    @rule(data=st.data(), dtype=draw.dtypes, weight=st.sampled_from([1.0, 0.3]))
+    def add_block(self, data, dtype, weight):
+        index, slots = self.some_block(data)
         batch = self.gradients(slots, dtype, False)
         self.call(self.take(slots, batch, weight), self.accumulator.add_block, index, self.put(batch), weight)
 
-    @rule(name=st.sampled_from(["head", "t"]), weight=st.sampled_from([1.0, 0.3]))
-    def add_non_block(self, name, weight):
-        slot = ODD.slot(name)
+    @precondition(lambda self: any(slot.block is None for slot in self.layout.slots))
+    @rule(data=st.data(), weight=st.sampled_from([1.0, 0.3]))
+    def add_non_block(self, data, weight):
+        slot = data.draw(st.sampled_from([slot for slot in self.layout.slots if slot.block is None]))
         (gradient,) = self.gradients([slot], "float32", False)
         (array,) = self.put([gradient])
-        self.call(self.take([slot], [gradient], weight), self.accumulator.add_non_block, name, array, weight)
+        self.call(self.take([slot], [gradient], weight), self.accumulator.add_non_block, slot.name, array, weight)
 
+    @precondition(lambda self: self.layout is ODD)
     @rule(case=st.sampled_from(range(9)), measure=st.booleans())
     def add_what_is_wrong(self, case, measure):
-        bad = list(bad_gradients(ODD.slots, self.backend))
+        bad = list(bad_gradients(self.layout.slots, self.backend))
         self.refused(self.accumulator.add, bad[case % len(bad)][0])
-        bad = list(bad_gradients(ODD.blocks[0].slots, self.backend))
+        bad = list(bad_gradients(self.layout.blocks[0].slots, self.backend))
         self.refused(self.accumulator.add_block, 0, bad[case % len(bad)][0])
 
     @rule(weight=draw.bad_weights)
     def add_with_a_bad_weight(self, weight):
-        self.refused(self.accumulator.add, self.put(draw.random_gradients(0, ODD.slots)), weight)
+        self.refused(self.accumulator.add, self.put(draw.random_gradients(0, self.layout.slots)), weight)
 
     @rule()
     def average(self):
@@ -814,7 +819,7 @@ class AnyCalls(RuleBasedStateMachine):
         elif set(self.counts.values()) == {len(self.weights)}:
             self.accumulator.average()
             factor = np.float32(1 / sum(map(float, self.weights)))
-            for slot in ODD.slots:
+            for slot in self.layout.slots:
                 value = self.values[slot.name]
                 self.values[slot.name] = np.zeros(slot.size, np.float32) if value is None else value * factor
             self.counts, self.weights = dict.fromkeys(self.counts, 1), [np.float32(1)]
@@ -826,13 +831,74 @@ class AnyCalls(RuleBasedStateMachine):
         self.accumulator.zero_all()
         self.forget()
 
-    @rule(index=st.integers(0, 1))
-    def look_at_a_block(self, index):
-        components = self.accumulator.block(index).components
-        for slot, got in zip(ODD.blocks[index].slots, components.values(), strict=True):
+    def some_block(self, data):
+        block = data.draw(st.sampled_from(self.layout.blocks))
+        return block.index, block.slots
+
+    def opened(self, data):
+        """A block as it stands, its slots, and that it holds what it must."""
+        index, slots = self.some_block(data)
+        block = self.accumulator.block(index)
+        for slot in slots:
             if self.values[slot.name] is None:
                 self.values[slot.name] = np.zeros(slot.size, np.float32)
-            draw.assert_same_bits(on_host(got), self.values[slot.name])
+        self.assert_block(block, slots)
+        return block, slots
+
+    def assert_block(self, block, slots):
+        components = all_on_host(block.components)
+        assert list(components) == [slot.name.rpartition(".")[2] for slot in slots]
+        flat = np.zeros(slots[-1].offset - slots[0].offset + -(-slots[-1].size // 32) * 32, np.float32)
+        for slot, got in zip(slots, components.values(), strict=True):
+            assert got.shape == slot.shape
+            draw.assert_same_bits(got, self.values[slot.name])
+            flat[slot.offset - slots[0].offset :][: slot.size] = self.values[slot.name]
+        draw.assert_same_bits(on_host(block.flatten()), flat)
+        assert block.has_non_finite() is False
+
+    @precondition(lambda self: self.layout.blocks)
+    @rule(data=st.data(), dtype=draw.dtypes, gap=st.booleans())
+    def accumulate_into_a_block(self, data, dtype, gap):
+        block, slots = self.opened(data)
+        batch = self.gradients(slots, dtype, gap)
+        block.accumulate(self.put(batch))
+        for slot, gradient in zip(slots, batch, strict=True):
+            if gradient is not None:
+                self.values[slot.name] = draw.folded(self.values[slot.name], [gradient], [1], False)
+        self.assert_block(block, slots)
+
+    @precondition(lambda self: self.layout.blocks)
+    @rule(data=st.data(), dtype=draw.dtypes)
+    def replace_a_block(self, data, dtype):
+        block, slots = self.opened(data)
+        self.seed += 1
+        flat = draw.random_array(self.seed, block.flatten().size, dtype)
+        block.from_flat(self.backend.put(flat.copy()))
+        for slot in slots:
+            start = slot.offset - slots[0].offset
+            self.values[slot.name] = flat[start : start + slot.size].astype(np.float32)
+        self.assert_block(block, slots)
+
+    @precondition(lambda self: self.layout.blocks)
+    @rule(data=st.data(), divisor=st.sampled_from([None, 3.0, -0.5]))
+    def scale_or_zero_a_block(self, data, divisor):
+        block, slots = self.opened(data)
+        if divisor is None:
+            block.zero()
+        else:
+            block.scale(divisor)
+        for slot in slots:
+            value = self.values[slot.name]
+            self.values[slot.name] = np.zeros_like(value) if divisor is None else value * np.float32(1 / divisor)
+        self.assert_block(block, slots)
+
+    @precondition(lambda self: self.accumulator.hold == 1 and any(value is not None for value in self.values.values()))
+    @rule(data=st.data())
+    def write_through_a_view(self, data):
+        slot = self.layout.slot(data.draw(st.sampled_from([n for n, v in self.values.items() if v is not None])))
+        (value,) = self.gradients([slot], "float32", False)
+        assign(self.accumulator.views()[slot.name], self.backend.put(value.copy()))
+        self.values[slot.name] = value.reshape(-1)
 
     @rule()
     def look_for_what_is_not_finite(self):
@@ -844,7 +910,7 @@ class AnyCalls(RuleBasedStateMachine):
         self.accumulator.close(measure=measure)
         self.accumulator.measure_rest()
         squares = totals_of(self.accumulator.kernels, self.accumulator.arena.partials)
-        for slot, square in zip(ODD.slots, squares, strict=True):
+        for slot, square in zip(self.layout.slots, squares, strict=True):
             if self.values[slot.name] is None:
                 self.values[slot.name] = np.zeros(slot.size, np.float32)
             draw.assert_same_bits(on_host(self.accumulator.views()[slot.name]), self.values[slot.name])

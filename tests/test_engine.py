@@ -1262,6 +1262,103 @@ def test_any_layout_weights_and_hold_follow_the_contract(backend, layout, weight
     assert clipped <= max_norm * (1 + 1e-5)
 
 
+def add_in_parts(engine, backend, gradients, weight):
+    """A micro-batch block by block from the last one on, then what lies in no block."""
+    arrays = dict(zip([slot.name for slot in engine.layout.slots], put_all(backend, gradients), strict=True))
+    for block in reversed(engine.layout.blocks):
+        engine.add_block(block.index, [arrays[slot.name] for slot in block.slots], weight)
+    for slot in engine.layout.slots:
+        if slot.block is None:
+            engine.add_non_block(slot.name, arrays[slot.name], weight)
+
+
+def norm_of(arrays):
+    return math.sqrt(sum(float(np.sum(np.square(array, dtype=np.float64))) for array in arrays))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    data=st.data(),
+    hold=st.integers(1, 3),
+    groups=st.sampled_from([None, "block", "component"]),
+    max_norm=st.floats(0.01, 100),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_element_of_any_layout_by_any_way(backend, data, hold, groups, max_norm, seed):
+    """Windows come whole or in parts, with gaps, are changed in place and handed back in the arena or elsewhere."""
+    layout = data.draw(draw.uneven_layouts(backend.chunk))
+    engine = new_engine(backend, layout, max_norm=max_norm, hold=hold, groups=groups)
+    written = set()  # through views
+    for window in range(2):
+        weights = data.draw(st.lists(st.sampled_from([1.0, 0.3, 4.0]), min_size=1, max_size=3))
+        batches = []
+        for k, weight in enumerate(weights):
+            gaps = data.draw(st.sets(st.sampled_from(layout.slots)))
+            found = draw.random_gradients([seed, window, k], layout.slots, data.draw(draw.dtypes))
+            batches.append([None if slot in gaps else g for slot, g in zip(layout.slots, found, strict=True)])
+            add = data.draw(st.sampled_from([add_to, add_in_parts]))
+            add(engine, backend, batches[-1], weight)
+        sums, unused = [], {slot.name for slot in layout.slots}
+        for slot, column in zip(layout.slots, zip(*batches, strict=True), strict=True):
+            pairs = [(g, w) for g, w in zip(column, weights, strict=True) if g is not None]
+            sums.append(
+                draw.folded(None, *zip(*pairs, strict=True), True) if pairs else np.zeros(slot.size, np.float32)
+            )
+            unused -= {slot.name} if pairs else set()
+        change = data.draw(st.sampled_from(["none", "average", "views", *(["block"] if layout.blocks else [])]))
+        weight = sum(map(float, map(np.float32, weights)))
+        if change == "average":
+            engine.accumulator.average()
+            sums, weight = [array * np.float32(1 / weight) for array in sums], 1.0
+        elif change == "views":  # of what is folded and not to be overwritten
+            engine.accumulator.close()
+            for view, array in zip(engine.accumulator.views().values(), sums, strict=True):
+                assign(view, backend.put((array * np.float32(2)).reshape(view.shape)))
+            sums = [array * np.float32(2) for array in sums]
+            written = {slot.name for slot in layout.slots}
+        elif change == "block":
+            block = data.draw(st.sampled_from(layout.blocks))
+            engine.accumulator.block(block.index).scale(0.5)
+            sums = [a * np.float32(2 if s in block.slots else 1) for s, a in zip(layout.slots, sums, strict=True)]
+            written |= {slot.name for slot in block.slots}
+        dtype = data.draw(draw.dtypes)
+        wanted = data.draw(st.none() | st.sets(st.sampled_from(layout.slots), min_size=1))
+        out = None
+        if wanted is not None:
+            there = [np.full(slot.shape, 7).astype(draw.DTYPES[dtype]) for slot in layout.slots]
+            out = {s.name: backend.put(a) if s in wanted else None for s, a in zip(layout.slots, there, strict=True)}
+        assert engine.accumulator.has_non_finite() is False
+        result = engine.step(out)
+        members = {}
+        for slot, array in zip(layout.slots, sums, strict=True):
+            label = "rest" if slot.block is None else f"block {slot.block}"
+            members.setdefault({None: "all", "block": label, "component": slot.name}[groups], {})[slot.name] = array
+        norms = {label: norm_of(arrays.values()) / weight for label, arrays in members.items()}
+        scales = {label: max_norm / norm if norm > max_norm else 1.0 for label, norm in norms.items()}
+        about = functools.partial(pytest.approx, rel=1e-5)
+        assert number_of(result.norm) == about(norm_of(sums) / weight)
+        assert [*map(number_of, result.component_norms)] == about([norm_of([array]) / weight for array in sums])
+        assert {label: number_of(norm) for label, norm in result.group_norms.items()} == about(norms)
+        assert [*map(number_of, result.block_norms)] == about(
+            [
+                norm_of([a for s, a in zip(layout.slots, sums, strict=True) if s.block == block.index]) / weight
+                for block in layout.blocks
+            ]
+        )
+        assert result.unused == unused - written
+        expected = {
+            name: array * np.float32(scales[label] / weight)
+            for label, arrays in members.items()
+            for name, array in arrays.items()
+        }
+        got = all_on_host(result.gradients)
+        assert set(got) == {slot.name for slot in (layout.slots if wanted is None else wanted)}
+        rounding = 1e-5 if wanted is None else {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+        for name, array in got.items():
+            assert array.shape == layout.slot(name).shape
+            np.testing.assert_allclose(array.reshape(-1).astype(np.float32), expected[name], rtol=rounding, atol=1e-7)
+
+
 def test_a_view_written_to_after_the_norm_was_taken_counts(backend):
     engine = new_engine(backend, max_norm=None, micro_batches=1)
     block = engine.accumulator.block(0)
