@@ -8,7 +8,18 @@ import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from devices import assign, bits_of, churned, nothing_is_launched, on_host, operations_of, put_all, raw, synchronize
+from devices import (
+    assign,
+    bits_of,
+    churned,
+    launched,
+    nothing_is_launched,
+    on_host,
+    operations_of,
+    put_all,
+    raw,
+    synchronize,
+)
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer, local_group
@@ -262,6 +273,23 @@ class TestDropped:
         synchronize(device)
         assert [on_host(array)[0] for array in out] == values
 
+    @pytest.mark.not_on_real_cupy("a graph within a graph")
+    def test_while_a_graph_that_it_was_recorded_into_runs(self, device):
+        """Somebody else's, of which nobody knows how long it lives."""
+        graph, gradients, out = self.window(device)
+        with device.active():
+            own = device.kernels.xp.cuda.Stream(non_blocking=True)
+            own.begin_capture()
+            with own:
+                graph.replay()
+            others = own.end_capture()
+        gradients.clear()
+        del graph
+        self.taken_by_others(device)
+        launched(device, others)
+        synchronize(device)
+        assert [on_host(array)[0] for array in out] == [1 + position % 7 for position in range(self.COUNT)]
+
     def test_is_let_go_when_that_is_done(self, device):
         graph, gradients, _ = self.window(device)
         place, reference = device.kernels.device, weakref.ref(graph._recorded)
@@ -412,6 +440,16 @@ class TestMoved:
         wanted = bits_of(eager(device, [values_of(0)]))
         assert [on_host(array).tobytes() for array in second] == list(wanted.values())
         assert [on_host(array).tobytes() for array in first] == [value.tobytes() for value in values_of(1)]
+
+    def test_destinations_of_one_repoint_are_those_of_the_next(self, device):
+        first, last = (put_all(device, [np.zeros(s.shape, np.float32) for s in SMALL.slots]) for _ in range(2))
+        graph = captured_window(new_engine(device), [arrays_of(device, 0)], out=first)
+        graph.repoint([arrays_of(device, 1)], out=last)
+        graph.repoint([arrays_of(device, 2)])
+        graph.replay()
+        wanted = eager(device, [values_of(2)]).gradients
+        assert [on_host(array).tobytes() for array in last] == [on_host(array).tobytes() for array in wanted.values()]
+        assert not any(on_host(array).any() for array in first)
 
     def test_repoint_keeps_it_deferred(self, device):
         engine, arrays = new_engine(device), arrays_of(device, 0)

@@ -77,7 +77,7 @@ def measures(backend: Backend) -> None:
     kernels, kinds = backend.kernels, list(draw.DTYPES)
     arrays = [values_of(p, size, kinds[p % 3]) for p, size in enumerate(SIZES)]
     arrays[8][:] = 1e-30
-    arrays[8][16:32] = np.exp2([-60, *[-64] * 7] * 2)  # squares of which fp32 keeps the largest
+    arrays[8][16:32] = np.exp2([-54, *[-63.5] * 7] * 2)  # squares of which fp32 keeps the largest
     arrays[0][[3, 5000, 8999]] = NAN
     arrays[2][[0, 20]] = -INF
     sums = kernels.partial_sums(SIZES)
@@ -259,6 +259,10 @@ MUTATIONS = {
         "a sum that vanishes in part is taken for a sum": (
             "#define SAFE_SQUARE 7.8886090522101181e-31f",
             "#define SAFE_SQUARE 1.1754943508222875e-38f",
+        ),
+        "a sum that vanishes in a small part is taken for a sum": (
+            "#define SAFE_SQUARE 7.8886090522101181e-31f",
+            "#define SAFE_SQUARE 7.8886090522101181e-34f",
         ),
         "a partial at its component's first place": (
             "squares[component.first + row.chunk]",

@@ -27,6 +27,7 @@ from gradengine import (
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels import ClipPlan, launch
+from gradengine.kernels.cuda_runtime import Kept
 from gradengine.kernels.launch import Entry, chunk_for
 from gradengine.kernels.streams import StreamOrder
 
@@ -596,6 +597,17 @@ class TestAStreamThatIsGone:
         order.follow()
         assert len(device.stream.waited) == 4
 
+    @pytest.mark.parametrize(("handle", "is_kept"), [(2, True), (7, False)])
+    def test_memory_of_a_per_thread_default_stream_is_kept_until_the_work_is_done(self, handle, is_kept):
+        """The last work may be another thread's, behind which the stream that the memory goes back to is not."""
+        device = StubDevice()
+        device.stream = StubStream(handle)
+        order = StreamOrder(device, "memory")
+        with order.use():
+            pass
+        order.end()
+        assert len(device.kept) == is_kept
+
 
 class StubStream:
     """A stream that notes what it is asked."""
@@ -617,7 +629,7 @@ class StubDevice:
     """A device whose current stream the test says."""
 
     def __init__(self):
-        self.stream = StubStream(0)
+        self.stream, self.kept = StubStream(0), Kept()
 
     def current_stream(self):
         return self.stream
@@ -626,7 +638,7 @@ class StubDevice:
         return [self.stream]
 
     def event(self):
-        return object()
+        return SimpleNamespace(done=False)
 
     def is_capturing(self):
         return False
@@ -688,6 +700,23 @@ class TestDropped:
         finally:
             with kernels.device.active():
                 pool.set_limit(size=0)
+
+    @pytest.mark.usefixtures("lazy")
+    def test_a_clip_state_whose_memory_came_from_several_streams(self, device):
+        """Its norms' from the stream of the first clip: others get it there when the last clip, elsewhere, is done."""
+        first, last, stream = put_all(device, ones(4)), put_all(device, ones(2)), stream_on(device)
+        state = FusedClipState([5000, 7], device.kernels)
+        synchronize(device)
+        clip_gradients_fused(first, 1.0, state, stream=stream)
+        clip_gradients_fused(last, 1.0, state)
+        del state
+        gc.collect()
+        with device.active(), stream:
+            churned(device)
+            stream.synchronize()
+        synchronize(device)
+        for array in (*first, *last):
+            assert on_host(array) == pytest.approx(1 / np.sqrt(5007), rel=1e-6)
 
     def test_a_plan(self, device):
         """More plans than are remembered, each of which the last stream's work still reads."""

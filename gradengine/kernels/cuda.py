@@ -167,6 +167,7 @@ class CudaKernels(Kernels):
                 with order.use():
                     self.device.drop(known.pop(next(iter(known))))
             known[key] = DecisionMemory(self.device.upload, plan, len(partials.sizes), order).decision()
+            order.keep()  # it is among what is kept, and of the stream that is current now
         decision: DeviceDecision = known[key]
         return decision
 

@@ -96,9 +96,8 @@ class Contribution:
         """Where each lies, tagged with its dtype; 0 where there is nothing."""
         if self.views or self.fp32 is None:
             addresses = [tagged(view) if view is not None and view.size else 0 for view in self.views]
-        else:
-            tag = DTYPES["float32"].tag << _DTYPE_SHIFT
-            addresses = [address_of(array) | tag if array.size else 0 for array in self.fp32]
+        else:  # fp32's tag is 0
+            addresses = [address_of(array) if array.size else 0 for array in self.fp32]
         return np.array(addresses, np.uint64)
 
     @cached_property
