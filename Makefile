@@ -26,7 +26,8 @@ UNPINNED ?=
 VERSION_OF = $(shell $(1) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 CONSTRAINTS = $(if $(UNPINNED),,$(abspath $(wildcard tests/constraints/$(1)-$(call VERSION_OF,$(2)).txt)))
 HELD = $(if $(1),PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1))
-INSTALL = -m pip install --quiet --disable-pip-version-check
+# Not compiled: of torch's and JAX's files tests import a few, and the rest takes 50 s of CPU.
+INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 PIP_INSTALL = $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(BIN)/python $(INSTALL)
 
 # CuPy for CUDA 12, and for 13: one environment cannot have both.
