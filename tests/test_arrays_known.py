@@ -95,8 +95,10 @@ class TestUse:
         for _ in range(2):
             engine.add(given)
             handed = engine.step().gradients
-        with pytest.raises(BufferRefused, match="own arena"):
-            engine.add(list(handed.values()))
+        by_its_memory = [np.asarray(memoryview(array))[:] for array in handed.values()]
+        for views in (list(handed.values()), by_its_memory):
+            with pytest.raises(BufferRefused, match="own arena"):
+                engine.add(views)
 
     @pytest.mark.parametrize("hold", [1, 2])
     def test_an_array_with_gaps_is_refused_though_one_of_its_shape_was_taken(self, hold):

@@ -1,6 +1,7 @@
 """Clipping: the norm it finds, the scale it takes, what it writes, and what it leaves alone."""
 
 import math
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -9,7 +10,8 @@ import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from devices import all_on_host, assign, launched, named_cuda, nothing_is_launched, on_host, put_all, raw
+from devices import all_on_host, assign, launched, named_cuda, nothing_is_launched, on_host, put_all, raw, synchronize
+from emulated_torch import copy_on, emulated_torch, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -334,6 +336,19 @@ class TestKnownAgain:
 
         monkeypatch.setattr(HostKernels, "finalise", interrupted)
         assert clip_by_global_norm([np.full(4, 2, np.float32)], 1.0) == 4
+
+
+def test_a_torch_gradient_on_a_gpu_is_clipped_behind_its_stream_each_time_it_comes(device, monkeypatch):
+    theirs, mine = (device.xp.cuda.Stream(non_blocking=True) for _ in range(2))
+    monkeypatch.setitem(sys.modules, "torch", emulated_torch(theirs))
+    arrays = put_all(device, [np.zeros(4, np.float32)])
+    tensors, values = tensors_of(arrays), put_all(device, [np.full(4, value, np.float32) for value in (3, 5)])
+    synchronize(device)
+    for value, wanted in zip(values, (6, 10), strict=True):
+        copy_on(device.xp, theirs, arrays[0], value)
+        with named_cuda(device), mine:
+            norm = clip_by_global_norm(tensors, INF)
+            assert float(on_host(norm)) == wanted
 
 
 class TestRefusals:

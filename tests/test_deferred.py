@@ -95,6 +95,30 @@ def test_a_wait_finds_what_has_not_arrived(device, late):
     assert (told(late).step, told(late)) == (2, None)
 
 
+def test_word_that_is_older_than_what_was_waited_for_is_not_the_latest(device, late):
+    device.now = verdict(5)
+    late.wait()
+    device.arrived = [verdict(3), verdict(6)]
+    assert [late.latest().step for _ in range(2)] == [5, 6]
+
+
+def test_the_device_counts_from_where_the_engine_stands_and_is_told_only_where_it_does_not(device, late):
+    told = []
+    device.count_from = told.append
+    assert late.note_queued(0) == 1
+    for step in (1, 2, 5, 6):
+        late.count_from(step)
+    assert told == [5]
+    late.count_from(6)  # interrupted before the graph was queued
+    late.count_from(3)
+    assert told == [5, 6, 3]
+
+
+def test_a_graphs_step_has_run_where_the_device_has_counted_it(device, late):
+    device.now = verdict(4)
+    assert [late.has_run(step) for step in (2, 3, 4)] == [False, True, False]
+
+
 def test_what_a_check_has_raised_is_told(device, late):
     device.now = verdict(2, 1, 2)
     late.raise_of_step(0)

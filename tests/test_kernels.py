@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from folds import (
 from hypothesis import given
 from hypothesis import strategies as st
 from operations import growth
+from transports import SOON
 
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.errors import CallerError, LayoutMismatch
@@ -42,6 +44,7 @@ from gradengine.kernels import (
     SlotSet,
     decide,
     host,
+    host_threads,
     kernels_for,
     launch,
 )
@@ -517,6 +520,16 @@ class TestSquaredSums:
             backend.kernels.zero_sums(arena, range(count + 1))
             backend.kernels.measure(arena, range(count))
             assert totals_of(backend.kernels, arena.partials).tolist() == [size] * count + [0]
+
+    @pytest.mark.parametrize("factor", [0.999, 1.001])
+    def test_a_chunk_is_summed_in_fp32_or_fp64_whatever_else_is_measured(self, factor):
+        kernels, values = HostKernels(1), draw.random_array(5, 5 * draw.ROW + 3)
+        values *= np.float32(math.sqrt(factor * 2.0**-100 / np.mean(np.square(values, dtype=np.float64))))
+        others = [np.ones(size, np.float32) for size in (1, CHUNK)]
+        arena = kernels.arena([kernels.device.view(array, "w") for array in (others[0], values, others[1])])
+        for positions in ([1], [0, 1], [2, 1], [0, 1, 2]):
+            kernels.measure(arena, positions)
+            assert kernels.totals(arena)[1] == squared_sum(values), positions
 
     def test_measured_in_the_fold_is_measured_apart(self, backend):
         size = backend.chunk + 700
@@ -1477,23 +1490,55 @@ class TestThreads:
             with pytest.raises(ValueError, match="read-only"):
                 kernels.fill_zero(targets)
 
+    def test_a_fault_in_a_helper_reaches_the_caller(self):
+        me, is_failing = threading.current_thread(), threading.Event()
+
+        def work(_):
+            if threading.current_thread() is me:
+                assert is_failing.wait(SOON)
+            else:
+                is_failing.set()
+                raise MemoryError("in a helper")
+
+        with pytest.raises(MemoryError, match="in a helper"):
+            shared_by_threads(work, range(4), 1, 2)
+
+    def test_callers_that_start_at_once_leave_the_threads_of_one_of_them(self, monkeypatch):
+        ended, is_first, start, serve = queue.SimpleQueue(), [True], host_threads.start_thread, host_threads._serve
+
+        def another_is_quicker(thread):
+            if is_first.pop():
+                is_first.append(False)
+                host_threads._pool(2)
+            start(thread)
+
+        monkeypatch.setattr(host_threads, "_pools", {})
+        monkeypatch.setattr(host_threads, "start_thread", another_is_quicker)
+        monkeypatch.setattr(host_threads, "_serve", lambda calls: (serve(calls), ended.put(calls)))
+        pool = host_threads._pool(2)
+        assert ended.get(timeout=SOON) is not pool
+        pool.put(None)
+        assert ended.get(timeout=SOON) is pool
+
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
     def test_a_forked_child_has_threads_of_its_own(self):
         program = """
-import os, signal, sys, warnings
+import os, signal, sys, threading, warnings
 import numpy as np
 from gradengine.kernels import CHUNK
 from gradengine.kernels.host import HostKernels
 warnings.simplefilter("ignore", DeprecationWarning)  # 3.12+ warns of any fork beside threads
 kernels = HostKernels(3)
-targets = [kernels.device.allocate(CHUNK) for _ in range(6)]
+targets = [kernels.device.allocate(CHUNK) for _ in range(24)]  # enough for two threads
 kernels.fill_zero(targets)
+assert threading.active_count() == 3
 child = os.fork()
 if child == 0:
     signal.alarm(20)  # a child that waits for threads it does not have ends here
-    buffers = [kernels.device.view(np.ones(CHUNK, np.float32), "w") for _ in range(6)]
+    buffers = [kernels.device.view(np.ones(CHUNK, np.float32), "w") for _ in targets]
     kernels.scale(buffers, np.float32(2), targets)
-    os._exit(0 if all((target.data == 2).all() for target in targets) else 1)
+    is_shared = threading.active_count() == 3  # it would end alone, and the calls for nobody would keep its arrays
+    os._exit(0 if is_shared and all((target.data == 2).all() for target in targets) else 1)
 kernels.fill_zero(targets)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

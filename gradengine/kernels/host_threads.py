@@ -140,5 +140,5 @@ def _serve(calls: _Calls) -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child has the queues but not their threads; it starts with none, or its first step would wait for them.
+    # A forked child has the queues but not their threads; it starts with none, or would work alone.
     os.register_at_fork(after_in_child=_pools.clear)
