@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import mmap
 import tracemalloc
 import weakref
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from producers import Producer
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.block import BlockGradientSet
+from gradengine.accumulate.state import State
 from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, WindowError
 from gradengine.kernels import CHUNK, Kernels
@@ -329,6 +331,28 @@ class TestHold:
         with pytest.raises(BufferRefused, match="'0' is held already"):
             accumulator.add([raw(buffer)])
 
+    @pytest.mark.parametrize(
+        "fold",
+        [
+            lambda accumulator, gradient: accumulator.add_block(0, [gradient]),
+            lambda accumulator, _: accumulator.has_non_finite(),
+            lambda accumulator, _: accumulator.block(0),
+            lambda accumulator, _: accumulator.close(),
+        ],
+        ids=["a part that came apart", "has_non_finite", "block", "close"],
+    )
+    def test_memory_that_is_gone_is_not_read_whatever_call_folds_it(self, backend, fold):
+        accumulator = new(GradientLayout.of({"layers.0.w": (2,), "head": (2,)}), hold=3, backend=backend)
+        owner, gradient = mmap.mmap(-1, 4096), backend.buffer(np.ones(2, np.float32))
+        head, other = put_all(backend, [np.ones(2, np.float32)] * 2)
+        accumulator.add([raw(gradient, owner=owner), head])
+        owner.close()
+        with (
+            nothing_is_launched(backend),
+            pytest.raises(BufferRefused, match=r"'layers\.0\.w' was given other memory, or freed, while it was held"),
+        ):
+            fold(accumulator, other)
+
     def test_buffers_may_come_again_after_as_many_micro_batches_though_one_had_no_gradient(self, backend):
         accumulator = new(GradientLayout.of([(2,)]), hold=3, backend=backend)
         buffers = [backend.put(np.full(2, value, np.float32)) for value in (1, 2, 4)]
@@ -572,6 +596,27 @@ class TestByBlock:
             for name in ("lm_head", "final_norm", "embedding"):
                 accumulator.add_non_block(name, named[name])
         assert_window(closed(accumulator), expected_window(SMALL, batches, [1] * 5))
+
+    def test_what_left_in_a_window_that_was_dropped_takes_more_in_the_next(self, backend):
+        layout = GradientLayout.of({"layers.0.w": (2,), "head": (2,)})
+        accumulator, gradient = new(layout, backend=backend), backend.put(np.ones(2, np.float32))
+        accumulator.add_block(0, [gradient])
+        accumulator.close_span(layout.block(0))
+        with pytest.raises(WindowError, match="block 0 is on its way"):
+            accumulator.add_block(0, [gradient])
+        accumulator.zero_all()
+        accumulator.add_block(0, [gradient])
+        accumulator.add_non_block("head", gradient)
+        assert closed(accumulator)["layers.0.w"].tolist() == [1, 1]
+
+    def test_where_the_exchange_failed_that_is_said_first(self):
+        layout = GradientLayout.of({"layers.0.w": (2,), "head": (2,)})
+        accumulator, gradient = new(layout), np.ones(2, np.float32)
+        accumulator.add_block(0, [gradient])
+        accumulator.close_span(layout.block(0))
+        accumulator.state.now = State.FAILED
+        with pytest.raises(WindowError, match="failed, and its window is kept"):
+            accumulator.add_block(0, [gradient])
 
     def test_by_full_names(self, backend):
         batch, accumulator = draw.random_gradients(0, ODD.blocks[0].slots), new(backend=backend)
