@@ -154,6 +154,17 @@ class TestOneWorker:
             draw.assert_same_bits(on_host(left.sums[name]), total)
             draw.assert_same_bits(on_host(wanted.gradients[name]), total * factor)
 
+    @pytest.mark.parametrize("change", [0.5, 2.0])
+    def test_a_loss_scale_that_changes_within_a_window_is_refused(self, change):
+        engine = GradientEngine(SMALL, loss_scale=1024.0)
+        engine.add(random_gradients(0))
+        with pytest.raises(WindowError, match="loss scale of an open window cannot be changed"):
+            engine.loss_scale *= change
+        engine.loss_scale = 1024.0
+        engine.step()
+        engine.loss_scale *= change
+        assert engine.loss_scale == 1024 * change
+
     def test_loss_scale_is_undone(self, backend):
         plain, scaled = new_engine(backend, max_norm=0.3), new_engine(backend, max_norm=0.3, loss_scale=1024.0)
         add_to(plain, backend, random_gradients(0))
@@ -1747,6 +1758,19 @@ class TestAMicroBatchThatCountsNothing:
 
 
 class TestLastResult:
+    def test_is_no_answer_to_a_step_that_had_none(self):
+        """It is of the step before, of which a call says so that is made once too often."""
+        engine, last = GradientEngine(SMALL), r"step 0 is over, and engine\.last_result has its result"
+        engine.add(random_gradients(0))
+        engine.step()
+        with pytest.raises(WindowError, match=last):
+            engine.step()
+        engine.add(None, weight=0)
+        for step in (1, 2):
+            with pytest.raises(WindowError, match="without a micro-batch") as caught:
+                engine.step()
+            assert "last_result" not in str(caught.value), step
+
     def test_is_what_the_step_returned(self):
         engine = GradientEngine(SMALL)
         assert engine.last_result is None
