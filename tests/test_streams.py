@@ -158,6 +158,25 @@ class TestTwoStreams:
         for array in (*first, *second):
             assert on_host(array) == pytest.approx(1 / np.sqrt(5007), rel=1e-6)
 
+    def test_a_step_with_other_workers_into_destinations(self, device):
+        """The next window's add must not come before the sum has been read."""
+        batches = [put_all(device, ones(value)) for value in (2.0, 7.0)]
+        outs = [put_all(device, ones(0)) for _ in range(2)]
+        synchronize(device)
+
+        def one(exchange):
+            engine, sides, out = new_engine(device, exchange=exchange), Sides(device, "a"), outs[exchange.rank]
+            with sides.a:
+                engine.add(batches[0])
+            with sides.b:
+                engine.step(out=out)
+            with sides.a:
+                engine.add(batches[1])
+            sides.finish()
+            return [(on_host(array).min(), on_host(array).max()) for array in out]
+
+        assert on_ranks(one, 2) == [[(2.0, 2.0)] * 2] * 2
+
     def test_zeros_for_what_did_not_come_and_their_norm(self, device, sides):
         engine, gradients = new_engine(device), put_all(device, ones(3))
         synchronize(device)
@@ -325,7 +344,7 @@ class TestALenderOnAStreamOfItsOwn:
                 copy_on(device.xp, stream, target, source)
 
         pointers = [raw(device.kernels.device.view(array, "w"), stream=stream.ptr) for array in lent]
-        return SimpleNamespace(pointers=pointers, become=become, stream=stream)
+        return SimpleNamespace(pointers=pointers, become=become, stream=stream, arrays=lent)
 
     @pytest.mark.parametrize("hold", [1, 2])
     def test_reads_the_mean_right_after_the_step_and_not_the_sum(self, device, lender, hold):
@@ -338,6 +357,53 @@ class TestALenderOnAStreamOfItsOwn:
             copy_on(device.xp, lender.stream, target, source)
         lender.stream.synchronize()
         assert all((on_host(array) == 3).all() for array in seen)
+
+    def test_is_waited_for_by_a_replay_and_waits_for_its_result(self, device, lender):
+        engine, mine, seen = new_engine(device), stream_of(device), put_all(device, ones(0))
+        synchronize(device)
+        with mine:
+            with engine.capture() as graph:
+                engine.add(lender.pointers, weight=2)
+                engine.step()
+            lender.become(8)
+            gradients = graph.replay().gradients
+            for target, source in zip(seen, gradients.values(), strict=True):
+                copy_on(device.xp, lender.stream, target, source)
+            lender.stream.synchronize()
+            assert all((on_host(array) == 8).all() for array in (*seen, *gradients.values()))
+            lender.become(9)
+            gradients = graph.replay().gradients
+            mine.synchronize()
+            assert all((on_host(array) == 9).all() for array in gradients.values())
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_has_its_destinations_written_behind_its_own_work(self, device, lender, captured):
+        engine, mine, given = new_engine(device), stream_of(device), put_all(device, ones(2))
+        synchronize(device)
+        with mine, engine.capture() if captured else contextlib.nullcontext() as graph:
+            lender.become(8)
+            engine.add(given)
+            engine.step(out=lender.pointers)
+        with mine:
+            if captured:
+                lender.become(9)
+                graph.replay()
+            mine.synchronize()
+        lender.stream.synchronize()
+        assert all((on_host(array) == 2).all() for array in lender.arrays)
+
+    def test_reads_its_destinations_behind_a_replay(self, device, lender):
+        engine, mine, (given, seen) = new_engine(device), stream_of(device), (put_all(device, ones(v)) for v in (2, 0))
+        synchronize(device)
+        with mine:
+            with engine.capture() as graph:
+                engine.add(given)
+                engine.step(out=lender.pointers)
+            graph.replay()
+        for target, source in zip(seen, lender.arrays, strict=True):
+            copy_on(device.xp, lender.stream, target, source)
+        lender.stream.synchronize()
+        assert all((on_host(array) == 2).all() for array in seen)
 
     def test_is_waited_for_when_the_same_gradients_come_again(self, device, lender):
         engine, mine = new_engine(device), stream_of(device)
