@@ -1523,22 +1523,25 @@ class TestThreads:
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
     def test_a_forked_child_has_threads_of_its_own(self):
         program = """
-import os, signal, sys, threading, warnings
+import os, signal, sys, threading, time, warnings
 import numpy as np
 from gradengine.kernels import CHUNK
 from gradengine.kernels.host import HostKernels
 warnings.simplefilter("ignore", DeprecationWarning)  # 3.12+ warns of any fork beside threads
+def wait_for_threads():
+    while threading.active_count() < 3:  # they start by themselves
+        time.sleep(0.001)
 kernels = HostKernels(3)
 targets = [kernels.device.allocate(CHUNK) for _ in range(24)]  # enough for two threads
 kernels.fill_zero(targets)
-assert threading.active_count() == 3
+wait_for_threads()
 child = os.fork()
 if child == 0:
-    signal.alarm(20)  # a child that waits for threads it does not have ends here
+    signal.alarm(20)  # a child that has no threads, or waits for those of its parent, ends here
     buffers = [kernels.device.view(np.ones(CHUNK, np.float32), "w") for _ in targets]
     kernels.scale(buffers, np.float32(2), targets)
-    is_shared = threading.active_count() == 3  # it would end alone, and the calls for nobody would keep its arrays
-    os._exit(0 if is_shared and all((target.data == 2).all() for target in targets) else 1)
+    wait_for_threads()  # without them it would end too, and calls that nobody makes would keep its arrays
+    os._exit(0 if all((target.data == 2).all() for target in targets) else 1)
 kernels.fill_zero(targets)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
