@@ -8,18 +8,7 @@ import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from devices import (
-    assign,
-    bits_of,
-    churned,
-    launched,
-    nothing_is_launched,
-    on_host,
-    operations_of,
-    put_all,
-    raw,
-    synchronize,
-)
+from devices import assign, bits_of, churned, nothing_is_launched, on_host, operations_of, put_all, raw, synchronize
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer, local_group
@@ -272,23 +261,6 @@ class TestDropped:
         self.taken_by_others(device)
         synchronize(device)
         assert [on_host(array)[0] for array in out] == values
-
-    @pytest.mark.not_on_real_cupy("a graph within a graph")
-    def test_while_a_graph_that_it_was_recorded_into_runs(self, device):
-        """Somebody else's, of which nobody knows how long it lives."""
-        graph, gradients, out = self.window(device)
-        with device.active():
-            own = device.kernels.xp.cuda.Stream(non_blocking=True)
-            own.begin_capture()
-            with own:
-                graph.replay()
-            others = own.end_capture()
-        gradients.clear()
-        del graph
-        self.taken_by_others(device)
-        launched(device, others)
-        synchronize(device)
-        assert [on_host(array)[0] for array in out] == [1 + position % 7 for position in range(self.COUNT)]
 
     def test_is_let_go_when_that_is_done(self, device):
         graph, gradients, _ = self.window(device)

@@ -128,6 +128,16 @@ def test_what_a_check_has_raised_is_told(device, late):
     assert told(late) is None
 
 
+def test_the_device_counts_steps_from_one_on(device, late):
+    """0 is no step: it stands for none that was bad, and for a graph's own count."""
+    assert [late.note_queued(step) for step in (0, 1, 5)] == [1, 2, 6]
+
+
+def test_a_step_of_a_graph_has_run_when_the_device_has_counted_it(device, late):
+    device.now = verdict(3)
+    assert [late.has_run(step) for step in (2, 3)] == [True, False]
+
+
 def test_sending(device, late):
     assert late.exist
     late.send()

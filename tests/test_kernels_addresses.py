@@ -1,11 +1,12 @@
 """Addresses reach the kernel that they were meant for: in its arguments, or through memory in the stream's order."""
 
 import ctypes
+import gc
 
 import cuda_emulator
 import numpy as np
 import pytest
-from devices import launched
+from devices import churned, launched, synchronize
 from folds import Fold, accumulate, measure_chunks, totals_of
 
 from gradengine.kernels.launch import CAPACITIES, by_value
@@ -107,6 +108,26 @@ class TestThroughMemory:
         counting.fold(2, overwrite=True)
         launched(device, recorded.graph)
         assert counting.values() == {7}
+
+    def test_a_graph_that_somebody_else_records_has_them_for_good(self, device):
+        """How long it lives is not known here."""
+        counting, place, xp = Counting(device), device.kernels.device, device.kernels.xp
+        counting.fold(0, overwrite=True)
+        synchronize(device)
+        with device.active():
+            stream = xp.cuda.Stream(non_blocking=True)
+            stream.begin_capture()
+            with stream:
+                counting.fold(5, overwrite=False)
+            graph = stream.end_capture()
+        gc.collect()
+        for pinned in [xp.cuda.alloc_pinned_memory(8 * MANY) for _ in range(20)]:
+            np.frombuffer(pinned, np.uint8)[:] = 0x11
+        with place.on(place._uploads):
+            churned(device)
+            place._uploads.synchronize()
+        launched(device, graph)
+        assert counting.values() == {5}
 
     def test_measured_and_handed_back(self, device):
         kernels, count = device.kernels, MANY

@@ -177,6 +177,16 @@ class TestOrder:
         synchronize(device)
         assert all_are(copies, 6)
 
+    @pytest.mark.usefixtures("lazy")
+    def test_the_source_of_an_operation_on_one_buffer(self, device, lender):
+        write, spoil, target = lender.writes(3), lender.writes(np.nan), filled(device, 1)[0]
+        synchronize(device)
+        write()
+        elementwise.add(target, lender.lent()[0], device=device.kernels)
+        spoil()
+        lender.stream.synchronize()
+        assert all_are([target], 4)
+
     def test_copies_to_a_workspace(self, device, lender):
         accumulator, write = GpuGradientAccumulator(LAYOUT, device.kernels), lender.writes(3)
         workspace = filled(device, 0)
@@ -419,6 +429,18 @@ class TestKept:
         gc.collect()
         assert freed == [[], []]
         assert all_are(out, 3)
+
+    @pytest.mark.usefixtures("lazy")
+    def test_source_and_target_of_an_operation_on_one_buffer(self, emulated):
+        target, source = filled(emulated, 1)[0], filled(emulated, 3)[0]
+        synchronize(emulated)
+        keep_busy(emulated)
+        producers, freed = capsules([target, source])
+        elementwise.add(*producers, device=emulated.kernels)
+        del producers
+        gc.collect()
+        assert freed == [[], []]
+        assert all_are([target], 4)
 
     @pytest.mark.usefixtures("lazy")
     def test_a_pointers_owner(self, emulated):

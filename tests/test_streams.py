@@ -99,6 +99,13 @@ class TestStreams:
         with pytest.raises(BufferRefused, match="not contiguous"):
             device.kernels.device.view(SimpleNamespace(__cuda_array_interface__=interface), "w")
 
+    def test_the_device_that_was_current_is_so_again(self, device):
+        runtime = device.kernels.xp.cuda.runtime
+        before = runtime.getDevice()
+        with device.kernels.device.on(stream_on(device)):
+            assert runtime.getDevice() == device.kernels.ordinal
+        assert runtime.getDevice() == before
+
 
 class Sides:
     """Two streams that nothing orders but events; what the one asked first does not wait for comes too early."""
@@ -176,6 +183,20 @@ class TestTwoStreams:
             return [(on_host(array).min(), on_host(array).max()) for array in out]
 
         assert on_ranks(one, 2) == [[(2.0, 2.0)] * 2] * 2
+
+    @pytest.mark.usefixtures("lazy")
+    def test_the_norm_of_a_clip_though_the_next_one_is_on_another_stream(self, device, sides):
+        """It is a copy, made before the next clip of the same arrays writes its own."""
+        gradients = put_all(device, ones(2))
+        with named_cuda(device):
+            clip_by_global_norm(gradients, 1e9)
+            synchronize(device)
+            norms = []
+            for stream in (sides.a, sides.b):
+                with device.kernels.device.on(stream):
+                    norms.append(clip_by_global_norm(gradients, 1.0))
+        sides.finish()
+        assert [float(norm) for norm in norms] == pytest.approx([2 * np.sqrt(5007), 1])
 
     def test_zeros_for_what_did_not_come_and_their_norm(self, device, sides):
         engine, gradients = new_engine(device), put_all(device, ones(3))
@@ -545,6 +566,15 @@ class TestWhoeverLooks:
             assert norm.device.id == device.kernels.ordinal
             assert float(norm) == pytest.approx(2 * math.sqrt(5007))
 
+    @pytest.mark.usefixtures("lazy")
+    def test_at_the_norm_of_a_clip_on_its_devices_own_stream(self, device):
+        gradients = put_all(device, ones(2))
+        with named_cuda(device):
+            clip_by_global_norm(put_all(device, ones()), 1.0)
+        synchronize(device)
+        with named_cuda(device), current_there(device, stream_on(device)):
+            assert float(clip_by_global_norm(gradients, 1.0)) == pytest.approx(2 * math.sqrt(5007))
+
     @pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
     def test_at_an_accumulator(self, device, elsewhere, values):
         accumulator = GpuGradientAccumulator(LAYOUT, device.kernels)
@@ -813,6 +843,24 @@ class TestDropped:
                 kernels.scale([source], np.float32(0.5), [source])
             with taken_by_others(device):
                 kernels._launches.table([Entry(0, 1, 0, 0)], 2048)
+        synchronize(device)
+        assert all((device.get(source).view(np.float32) == 4).all() for source in sources)
+
+    @pytest.mark.usefixtures("lazy")
+    def test_a_table_of_another_stream_than_the_one_that_reads_it(self, device, monkeypatch):
+        monkeypatch.setattr(launch, "_TABLES", 1)
+        kernels, stream = device.kernels, stream_on(device)
+        sources = [device.buffer(np.full(3000 + number, 8, np.float32)) for number in range(12)]
+        synchronize(device)
+        for source in sources:
+            with kernels.device.on(stream):
+                kernels._launches.table([Entry(0, source.size, 0, 0)], chunk_for(source.size))
+            kernels.scale([source], np.float32(0.5), [source])
+            with kernels.device.on(stream):
+                kernels._launches.table([Entry(0, 1, 0, 0)], 2048)
+                gc.collect()
+                churned(device)
+                stream.synchronize()
         synchronize(device)
         assert all((device.get(source).view(np.float32) == 4).all() for source in sources)
 
