@@ -29,7 +29,7 @@ class CudaDevice(CudaRuntime):
     """One GPU; work is queued on the calling thread's current CuPy stream."""
 
     def graph(self) -> CudaGraph:
-        """See `Device.graph`; recorded on a stream of its own, behind the current one, and one at a time."""
+        """See `Device.graph`; recorded on a stream of its own, and one at a time."""
         return CudaGraph(self)
 
     def on(self, stream: object) -> AbstractContextManager[object]:

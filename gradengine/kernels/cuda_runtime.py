@@ -184,12 +184,11 @@ class CudaRuntime(Device):
     def sent(self, values: npt.NDArray[Any]) -> Any:
         """Values in device memory, for the work that the current stream is given next: dropped, it is behind that.
 
-        In a capture each replay copies them anew, and the graph keeps the memory.
+        In a capture each replay copies them anew, and the graph keeps the memory with the arguments of its launch.
         """
         with self.active(), self.giving_stream():
             there = self._empty(values.shape, values.dtype)
         self.copied_into(there, values)
-        self.keep(there)
         return there
 
     def copied_into(self, there: Any, values: npt.NDArray[Any]) -> None:

@@ -69,7 +69,6 @@ class CudaGraph(Graph):
         runtime = self._runtime
         with runtime.active():
             self._stream = runtime.xp.cuda.Stream(non_blocking=True)
-            self._stream.wait_event(runtime.current_stream().record())
         self._on = CurrentStream(runtime, self._stream)
         self._on.__enter__()
         self._has_begun = True  # ended in vain where it has not

@@ -55,11 +55,8 @@ class StreamOrder(Order):
     def __init__(self, runtime: CudaRuntime, *memory: Any) -> None:
         self.runtime, self._memory = runtime, memory
         self._born = self._last = runtime.current_stream()
-        self._done = runtime.event()
+        self._done = runtime.event()  # recorded by the first use: `upload` has waited for all that was queued before
         self._open: Any = None  # the stream of a use that is not over
-        if not runtime.is_capturing():
-            with runtime.active():
-                self._last.record(self._done)
 
     def keep(self, *memory: Any) -> None:
         """More memory of which this is the order of work."""
