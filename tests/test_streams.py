@@ -683,6 +683,20 @@ class TestAStreamThatIsGone:
             with order.use():
                 assert len(stream.waited) == waits
 
+    @pytest.mark.parametrize("then", ["use", "follow", "read"])
+    def test_what_an_interrupted_use_has_queued_is_waited_for(self, then):
+        device = StubDevice()
+        order, first, second = StreamOrder(device), StubStream(7), StubStream(8)
+        device.stream = first
+        order.use().__enter__()  # and never left
+        device.stream, events = second, list(first.recorded)
+        if then == "use":
+            order.use().__enter__()
+        else:
+            order.follow() if then == "follow" else order.read(None)
+        assert (events, len(first.recorded)) == ([], 1)
+        assert [*second.waited, *device.read_behind] == first.recorded
+
     def test_per_thread_default_streams_are_each_threads_own(self):
         device = StubDevice()
         device.stream = StubStream(2)
@@ -709,12 +723,13 @@ class StubStream:
     """A stream that notes what it is asked."""
 
     def __init__(self, ptr):
-        self.ptr, self.waited = ptr, []
+        self.ptr, self.waited, self.recorded = ptr, [], []
 
     def is_capturing(self):
         return False
 
     def record(self, event):
+        self.recorded.append(event)
         return event
 
     def wait_event(self, event):
@@ -725,13 +740,16 @@ class StubDevice:
     """A device whose current stream the test says."""
 
     def __init__(self):
-        self.stream, self.kept = StubStream(0), Kept()
+        self.stream, self.kept, self.read_behind = StubStream(0), Kept(), []
 
     def current_stream(self):
         return self.stream
 
     def readers(self):
         return [self.stream]
+
+    def read(self, _, behind):
+        self.read_behind.append(behind)
 
     def event(self):
         return SimpleNamespace(done=False)
