@@ -854,7 +854,8 @@ class TestVerdict:
         assert [verdict.bad_step for verdict in found] == [1, 2, 2, 3, 4, 40, 41]
         assert [verdict.bad_steps for verdict in found] == [1, 2, 2, 3, 4, 5, 6]
 
-    def test_other_targets_with_the_same_sums_and_plan(self, device):
+    @pytest.mark.parametrize("is_ours", [True, False])
+    def test_other_targets_with_the_same_sums_and_plan(self, device, is_ours):
         """What was made for the first is not looked into, nor scaled, for the second."""
         sums, plan, kept = device.kernels.partial_sums([9]), ClipPlan((0,), (INF,)), []
         for index in (3, 7):
@@ -864,7 +865,7 @@ class TestVerdict:
             measure_chunks(device.kernels, kept[-1], sums, sums.chunks([0]))
             decision = finalise(device.kernels, kept[-1], sums, plan, 2.0, zero_if_bad=False)
             assert status_of(decision).bad_index == index
-            hand_back(device.kernels, kept[-1], decision, [0], kept[-1])
+            device.kernels.hand_back(arena_of(device.kernels, kept[-1], sums, is_ours=is_ours), decision, plan)
         for (buffer,), index in zip(kept, (3, 7), strict=True):
             assert device.get(buffer).tolist() == [2 if i != index else INF for i in range(9)]
 

@@ -598,6 +598,18 @@ class StubDevice(CudaDevice):
         return StubEvent()
 
 
+@pytest.mark.parametrize(("handle", "is_noted"), [(2, True), (7, False)])
+def test_work_on_a_threads_own_default_stream_is_noted_though_it_has_the_handle_that_the_memory_came_from(
+    handle, is_noted
+):
+    """Whoever gets the memory next is behind the stream of another thread."""
+    device, uses = StubDevice(), {}
+    device._thread, device.event = threading.local(), StubEvent
+    device.stream = types.SimpleNamespace(ptr=handle, is_capturing=lambda: False, record=lambda event: event)
+    device.used(uses, born=handle)
+    assert len(uses) == is_noted
+
+
 class Lent:
     """Memory, as far as it can be kept."""
 
