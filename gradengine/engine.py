@@ -405,6 +405,13 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _ask(self, call: Call) -> None:
         """Raise where a call does not fit the stream, or the state; and the error of an earlier step, once."""
+        self._refuse_other_graph()
+        if self._late.exist and self._state.now not in RECORDING_STATES:
+            self._raise_late()
+        self._state.ask(call, self._facts)
+
+    def _refuse_other_graph(self) -> None:
+        """Raise where the current stream records a graph, and it is not this engine's."""
         is_recording = self._state.now in RECORDING_STATES
         if self._kernels.device.is_capturing() != is_recording:
             raise CallerError(
@@ -413,9 +420,6 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
                 else "the current stream records a graph that this engine knows nothing of",
                 do="use this engine's capture(), on the stream of its `with`; discard() where an interrupt left that",
             )
-        if self._late.exist and not is_recording:
-            self._raise_late()
-        self._state.ask(call, self._facts)
 
     def _ask_part(self, span: Span) -> None:
         self._ask(Call.ADD_PART)
@@ -546,6 +550,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
     def _launched(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""
         self._ask_for_graph(Call.REPLAY)
+        self._refuse_other_graph()
         self._raise_late()
         step = self.current_step
         if self._launching is not None and self._state.now is State.LAUNCHING and self._late.has_run(step):

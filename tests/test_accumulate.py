@@ -354,10 +354,11 @@ class TestHold:
             fold(accumulator, other)
 
     def test_buffers_may_come_again_after_as_many_micro_batches_though_one_had_no_gradient(self, backend):
-        accumulator = new(GradientLayout.of([(2,)]), hold=3, backend=backend)
+        accumulator = new(GradientLayout.of([(2,), (1,)]), hold=3, backend=backend)
         buffers = [backend.put(np.full(2, value, np.float32)) for value in (1, 2, 4)]
-        for gradient in (buffers[0], None, buffers[2], buffers[0]):
-            accumulator.add([gradient])
+        others = [backend.put(np.ones(1, np.float32)) for _ in range(4)]
+        for gradient, other in zip((buffers[0], None, buffers[2], buffers[0]), others, strict=True):
+            accumulator.add([gradient, other])
         assert closed(accumulator)["0"].tolist() == [6, 6]
 
     def test_the_same_address_may_come_again_after_its_fold(self, backend):

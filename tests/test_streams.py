@@ -905,6 +905,20 @@ class TestCapture:
         other.add(gradients)
         assert float(other.step().norm) == pytest.approx(np.sqrt(5007))
 
+    def test_a_replay_into_another_engines_graph_is_refused_and_goes_on_afterwards(self, device):
+        """What would tell the host of its step was an event of that graph, which is never done."""
+        engine, other, gradients = new_engine(device), new_engine(device), put_all(device, ones())
+        with engine.capture() as graph:
+            engine.add(gradients)
+            engine.step()
+        with other.capture():
+            with pytest.raises(CallerError, match="knows nothing of"):
+                graph.replay()
+            other.add(gradients)
+            other.step()
+        assert graph.replay().step == 0
+        engine.check()
+
     def test_repointing_keeps_the_destinations(self, device):
         engine, out, gradients = new_engine(device), put_all(device, ones(0)), put_all(device, ones())
         with engine.capture() as graph:

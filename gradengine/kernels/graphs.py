@@ -31,10 +31,7 @@ class CudaGraph(Graph):
         runtime = self._runtime
         with runtime.active():
             self.graph.launch()
-            if runtime.is_capturing():
-                runtime.keep(self)
-            else:
-                runtime.current_stream().record(self._launched)
+            runtime.current_stream().record(self._launched)
 
     def __enter__(self) -> CudaGraph:
         if self._runtime.recorded is not None:
