@@ -71,8 +71,8 @@ test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the
 test-newest: $(VENV)-newest/installed  ## with the newest Python that is here and the newest of every dependency
 	$(VENV)-newest/bin/python $(RUN_TESTS) $(SELECT) -k "$(VERSIONED)" $(ARGS) $(TESTS)
 
-compile-check: $(VENV)/compile  ## every CUDA kernel for every architecture; needs no GPU
-	COMPILE_CHECK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS) $(or $(TESTS),tests/test_kernels_compile.py)
+compile-check: $(VENV)/compile  ## every CUDA kernel for three architectures, SELECT= for every one; needs no GPU
+	COMPILE_CHECK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECT) $(ARGS) $(or $(TESTS),tests/test_kernels_compile.py)
 
 kernel-table: $(VENV)/compile  ## what each kernel takes: registers, shared memory, instructions
 	$(BIN)/python bench/kernel_table.py

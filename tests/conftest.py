@@ -12,6 +12,7 @@ import cuda_emulator
 import pytest
 from backends import BACKENDS, DEVICE_BACKENDS, IS_EMULATED_CUPY, ORDERS, RECORDED, Backend, available, runnable
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from slow import is_slow
 from transports import SOON, package_threads
 
@@ -20,15 +21,12 @@ from gradengine.kernels import Kernels
 # The same examples in each run: drawn from the test's own source alone. Hypothesis would take one in twenty from the
 # numbers and texts of all loaded files of ours, and a new constant elsewhere would change tests. `make fuzz` draws new
 # ones. Shared machines stall; a stall is no bug.
-PROVIDERS = "hypothesis.internal.conjecture.providers"
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True, "database": None}
 settings.register_profile("gradengine", derandomize=True, **COMMON)
 settings.register_profile("fuzz", derandomize=False, max_examples=1000, **COMMON)
 settings.load_profile("fuzz" if os.environ.get("GRADENGINE_FUZZ") == "1" else "gradengine")
-if importlib.util.find_spec(PROVIDERS):  # not in the oldest that we take; the constraints hold the version
-    providers = importlib.import_module(PROVIDERS)
-    _NONE_OF_OURS = type(providers._local_constants)()
-    providers._get_local_constants = lambda: _NONE_OF_OURS
+_NONE_OF_OURS = type(providers._local_constants)()  # private: the constraints hold the version
+providers._get_local_constants = lambda: _NONE_OF_OURS
 
 # What tools look at to colour or fold what they print, and launchers set: tests set what they need themselves.
 for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS"):

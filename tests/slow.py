@@ -8,29 +8,41 @@ import re
 SLOW = [
     # The bits of one worker are compared on the host; on devices `make matrix` compares them too.
     r"test_bits\.py::test_of_one_worker\[(emulated|cupy)",
-    # The demo as processes: over tcp in shards, over unix without, CI runs it; `make demo` runs its own default.
+    # The demo as processes: `make demo` is a stage of its own; with one micro-batch, and in shards over tcp, tests run it.
     r"test_demo_command\.py::test_the_demo_proves_all_it_claims_of_shards\[(unix|local|one-worker)",
-    r"test_demo_command\.py::test_weights_that_never_move.*options1",
-    r"test_cli\.py::test_the_demo_proves_all_it_claims\[(tcp|local)",
+    r"test_demo_command\.py::test_weights_that_never_move",
+    r"test_cli\.py::test_the_demo_proves_all_it_claims\[",
     r"test_cli\.py::test_the_users_text_is_learned",
     r"test_cli\.py::test_without_matplotlib_the_demo",
+    r"test_cli\.py::test_ctrl_c_is_one_line.*bench-at work",
     r"test_demo_run_in_shards\.py::test_a_run_of_any_shape_is_proved\[(1-1|3-2)",
+    r"test_demo_model\.py::test_same_as_jax_autograd\[(one-kv-head|no-groups)",
+    # An example whose gradients are one percent off: too small; `make matrix` also shows too large.
+    r"test_its_check_notices_gradients_that_are_one_percent_off\[.*-1\.01",
     # Interrupts at any line: for each kind of call one set of options is left.
     r"TestTwoWorkers::test_interrupted_at_any_line.*\[options(0-1|1-0)",
     r"TestOneWorker::test_a_window_interrupted_at_any_(line|time).*options[12]",
     r"TestJoining::test_interrupted_at_any_line.*\[0\]",
     # Large: more than a million components, more than fit one launch, a table of addresses; smaller ones are left.
-    r"test_layout\.py::TestOf::test_refused\[gradients2[45]",
+    r"test_layout\.py::TestOf::test_refused\[gradients(24|25|26).*too many components",
     r"test_engines_in_two_threads_do_not_disturb_each_other\[.*4100",
     r"TestQueue::test_launches_of_measure_and_hand_back\[.*4001-table",
+    # Each dtype as a producer that goes right after: fp32 is left, and each dtype that is held.
+    r"test_producers_may_go_right_after_add\[.*float16-1\]",
+    r"TestDropped::test_while_its_last_replay_runs\[.*-its own",
     # Measured against predicted, and benchmarks whose parts are tested one by one.
     r"test_plan_check\.py::test_exchanges_are_predicted_and_measured",
     r"test_plan_check\.py::test_a_real_engine",
     r"test_bench_report\.py::test_each_command_prints_a_table.*(--workers 2|step|lora)",
+    r"test_bench_cases\.py::test_exchange\[3\]",
+    r"test_bench_cases\.py::test_the_largest_error_of_a_crew.*errors[02]",
     r"test_bench_gpu\.py::test_every_kernel_once",
+    r"test_bench_gpu\.py::test_every_case_computes_the_same_and_is_timed\[(float32|bfloat16-aligned)",
     # Of the driver that stands for a GPU: 34,000 streams, and whole runs of pytest in each mode.
     r"test_streams_that_are_gone_leave_room",
     r"TestPlugin::test_every_mode_runs_the_same_tests\[mode[12]",
+    # Kernels for each architecture: the oldest, the commonest and the newest are left.
+    r"test_kernels_compile\.py::.*\bsm_(?!75\b|90\b|120\b)",
 ]
 _ANY = re.compile("|".join(SLOW))
 

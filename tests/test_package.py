@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PIP_NO_COMPILE": "1"}
 OF_THE_REPOSITORY_ALONE = {".gitignore"}
 
 
@@ -94,7 +94,9 @@ def test_the_wheel_at_work_where_nothing_else_is(built, empty, tmp_path):
     assert "pip install 'gradengine[plot]'" in printed(empty / "gradengine", "doctor", cwd=tmp_path)
     small = ["--blocks", 1, "--hidden", 64, "--rounds", 2]
     assert "all results within" in printed(empty / "gradengine", "bench", "step", *small, cwd=tmp_path)
-    (tmp_path / "doctest_names.py").write_text((ROOT / "conftest.py").read_text())
+    (tmp_path / "doctest_names.py").write_text(
+        (ROOT / "conftest.py").read_text().replace("pytest_plugins", "_of_the_repository")
+    )
     options = ["--doctest-modules", "--doctest-ignore-import-errors", "-p", "doctest_names", "--pyargs", "gradengine"]
     flags = ["-o", "doctest_optionflags=NORMALIZE_WHITESPACE ELLIPSIS", "-p", "no:cacheprovider"]
     assert (
