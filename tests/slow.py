@@ -8,7 +8,7 @@ import re
 SLOW = [
     # The bits of one worker are compared on the host; on devices `make matrix` compares them too.
     r"test_bits\.py::test_of_one_worker\[(emulated|cupy)",
-    # The demo as processes: `make demo` is a stage of its own; with one micro-batch, and in shards over tcp, tests run it.
+    # The demo as processes: `make demo` is a stage; with one micro-batch, and in shards over tcp, tests run it.
     r"test_demo_command\.py::test_the_demo_proves_all_it_claims_of_shards\[(unix|local|one-worker)",
     r"test_demo_command\.py::test_weights_that_never_move",
     r"test_cli\.py::test_the_demo_proves_all_it_claims\[",
