@@ -46,6 +46,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """No name of 134 MB: a long text or message is named by its length."""
+    return f"{argname}-of-{len(val)}" if isinstance(val, str | bytes) and len(val) > 100 else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(item.nodeid):
