@@ -17,10 +17,10 @@ SLOW = [
     r"test_cli\.py::test_ctrl_c_is_one_line.*bench-at work",
     r"test_demo_run_in_shards\.py::test_a_run_of_any_shape_is_proved\[(1-1|3-2)",
     r"test_demo_model\.py::test_same_as_jax_autograd\[(one-kv-head|no-groups)",
-    # An example whose gradients are one percent off: too small; `make matrix` also shows too large.
-    r"test_its_check_notices_gradients_that_are_one_percent_off\[.*-1\.01",
+    # Examples run in CI; that their checks notice gradients that are one percent off, `make matrix` shows.
+    r"test_its_check_notices_gradients_that_are_one_percent_off",
     # Interrupts at any line: for each kind of call one set of options is left.
-    r"TestTwoWorkers::test_interrupted_at_any_line.*\[options(0-1|1-0)",
+    r"TestTwoWorkers::test_interrupted_at_any_line.*\[options1",
     r"TestOneWorker::test_a_window_interrupted_at_any_(line|time).*options[12]",
     r"TestJoining::test_interrupted_at_any_line.*\[0\]",
     # Large: more than a million components, more than fit one launch, a table of addresses; smaller ones are left.
@@ -38,6 +38,8 @@ SLOW = [
     r"test_bench_cases\.py::test_the_largest_error_of_a_crew.*errors[02]",
     r"test_bench_gpu\.py::test_every_kernel_once",
     r"test_bench_gpu\.py::test_every_case_computes_the_same_and_is_timed\[(float32|bfloat16-aligned)",
+    # On a device that is not the current one: where that matters CI shows it, `make matrix` everywhere.
+    r"^(?!.*test_(arrays_device|kernels_streams|streams|capture)\.py).*\[.*cupy-other",
     # Of the driver that stands for a GPU: 34,000 streams, and whole runs of pytest in each mode.
     r"test_streams_that_are_gone_leave_room",
     r"TestPlugin::test_every_mode_runs_the_same_tests\[mode[12]",
