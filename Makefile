@@ -37,7 +37,8 @@ REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) 
 # Shown in the one mode of `make real-cupy`: it makes 34,000 streams, whatever the order of their work.
 ONE_MODE := --deselect tests/test_real_cupy.py::TestMemory::test_streams_that_are_gone_leave_room
 .PHONY: ci matrix fuzz update environments demo test test-interop test-package test-lowest test-newest check compile-check \
-    kernel-table real-cupy real-cupy-modes bench gpu-check clean
+    kernel-table real-cupy real-cupy-lazy real-cupy-eager real-cupy-own-streams real-cupy-streams-per-thread \
+    gpu-check-small bench gpu-check clean
 
 ci:  ## what must pass before anything lands, in about ten minutes; a table at the end
 	.ci/run
@@ -80,11 +81,17 @@ kernel-table: $(VENV)/compile  ## what each kernel takes: registers, shared memo
 real-cupy: $(VENV)-cuda13/real_cupy/built  ## every GPU test on CuPy itself, work done in random order; needs g++, no GPU
 	REAL_CUPY_ORDER=random $(REAL_CUPY_13)
 
-real-cupy-modes: $(VENV)-cuda12/real_cupy/built $(VENV)-cuda13/real_cupy/built  ## the same in every other order, and with both CUDAs
+# The same in every other order, on streams of a user's own, and with both CUDAs.
+real-cupy-lazy: $(VENV)-cuda12/real_cupy/built
 	$(REAL_CUPY) $(ONE_MODE)
+real-cupy-eager: $(VENV)-cuda13/real_cupy/built
 	REAL_CUPY_ORDER=eager $(REAL_CUPY_13) $(ONE_MODE)
+real-cupy-own-streams: $(VENV)-cuda12/real_cupy/built
 	REAL_CUPY_STREAM=own $(REAL_CUPY) $(ONE_MODE)
+real-cupy-streams-per-thread: $(VENV)-cuda13/real_cupy/built
 	CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 $(REAL_CUPY_13) $(ONE_MODE)
+
+gpu-check-small: $(VENV)-cuda12/real_cupy/built  ## what `make gpu-check` runs, at small sizes, on CuPy itself without a GPU
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --out out/gpu-check-small
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --further --out out/gpu-check-small
 

@@ -61,7 +61,11 @@ MATRIX = [
     Stage("lowest", "test-lowest", NEWEST),
     Stage("newest", "test-newest", NEWEST),
     Stage("real-cupy", "real-cupy", NEWEST),
-    Stage("real-cupy-modes", "-k real-cupy-modes", NEWEST),
+    Stage("real-cupy-lazy", "real-cupy-lazy", NEWEST),
+    Stage("real-cupy-eager", "real-cupy-eager", NEWEST),
+    Stage("real-cupy-own-streams", "real-cupy-own-streams", NEWEST),
+    Stage("real-cupy-streams-per-thread", "real-cupy-streams-per-thread", NEWEST),
+    Stage("gpu-check-small", "gpu-check-small", NEWEST),
 ]
 
 
