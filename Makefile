@@ -47,7 +47,7 @@ matrix:  ## everything, in every mode, the slow tests too, with the newest versi
 	.ci/run matrix
 
 fuzz: $(VENV)/interop  ## every property with random examples, ten times as many; make fuzz TESTS=tests/test_layout.py
-	GRADENGINE_FUZZ=1 $(PYTEST) -k "$(or $(K),not processes)" $(ARGS) $(TESTS)
+	GRADENGINE_FUZZ=1 $(BIN)/python $(RUN_TESTS) -m hypothesis $(ARGS) $(TESTS)
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree
 	$(BIN)/gradengine demo $(ARGS)
