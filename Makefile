@@ -64,7 +64,7 @@ test-interop: $(VENV)/interop  ## the same with torch and JAX, and every example
 	GRADENGINE_REQUIRE="torch jax g++" $(PYTEST) $(ARGS) $(TESTS)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
-	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) TEST_PACKAGE=1 $(BIN)/python -m pytest $(ARGS) $(or $(TESTS),tests/test_package.py)
+	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
 
 test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the lower bound that pyproject.toml gives
 	$(VENV)-lowest/bin/python $(RUN_TESTS) $(SELECT) -k "$(VERSIONED)" $(ARGS) $(TESTS)
