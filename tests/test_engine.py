@@ -1287,6 +1287,52 @@ def norm_of(arrays):
     return math.sqrt(sum(float(np.sum(np.square(array, dtype=np.float64))) for array in arrays))
 
 
+ANY = GradientLayout.of({"head": (2,), "layers.0.w": (5,)})
+
+
+class TestKeptViews:
+    """A block or views that a user keeps: what is written to them counts in the window that is open, or is refused."""
+
+    @pytest.mark.parametrize("hold", [1, 3])
+    def test_what_is_written_to_views_before_the_step_is_handed_back(self, backend, hold):
+        engine = new_engine(backend, ANY, max_norm=None, hold=hold)
+        engine.add(put_all(backend, [np.ones(2, np.float32), np.ones(5, np.float32)]))
+        assign(engine.accumulator.views()["head"], backend.put(np.full(2, 50, np.float32)))
+        assert on_host(engine.step().gradients["head"]).tolist() == [50, 50]
+
+    @pytest.mark.parametrize("hold", [1, 3])
+    def test_a_block_of_an_earlier_window_counts_in_this_one(self, backend, hold):
+        engine, ones = new_engine(backend, ANY, max_norm=None, hold=hold), np.ones(5, np.float32)
+        batches = [put_all(backend, [np.ones(2, np.float32), ones]) for _ in range(3)]
+        engine.add(batches[0])
+        block = engine.accumulator.block(0)
+        engine.step()
+        block.accumulate([backend.put(ones)])
+        engine.add(batches[1])
+        assert on_host(engine.step().gradients["layers.0.w"]).tolist() == [2] * 5
+        engine.add(batches[2])
+        block.zero()
+        assert on_host(engine.step().gradients["layers.0.w"]).tolist() == [0] * 5
+
+    def test_what_has_left_for_other_workers_is_not_written_to(self):
+        """It would be handed back by this rank alone, and not be measured."""
+
+        def one(exchange):
+            engine = GradientEngine(ANY, exchange=exchange, max_norm=1.0)
+            engine.add_non_block("head", np.ones(2, np.float32), last=True)
+            block = engine.accumulator.block(0)
+            engine.add_block(0, [np.ones(5, np.float32)], last=True)
+            ways = [lambda: block.accumulate([np.ones(5, np.float32)]), block.zero, lambda: block.scale(2)]
+            if exchange.rank == 1:
+                for way in [*ways, lambda: block.from_flat(block.flatten().copy()), engine.accumulator.views]:
+                    with pytest.raises(WindowError, match="is on its way to the other workers"):
+                        way()
+            return bits_of(engine.step())
+
+        first, second = on_ranks(one, 2)
+        assert first == second
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     data=st.data(),

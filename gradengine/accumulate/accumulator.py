@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, final
 
@@ -28,7 +29,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for, refuse_bad_divisor
-from gradengine.layout import NON_BLOCK_COMPONENTS, GradientLayout, Slot, Span
+from gradengine.layout import NON_BLOCK_COMPONENTS, Block, GradientLayout, Slot, Span
 from gradengine.threads import cached_property
 
 
@@ -175,14 +176,17 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     def block(self, index: int) -> BlockGradientSet:
         """Block `index` as it stands: views into the arena, held micro-batches folded, zeros where nothing came yet.
 
+        It may be kept: what is written to it counts in the window that is open then. Each later step takes its norm in
+        a read of its own, and none of its components is `unused`.
+
         Raises:
             LayoutMismatch: No such block.
+            WindowError: Later, when it is written to: it is on its way to the other workers, or the step does not fit.
         """
         block = self.layout.block(index)
         slot_set = self._of_span[block.key]
-        self._flush(slot_set)
-        self._exposed[slot_set.index] = True
-        return BlockGradientSet(block, self.kernels, self.arena, slot_set)
+        self._view(slot_set)
+        return BlockGradientSet(block, self.kernels, self.arena, slot_set, partial(self._writing, block))
 
     def average(self) -> None:
         """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.
@@ -313,9 +317,19 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     def views(self) -> Mapping[str, Any]:
         """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
 
-        They may be written to, so each later step takes its norm in a read of its own, and no component is `unused`.
-        To look at what a step handed back, take `result.gradients`.
+        Held micro-batches are folded; a component that nothing came for shows what its memory holds. The arrays may be
+        written to, so each later step takes its norm in a read of its own, and no component is `unused`. What a step
+        handed back is `result.gradients`.
+
+        Raises:
+            WindowError: Some of the window is on its way to the other workers: what is written there would be lost.
         """
+        if self._left and self.state.now is State.SENDING:  # a window that was kept may be looked at
+            raise self._on_its_way("the window")
+        if self._window.held_with(self._all):
+            self._before_fold(self._all)
+            with self.changing():
+                self._fold(self._window.held_passes(self._all), measure=False)
         self._exposed[:] = True
         return self.arrays()
 
@@ -335,12 +349,28 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         slot_set = self._of_span[span.key]
         if slot_set in self._left:
             self.state.ask(Call.ADD_PART)  # where the exchange failed, that comes first
-            raise WindowError(
-                f"{span.called} is on its way to the other workers",
-                got=f"a contribution after the last of {self.count_of(span)} micro-batches",
-                expected="step()",
-            )
+            raise self._on_its_way(span.called)
         self._add(Call.ADD_PART, slot_set, span.slots, span.called, gradients, weight, measure, prefix)
+
+    def _on_its_way(self, what: str) -> WindowError:
+        return WindowError(
+            f"{what} is on its way to the other workers",
+            got=f"a contribution after the last of {self.accumulated_count} micro-batches",
+            expected="step()",
+        )
+
+    def _view(self, slot_set: SlotSet) -> None:
+        """Fold what is held for these, so that they may be read and written to; their squared sums are taken anew."""
+        self._flush(slot_set)
+        self._exposed[slot_set.index] = True
+
+    def _writing(self, block: Block) -> AbstractContextManager[None]:
+        """A region in which a block that was handed out is written to."""
+        slot_set = self._of_span[block.key]
+        if slot_set in self._left:
+            raise self._on_its_way(block.called)
+        self._view(slot_set)
+        return self.changing()
 
     def _add(
         self,

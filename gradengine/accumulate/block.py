@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import numpy as np
@@ -27,6 +28,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         kernels: The device's kernels; NumPy on the CPU by default.
         arena: The layout's arena, of which the block is a stretch; zeroed memory of its own by default.
         slots: Which of the arena's targets are the block's, in its order; all of them by default.
+        writing: A region in which the block may be written to, or a refusal; the order of the arena's work by default.
 
     Raises:
         LayoutMismatch: Those targets have other sizes than the block's components.
@@ -45,6 +47,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         kernels: Kernels | None = None,
         arena: Arena | None = None,
         slots: SlotSet | None = None,
+        writing: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         refuse_other_kind("block", block, Block, do="pass one of layout.blocks")
         self._block, self._kernels = block, kernels_for("cpu" if kernels is None else kernels)
@@ -55,7 +58,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
             self._arena = self._kernels.arena(targets, self._memory)
         else:
             self._arena = arena
-        self._slots = slots or self._arena.whole
+        self._slots, self._writing = slots or self._arena.whole, writing or self._arena.in_order
         self._targets = [self._arena.targets[position] for position in self._slots.positions]
         sizes = tuple([target.size for target in self._targets])
         if sizes != self.component_sizes:
@@ -129,12 +132,12 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
             raise out_of_range("a divisor", divisor, "a finite number in +-(2**-126..2**126)")
         factor = np.float32(1 / number)
-        with self._arena.in_order():
+        with self._writing():
             self._kernels.scale(self._targets, factor, self._targets)
 
     def zero(self) -> None:
         """Write zeros, padding included."""
-        with self._arena.in_order():
+        with self._writing():
             self._kernels.fill_zero([self._memory])
 
     def has_non_finite(self) -> bool:
@@ -153,7 +156,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
                 )
         contribution = Contribution.of(self._slots, sources)
         is_first = np.full(len(sources), overwrite)
-        with self._arena.in_order():
+        with self._writing():
             self._kernels.accumulate(self._arena, FoldPass(self._slots, is_first, [contribution], [np.float32(1)]))
 
     def _short(self, slot: Slot) -> str:
