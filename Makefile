@@ -46,7 +46,7 @@ ci:  ## what must pass before anything lands, in about ten minutes; a table at t
 matrix:  ## everything, in every mode, the slow tests too, with the newest versions of all dependencies; half an hour or more
 	.ci/run matrix
 
-fuzz: $(VENV)/interop  ## every property with random examples, ten times as many; make fuzz TESTS=tests/test_layout.py
+fuzz: $(VENV)/interop  ## every property with new random examples, 1,000 where it names no number of its own; make fuzz TESTS=tests/test_layout.py
 	GRADENGINE_FUZZ=1 $(BIN)/python $(RUN_TESTS) -m hypothesis $(ARGS) $(TESTS)
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree

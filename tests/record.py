@@ -2,8 +2,7 @@
 
 With GRADENGINE_RECORD=folder each process writes `order-NAME.txt` there, a line for each test before it runs, and the
 process that reports writes `failed.txt`, a line of process and test for each that failed, and at the end `seconds.txt`,
-the longest test first. `pytest -n 0 @order-gw1.txt`
-runs the tests of process gw1 again in the same order.
+the longest test first. `pytest -n 0 @order-gw1.txt` runs the tests of process gw1 again in the same order.
 """
 
 from __future__ import annotations
