@@ -25,7 +25,8 @@ VERSIONED = not (emulat or mutation or compile or processes or examples or test_
 UNPINNED ?=
 VERSION_OF = $(shell $(1) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 CONSTRAINTS = $(if $(UNPINNED),,$(abspath $(wildcard tests/constraints/$(1)-$(call VERSION_OF,$(2)).txt)))
-HELD = $(if $(1),PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1))
+HELD = $(if $(1),PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1),$(if $(UNPINNED),,$(info \
+    tests/constraints has no versions for this Python: the newest are installed)))
 # Not compiled: of torch's and JAX's files tests import a few, and the rest takes 50 s of CPU.
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 PIP_INSTALL = $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(BIN)/python $(INSTALL)

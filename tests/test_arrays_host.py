@@ -11,8 +11,8 @@ import strategies as draw
 from producers import NumPyProducer, Producer
 
 from gradengine.arrays.buffer import RawBuffer, refuse_invalid_address
-from gradengine.arrays.host import host_buffer
-from gradengine.errors import BufferRefused
+from gradengine.arrays.host import host_buffer, in_c_order
+from gradengine.errors import BufferRefused, OutOfDeviceMemory
 from gradengine.kernels import HostKernels
 
 writable_host_buffer = HostKernels(1).device.writable_view  # as a step takes its destinations
@@ -124,9 +124,9 @@ class TestRefusedArrays:
         [
             (
                 "mlx.core",
-                r"a contiguous copy, mlx\.core\.contiguous\(array\), or on the CPU .* copy_strided=True; what is",
+                r"a contiguous copy, mlx\.core\.contiguous\(array\); .* with copy_strided=True copies gradients itself",
             ),
-            ("mlxlike", "a contiguous copy, or on the CPU .*; what is written to must be contiguous itself"),
+            ("mlxlike", "a contiguous copy; a GradientEngine on the CPU .*, but what is written to must be contiguous"),
         ],
     )
     def test_not_contiguous_names_the_frameworks_call_that_copies(self, monkeypatch, module, call):
@@ -134,7 +134,7 @@ class TestRefusedArrays:
         monkeypatch.setattr(Producer, "__module__", module)
         with pytest.raises(BufferRefused, match=f"; pass {call}"):
             host_buffer(Producer(array), "w")
-        copied = r"; pass a contiguous copy, numpy\.ascontiguousarray\(array\), or on .* what is written to must be"
+        copied = r"; pass a contiguous copy, numpy\.ascontiguousarray\(array\); .* what is written to must be"
         for resolve in (host_buffer, writable_host_buffer):
             with pytest.raises(BufferRefused, match=copied):
                 resolve(array, "w")
@@ -159,11 +159,26 @@ class TestRefusedArrays:
         with pytest.raises(BufferRefused, match=message):
             host_buffer(np.zeros(3, dtype), "w")
 
-    @pytest.mark.parametrize("source", [[1.0, 2.0], (1.0,), None, 3.0, "abc", b"abc", {"w": 1}, object()])
+    @pytest.mark.parametrize("source", [[1.0, 2.0], (1.0,), 3.0, "abc", b"abc", {"w": 1}, object()])
     def test_no_arrays(self, source):
         message = f"component 'w' is not an array: got {type(source).__name__}, expected a NumPy array, .*; pass"
         with pytest.raises(BufferRefused, match=message):
             host_buffer(source, "w")
+
+    def test_none_is_left_out(self):
+        with pytest.raises(BufferRefused, match=r"is not an array: got NoneType, .*; leave out what has no gradient"):
+            host_buffer(None, "w")
+
+    @pytest.mark.parametrize("way", ["numpy", "dlpack", "torch"])
+    def test_too_large_for_a_copy(self, way):
+        shape = (1 << 44, 3)  # 192 TiB: more than a process can address
+        array = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), shape, (0, 0))
+        if way == "torch":
+            array = pytest.importorskip("torch").from_dlpack(Producer(array))
+        elif way == "dlpack":
+            array = Producer(array)
+        with pytest.raises(OutOfDeviceMemory, match=r"for a copy of component 'w' \(.*alloc.*; pass it contiguous"):
+            in_c_order(array, "w", shape)
 
     def test_read_only_is_a_source_but_no_destination(self):
         array = np.ones(3, np.float32)

@@ -152,8 +152,8 @@ def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int],
         f"component '{component}' is not contiguous",
         got=f"shape {tuple(shape)} with strides {tuple(strides)} (in elements)",
         expected=f"strides {contiguous_strides(shape)}",
-        do=f"pass a contiguous copy{f', {call}' if call else ''}, or on the CPU build the engine with "
-        "copy_strided=True; what is written to must be contiguous itself",
+        do=f"pass a contiguous copy{f', {call}' if call else ''}; a GradientEngine on the CPU with copy_strided=True "
+        "copies gradients itself, but what is written to must be contiguous",
     )
 
 
@@ -205,7 +205,7 @@ def refuse_read_only(buffer: Buffer, destination: object, component: str) -> Non
             f"destination '{component}' is read-only",
             got=type(destination).__name__,
             expected="writable memory",
-            do="pass out= an array that may be written, or take result.gradients instead",
+            do="pass an array that may be written (JAX's are immutable); a step without out= hands back in its arena",
         )
 
 

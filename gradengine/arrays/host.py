@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from gradengine.arguments import has
+from gradengine.arguments import has, said
 from gradengine.arrays.buffer import (
     Array,
     Buffer,
@@ -33,7 +34,7 @@ from gradengine.arrays.frameworks import (
     torch_form,
     torch_pointers,
 )
-from gradengine.errors import BufferRefused
+from gradengine.errors import BufferRefused, OutOfDeviceMemory
 
 
 def host_buffers(sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
@@ -63,7 +64,9 @@ def host_buffer(source: object, component: str) -> Buffer:
     if has(source, "__dlpack__"):
         return _with_elements(dlpack_view(source, component, ("cpu",)))
     do = "pass the gradient itself, for example numpy.asarray(values, dtype=numpy.float32)"
-    if has(source, "numpy"):  # tinygrad
+    if source is None:
+        do = "leave out what has no gradient"
+    elif has(source, "numpy"):  # tinygrad
         do = "pass what its .numpy() returns; what is written there need not reach it"
     raise BufferRefused(
         f"component '{component}' is not an array",
@@ -77,7 +80,7 @@ def in_c_order(source: Any, component: str, shape: tuple[int, ...]) -> Any:
     """The array itself, or a copy of one in host memory whose elements do not lie in C order.
 
     What cannot be read is returned as it is, for `host_buffer` to refuse. Raises `LayoutMismatch` before anything of
-    another shape is copied: a broadcast array may have more elements than there is memory.
+    another shape is copied: a broadcast array may have more elements than there is memory; and `OutOfDeviceMemory`.
     """
     if isinstance(source, np.ndarray):
         strided = None if source.flags.c_contiguous else source
@@ -92,7 +95,8 @@ def in_c_order(source: Any, component: str, shape: tuple[int, ...]) -> Any:
     if strided is None:
         return source
     refuse_other_shape(component, tuple(strided.shape), shape)
-    return copied(strided)
+    with _memory_for_a_copy(component):
+        return copied(strided)
 
 
 def _exported_in_c_order(source: object, component: str, shape: tuple[int, ...]) -> object:
@@ -103,8 +107,20 @@ def _exported_in_c_order(source: object, component: str, shape: tuple[int, ...])
     itemsize = DTYPES[found.dtype].itemsize
     refuse_invalid_address(found.pointer, 1, itemsize, component)
     first, strides = elements_at(found.pointer, 1, found.dtype), [stride * itemsize for stride in found.strides]
-    copy = np.lib.stride_tricks.as_strided(first, found.shape, strides).copy()
+    with _memory_for_a_copy(component):
+        copy = np.lib.stride_tricks.as_strided(first, found.shape, strides).copy()
     return RawBuffer(copy.ctypes.data, copy.size, found.dtype, owner=copy)  # bf16 has no dtype in NumPy
+
+
+@contextlib.contextmanager
+def _memory_for_a_copy(component: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as fault:  # NumPy's, and torch's
+        if isinstance(fault, RuntimeError) and "alloc" not in str(fault):
+            raise
+        what = f"the CPU has not the memory for a copy of component '{component}' ({said(fault)})"
+        raise OutOfDeviceMemory(what, do="pass it contiguous, or free memory") from None
 
 
 def _from_numpy(array: Array, component: str, immutable: object = None, pointer: int | None = None) -> Buffer:
