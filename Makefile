@@ -18,7 +18,10 @@ NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
 # Of the tests those of our side of NumPy, msgpack, JAX and the command line; the kernels' own meet none of their versions.
 # REPEATED= runs also what meets them no differently from `make test`: programs, benchmarks, interrupts, more threads.
 REPEATED ?= or bench or plan or gpu_check or demo or test_cli or interrupts or test_ci or host-3
-VERSIONED = not (emulat or mutation or compile or processes or examples or test_demo or streams $(REPEATED))
+VERSIONED = -k "not (emulat or mutation or compile or processes or examples or test_demo or streams $(REPEATED))" \
+    $(if $(REPEATED),$(UNREAD:%=--ignore-glob='*/test_%.py'))
+# Files whose every test REPEATED leaves out: they are not imported either.
+UNREAD = bench_* plan* gpu_check* demo* cli interrupts ci
 
 # The versions that were tried together: tests/constraints/ has a file for each environment and version of Python.
 # `make update` renews them; UNPINNED=1 installs the newest.
@@ -68,10 +71,10 @@ test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at 
 	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
 
 test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the lower bound that pyproject.toml gives
-	$(VENV)-lowest/bin/python $(RUN_TESTS) $(SELECT) -k "$(VERSIONED)" $(ARGS) $(TESTS)
+	$(VENV)-lowest/bin/python $(RUN_TESTS) $(SELECT) $(VERSIONED) $(ARGS) $(TESTS)
 
 test-newest: $(VENV)-newest/installed  ## with the newest Python that is here and the newest of every dependency
-	$(VENV)-newest/bin/python $(RUN_TESTS) $(SELECT) -k "$(VERSIONED)" $(ARGS) $(TESTS)
+	$(VENV)-newest/bin/python $(RUN_TESTS) $(SELECT) $(VERSIONED) $(ARGS) $(TESTS)
 
 compile-check: $(VENV)/compile  ## every CUDA kernel for three architectures, SELECT= for every one; needs no GPU
 	COMPILE_CHECK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECT) $(ARGS) $(or $(TESTS),tests/test_kernels_compile.py)

@@ -18,6 +18,7 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PIP_NO_COMPILE": "1"}
 OF_THE_REPOSITORY_ALONE = {".gitignore"}
+TO_TEST = ("pytest", "pytest-timeout", "hypothesis", "ml_dtypes")
 
 
 def run(*command, cwd, **variables):
@@ -108,10 +109,11 @@ def test_the_sdist_at_work_and_its_own_tests(built, empty, tmp_path):
     with tarfile.open(built.sdist) as archive:
         archive.extractall(tmp_path)
     (source,) = tmp_path.glob("gradengine-*")
-    printed(empty / "pip", "install", f"{built.sdist}[test]", cwd=tmp_path)
+    # Not its extra [test], which every other stage has installed: mypy, ruff and matplotlib are half of its bytes.
+    printed(empty / "pip", "install", built.sdist, *TO_TEST, cwd=tmp_path)
     assert learned(printed(empty / "python", "-c", ten_lines(), cwd=tmp_path))
-    some = ["gradengine", "tests/test_docs.py", "tests/test_public_api.py", "tests/test_engine.py"]
-    assert passed(printed(empty / "python", "-m", "pytest", "-q", *some, cwd=source)) > 500
+    some = ["tests/test_engine.py", "tests/test_layout.py"]
+    assert passed(printed(empty / "python", "-m", "pytest", "-q", *some, "-k", "not emulated", cwd=source)) > 400
 
 
 def installed(folder):
