@@ -31,17 +31,15 @@ class DeferredErrors:
         return self._counted
 
     def count_from(self, step: int) -> None:
-        """Set the device's count of steps before a graph's step is queued.
-
-        Interrupted before it was queued, it comes here again, and not as what the device is thought to have counted.
-        """
-        counted, self._counted = self._counted, step + 1
-        if self._readback is not None and counted != step:
+        """Set the device's count of steps before a graph's step is queued."""
+        if self._readback is not None and self._counted != step:
             self._readback.count_from(step)
+        self.note_queued(step)
 
-    def has_run(self, step: int) -> bool:
-        """Whether a graph's step of that number was queued before an interrupt; waits for the device."""
-        return self._readback is not None and self._readback.read().step == step + 1
+    def drop(self, step: int) -> bool:
+        """A step is dropped: whether the device may have made it. Its count is set anew before the next replay."""
+        is_queued, self._counted = self._counted == step + 1, -1
+        return is_queued
 
     def latest(self) -> StepStatus | None:
         """The newest status that has come; never a wait."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, ParamSpec, TypeVar, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.gradients import Gradients, destinations_of, handed_back
-from gradengine.accumulate.state import RECORDING_STATES, Call, Event, Facts, State
+from gradengine.accumulate.state import Call, Facts, State
 from gradengine.arguments import as_float, refuse_lacking, refuse_other_kind, said, truth_value
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.frameworks import note_written
 from gradengine.capture import Capture, CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
-from gradengine.errors import CallerError, NotCopied, WindowError
+from gradengine.errors import CallerError, GradientError, NotCopied, WindowError
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
 from gradengine.kernels.device import Graph
@@ -29,13 +29,17 @@ from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_sca
 
 __all__ = ["GradientEngine"]
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
 
 @final
 class GradientEngine(NotCopied, instead="build another of the same layout: between windows it holds nothing"):
     """Accumulates micro-batches in fp32, sums them over workers, checks, clips, averages and hands back.
 
     Every call checks what it was given before it changes anything. A step that failed can be run again: `step()` once
-    more, after `reconnect` where the exchange is lost; or the window is dropped by `discard()`.
+    more, after `reconnect` where the exchange is lost; or the window is dropped by `discard()`. A call that was
+    interrupted, as by Ctrl-C, leaves the step broken and the exchange closed: `discard()`, then `reconnect`, go on.
 
     On a GPU nothing waits for the device: work is queued on the current CuPy stream, norm, scale and verdict are arrays
     there, and a gradient that is not finite is handed back as zeros and raised late, by the `add` or `step` that first
@@ -112,14 +116,13 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             layout, kernels_for(device), hold=hold, reused_buffers=reused_buffers, copy_strided=copy_strided
         )
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
+        self._state.has_engine = True
         parts = TensorParallelGroup(self.accumulator, replicated)
         self._reducer = Reducer(
             self.accumulator, average=self._settings.average, settings=self._settings.shared, parts=parts
         )
         self._late = DeferredErrors(self._kernels.status_readback(self.accumulator.arena, self._plan), layout)
         self._capture: Capture | None = None  # while a window is captured
-        self._launching: CapturedWindow | None = None  # while a graph is launched
-        self._last_result: StepResult | None = None
         self._kernels.prepare(self.accumulator.arena, (), self._plan)
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
@@ -167,14 +170,6 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         self._settings.loss_scale = scale
 
     @property
-    def last_result(self) -> StepResult | None:
-        """What the last `step` returned, for where an interrupt lost it; None before the first one.
-
-        The destinations of `out` are not kept: they are in the caller's hands, and its memory.
-        """
-        return self._last_result
-
-    @property
     def latest_verdict(self) -> StepStatus | None:
         """A GPU's newest word on a finished step: norm, scale, whether it was skipped. Late, and never a wait.
 
@@ -206,8 +201,11 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             LayoutMismatch: A component is missing, unknown or misshapen.
             BufferRefused: A gradient cannot be taken as it lies, or is torch's and was not cleared since the last add.
             WindowError: A bad weight, None for all components (as after a `zero_grad()` that came too early), a window
-                that is full, or a step before this one that failed.
+                that is full, or a step before this one that failed or is broken.
         """
+        self._whole(self._add, gradients, weight)
+
+    def _add(self, gradients: Gradients | None, weight: float) -> None:
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
         count, room = self.accumulator.accumulated_count, self._settings.micro_batches
         if room is not None and count >= room:
@@ -241,6 +239,9 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
+        self._whole(self._add_block, index, gradients, weight, last)
+
+    def _add_block(self, index: int, gradients: Gradients, weight: float, last: bool) -> None:
         block, last = self.layout.block(index), truth_value("last", last)
         self._ask_part(block)
         self.accumulator.add_block(block.index, gradients, weight, measure=last and self.world_size == 1)
@@ -252,6 +253,9 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
+        self._whole(self._add_non_block, name, gradient, weight, last)
+
+    def _add_non_block(self, name: str | int, gradient: object, weight: float, last: bool) -> None:
         span, last = self.accumulator.non_block_span(name), truth_value("last", last)
         self._ask_part(span)
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
@@ -259,9 +263,6 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.
-
-        Interrupted, as by Ctrl-C, it can be called again with the same arguments: it goes on, or says that the step is
-        over, whose result is `last_result` then. An exchange interrupted half way is closed, as one that failed.
 
         Args:
             out: Destinations, mapping or sequence as for `add`, written in their dtype; None for a component that is
@@ -275,48 +276,46 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         Raises:
             WindowError: Nothing was added since the last step, or nothing that counts on any worker; some component
                 lacks part of the window, or its weight times the loss scale is beyond 2**-126..2**126; or a call that
-                was interrupted left it half written.
+                was interrupted left it broken.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
             NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU that of an earlier
                 step, whose gradients were handed back as zeros.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
             ExchangeError: The workers' settings differ, or the sums that they hold; the window is kept.
         """
-        deferred = truth_value("deferred", deferred)
+        return self._whole(self._step, out, truth_value("deferred", deferred))
+
+    def _step(self, out: Gradients | None, deferred: bool) -> StepResult:
         if deferred and (out is not None or len(self._plan.max_norms) > 1):
             raise CallerError(
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
             )
-        way = "deferred" if deferred else "in place" if out is None else "out"
         self._ask(Call.STEP)
-        interrupted = self._handed_back(way) if self._state.now is State.HANDED_BACK else None
         destinations = None
         if out is not None:
             destinations = destinations_of(self.layout.slots, self._kernels.device, self.accumulator.memory, out)
-        decided = interrupted or self._decide(way)
-        self._hand_back(decided, destinations)
-        result = self._result(decided, out)
+        decided = self._decide()
+        self._state.now = State.BROKEN  # until the next window is open: what is handed back is not a sum any more
+        if not deferred:
+            self._hand_back(decided, destinations)
+        result = self._result(decided, out, deferred)
         producers = self.accumulator.producers
         if self._capture is not None:
             producers = producers | producers_of((destinations or {}).values())
             self._capture.window.closed(result, self.layout.slots, out, producers)
-            self._state.enter(Event.HAND_BACK)
-            self.accumulator.zero_all()
+            self.accumulator.drop_window()
+            self._state.now = State.CAPTURED
             return result
         self._kernels.device.hand_over(producers)
         if decided.decision.bad is None:
             self._late.send()
-        # Before the step is over: who is interrupted behind that finds it there. Destinations are the caller's to free.
-        self._last_result = result if out is None else result.without_arrays()
-        self._reducer.decided = decided
-        self._state.enter(Event.HAND_BACK)  # interrupted from here on, it is ended by step() or discard()
-        self._reducer.begin(decided.step + 1, decided.window + 1)
+        self._reducer.next_step()
         return result
 
     @property
     def has_open_window(self) -> bool:
-        """Whether something of a window is there: added, on its way, or handed back by a step that was interrupted."""
-        return self._state.now not in {State.EMPTY, State.LAUNCHING}
+        """Whether something of a window is there: added, on its way, or broken."""
+        return self._state.now is not State.EMPTY
 
     def tell_all(self, what: str, facts: object) -> list[Any]:
         """Every worker's facts, in rank order, on every worker; what has been told in a step is not told again in it.
@@ -334,7 +333,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             >>> GradientEngine(GradientLayout.of([(2,)])).tell_all("loss of step 0", 2.5)
             [2.5]
         """
-        return self._reducer.workers.tell(what, facts)
+        return self._whole(self._reducer.workers.tell, what, facts)
 
     def capture(self) -> AbstractContextManager[CapturedWindow]:
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
@@ -372,16 +371,16 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         self.accumulator.check()
 
     def discard(self) -> None:
-        """Drop the window, also one whose step failed, and a capture of which an interrupt left the `with`.
+        """Drop the window, also one whose step failed or is broken, and a capture whose `with` an interrupt left.
 
-        With an exchange, call it on every rank. A step that the workers agreed on counts as made; where some go on with
-        its gradients and others dropped it, the next step is an `ExchangeError` on all of them. Where parts of the
-        window are on their way already, the exchange cannot take them back and is closed: go on with `reconnect`.
+        With an exchange, call it on every rank. A step that the workers agreed on, or that was decided alone, counts
+        as made. Where parts of the window were sent already, or a call was interrupted, the exchanges are closed: go on
+        with `reconnect`. Where some ranks went on with a step's gradients and others dropped it, that refuses: restart
+        all from one checkpoint.
         """
         if self._capture is not None:
             self._capture.abandon()
-        if self._state.now is not State.LAUNCHING:  # which has no window: replay() says what became of it
-            self._reducer.discard()
+        self._reducer.discard(is_queued=self._late.drop(self.current_step))
 
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
         """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
@@ -395,24 +394,39 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
         Raises:
             CallerError: The tensor-parallel exchange is not of the layout's rank and size.
+            WindowError: The step is broken: discard() it first.
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps; or the step is
                 half summed, and they are other ranks than those that began it or of another group.
         """
         _refuse_bad_exchanges(exchange, tp_exchange)
-        self._reducer.connect(exchange, tp_exchange)
+        self._whole(self._reducer.connect, exchange, tp_exchange)
 
     # ---- what may be called now ----
+
+    def _whole(self, call: Callable[Arguments, Answer], *given: Arguments.args, **named: Arguments.kwargs) -> Answer:
+        """Make a call; one that is interrupted leaves the step broken and the exchanges closed, so that nobody waits.
+
+        An error of ours, and one of the caller's own objects, leaves what was there before, unless memory was written.
+        """
+        step = self.current_step
+        try:
+            return call(*given, **named)
+        except BaseException as fault:
+            is_broken = self._state.now is State.BROKEN and not isinstance(fault, GradientError)
+            if is_broken or not isinstance(fault, Exception):
+                self._reducer.break_off(step)
+            raise
 
     def _ask(self, call: Call) -> None:
         """Raise where a call does not fit the stream, or the state; and the error of an earlier step, once."""
         self._refuse_other_graph()
-        if self._late.exist and self._state.now not in RECORDING_STATES:
+        if self._late.exist and self._capture is None:
             self._raise_late()
         self._state.ask(call, self._facts)
 
     def _refuse_other_graph(self) -> None:
         """Raise where the current stream records a graph, and it is not this engine's."""
-        is_recording = self._state.now in RECORDING_STATES
+        is_recording = self._capture is not None
         if self._kernels.device.is_capturing() != is_recording:
             raise CallerError(
                 "the current stream is not the one that is captured"
@@ -441,18 +455,10 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _facts(self) -> Facts:
         """What refusals say besides the state."""
-        step, last, is_alone = self.current_step, self._last_result, self._reducer.is_alone
-        is_over = last is not None and last.step == step - 1
-        over = f"step {step - 1} is over, and engine.last_result has its result; for another one "
-        others = (
-            "other workers may have applied theirs: restart all from one checkpoint (with out= it could be run again)"
-        )
         return {
-            "step": f"step {step}",
+            "step": f"step {self.current_step}",
             "count": self.accumulator.accumulated_count,
-            "last": over if is_over else "",
-            "or_nothing": "" if is_alone else ", or add(None, weight=0) where this worker has none",
-            "others": "" if is_alone else f"{others}; ",
+            "or_nothing": "" if self._reducer.is_alone else ", or add(None, weight=0) where this worker has none",
         }
 
     def _raise_late(self) -> None:
@@ -463,19 +469,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     # ---- the step ----
 
-    def _handed_back(self, way: str) -> DecidedStep | None:
-        """The step that an interrupt left handed back; raises `WindowError` where its gradients went another way."""
-        decided = self._reducer.decided
-        if decided is not None and decided.way != way:
-            raise WindowError(
-                f"step {decided.step} was interrupted when its gradients had been handed back",
-                got=f"a step whose gradients go {way!r}",
-                expected=repr(decided.way),
-                do="run step() again with the same arguments",
-            )
-        return decided
-
-    def _decide(self, way: str) -> DecidedStep:
+    def _decide(self) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
         stats = self._reducer.agree()
         if not stats.micro_batches:
@@ -488,7 +482,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        return DecidedStep(stats, decision, non_finite, way, step, self._reducer.window)
+        return DecidedStep(stats, decision, non_finite, step)
 
     def _nothing_to_step(self) -> WindowError:
         """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
@@ -512,22 +506,21 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _hand_back(self, decided: DecidedStep, destinations: dict[int, Buffer] | None) -> None:
         arena = self.accumulator.arena
-        if destinations is not None:  # may be written twice: the arena stays as it is
+        if destinations is None:
+            with self.accumulator.changing(State.BROKEN):
+                self._kernels.hand_back(arena, decided.decision, self._plan)
+        else:
             with arena.in_order():
                 self._kernels.hand_back(arena, decided.decision, self._plan, destinations)
-        elif decided.way == "in place" and self._state.now is not State.HANDED_BACK:
-            self._reducer.decided = decided
-            with self.accumulator.changing(Event.HAND_BACK):  # behind it, it is not scaled again
-                self._kernels.hand_back(arena, decided.decision, self._plan)
 
-    def _result(self, decided: DecidedStep, out: Gradients | None) -> StepResult:
-        accumulator, is_deferred = self.accumulator, decided.way == "deferred"
+    def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
+        accumulator = self.accumulator
         arrays = accumulator.arrays() if out is None else handed_back(self.layout.slots, out)
         if out is not None:
             note_written(arrays.values())
             accumulator.note_written(arrays.values())
         changes, names = accumulator.changes, self._group_names
-        return StepResult(decided.step, is_deferred, decided, arrays, accumulator, changes, names, self._late)
+        return StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, self._late)
 
     # ---- graphs ----
 
@@ -536,7 +529,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _end_capture(self) -> None:
         self._capture = None  # the graph is the caller's to drop, and what it keeps alive
-        self._reducer.begin(self._reducer.step, self._reducer.window)  # nothing of it has run, however it ended
+        self._reducer.restart()  # nothing of it has run, however it ended
 
     def _record_again(
         self, micro_batches: Sequence[Gradients], weights: Sequence[float], out: Gradients | None, deferred: bool
@@ -549,33 +542,24 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _launched(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""
+        return self._whole(self._replay, captured, graph, recorded)
+
+    def _replay(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
         self._ask_for_graph(Call.REPLAY)
         self._refuse_other_graph()
         self._raise_late()
         step = self.current_step
-        if self._launching is not None and self._state.now is State.LAUNCHING and self._late.has_run(step):
-            self._end_replay(self._launching, recorded, step)
-            raise WindowError(
-                f"step {step} ran before replay() was interrupted",
-                do="engine.last_result has its result; replay() again is the next step",
-            )
         with self.accumulator.arena.in_order():
             self._kernels.device.wait_for(captured.producers)  # refuses one that records a graph
-            # Interrupted from here on, only the device knows whether it ran.
-            self._launching, self._state.now = captured, self._state.ask(Call.REPLAY)
+            self._state.now = State.BROKEN  # from here on only the device knows whether it ran
             self._late.count_from(step)
             graph.replay()
             self._kernels.device.hand_over(captured.producers)
         self._late.send()
-        return self._end_replay(captured, recorded, step)
-
-    def _end_replay(self, captured: CapturedWindow, recorded: StepResult, step: int) -> StepResult:
         self.accumulator.changes += 1
-        captured.result = result = recorded.of_replay(step)
-        self._last_result = result if captured.out is None else result.without_arrays()
+        captured.result = recorded.of_replay(step)
         self._reducer.next_step()
-        self._launching = None
-        return result
+        return captured.result
 
 
 def _full(what: str, count: int, room: int) -> WindowError:

@@ -38,7 +38,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
     step: int
     deferred: bool
     _decided: DecidedStep
-    _arrays: Mapping[str, Any] | None
+    _arrays: Mapping[str, Any]
     _accumulator: PerBlockGradientAccumulator
     _changes: int  # of the arena, when the step was over
     _group_names: Sequence[str]
@@ -184,10 +184,6 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         """The same arrays as the result of another step."""
         return replace(self, step=step, _changes=self._accumulator.changes)
 
-    def without_arrays(self) -> StepResult:
-        """The same result, which keeps none of its gradients alive."""
-        return replace(self, _arrays=None)
-
     @property
     def _decision(self) -> Decision:
         """Taking a number of it puts what is read next behind the step, on whatever stream."""
@@ -195,10 +191,5 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         return self._decided.decision
 
     def _kept_arrays(self) -> Mapping[str, Any]:
-        if self._arrays is None:
-            raise CallerError(
-                f"the gradients of step {self.step} are not kept here",
-                do="they are in the destinations that were given as out",
-            )
         self._accumulator.arena.follow()
         return self._arrays

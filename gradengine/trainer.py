@@ -18,13 +18,12 @@ from gradengine.arguments import (
     iterated,
     refuse_lacking,
     said,
-    truth_value,
     whole_number,
 )
 from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
-from gradengine.errors import CallerError, ExchangeError, ProtocolError, WindowError
+from gradengine.errors import CallerError, ExchangeError, GradientError, ProtocolError, WindowError
 from gradengine.exchange.interface import Exchange
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
@@ -33,7 +32,6 @@ from gradengine.settings import EngineOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_NOTHING = object()
 MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)
 
 
@@ -43,8 +41,7 @@ class Batch(Enum):
     READY = "there is none"
     ADDING = "its micro-batches are added"
     ADDED = "all are in, and the step is to be made"
-    STEPPED = "the step is over, and its gradients are to be applied"
-    APPLYING = "apply_gradients was called, and only its caller knows what it did unless it returns"
+    APPLYING = "the step or apply_gradients runs, or was interrupted: only its caller knows what became of the weights"
     APPLIED = "the weights are to be compared"
     FINISHED = "all is done"
 
@@ -58,13 +55,13 @@ _UNFINISHED = Refusal(
 _NO_BATCH = Refusal("there is no batch to finish", "{count} micro-batches in the window", do="{do}")
 _BROKE_OFF = Refusal("a batch broke off", "{count} micro-batches in the window", do="{do}")
 _PERHAPS_APPLIED = Refusal(
-    "apply_gradients of step {step} did not return, and may have changed the weights",
-    expected="finish_step(applied=True) where it did, finish_step(applied=False) to call it again",
+    "a batch was interrupted, or apply_gradients raised: step {step} may have changed the weights, here or elsewhere",
+    do="discard() it and load one checkpoint, on every rank",
 )
 
 #: Why each call is refused, and in which states. A batch of which all or some are in may have been dropped by the
 #: engine's own discard(); then another can begin.
-_TRAIN_REFUSED = {Batch.STEPPED: _UNFINISHED, Batch.APPLYING: _PERHAPS_APPLIED, Batch.APPLIED: _UNFINISHED}
+_TRAIN_REFUSED = {Batch.APPLYING: _PERHAPS_APPLIED, Batch.APPLIED: _UNFINISHED}
 _FINISH_REFUSED = {Batch.READY: _NO_BATCH, Batch.ADDING: _BROKE_OFF, Batch.APPLYING: _PERHAPS_APPLIED}
 
 
@@ -140,9 +137,7 @@ class DistributedTrainer:
         self.step = 0
         self._losses: list[tuple[float, float]] = []
         self._loss = 0.0
-        self._loss_came_through: object = _NOTHING
         self._batch = Batch.READY
-        self._window_step = 0
         self.last_result: StepResult | None = None
         self.engine = GradientEngine(layout, exchange=exchange, **options)
 
@@ -190,9 +185,9 @@ class DistributedTrainer:
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
         self._ask(_TRAIN_REFUSED)
-        if self.engine.has_open_window or (self._batch is Batch.ADDED and self._lost_result() is not None):
+        if self.engine.has_open_window:
             raise self._error(_UNFINISHED)
-        self._batch, self._losses, self._loss_came_through = Batch.ADDING, [], _NOTHING
+        self._batch, self._losses = Batch.ADDING, []
         for count, micro_batch in enumerate(batches, start=1):
             weight = self._weight(micro_batch)
             if weight == 0:
@@ -203,52 +198,38 @@ class DistributedTrainer:
             self._losses.append((loss, weight))
         if not self._losses:
             self.engine.add(None, weight=0)
-        self._window_step, self._batch = self.engine.current_step, Batch.ADDED
+        self._batch = Batch.ADDED
         return self.finish_step()
 
-    def finish_step(self, *, applied: bool | None = None) -> float:
+    def finish_step(self) -> float:
         """Close the window and apply its gradients: the end of `train_batch`, to be called again where that failed.
 
-        Of a batch that is finished it returns the loss once more: after Ctrl-C call this, and not `train_batch` again.
-
-        Args:
-            applied: Whether `apply_gradients` changed the weights, where it raised or was interrupted: only you know.
+        Of a batch that is finished it returns the loss once more.
 
         Returns:
             The loss, as `train_batch`.
 
         Raises:
-            WindowError: There is no batch to finish, or one that broke off; or `apply_gradients` did not return, and
-                `applied` does not say whether to call it again.
+            WindowError: There is no batch to finish, or one that broke off, or that was interrupted.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
-        applied = None if applied is None else truth_value("applied", applied)
-        if applied is None or self._batch is not Batch.APPLYING:
-            self._ask(_FINISH_REFUSED)
+        self._ask(_FINISH_REFUSED)
         if self._batch is Batch.ADDED:
-            self.last_result, self._batch = self._step(), Batch.STEPPED
-        if self._batch is Batch.STEPPED or (self._batch is Batch.APPLYING and not applied):
-            self._apply()
-        if self._batch is Batch.APPLYING:
+            self._loss = self._global_loss()  # a failure here leaves the step to be run again
+            self._step()
             is_compared = self.check_every and (self.step + 1) % self.check_every == 0
             self.step, self._batch = self.step + 1, Batch.APPLIED if is_compared else Batch.FINISHED
         return self._compare_weights() if self._batch is Batch.APPLIED else self._loss
 
-    def _step(self) -> StepResult:
-        """The result of this batch's step, which an interrupt may have lost between its end and here."""
-        lost = self._lost_result()
-        if lost is not None:
-            return lost
-        exchange = self.engine.exchange
-        if self._loss_came_through is not exchange:  # where a step is run again through one, the others are past it
-            # Before the step, so that a failure here leaves the step to be run again.
-            self._loss, self._loss_came_through = self._global_loss(), exchange
-        return self.engine.step()
-
-    def _lost_result(self) -> StepResult | None:
-        last = self.engine.last_result
-        is_over = last is not None and last.step == self._window_step < self.engine.current_step
-        return last if is_over else None
+    def _step(self) -> None:
+        self._batch = Batch.APPLYING
+        try:
+            result = self.last_result = self.engine.step()
+        except GradientError:
+            self._batch = Batch.ADDED
+            raise
+        if not result.skipped:
+            self.trainer.apply_gradients(result.gradients)
 
     def discard(self) -> None:
         """Drop what is not finished of a batch, as `GradientEngine.discard`: on every rank, or their weights differ."""
@@ -264,11 +245,6 @@ class DistributedTrainer:
         do = "discard() it on every rank, and train_batch() again" if engine.has_open_window else "train_batch() first"
         count = engine.accumulator.accumulated_count
         return refusal.error({"engine_step": engine.current_step, "step": self.step, "count": count, "do": do})
-
-    def _apply(self) -> None:
-        result, self._batch = self.last_result, Batch.APPLYING
-        if result is not None and not result.skipped:
-            self.trainer.apply_gradients(result.gradients)
 
     def _add(self, micro_batch: object, weight: float) -> float:
         answer = self.trainer.forward_backward(micro_batch)

@@ -16,12 +16,10 @@ from pathlib import Path
 import gradengine
 
 PACKAGE = str(Path(gradengine.__file__).parent)
-PLACES = (PACKAGE, threading.__file__)  # where its Python code waits for other threads, too
 
 
 class _Tracer:
-    """Notes where this thread comes in the package, and in `threading`, before each line and behind each return; at one
-    it raises Ctrl-C's.
+    """Notes where this thread comes in the package, before each line and after each return; at one it raises Ctrl-C's.
 
     CPython looks for signals behind calls and jumps back; 3.10 also behind a return, whose value is lost then. So not
     at a `try`, or a `return` or `raise` of what is there, nor where a `with` of a lock ends: that counts as a line, but
@@ -32,7 +30,7 @@ class _Tracer:
         self.times, self._at = collections.Counter(), at
 
     def __call__(self, frame, event, argument):
-        return self._of_line if frame.f_code.co_filename.startswith(PLACES) else None
+        return self._of_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _of_line(self, frame, event, argument):
         is_line = event == "line" and frame.f_lasti not in _safe_at(frame.f_code)

@@ -9,9 +9,9 @@ from devices import put_all
 from interrupts import interrupted_at, places_of
 from ranks import on_ranks
 
-from gradengine import GradientEngine, GradientLayout, local_group
+from gradengine import GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
 from gradengine.accumulate.state import TABLE, Call, Event, Refusal, State, StepState
-from gradengine.errors import CallerError, NonFiniteGradient, PeerLost, WindowError
+from gradengine.errors import CallerError, LayoutMismatch, NonFiniteGradient, PeerLost, WindowError
 from gradengine.exchange.interface import Exchange
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
@@ -219,21 +219,9 @@ class Stand:
         with pytest.raises(NonFiniteGradient):
             self.engine.step()
 
-    def handed_back(self):
-        self.open()
-        self.interrupt(self.engine._reducer, "begin", self.engine.step)
-
-    def half_written(self):
+    def broken(self):
         self.open()
         self.leave_half_written()
-
-    def half_sent(self):
-        self.sending()
-        self.leave_half_written()
-
-    def half_handed_back(self):
-        self.open()
-        self.interrupt(self.engine._kernels, "hand_back", self.engine.step)
 
     def capturing(self):
         self.capture = self.engine.capture()
@@ -246,13 +234,6 @@ class Stand:
     def captured(self):
         self.recorded()
         self.engine.step()
-
-    def half_captured(self):
-        self.recorded()
-        self.leave_half_written()
-
-    def launching(self):
-        self.interrupt(self.engine._late, "send", self.graph.replay)
 
     # ---- what is called ----
 
@@ -285,19 +266,20 @@ class Stand:
 
 #: Where a call is over that the table lets begin: what follows are events.
 OVER = {
-    **{(state, Call.STEP): State.EMPTY for state in (State.NOTHING, State.OPEN, State.FAILED, State.HANDED_BACK)},
+    **{(state, Call.STEP): State.EMPTY for state in (State.NOTHING, State.OPEN, State.FAILED)},
     (State.RECORDED, Call.STEP): State.CAPTURED,
-    **{(state, Call.REPLAY): State.EMPTY for state in (State.EMPTY, State.NOTHING, State.LAUNCHING)},
+    **{(state, Call.REPLAY): State.EMPTY for state in (State.EMPTY, State.NOTHING)},
 }
 #: Errors of a call that the state lets begin.
 FAILS = {
     (State.NOTHING, Call.STEP): "without a micro-batch on any worker",
     (State.SENDING, Call.STEP): "'head' lacks part of the window",
     (State.AGREED, Call.STEP): "not finite",
-    (State.LAUNCHING, Call.REPLAY): r"step 0 ran before replay\(\) was interrupted",
 }
 #: Refused before the state is asked.
-NOT_ALONE = {State.SENDING, State.FAILED, State.AGREED, State.HALF_SENT}
+NOT_ALONE = {State.SENDING, State.FAILED, State.AGREED}
+#: Asked by the accumulator or the reducer, which do not know what the engine does.
+WITHOUT_FACTS = {Call.VIEW, Call.ZERO_ALL, Call.RECONNECT}
 
 
 @pytest.fixture
@@ -317,6 +299,8 @@ def stand(emulated):
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
 def test_each_call_in_each_state_leads_where_the_table_says_or_is_refused(stand, state, call):
     stand, answer = stand(state), TABLE[state][call]
+    if (state, call) == (State.BROKEN, Call.ZERO_ALL):  # the way out of an accumulator that has no engine
+        answer = TABLE[state][Call.VIEW]
     counts = stand.engine.accumulator.accumulated_count, stand.engine.current_step
     if call in {Call.CAPTURE, Call.REPLAY} and state in NOT_ALONE:
         with pytest.raises(CallerError, match="a step with an exchange"):
@@ -324,7 +308,8 @@ def test_each_call_in_each_state_leads_where_the_table_says_or_is_refused(stand,
         assert stand.now is state
     elif isinstance(answer, Refusal):
         change = f"2.0 after {counts[0]} micro-batches of 1.0"
-        known = {} if call is Call.VIEW else {**stand.engine._facts(), "change": change}  # a view is the accumulator's
+        known = {} if call in WITHOUT_FACTS else {**stand.engine._facts(), "change": change}
+        known["way_out"] = "discard()"
         with pytest.raises(WindowError) as caught:
             stand.call(call)
         assert str(caught.value) == str(answer.error(known))
@@ -358,7 +343,7 @@ def test_a_discard_that_is_interrupted_at_any_line_is_over_or_can_be_called_agai
         interrupted_at(at, interrupted.engine.discard)
         if interrupted.engine.has_open_window:
             interrupted.engine.discard()
-        assert interrupted.now in {State.EMPTY, State.LAUNCHING}, at
+        assert interrupted.now is State.EMPTY, at
         if interrupted.engine.exchange is None:
             interrupted.engine.add(interrupted.of[2])
             assert float(interrupted.engine.step().norm) == pytest.approx(20**0.5), at
@@ -369,10 +354,9 @@ def test_every_state_answers_every_call():
     assert [(state.name, call.name) for state in State for call in Call if call not in TABLE[state]] == []
 
 
-def test_every_state_but_an_empty_one_can_be_written_to_and_left():
-    assert [state.name for state in State if Event.WRITE not in TABLE[state]] == []
+def test_every_state_is_reached():
     led_to = {state: {answer for answer in row.values() if isinstance(answer, State)} for state, row in TABLE.items()}
-    reached = {State.EMPTY}
+    reached = {State.EMPTY, State.BROKEN, State.CAPTURED}  # who writes sets these two
     while more := {state for found in reached for state in led_to[found]} - reached:
         reached |= more
     assert reached == set(State)
@@ -380,7 +364,56 @@ def test_every_state_but_an_empty_one_can_be_written_to_and_left():
 
 def test_what_cannot_happen_in_a_state_is_no_refusal_but_a_fault():
     with pytest.raises(KeyError):
-        StepState().enter(Event.HAND_BACK)
+        StepState().enter(Event.SEND)
+
+
+def test_an_accumulator_without_an_engine_drops_a_broken_window_by_zero_all():
+    accumulator, gradients = PerBlockGradientAccumulator(LAYOUT), [np.ones(3, np.float32), np.ones(2, np.float32)]
+    accumulator.add(gradients)
+    with pytest.raises(KeyboardInterrupt), accumulator.changing():
+        raise KeyboardInterrupt
+    for call in (lambda: accumulator.add(gradients), accumulator.average, lambda: accumulator.block(0)):
+        with pytest.raises(WindowError, match=r"a step is broken: .*; drop its window by zero_all\(\), and add"):
+            call()
+    accumulator.zero_all()
+    accumulator.add(gradients)
+    assert accumulator.accumulated_count == 1
+
+
+BREAKING = {
+    "a write": ("open", lambda stand: stand.leave_half_written()),
+    "a hand back": ("open", lambda stand: stand.interrupt(stand.engine._kernels, "hand_back", stand.engine.step)),
+    "the end of a step": ("open", lambda stand: stand.interrupt(stand.engine._reducer, "next_step", stand.engine.step)),
+    "a replay": ("empty", lambda stand: stand.interrupt(stand.engine._late, "send", stand.graph.replay)),
+    "an add that counts": ("open", lambda stand: stand.interrupt(stand.engine, "_add", stand.open)),
+}
+
+
+@pytest.mark.parametrize("what", BREAKING)
+def test_whatever_was_interrupted_only_discard_leads_out(stand, what):
+    before, interrupt = BREAKING[what]
+    stand = stand(State[before.upper()])
+    interrupt(stand)
+    assert stand.now is State.BROKEN
+    for call in set(Call) - {Call.DISCARD}:
+        with pytest.raises(WindowError, match=r"is broken: a call was interrupted, .*; drop its window by discard\(\)"):
+            stand.call(call)
+    stand.engine.discard()
+    stand.engine.add(stand.of[2])
+    assert float(stand.engine.step().norm) == pytest.approx(20**0.5)
+
+
+def test_an_error_of_ours_breaks_nothing_and_one_while_memory_is_written_does():
+    engine = GradientEngine(LAYOUT)
+    good = [np.ones(3, np.float32), np.ones(2, np.float32)]
+    engine.add(good)
+    with pytest.raises(LayoutMismatch):
+        engine.add(good[:1])
+    assert engine.accumulator.accumulated_count == 1
+    with patch.object(engine.accumulator.kernels, "accumulate", side_effect=MemoryError), pytest.raises(MemoryError):
+        engine.add(good)
+    with pytest.raises(WindowError, match="is broken"):
+        engine.step()
 
 
 @pytest.mark.parametrize(

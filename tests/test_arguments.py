@@ -357,7 +357,6 @@ CALLS = {
     "trainer.stream_backward() part": lambda v: trained(stream_backward=lambda batch: (0.0, [v])),
     "trainer.stream_backward() key": lambda v: trained(stream_backward=lambda batch: (0.0, [(v, [floats()])])),
     "trainer.weight()": lambda v: trained(weight=lambda batch: v),
-    "trainer.finish_step(applied)": lambda v: DistributedTrainer(trainer(), None, LAYOUT).finish_step(applied=v),
     "weights_digest": weights_digest,
     "weights_digest([array])": lambda v: weights_digest([v]),
     "TensorParallelConfig(tp_rank)": lambda v: TensorParallelConfig(v, 2, 8, 8, 4, 2),

@@ -109,14 +109,26 @@ def test_the_device_counts_from_where_the_engine_stands_and_is_told_only_where_i
     for step in (1, 2, 5, 6):
         late.count_from(step)
     assert told == [5]
-    late.count_from(6)  # interrupted before the graph was queued
     late.count_from(3)
-    assert told == [5, 6, 3]
+    assert told == [5, 3]
 
 
-def test_a_graphs_step_has_run_where_the_device_has_counted_it(device, late):
-    device.now = verdict(4)
-    assert [late.has_run(step) for step in (2, 3, 4)] == [False, True, False]
+def test_a_step_that_is_dropped_may_have_been_made_where_it_was_queued(device, late):
+    device.count_from = lambda step: None
+    assert not late.drop(0)
+    late.count_from(0)
+    assert late.drop(0)
+    late.note_queued(1)
+    assert [late.drop(2), late.drop(1)] == [False, False]
+
+
+def test_after_a_step_was_dropped_the_device_s_count_is_set_anew(device, late):
+    told = []
+    device.count_from = told.append
+    late.note_queued(0)
+    late.drop(0)
+    late.count_from(1)
+    assert told == [1]
 
 
 def test_what_a_check_has_raised_is_told(device, late):
@@ -131,11 +143,6 @@ def test_what_a_check_has_raised_is_told(device, late):
 def test_the_device_counts_steps_from_one_on(device, late):
     """0 is no step: it stands for none that was bad, and for a graph's own count."""
     assert [late.note_queued(step) for step in (0, 1, 5)] == [1, 2, 6]
-
-
-def test_a_step_of_a_graph_has_run_when_the_device_has_counted_it(device, late):
-    device.now = verdict(3)
-    assert [late.has_run(step) for step in (2, 3)] == [True, False]
 
 
 def test_sending(device, late):

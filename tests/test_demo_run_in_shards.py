@@ -266,7 +266,8 @@ def test_a_silent_worker_is_named_and_not_the_shards_that_wait_for_each_other(mo
     def silent_at_two(self, shard):
         if (self.rank, self.engine.layout.tp_rank, self.step) == (1, 1, 2):
             workers = exchanges[1][1]._group
-            assert workers.changed.wait_for(lambda: workers.failure is not None, SOON)
+            with workers.lock:
+                assert workers.changed.wait_for(lambda: workers.failure is not None, SOON)
         return sound(self, shard)
 
     monkeypatch.setattr(worker.DistributedTrainer, "train_batch", silent_at_two)

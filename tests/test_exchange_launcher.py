@@ -143,7 +143,8 @@ def test_a_coordinator_outside_takes_its_first_rank_s_job(environment, around):
         )
 
         def second_after_another_job_s():
-            assert server.group.changed.wait_for(lambda: 0 in server.group.members, SOON)
+            with server.group.lock:
+                assert server.group.changed.wait_for(lambda: 0 in server.group.members, SOON)
             return refusal_of(other), Worker(second, SMALL, DATA[1]).bind()
 
         with first, second:

@@ -71,7 +71,8 @@ def sum_of_all(workers, spans, meanwhile):
     def strike():
         coordinator = workers[0].exchange._group
         wanted = Stall(late=(1,), waiting=(0, 2), what=f"bucket {first} of step 0")
-        coordinator.changed.wait_for(lambda: coordinator.coordinator.stall() == wanted, SOON)
+        with coordinator.lock:
+            coordinator.changed.wait_for(lambda: coordinator.coordinator.stall() == wanted, SOON)
         began.append(time.monotonic())
         meanwhile()
 

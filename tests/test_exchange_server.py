@@ -226,7 +226,8 @@ def test_another_world_size_ends_the_group_for_all():
 def test_rank_taken_twice_is_refused_and_the_group_goes_on(hosted):
     server, exchange = hosted
     with contextlib.closing(join_by_hand(server, 1, 3, token="secret")) as first:
-        assert server.group.changed.wait_for(lambda: 1 in server.group.members, SOON)
+        with server.group.lock:
+            assert server.group.changed.wait_for(lambda: 1 in server.group.members, SOON)
         second = Worker(WorkerClient(server.address, 1, 3, token="secret"), SMALL, EMPTY)
         with pytest.raises(HandshakeRefused, match="rank 1 has joined already; give each worker its own rank"):
             second.bind()
@@ -457,7 +458,8 @@ def test_serve_raises_where_a_worker_is_lost_in_a_step():
     with GradientServer(2) as server:
         workers = bound([WorkerClient(server.address, rank, 2) for rank in range(2)], SMALL, contributions(SMALL, 2))
         workers[0].exchange.start(SMALL.spans[0])
-        assert server.group.changed.wait_for(lambda: server.group.coordinator.stall().waiting, SOON)
+        with server.group.lock:
+            assert server.group.changed.wait_for(lambda: server.group.coordinator.stall().waiting, SOON)
         workers[1].exchange.close()
         with pytest.raises(PeerLost, match="rank 1 closed the connection"):
             server.serve()
@@ -533,4 +535,5 @@ def test_a_failure_that_was_begun_and_not_told_is_told_by_the_thread_that_watche
         told = []
         server.group.members[0] = types.SimpleNamespace(dismiss=told.append)
         server.group.failure = failure = PeerLost("rank 1 left")
-        assert server.group.changed.wait_for(lambda: told == [failure], SOON)
+        with server.group.lock:
+            assert server.group.changed.wait_for(lambda: told == [failure], SOON)

@@ -438,7 +438,8 @@ def test_closed_from_elsewhere_while_it_binds(monkeypatch):
     def closing_first(thread):
         if thread.name == "gradengine-sender":
             start(closing)
-            assert client._changed.wait_for(lambda: client._failure is not None, SOON)
+            with client._lock:
+                assert client._changed.wait_for(lambda: client._failure is not None, SOON)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", closing_first)

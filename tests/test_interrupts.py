@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of any call, and at random times: what is left is right, or it says that it is not."""
+"""Ctrl-C at any line of any call, and at random times: the step is broken, or nothing had begun, or all was over."""
 
 import collections
 import contextlib
@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from transports import SOON, Transport, group, on_all
 
 from gradengine import DistributedTrainer, GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
 from gradengine.accumulate.state import State
-from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NonFiniteGradient, WindowError
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NonFiniteGradient, PeerLost, WindowError
 from gradengine.kernels import CHUNK
 from gradengine.kernels.host import HostKernels
 
@@ -101,88 +101,76 @@ def micro_batch(rank, window, k):
 class User:
     """Two windows of two micro-batches, and what a user does about an interrupt.
 
-    The same call again; `last_result` where that says that the step is over; discard() where it says half written.
+    discard(), and the window anew; with other workers all of them do so, in another group.
     """
 
     def __init__(self, exchange=None, spares=(), way="in place", whole=True, rank=0, backend=None, **options):
         self.backend = backend or available("host-1")
         self.engine = GradientEngine(LAYOUT, self.backend.kernels, max_norm=0.5, exchange=exchange, **options)
         self.spares, self.way, self.whole = list(spares), way, whole
-        self.rank, self.window, self.results, self.steps, self.endings = max(rank, self.engine.rank), 0, [], [], []
-        self.result = self.out = None
-        self.begin()
+        self.rank, self.results, self.endings = max(rank, self.engine.rank), [], []
 
-    def begin(self):
-        self.batches = [put_all(self.backend, micro_batch(self.rank, self.window, k)) for k in range(2)]
-        self.added = 0
-        if self.way == "out":
-            self.out = put_all(self.backend, [np.zeros(slot.shape, np.float16) for slot in LAYOUT.slots])
+    @property
+    def state(self):
+        return self.engine.accumulator.state.now
 
-    def add(self, k):
-        weight = 1.0 + k + self.rank
+    def add(self, batch, k):
+        weight, last = 1.0 + k + self.rank, k == 1
         if self.whole:
-            self.engine.add(self.batches[k], weight)
+            self.engine.add(batch, weight)
             return
         for block in reversed(LAYOUT.blocks):
-            if self.engine.accumulator.count_of(block) == k:
-                self.engine.add_block(block.index, [self.batches[k][block.index]], weight, last=k == 1)
-        if self.engine.accumulator.count_of(LAYOUT.spans_by_key["head"]) == k:
-            self.engine.add_non_block("head", self.batches[k][2], weight, last=k == 1)
+            self.engine.add_block(block.index, [batch[block.index]], weight, last=last)
+        self.engine.add_non_block("head", batch[2], weight, last=last)
 
     def run_window(self):
-        while self.added < 2:
-            self.add(self.added)
-            self.added += 1
-        self.result = self.engine.step(self.out, deferred=self.way == "deferred")
-
-    def note(self):
-        result, self.result = self.result, None
-        if result is not None:
-            arrays = self.out or (result.sums if self.way == "deferred" else result.gradients).values()
-            self.steps.append(result.step)
-            numbers = [float(result.norm), float(result.factor)]
-            self.results.append([*numbers, *(on_host(array).tobytes() for array in arrays)])
-            self.window += 1
-            self.begin()
-
-    def look_again(self):
-        """Whether the micro-batch of an interrupted add is in the window, its count says."""
-        if self.added < 2:
-            self.added = min(self.engine.accumulator.is_even and self.engine.accumulator.accumulated_count, 2)
+        window, out = len(self.results), None
+        if self.way == "out":
+            out = put_all(self.backend, [np.zeros(slot.shape, np.float16) for slot in LAYOUT.slots])
+        for k in range(2):
+            self.add(put_all(self.backend, micro_batch(self.rank, window, k)), k)
+        result = self.engine.step(out, deferred=self.way == "deferred")
+        arrays = out or (result.sums if self.way == "deferred" else result.gradients).values()
+        numbers = [float(result.norm), float(result.factor)]
+        self.results.append([*numbers, *(on_host(array).tobytes() for array in arrays)])
 
     def train(self, at=None):
         """Both windows, the first one interrupted once; what the engine refuses ends them."""
         interrupted, _ = interrupted_at(at, self.attempt)
         if interrupted:
-            self.look_again()
-            self.endings.append("interrupted")
-        self.note()
-        while self.window < 2:
+            self.go_on()
+        while len(self.results) < 2:
             self.attempt()
-            self.note()
         return self.results
 
     def attempt(self):
         try:
             self.run_window()
-        except WindowError as refusal:
-            if "is over, and engine.last_result" in str(refusal):
-                self.endings.append("taken from last_result")
-                self.result = self.engine.last_result
-                return
-            if "half written" not in str(refusal) or self.engine.world_size > 1:
-                raise
-            self.endings.append("discarded")
-            self.engine.discard()
-            self.added = 0
         except HandshakeRefused:
             raise
         except ExchangeError:
             if not self.spares:
                 raise
-            self.endings.append("reconnected")
+            self.go_on()
+
+    def go_on(self):
+        self.endings.append(self.state.name)
+        if self.engine.current_step > len(self.results):  # made, and its result was lost on the way to here
+            self.results.append(None)
+        if self.state is State.BROKEN:
+            for call in (lambda: self.engine.add(micro_batch(0, 0, 0)), self.engine.step):
+                with pytest.raises(WindowError, match="is broken: a call was interrupted"):
+                    call()
+        self.engine.discard()
+        assert self.state is State.EMPTY
+        if self.spares:
             self.engine.exchange.close()
             self.engine.reconnect(self.spares.pop(0))
+
+
+def same(results, wanted):
+    """Whether all that are known are the same bits; of a user that ended early, the first ones."""
+    return all(result in (None, other) for result, other in zip(results, wanted, strict=False))
 
 
 def timed(call):
@@ -201,21 +189,18 @@ WAYS = [
 
 class TestOneWorker:
     @pytest.mark.parametrize("options", WAYS)
-    def test_a_window_interrupted_at_any_line_ends_in_the_same_bits(self, options):
-        wanted = User(**options).train()
-        endings = set()
+    def test_a_window_interrupted_at_any_line_is_broken_and_the_next_one_has_the_same_bits(self, options):
+        wanted, endings = User(**options).train(), collections.Counter()
         for at in places_of(User(**options).run_window):
             user = User(**options)
-            assert user.train(at) == wanted, (at, user.endings)
-            # Where a step was handing back when it was discarded, it counts.
-            assert user.steps in ([[0, 1], [1, 2]] if "discarded" in user.endings else [[0, 1]])
-            endings.add(tuple(user.endings))
-        assert ("interrupted",) in endings, "the same call again"
-        assert ("interrupted", "taken from last_result") in endings, "a step that is over is not made again"
-        assert ("interrupted", "discarded") in endings, "what was half written is refused"
+            assert same(user.train(at), wanted), (at, user.endings)
+            endings.update(user.endings)
+        # The rest came before a call had begun, or after it was over.
+        assert endings["BROKEN"] > 0.8 * sum(endings.values()) > 50, endings
+        assert set(endings) <= {"BROKEN", "EMPTY", "OPEN"}
 
     @pytest.mark.parametrize("options", WAYS)
-    def test_a_window_interrupted_at_any_time_ends_in_the_same_bits(self, options):
+    def test_a_window_interrupted_at_any_time_is_followed_by_one_of_the_same_bits(self, options):
         wanted, seeds, interrupts = User(**options).train(), random.Random(0), 0
         # The shortest of some: on a busy machine one may last ten times as long, and no interrupt would come in time.
         lasts = min(timed(User(**options).attempt) for _ in range(5))
@@ -228,9 +213,9 @@ class TestOneWorker:
             except KeyboardInterrupt:
                 interrupts += 1
             for user in users:
-                user.look_again()
-                user.note()
-                assert user.train() == wanted, user.endings
+                if user.engine.has_open_window:
+                    user.go_on()
+                assert same(user.train(), wanted), user.endings
         assert interrupts
 
     @pytest.mark.parametrize("options", [{}, {"way": "out", "hold": 2}])
@@ -239,13 +224,13 @@ class TestOneWorker:
         wanted = User(backend=emulated, **options).train()
         for at in places_of(User(backend=emulated, **options).run_window)[4 * bool(options) :: 8]:
             user = User(backend=emulated, **options)
-            assert user.train(at) == wanted, (at, user.endings)
+            assert same(user.train(at), wanted), (at, user.endings)
 
 
 TELL = {
     "check": lambda user, _: user.engine.check(),
     "result.check": lambda _, result: result.check(),
-    "add": lambda user, _: user.add(0),
+    "add": lambda user, _: user.engine.add(put_all(user.backend, micro_batch(0, 0, 0))),
     "step": lambda user, _: user.engine.step(),
 }
 
@@ -261,29 +246,36 @@ class TestLateVerdicts:
         synchronize(backend)
         return user, result
 
-    def is_told(self, call):
-        try:
+    def ends(self, call):
+        with contextlib.suppress(NonFiniteGradient):
             call()
-        except NonFiniteGradient as error:
-            return error.step == 0
-        return False
+
+    def is_told(self, call, at=None):
+        """Whether the call told, by an error or, where it was interrupted, by what the interrupt came during."""
+        told = None
+        try:
+            interrupt = kept_interrupt(at, call)
+            told = interrupt and interrupt.__context__
+        except (NonFiniteGradient, WindowError) as error:
+            told = error
+        return isinstance(told, NonFiniteGradient) and told.step == 0
 
     @pytest.mark.parametrize("name", list(TELL))
     def test_are_told_after_a_call_that_was_interrupted_at_any_line(self, emulated, name):
         user, result = self.of_a_bad_step(emulated)
-        places = places_of(partial(self.is_told, partial(TELL[name], user, result)))
-        assert not self.is_told(lambda: user.add(0)), "once"
-        interrupts = 0
+        places = places_of(partial(self.ends, partial(TELL[name], user, result)))
+        assert not self.is_told(partial(TELL["add"], user, result)), "once"
+        told_later = 0
         for at in places:
             user, result = self.of_a_bad_step(emulated)
-            interrupted, told = interrupted_at(at, partial(self.is_told, partial(TELL[name], user, result)))
-            interrupts += interrupted
-            assert told or self.is_told(lambda user=user: user.add(0)), at
-        assert interrupts > 5
+            if not self.is_told(partial(TELL[name], user, result), at):
+                told_later += 1
+                assert self.is_told(partial(TELL["add"], user, result)), at
+        assert told_later > 5
 
 
 class TestGraphs:
-    """A window that was captured: a replay is run once, and a capture that broke off records nothing any more."""
+    """A window that was captured: a broken replay is dropped, and a capture that broke off records nothing any more."""
 
     def new(self, device):
         """An engine, its gradients, which are its destinations as well, and the graph of the window."""
@@ -301,29 +293,25 @@ class TestGraphs:
         for gradient in gradients:
             assign(gradient, np.float32(value))
 
-    def test_a_replay_interrupted_at_any_line_is_run_once(self, emulated):
-        """Run again, it would take what it handed back for gradients; and a NaN be looked for in another step."""
+    def test_after_a_replay_interrupted_at_any_line_the_next_one_is_right_and_its_verdict_its_own(self, emulated):
         endings = collections.Counter()
         for number, at in enumerate(places_of(self.new(emulated)[2].replay)):
             engine, gradients, graph = self.new(emulated)
-            is_bad = number % 2 == 1
-            self.backward(gradients, np.nan if is_bad else 2048)
-            interrupted, result = interrupted_at(at, graph.replay)
-            try:
-                if interrupted and engine.current_step == 0:
-                    result = graph.replay()
-                    endings["the same call again"] += 1
-            except WindowError as refusal:
-                endings[str(refusal).split(";")[0]] += 1
-            result = result or engine.last_result
-            assert (result.step, engine.current_step) == (0, 1), at
-            assert (result.non_finite is not None) == is_bad, at
-            assert {float(on_host(gradient).reshape(-1)[0]) for gradient in gradients} == {0.0 if is_bad else 2.0}, at
-            self.backward(gradients, 1024)
-            result = graph.replay()
-            assert (result.step, result.non_finite, float(on_host(gradients[0]).reshape(-1)[0])) == (1, None, 1.0), at
-        assert set(endings) == {"the same call again", "step 0 ran before replay() was interrupted"}
-        assert min(endings.values()) > 5
+            self.backward(gradients, np.nan if number % 2 else 2048)
+            interrupted, _ = interrupted_at(at, graph.replay)
+            if engine.has_open_window:
+                with pytest.raises(WindowError, match="is broken"):
+                    graph.replay()
+                engine.discard()
+                endings["broken"] += 1
+            for value, wanted in ((1024, 1.0), (np.nan, 0.0), (3072, 3.0)):
+                self.backward(gradients, value)
+                step = engine.current_step
+                result = graph.replay()
+                assert (result.step, result.non_finite is not None) == (step, wanted == 0), at
+                assert float(on_host(gradients[0]).reshape(-1)[0]) == wanted, at
+            endings["interrupted"] += interrupted
+        assert endings["interrupted"] > endings["broken"] > 10
 
     def test_a_capture_interrupted_at_any_line_records_nothing_any_more(self, emulated):
         """Also while the interrupt's traceback is kept, as a REPL does."""
@@ -335,8 +323,8 @@ class TestGraphs:
             interrupt = kept_interrupt(at, lambda: self.capture(engine, gradients, out=False))
             try:
                 engine.add(gradients)
-            except CallerError as refusal:
-                assert "discard() where an interrupt" in str(refusal)  # noqa: PT017
+            except (CallerError, WindowError) as refusal:
+                assert "discard()" in str(refusal)  # noqa: PT017
                 engine.discard()
                 engine.add(gradients)
             assert bits_of(engine.step()) == wanted, at
@@ -345,21 +333,20 @@ class TestGraphs:
 
 
 class TestOtherCalls:
-    def test_a_discard_interrupted_at_any_line_drops_the_window_or_refuses(self):
+    def test_a_discard_interrupted_at_any_line_can_be_called_again(self):
         def new():
             user = User()
-            user.add(0)
-            user.add(1)
+            user.add(micro_batch(0, 0, 0), 0)
             return user
 
         wanted = User().train()
         for at in places_of(new().engine.discard):
             user = new()
             interrupted_at(at, user.engine.discard)
-            user.added = user.engine.accumulator.accumulated_count
-            assert user.train() == wanted, (at, user.endings)
+            user.engine.discard()
+            assert same(user.train(), wanted), at
 
-    def test_an_average_interrupted_at_any_line_is_taken_once_or_refused(self):
+    def test_an_average_interrupted_at_any_line_is_taken_once_or_the_window_is_broken(self):
         def new():
             accumulator = PerBlockGradientAccumulator(LAYOUT)
             for k in range(2):
@@ -371,18 +358,18 @@ class TestOtherCalls:
         for at in places_of(new().average):
             accumulator = new()
             interrupted_at(at, accumulator.average)
-            if accumulator.state.now is State.HALF_WRITTEN:
-                with pytest.raises(WindowError, match="half written"):
+            if accumulator.state.now is State.BROKEN:
+                with pytest.raises(WindowError, match="is broken"):
                     accumulator.average()
             else:
                 accumulator.average()  # a second time it changes nothing
                 assert accumulator.memory.data.tobytes() == wanted.memory.data.tobytes(), at
             endings.add(accumulator.state.now)
-        assert endings == {State.HALF_WRITTEN, State.OPEN}
+        assert endings == {State.BROKEN, State.OPEN}
 
 
 class Pair:
-    """Two workers, rank `who` on this thread. After a failure both take up the step in a new group."""
+    """Two workers, rank `who` on this thread. After an interrupt both begin the window anew in a new group."""
 
     def __init__(self, who, **options):
         self.who, self.options = who, options
@@ -432,10 +419,10 @@ class TestTwoWorkers:
         for at in Pair(who, **options).places()[who + 2 * bool(options) :: 4]:
             pair = Pair(who, **options).train(at)
             for rank, (user, end) in enumerate(zip(pair.users, pair.ends, strict=True)):
-                assert user.results == wanted[rank][: len(user.results)], (at, rank, user.endings)
+                # Where the interrupt came after the step, the next window's is of another step than the other rank's.
+                assert same(user.results, wanted[rank]), (at, rank, user.endings)
                 endings["refused" if isinstance(end, Exception) else tuple(user.endings)] += 1
-        assert endings["interrupted",], "the same call again"
-        assert endings["interrupted", "reconnected"], "the step taken up in a new group"
+        assert endings["BROKEN",] > 5, endings
         assert endings["refused"] < sum(endings.values()) / 2, endings
 
     def test_a_step_interrupted_at_any_time_no_bit_is_wrong_and_nobody_hangs(self):
@@ -447,45 +434,45 @@ class TestTwoWorkers:
                 if user.rank == 0:
                     with contextlib.suppress(KeyboardInterrupt), signalled(seeds.uniform(0, 0.01)):
                         user.attempt()
-                    user.look_again()
-                    user.note()
+                    if user.engine.has_open_window:
+                        user.go_on()
                 return user.train()
 
             pair.run(train)
             for rank, user in enumerate(pair.users):
-                assert user.results == wanted[rank][: len(user.results)], (rank, user.endings, pair.ends)
+                assert same(user.results, wanted[rank]), (rank, user.endings, pair.ends)
 
 
 class TestOneRankAlone:
     """What one rank does about its interrupt and the others do not."""
 
     def test_a_step_that_it_dropped_is_an_error_of_the_next_one_on_both(self):
-        """They had applied its gradients: their weights were different from then on, and nobody said so."""
+        """The others had applied its gradients: their weights would be different from then on, and nobody say so."""
+        spares = local_group(2, join_timeout=DEADLINE)
 
         def work(exchange):
             kernels = HostKernels(1)
             engine = GradientEngine(LAYOUT, kernels, exchange=exchange)
-            for window in range(2):
-                engine.add(micro_batch(exchange.rank, window, 0))
-                if (exchange.rank, window) == (0, 0):
-                    interrupted(engine, kernels)
-                else:
+            engine.add(micro_batch(exchange.rank, 0, 0))
+            if exchange.rank == 0:
+                with (
+                    patch.object(kernels, "hand_back", side_effect=KeyboardInterrupt),
+                    pytest.raises(KeyboardInterrupt),
+                ):
                     engine.step()
-
-        def interrupted(engine, kernels):
-            hand_back = kernels.hand_back
-            kernels.hand_back = Mock(side_effect=KeyboardInterrupt)
-            with pytest.raises(KeyboardInterrupt):
+                engine.discard()
+            else:
                 engine.step()
-            kernels.hand_back = hand_back
-            with pytest.raises(WindowError, match="half written"):
+            engine.add(micro_batch(exchange.rank, 1, 0))
+            with pytest.raises(PeerLost):
                 engine.step()
-            engine.discard()
+            engine.reconnect(spares[exchange.rank])
 
-        for error in on_ranks(work, 2):
-            assert "step 1, window 2" in str(error)
-            assert "step 1, window 1" in str(error)
-            assert "dropped on some ranks only: restart all from one checkpoint" in str(error)
+        errors = on_ranks(work, 2)
+        assert {type(error) for error in errors} == {HandshakeRefused}
+        assert any(
+            "is at another step: got 1, expected 0; restart all from one checkpoint" in str(e) for e in errors
+        ) or (any("is at another step: got 0, expected 1; restart all from one checkpoint" in str(e) for e in errors))
 
     def test_a_step_that_all_dropped_is_none(self):
         def work(exchange):
@@ -524,7 +511,7 @@ class TestTrainer:
     def train(self, trainer, step):
         return trainer.train_batch([np.float32(step), np.float32(step + 1)])
 
-    def test_a_batch_interrupted_at_any_line_is_applied_once(self):
+    def test_a_batch_interrupted_at_any_line_is_applied_once_or_says_that_nobody_knows(self):
         wanted, plain = [], self.new()
         for step in range(2):
             self.train(plain, step)
@@ -534,26 +521,25 @@ class TestTrainer:
             trainer = self.new()
             interrupted_at(at, lambda trainer=trainer: self.train(trainer, 0))
             endings[self.finish(trainer)] += 1
-            assert (trainer.trainer.w.tolist(), trainer.step) == (wanted[0], 1), at
+            assert trainer.trainer.w.tolist() == wanted[0], at
             self.train(trainer, 1)
             assert (trainer.trainer.w.tolist(), trainer.trainer.applied) == (wanted[1], 2), at
-        assert set(endings) == {"done", "finished", "told", "trained again"}
+        assert set(endings) == {"done", "finished", "nobody knows", "trained again"}
 
     def finish(self, trainer):
-        """What its user does, who looks where it is."""
+        """What its user does, who knows here what became of the weights."""
         if trainer.step == 1:
-            with contextlib.suppress(WindowError):  # unless it is the comparison that is not finished
-                trainer.finish_step()
+            trainer.discard()  # a comparison of weights that is not finished
             return "done"
         try:
             trainer.finish_step()
         except WindowError as refusal:
-            if "may have changed the weights" in str(refusal):
-                trainer.finish_step(applied=trainer.trainer.applied == 1)
-                return "told"
             trainer.discard()
-            self.train(trainer, 0)
-            return "trained again"
+            if trainer.trainer.applied == 0:
+                self.train(trainer, 0)
+                return "trained again"
+            assert "may have changed the weights" in str(refusal)  # noqa: PT017
+            return "nobody knows"
         return "finished"
 
 
@@ -583,6 +569,7 @@ class TestJoining:
                 is_lost = True
             if is_lost:
                 first[rank].close()
+                user.engine.discard()
                 user.engine.reconnect(user.spares.pop(0))
             return user.train()
 

@@ -207,9 +207,10 @@ class TestAfterAFault:
         spans, all_progress = [span.key for span in LAYOUT.spans], []
 
         def go_away_once_something_is_summed(group):
-            assert group.changed.wait_for(
-                lambda: len(all_progress) == 3 and all(progress.summed for progress in all_progress), 60
-            )
+            with group.lock:
+                assert group.changed.wait_for(
+                    lambda: len(all_progress) == 3 and all(progress.summed for progress in all_progress), 60
+                )
             group.fail(PeerLost("the network of rank 1 is gone"))
 
         def broken(exchange):

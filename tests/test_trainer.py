@@ -342,33 +342,19 @@ def test_a_batch_that_broke_off_is_not_mixed_into_the_next():
     assert weights_digest(trainer.trainer.weights()) == weights_digest(alone.weights())
 
 
-def test_gradients_that_could_not_be_applied_are_applied_by_finish_step():
+def test_gradients_that_could_not_be_applied_may_have_changed_the_weights():
     class Failing(LinearRegression):
-        fails = True
-
         def apply_gradients(self, gradients):
-            if self.fails:
-                self.fails = False
-                raise RuntimeError("disk full")
-            super().apply_gradients(gradients)
+            raise RuntimeError("disk full")
 
-    def one(exchange):
-        trainer = Failing() if exchange.rank == 1 else LinearRegression()
-        distributed = DistributedTrainer(trainer, exchange, LAYOUT, max_norm=0.5, check_every=1)
-        if exchange.rank == 1:
-            with pytest.raises(RuntimeError):
-                distributed.train_batch([micro_batch(exchange.rank)])
-            for call in (distributed.finish_step, lambda: distributed.train_batch([micro_batch(9)])):
-                with pytest.raises(WindowError, match=r"of step 0 did not return.*finish_step\(applied="):
-                    call()
-            loss = distributed.finish_step(applied=False)
-        else:
-            loss = distributed.train_batch([micro_batch(exchange.rank)])
-        return loss, distributed.step, weights_digest(trainer.weights())
-
-    first, second = run_ranks(groups("local", 2), one)
-    assert first == second
-    assert first[1] == 1
+    trainer = DistributedTrainer(Failing(), None, LAYOUT)
+    with pytest.raises(RuntimeError):
+        trainer.train_batch([micro_batch(0)])
+    for call in (trainer.finish_step, lambda: trainer.train_batch([micro_batch(9)])):
+        with pytest.raises(
+            WindowError, match=r"step 0 may have changed the weights.*load one checkpoint, on every rank"
+        ):
+            call()
 
 
 class Late(LinearRegression):
@@ -378,19 +364,6 @@ class Late(LinearRegression):
         super().apply_gradients(gradients)
         if self.applied == 1:
             raise KeyboardInterrupt
-
-
-def test_gradients_that_were_applied_are_not_applied_again():
-    plain, late = LinearRegression(), Late()
-    DistributedTrainer(plain, None, LAYOUT).train_batch([micro_batch(0)])
-    trainer = DistributedTrainer(late, None, LAYOUT)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train_batch([micro_batch(0)])
-    with pytest.raises(WindowError, match="may have changed the weights"):
-        trainer.finish_step()
-    trainer.finish_step(applied=True)
-    assert weights_digest(late.weights()) == weights_digest(plain.weights())
-    assert (trainer.step, trainer.engine.current_step) == (1, 1)
 
 
 def test_a_finished_batch_is_not_trained_twice_by_who_asks_for_its_loss_again():
@@ -563,23 +536,19 @@ def test_a_comparison_that_was_lost_is_made_by_finish_step(who):
     assert run_ranks(groups("local", 2), one) == run_ranks(groups("local", 2), undisturbed)
 
 
-#: Whose method is interrupted to leave a batch in a state.
+#: Whose method ends in what, to leave a batch in a state.
 BROKEN = {
-    Batch.ADDING: ("trainer", "forward_backward"),
-    Batch.ADDED: ("engine", "step"),
-    Batch.STEPPED: (None, "_apply"),
-    Batch.APPLYING: ("trainer", "apply_gradients"),
-    Batch.APPLIED: (None, "_compare_weights"),
+    Batch.ADDING: ("trainer", "forward_backward", KeyboardInterrupt),
+    Batch.ADDED: ("engine", "step", PeerLost("gone")),
+    Batch.APPLYING: ("trainer", "apply_gradients", KeyboardInterrupt),
+    Batch.APPLIED: (None, "_compare_weights", KeyboardInterrupt),
 }
-UNFINISHED, PERHAPS = "of an earlier batch is not finished", "did not return, and may have changed the weights"
+UNFINISHED, PERHAPS = "of an earlier batch is not finished", "may have changed the weights"
 REFUSED = {
     (Batch.READY, "finish_step"): "there is no batch to finish",
-    (Batch.READY, "finish_step(applied)"): "there is no batch to finish",
     (Batch.ADDING, "train_batch"): UNFINISHED,
     (Batch.ADDING, "finish_step"): "a batch broke off",
-    (Batch.ADDING, "finish_step(applied)"): "a batch broke off",
     (Batch.ADDED, "train_batch"): UNFINISHED,
-    (Batch.STEPPED, "train_batch"): UNFINISHED,
     (Batch.APPLYING, "train_batch"): PERHAPS,
     (Batch.APPLYING, "finish_step"): PERHAPS,
     (Batch.APPLIED, "train_batch"): UNFINISHED,
@@ -594,25 +563,24 @@ class TestWhereABatchStands:
         if state is Batch.FINISHED:
             trainer.train_batch([micro_batch(0)])
         elif state is not Batch.READY:
-            owner, name = BROKEN[state]
+            owner, name, fault = BROKEN[state]
             owner = getattr(trainer, owner) if owner else trainer
             method = getattr(owner, name)
             answers = [method(micro_batch(0))] if state is Batch.ADDING else []
-            setattr(owner, name, Mock(side_effect=[*answers, KeyboardInterrupt]))
-            with pytest.raises(KeyboardInterrupt):
+            setattr(owner, name, Mock(side_effect=[*answers, fault]))
+            with pytest.raises((KeyboardInterrupt, PeerLost)):
                 trainer.train_batch([micro_batch(0), micro_batch(1)])
             setattr(owner, name, method)
         assert trainer._batch is state
         return trainer
 
     @pytest.mark.parametrize("state", Batch, ids=lambda state: state.name)
-    @pytest.mark.parametrize("name", ["train_batch", "finish_step", "finish_step(applied)"])
+    @pytest.mark.parametrize("name", ["train_batch", "finish_step"])
     def test_each_call_in_each_state(self, state, name):
         trainer = self.trainer_in(state)
         calls = {
             "train_batch": lambda: trainer.train_batch([micro_batch(0)]),
             "finish_step": trainer.finish_step,
-            "finish_step(applied)": lambda: trainer.finish_step(applied=True),
         }
         if (state, name) not in REFUSED:
             calls[name]()

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from gradengine.accumulate.block import BlockGradientSet
 from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
 from gradengine.accumulate.intake import Intake
-from gradengine.accumulate.state import Call, Event, State, StepState
+from gradengine.accumulate.state import Call, State, StepState
 from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
@@ -209,8 +209,13 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     def zero_all(self) -> None:
         """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
         now = self.state.ask(Call.ZERO_ALL)
+        self.drop_window()
+        self.state.now = now
+
+    def drop_window(self) -> None:
+        """Forget the window, whatever the state, which is the caller's to set."""
         self._left.clear()
-        self._window, self.state.now = Window(len(self.layout.slots)), now
+        self._window = Window(len(self.layout.slots))
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
@@ -248,12 +253,13 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             )
         self._flush(self._all, asked, measure=measure)
 
-    def changing(self, call: Call | Event = Call.VIEW) -> AbstractContextManager[None]:
-        """A region in which arena memory is written: an interrupt within leaves a window that can only be dropped.
+    def changing(self, over: State | None = None) -> AbstractContextManager[None]:
+        """A region in which arena memory is written, and the step is BROKEN; what ends in an error leaves it so.
 
-        Work queued in it is ordered behind all that was queued before, on whatever stream.
+        Work queued in it is ordered after all that was queued before, on whatever stream. `over` is the state
+        afterwards; by default the one before.
         """
-        return _Changing(self, self.state.ask(call))
+        return _Changing(self, over or self.state.ask(Call.VIEW))
 
     def check(self) -> None:
         """Wait for a GPU and raise `BufferRefused` for torch's gradients that were not cleared, as `add` does later."""
@@ -452,7 +458,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
 @final
 class _Changing(AbstractContextManager[None]):
-    """The state is half written, and the one that the call leads to when it is over.
+    """The step is BROKEN within it, and afterwards in the state that the call leads to.
 
     No generator: one that an interrupt leaves suspended would end with its traceback, in a later window.
     """
@@ -464,7 +470,7 @@ class _Changing(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._order.__enter__()
         self._accumulator.changes += 1
-        self._accumulator.state.enter(Event.WRITE)
+        self._accumulator.state.now = State.BROKEN
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None

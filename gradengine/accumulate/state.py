@@ -1,15 +1,15 @@
 """Where a step stands, and what may be called then: one table, which everyone who takes part in a step asks.
 
 The accumulator, the engine, its reducer and its captures share one `StepState`, and none of them remembers where the
-step stands in any other way. What belongs to a state (the stats that all workers agreed on, the spans that have left,
-the graph that is recorded) is data, and lies with whoever made it. What a call needs beyond the state is asked where
-that data is: whether a window has room (engine), whether a span has left (reducer). A trainer's batch and a group's
-connection have small tables of their own.
+step stands in any other way. What belongs to a state (the stats that all workers agreed on, the spans that were sent,
+the graph that is recorded) is data, and is kept by whoever made it. What a call needs beyond the state is asked there:
+whether a window has room (engine), whether a span was sent (reducer). A trainer's batch and a group's connection have
+small tables of their own.
 
-    EMPTY --add--> OPEN --SEND--> SENDING --AGREE--> AGREED --HAND_BACK--> HANDED_BACK --> EMPTY, the next step
+    EMPTY --add--> OPEN --SEND--> SENDING --AGREE--> AGREED --handed back--> EMPTY, the next step
 
-A state changes in one statement, so that an interrupt finds it before or behind a change. While memory is written a
-step is in one of the HALF_ states; a call that is interrupted there leaves it so, and only `discard()` leads out.
+While memory is written the step is BROKEN, and it is so after a call that was interrupted, as by Ctrl-C: nothing is
+resumed in the middle, and only `discard()` leads out.
 """
 
 from __future__ import annotations
@@ -31,18 +31,13 @@ class State(Enum):
     EMPTY = "nothing has come"
     NOTHING = "add(None) said that nothing comes"
     OPEN = "micro-batches have come"
-    SENDING = "some of it has left for other workers"
+    SENDING = "some of it was sent to other workers"
     FAILED = "its exchange failed; the window is kept"
     AGREED = "all workers know the same sums, and nothing has been handed back"
-    HANDED_BACK = "the gradients have been handed back, and the next window is not open yet"
-    HALF_WRITTEN = "half written, and nothing has left"
-    HALF_SENT = "half written, and some of it has left"
-    HALF_HANDED_BACK = "half written by what all workers agreed on"
+    BROKEN = "a call is writing, or was interrupted"
     CAPTURING = "a graph is recorded that holds nothing yet"
     RECORDED = "micro-batches are in the graph"
     CAPTURED = "the graph holds its step"
-    HALF_CAPTURED = "a call was interrupted while it was recorded"
-    LAUNCHING = "a replay is queued, or was interrupted where only the device knows"
 
     __hash__ = object.__hash__  # Enum's own is Python code, at each look into the table
 
@@ -70,11 +65,9 @@ class Call(Enum):
 class Event(Enum):
     """What happens within a call."""
 
-    WRITE = "memory is half written until the call is over"
-    SEND = "a span leaves for other workers"
+    SEND = "a span is sent to other workers"
     FAIL = "an exchange failed"
     AGREE = "all workers know the same sums"
-    HAND_BACK = "the gradients have been handed back"
 
     __hash__ = object.__hash__
 
@@ -96,10 +89,8 @@ class Refusal:
 
 
 #: What an accumulator without an engine does not know.
-_UNKNOWN = {"step": "a step", "count": "some", "change": "another", "last": "", "or_nothing": "", "others": ""}
-_none = Refusal(
-    "{step} without a micro-batch", "0 micro-batches", "at least 1", "{last}add() gradients first{or_nothing}"
-)
+_UNKNOWN = {"step": "a step", "count": "some", "change": "another", "or_nothing": "", "way_out": "zero_all()"}
+_none = Refusal("{step} without a micro-batch", "0 micro-batches", "at least 1", "add() gradients first{or_nothing}")
 _sent = Refusal(
     "the window is complete and on its way to the other workers",
     "a contribution after the last of {count} micro-batches",
@@ -109,19 +100,12 @@ _kept = Refusal(
     "{step} failed, and its window is kept",
     do="run step() again (after reconnect() where the exchange was lost), or discard() it",
 )
-_over = Refusal(
-    "{step} was interrupted when its gradients had been handed back",
-    do="run step() again with the same arguments for its result, or discard() it",
-)
-_half = Refusal(
-    "the window is half written: a call was interrupted, or another thread is in one",
-    do="drop it by the engine's discard(), or by zero_all() where there is none, and add its micro-batches again",
-)
-_back = Refusal(
-    "{step} was interrupted while it handed back its gradients: they are half written",
-    do="{others}discard() goes on without this step",
+_broken = Refusal(
+    "{step} is broken: a call was interrupted, or another thread is in one",
+    do="drop its window by {way_out}, and add its micro-batches again",
 )
 _open = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
+_drop = Refusal("workers sum this window", "zero_all()", do="drop it by the engine's discard(), on every rank")
 _scale = Refusal(
     "the loss scale of an open window cannot be changed", "{change}", do="set it after step() or discard()"
 )
@@ -132,57 +116,42 @@ _one = Refusal(
     "one step(), last",
     "leave its `with`; discard() where an interrupt did",
 )
-_cut = Refusal("a call was interrupted while it was captured", do="leave its `with`, or discard() it")
 _zero = Refusal("a captured window has micro-batches that count", "add(None, weight=0)")
-_ran = Refusal("a replay was interrupted, and {step} may have run", do="replay() again: it says whether that was so")
 
 Cell: TypeAlias = State | Refusal | None
 SAME: Final = None  # the call leaves the state as it is
 _: Final = None  # the event does not come there
 
 # fmt: off
-(
-    EMPTY, NOTHING, OPEN, SENDING, FAILED, AGREED, HANDED_BACK, HALF_WRITTEN, HALF_SENT, HALF_HANDED_BACK, CAPTURING,
-    RECORDED, CAPTURED, HALF_CAPTURED, LAUNCHING,
-) = State
+EMPTY, NOTHING, OPEN, SENDING, FAILED, AGREED, BROKEN, CAPTURING, RECORDED, CAPTURED = State
 #: The state that a call leads to when it is over, or its refusal. For a step it says whether it may begin: what it does
-#: on its way is events. A part may come while others have left; of which span, the reducer knows.
+#: on its way is events. A part may come while others were sent; of which span, the reducer knows.
 _CALLS: Mapping[State, tuple[Cell, ...]] = {
-    #                  ADD       ADD_PART  NOTHING  VIEW   STEP   SCALE   CAPTURE    REPLAY     ZERO_ALL   RECONNECT
-    EMPTY:            (OPEN,     OPEN,     NOTHING, SAME,  _none, SAME,   CAPTURING, LAUNCHING, SAME,      SAME),
-    NOTHING:          (OPEN,     OPEN,     SAME,    SAME,  SAME,  SAME,   CAPTURING, LAUNCHING, EMPTY,     SAME),
-    OPEN:             (SAME,     SAME,     SAME,    SAME,  SAME,  _scale, _open,     _open,     EMPTY,     SAME),
-    SENDING:          (_sent,    SAME,     _sent,   SAME,  SAME,  _scale, _open,     _open,     HALF_SENT, SAME),
-    FAILED:           (_kept,    _kept,    _kept,   SAME,  SAME,  _scale, _open,     _open,     HALF_SENT, SAME),
-    AGREED:           (_kept,    _kept,    _kept,   SAME,  SAME,  _scale, _open,     _open,     HALF_SENT, FAILED),
-    HANDED_BACK:      (_over,    _over,    _over,   _over, SAME,  _over,  _over,     _over,     SAME,      SAME),
-    HALF_WRITTEN:     (_half,    _half,    _half,   _half, _half, _half,  _half,     _half,     EMPTY,     SAME),
-    HALF_SENT:        (_half,    _half,    _half,   _half, _half, _half,  _half,     _half,     SAME,      SAME),
-    HALF_HANDED_BACK: (_back,    _back,    _back,   _back, _back, _back,  _back,     _back,     SAME,      HALF_SENT),
-    CAPTURING:        (RECORDED, RECORDED, _zero,   SAME,  _none, SAME,   _graph,    _graph,    SAME,      SAME),
-    RECORDED:         (SAME,     SAME,     _zero,   SAME,  SAME,  _scale, _graph,    _graph,    CAPTURING, SAME),
-    CAPTURED:         (_one,     _one,     _one,    _one,  _one,  _one,   _graph,    _graph,    SAME,      SAME),
-    HALF_CAPTURED:    (_cut,     _cut,     _cut,    _cut,  _cut,  _cut,   _cut,      _cut,      SAME,      SAME),
-    LAUNCHING:        (OPEN,     OPEN,     NOTHING, SAME,  _none, SAME,   _ran,      SAME,      SAME,      SAME),
+    #           ADD       ADD_PART  NOTHING  VIEW     STEP     SCALE    CAPTURE    REPLAY   ZERO_ALL   RECONNECT
+    EMPTY:     (OPEN,     OPEN,     NOTHING, SAME,    _none,   SAME,    CAPTURING, SAME,    SAME,      SAME),
+    NOTHING:   (OPEN,     OPEN,     SAME,    SAME,    SAME,    SAME,    CAPTURING, SAME,    EMPTY,     SAME),
+    OPEN:      (SAME,     SAME,     SAME,    SAME,    SAME,    _scale,  _open,     _open,   EMPTY,     SAME),
+    SENDING:   (_sent,    SAME,     _sent,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     SAME),
+    FAILED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     SAME),
+    AGREED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     FAILED),
+    BROKEN:    (_broken,  _broken,  _broken, _broken, _broken, _broken, _broken,   _broken, EMPTY,     _broken),
+    CAPTURING: (RECORDED, RECORDED, _zero,   SAME,    _none,   SAME,    _graph,    _graph,  SAME,      SAME),
+    RECORDED:  (SAME,     SAME,     _zero,   SAME,    SAME,    _scale,  _graph,    _graph,  CAPTURING, SAME),
+    CAPTURED:  (_one,     _one,     _one,    _one,    _one,    _one,    _graph,    _graph,  SAME,      SAME),
 }
 #: The state that an event leads to.
 _EVENTS: Mapping[State, tuple[Cell, ...]] = {
-    #                  WRITE             SEND     FAIL              AGREE     HAND_BACK
-    EMPTY:            (HALF_WRITTEN,     _,       _,                _,        _),
-    NOTHING:          (HALF_WRITTEN,     SENDING, FAILED,           AGREED,   _),
-    OPEN:             (HALF_WRITTEN,     SENDING, FAILED,           AGREED,   _),
-    SENDING:          (HALF_SENT,        SENDING, FAILED,           AGREED,   _),
-    FAILED:           (HALF_SENT,        FAILED,  FAILED,           AGREED,   _),
-    AGREED:           (HALF_HANDED_BACK, _,       AGREED,           AGREED,   HANDED_BACK),
-    HANDED_BACK:      (HALF_HANDED_BACK, _,       _,                _,        HANDED_BACK),
-    HALF_WRITTEN:     (HALF_WRITTEN,     _,       HALF_SENT,        _,        _),
-    HALF_SENT:        (HALF_SENT,        _,       HALF_SENT,        _,        _),
-    HALF_HANDED_BACK: (HALF_HANDED_BACK, _,       HALF_HANDED_BACK, _,        _),
-    CAPTURING:        (HALF_CAPTURED,    _,       _,                _,        _),
-    RECORDED:         (HALF_CAPTURED,    _,       _,                RECORDED, CAPTURED),
-    CAPTURED:         (HALF_CAPTURED,    _,       _,                _,        CAPTURED),
-    HALF_CAPTURED:    (HALF_CAPTURED,    _,       _,                _,        _),
-    LAUNCHING:        (HALF_WRITTEN,     _,       _,                _,        _),
+    #           SEND     FAIL    AGREE
+    EMPTY:     (_,       _,      _),
+    NOTHING:   (SENDING, FAILED, AGREED),
+    OPEN:      (SENDING, FAILED, AGREED),
+    SENDING:   (SENDING, FAILED, AGREED),
+    FAILED:    (FAILED,  FAILED, AGREED),
+    AGREED:    (_,       FAILED, AGREED),
+    BROKEN:    (_,       BROKEN, _),
+    CAPTURING: (_,       _,      _),
+    RECORDED:  (_,       _,      RECORDED),
+    CAPTURED:  (_,       _,      _),
 }
 # fmt: on
 
@@ -190,30 +159,35 @@ _EVENTS: Mapping[State, tuple[Cell, ...]] = {
 TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
     state: {
         **{call: answer or state for call, answer in zip(Call, answers, strict=False)},
-        Call.DISCARD: EMPTY if state is not LAUNCHING else LAUNCHING,  # it drops a window, and a replay has none
+        Call.DISCARD: EMPTY,
         **{event: answer for event, answer in zip(Event, _EVENTS[state], strict=True) if answer},
     }
     for state, answers in _CALLS.items()
 }
 
-#: Those in which the current stream records a graph, and nothing runs.
-RECORDING_STATES = frozenset({State.CAPTURING, State.RECORDED, State.CAPTURED, State.HALF_CAPTURED})
-
 
 @final
 class StepState:
-    """Where one accumulator's step stands, whoever works on it."""
+    """Where one accumulator's step stands, whoever works on it.
 
-    __slots__ = ("now",)
+    Attributes:
+        now: The state.
+        has_engine: Whether an engine, and no longer `zero_all`, drops a broken window.
+    """
+
+    __slots__ = ("has_engine", "now")
 
     def __init__(self) -> None:
-        self.now = State.EMPTY
+        self.now, self.has_engine = State.EMPTY, False
 
     def ask(self, happening: Call | Event, facts: Callable[[], Facts] | None = None) -> State:
         """The state that a call or an event leads to; `WindowError`, with these facts, where the call does not fit."""
         answer = TABLE[self.now][happening]
+        if self.has_engine and happening is Call.ZERO_ALL and self.now is State.BROKEN:
+            answer = _broken
         if isinstance(answer, Refusal):
-            raise answer.error({} if facts is None else facts())
+            way_out = {"way_out": "discard()"} if self.has_engine else {}
+            raise answer.error({**way_out, **({} if facts is None else facts())})
         return answer
 
     def enter(self, happening: Call | Event) -> None:

@@ -26,7 +26,6 @@ from gradengine.exchange.interface import (
     Membership,
     NonFiniteValue,
     Progress,
-    again_if_interrupted,
     buckets_of,
     checked_seconds,
     find_non_finite,
@@ -34,7 +33,6 @@ from gradengine.exchange.interface import (
     set_bucket_bytes,
 )
 from gradengine.layout import GradientLayout
-from gradengine.threads import Condition
 
 _MAX_BAD = 64  # non-finite values reported of a step
 
@@ -84,8 +82,8 @@ class Group:
         self.timeout = checked_seconds("timeout", timeout)
         self.join_timeout = checked_seconds("join_timeout", join_timeout)
         self.bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 4)
-        self.changed = Condition()
-        self.lock = self.changed.lock
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.layout: GradientLayout | None = None
         self.buckets: list[Bucket] = []
         self.failure: ExchangeError | None = None
@@ -138,7 +136,7 @@ class Group:
             self.note_progress()
 
     def fail(self, failure: ExchangeError) -> None:
-        """End the group with its first failure. Repeated after an interrupt, it dismisses the remaining members."""
+        """End the group with its first failure; called again, it dismisses members that have not been told yet."""
         with self.lock:
             self.failure = self.failure or failure
             for rank, member in self.members.items():
@@ -150,16 +148,18 @@ class Group:
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Wait, without the lock, until `done()`; raises the group's failure, or a timeout."""
         left = 0.0
-        while not self.changed.wait_for(lambda: done() or self.failure is not None, left):
-            left = self.fail_if_late(caller_waits=True)
         with self.lock:
+            while not self.changed.wait_for(lambda: done() or self.failure is not None, left):
+                left = self.fail_if_late(caller_waits=True)
             if not done():
                 self.refuse_failed()
 
     def settle(self) -> None:
         """Wait until no other thread is summing: after it a group that has failed writes to no arena."""
         me = threading.get_ident()
-        if not self.changed.wait_for(lambda: self._summing_thread in {None, me}, self.timeout):
+        with self.lock:
+            has_settled = self.changed.wait_for(lambda: self._summing_thread in {None, me}, self.timeout)
+        if not has_settled:
             raise DeadlineExceeded(
                 "another thread is in the middle of a sum", got=f"no end in {self.timeout:g} s", do="start anew"
             )
@@ -272,7 +272,6 @@ class Group:
             self._summing_thread = None
             self.note_progress()
 
-    @again_if_interrupted
     def _break_off(self, fault: BaseException) -> None:
         with self.lock:
             step, index = self.opened().bucket_of(self.opened().summed)

@@ -12,14 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, whole_number
-from gradengine.errors import CallerError, GradientError, HandshakeRefused, NotCopied, ProtocolError, WindowError
+from gradengine.errors import CallerError, HandshakeRefused, NotCopied, ProtocolError, WindowError
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD, Gradient, Sum
 from gradengine.kernels.host import first_non_finite
 from gradengine.kernels.host_sums import squared_sum
@@ -28,8 +27,6 @@ from gradengine.layout import GradientLayout, Span
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
 Float32: TypeAlias = npt.NDArray[np.float32]
 GROUP_BYTES = 16  # of a group's random identifier
 DEFAULT_BUCKET_BYTES = 1 << 21  # 1 MB: twice the switches between threads, 15 % slower on loopback; 4 MB gains nothing
@@ -100,51 +97,6 @@ class Bucket:
 OnReduced: TypeAlias = Callable[[Span, int], None]  # the span is summed up to this arena index
 
 
-class _Closing(Protocol):
-    def close(self) -> None: ...
-
-
-ClosingT = TypeVar("ClosingT", bound=_Closing)
-
-
-def closing_if_interrupted(
-    method: Callable[Concatenate[ClosingT, Arguments], Answer],
-) -> Callable[Concatenate[ClosingT, Arguments], Answer]:
-    """Decorator: interrupted by Ctrl-C, or by another error than ours, the method closes its object.
-
-    After half of a message or sum it is unknown what the other ranks have of it, so they must fail. A decorator and not
-    a `with`, in whose `__exit__` another interrupt could come: either the caller gets the result or it is closed.
-    """
-
-    @wraps(method)
-    def whole(self: ClosingT, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
-        try:
-            return method(self, *arguments, **named)
-        except GradientError:
-            raise
-        except BaseException:
-            self.close()
-            raise
-
-    return whole
-
-
-def again_if_interrupted(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Decorator: interrupted, the method is repeated before the interrupt propagates: other threads wait for it."""
-
-    @wraps(method)
-    def whole(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        try:
-            method(*arguments, **named)
-        except GradientError:
-            raise
-        except BaseException:
-            method(*arguments, **named)
-            raise
-
-    return whole
-
-
 class Exchange(NotCopied, ABC, instead="make one in each process, with connect()"):
     """One rank's all-reduce and all-gather in a process group.
 
@@ -183,7 +135,7 @@ class Exchange(NotCopied, ABC, instead="make one in each process, with connect()
 
     @abstractmethod
     def wait(self) -> tuple[NonFiniteValue, ...]:
-        """Wait until the whole arena is reduced. Interrupted, as by Ctrl-C, any method closes the exchange.
+        """Wait until the whole arena is reduced.
 
         Returns:
             Non-finite contributions, the same on all ranks: the first of each bucket and rank, at most 64.
@@ -212,10 +164,7 @@ class Exchange(NotCopied, ABC, instead="make one in each process, with connect()
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group; other ranks that still wait for this one fail. May be called twice.
-
-        Interrupted, as by Ctrl-C, it still closes before the interrupt propagates.
-        """
+        """Leave the group; other ranks that still wait for this one fail. May be called twice, also if interrupted."""
 
     def __enter__(self) -> Self:
         return self

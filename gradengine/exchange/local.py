@@ -20,8 +20,6 @@ from gradengine.exchange.interface import (
     OnReduced,
     Outbox,
     Progress,
-    again_if_interrupted,
-    closing_if_interrupted,
     not_bound,
     nothing_started,
     refuse_bad_arena,
@@ -68,7 +66,6 @@ class LocalExchange(Exchange):
         self._outbox: Outbox | None = None
         self._on_close, self.url = on_close, url
 
-    @closing_if_interrupted
     def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
         refuse_bad_arena(layout, arena)
         if self._member is not None:
@@ -80,7 +77,6 @@ class LocalExchange(Exchange):
             self._member = member
         self._wait_until(lambda: member.is_welcome)
 
-    @closing_if_interrupted
     def start(self, span: Span) -> None:
         """See `Exchange.start`; the last rank to start a bucket sums it, before this returns."""
         member = self._bound()
@@ -90,7 +86,6 @@ class LocalExchange(Exchange):
         member.progress.contributed = max(member.progress.contributed, leaving.stop)
         self._group.contribute(self.rank, len(leaving))
 
-    @closing_if_interrupted
     def wait(self) -> tuple[NonFiniteValue, ...]:
         member, group = self._bound(), self._group
         if self._outbox is None and group.buckets and not member.has_ended and group.failure is None:
@@ -101,7 +96,6 @@ class LocalExchange(Exchange):
         member.has_ended, self._outbox = False, None
         return tuple(member.progress.bad)
 
-    @closing_if_interrupted
     def gather(self, data: bytes) -> list[bytes]:
         member = self._bound()
         refuse_long_part(data)
@@ -111,9 +105,7 @@ class LocalExchange(Exchange):
         self._wait_until(lambda: bool(member.gathers))
         return member.gathers.pop(0)
 
-    @again_if_interrupted
     def close(self) -> None:
-        self._group.changed.let_go()
         self._group.fail(PeerLost(f"rank {self.rank} left the group", do="windows are kept: reconnect or discard()"))
         try:
             self._group.settle()
@@ -152,7 +144,6 @@ class _LocalMember(Member):
         mine = self.contribution(bucket)
         if mine.ctypes.data != total.ctypes.data:
             np.copyto(mine, total)
-        # In this order, so that after an interrupt between the two the bucket is not sent again as a contribution.
         self.progress.summed += 1
         self.progress.partially_written = False
         self._on_reduced(bucket.span, bucket.stop)

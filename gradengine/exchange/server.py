@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,6 @@ from gradengine.exchange.interface import (
     Float32,
     NonFiniteValue,
     Progress,
-    again_if_interrupted,
     refuse_other_bucket,
     wire_key,
 )
@@ -69,7 +69,7 @@ from gradengine.exchange.wire import (
     Welcome,
 )
 from gradengine.layout import GradientLayout, layout_from_table
-from gradengine.threads import Condition, Threads
+from gradengine.threads import Threads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,7 +131,7 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
         self._threads = Threads()
         self._channels: list[Channel] = []
         self._unauthenticated: set[Channel] = set()
-        self._is_closing, self._closing = False, Condition()
+        self._closing = threading.Event()
         self._departed = 0
         self._listener = listen_socket(address)
         self._listener.settimeout(0.2)
@@ -155,19 +155,17 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
             HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done.
         """
         group = self.group
-        group.changed.wait_for(lambda: self._is_closing or self._departed == group.world_size or self._failed())
         with group.lock:
+            group.changed.wait_for(
+                lambda: self._closing.is_set() or self._departed == group.world_size or self._failed()
+            )
             if self._failed() and group.failure is not None:
                 raise group.failure
 
-    @again_if_interrupted
     def close(self) -> None:
         """Stop; workers that still wait get an error. May be called twice."""
-        for condition in (self.group.changed, self._closing):
-            condition.let_go()
         self.group.fail(PeerLost("the coordinator left the group", do="windows are kept: reconnect or discard()"))
-        self._is_closing = True
-        self._closing.notify_all()
+        self._closing.set()
         self._stop_listening()
         for channel in tuple(self._unauthenticated):
             channel.close()
@@ -197,21 +195,20 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
         self._listener.close()
 
     def _accept(self) -> None:
-        while not self._is_closing:
+        while not self._closing.is_set():
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError:  # closed, or for the moment out of file descriptors
-                self._closing.wait_for(lambda: self._is_closing, 0.05)
+                self._closing.wait(0.05)
                 continue
             self._threads.spawn("gradengine-reader", self._serve_connection, connection)
 
     def _watch(self) -> None:
         """Enforce the timeouts, also if no rank of this process waits."""
         group = self.group
-        while not self._is_closing and group.failure is None:
-            self._closing.wait_for(lambda: self._is_closing, min(0.25, group.timeout / 4))
+        while not self._closing.wait(min(0.25, group.timeout / 4)) and group.failure is None:
             group.fail_if_late()
         if group.failure is not None:
             group.fail(group.failure)  # the first call may have been interrupted before it had dismissed all

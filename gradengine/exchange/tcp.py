@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, final
@@ -32,10 +33,8 @@ from gradengine.exchange.interface import (
     OnReduced,
     Outbox,
     Progress,
-    again_if_interrupted,
     buckets_of,
     checked_seconds,
-    closing_if_interrupted,
     not_bound,
     nothing_started,
     refuse_bad_arena,
@@ -61,7 +60,7 @@ from gradengine.exchange.wire import (
     Welcome,
 )
 from gradengine.layout import GradientLayout, Span
-from gradengine.threads import Condition, Threads
+from gradengine.threads import Threads
 from gradengine.unpacking import unpack
 
 _RETRY_SECONDS = 0.05
@@ -101,8 +100,8 @@ class WorkerClient(Exchange):
         self._address, self._token, self._job = address, token, job_or_launchers(job)
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
-        self._changed = Condition()
-        self._lock = self._changed.lock
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._outgoing: queue.SimpleQueue[tuple[Message, bytes | memoryview] | None] = queue.SimpleQueue()
         self._gathers: list[list[bytes]] = []
         self._buckets: list[Bucket] = []
@@ -113,7 +112,6 @@ class WorkerClient(Exchange):
         self._has_ended = False
         self._last_progress = time.monotonic()
 
-    @closing_if_interrupted
     def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
         refuse_bad_arena(layout, arena)
         if self._channel is not None:
@@ -132,7 +130,6 @@ class WorkerClient(Exchange):
         for name, work in (("sender", self._send_all), ("receiver", self._receive_all)):
             self._threads.spawn(f"gradengine-{name}", work, channel)
 
-    @closing_if_interrupted
     def start(self, span: Span) -> None:
         self._refuse_unbound()
         if self._outbox is None:
@@ -144,7 +141,6 @@ class WorkerClient(Exchange):
             message = Gradient(self._progress.step, *wire_key(bucket))
             self._outgoing.put((message, self._arena[bucket.start : bucket.stop].data))
 
-    @closing_if_interrupted
     def wait(self) -> tuple[NonFiniteValue, ...]:
         self._refuse_unbound()
         idle = self._outbox is None or self._outbox.is_untouched
@@ -154,7 +150,6 @@ class WorkerClient(Exchange):
         self._has_ended, self._outbox = False, None
         return tuple(self._progress.bad)
 
-    @closing_if_interrupted
     def gather(self, data: bytes) -> list[bytes]:
         self._refuse_unbound()
         refuse_long_part(data)
@@ -162,9 +157,7 @@ class WorkerClient(Exchange):
         self._wait_until(lambda: bool(self._gathers), "a gather (end of step or barrier)")
         return self._gathers.pop(0)
 
-    @again_if_interrupted
     def close(self) -> None:
-        self._changed.let_go()
         self._fail(PeerLost(f"rank {self.rank} has left the group"))
         self._stop()
 
@@ -222,7 +215,8 @@ class WorkerClient(Exchange):
                 channel.send(*item)
         except PeerLost as failure:
             # The receiver may still get the reason why the coordinator closed the connection.
-            self._changed.wait_for(lambda: self._failure is not None, 1.0)
+            with self._lock:
+                self._changed.wait_for(lambda: self._failure is not None, 1.0)
             self._fail(failure)
 
     def _receive_all(self, channel: Channel) -> None:
@@ -277,12 +271,12 @@ class WorkerClient(Exchange):
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
         limit = left = self._timeout + _GRACE_SECONDS
         self._last_progress = time.monotonic()
-        while not self._changed.wait_for(lambda: done() or self._failure is not None, left):
-            left = self._last_progress + limit - time.monotonic()
-            if left <= 0:
-                silent = f"rank {self.rank} waits for {what} and the coordinator is silent"
-                self._fail(DeadlineExceeded(silent, got=f"nothing for {limit:g} s"))
         with self._lock:
+            while not self._changed.wait_for(lambda: done() or self._failure is not None, left):
+                left = self._last_progress + limit - time.monotonic()
+                if left <= 0:
+                    silent = f"rank {self.rank} waits for {what} and the coordinator is silent"
+                    self._fail(DeadlineExceeded(silent, got=f"nothing for {limit:g} s"))
             if done():
                 return
         self._stop()

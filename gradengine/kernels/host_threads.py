@@ -11,8 +11,6 @@ from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from gradengine.threads import start_thread
-
 Task = TypeVar("Task")
 
 
@@ -126,7 +124,7 @@ def _pool(threads: int) -> _Calls:
         calls: _Calls = queue.SimpleQueue()
         for number in range(threads - 1):
             name = f"gradengine-host-{threads}-{number}"
-            start_thread(threading.Thread(target=_serve, args=(calls,), name=name, daemon=True))
+            threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
         if _pools.setdefault(threads, calls) is not calls:  # another thread was quicker
             for _ in range(threads - 1):
                 calls.put(None)

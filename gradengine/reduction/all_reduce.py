@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, final
 
 from gradengine.errors import CallerError, PeerLost
-from gradengine.exchange.interface import Exchange, Float32, OnReduced, Progress, closing_if_interrupted
+from gradengine.exchange.interface import Exchange, Float32, OnReduced, Progress
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import gathered, packed
@@ -20,7 +20,7 @@ class GroupState(Enum):
 
     SUMMING = "spans may leave, and their sums come back"
     SUMMED = "all spans of the step hold their sums"
-    LEFT = "it dropped a window that was on its way, and closed the exchange"
+    LEFT = "it closed the exchange in the middle of a step"
 
 
 @final
@@ -35,7 +35,6 @@ class AllReduce:
         self.state = GroupState.SUMMING
         self._gathered: dict[str, list[bytes]] = {}  # what was told, kept: the others are past it
 
-    @closing_if_interrupted
     def join(self, exchange: Exchange, layout: GradientLayout, arena: Float32, on_reduced: OnReduced) -> None:
         """Join the group, and contribute again what had left through another exchange. One that fails is closed."""
         try:
@@ -51,20 +50,17 @@ class AllReduce:
             exchange.close()  # else it keeps its address, known to nobody, and refuses the others as they come
             raise
 
-    @closing_if_interrupted
     def start(self, span: Span) -> None:
         """This rank's contribution to a span is complete and may travel."""
         self.started.add(span.key)
         if self.state is not GroupState.LEFT:
             self._joined().start(span)
 
-    @closing_if_interrupted
     def wait(self) -> None:
         """Return when all spans hold their sums."""
         if self.state is not GroupState.SUMMED:
             self.progress.bad, self.state = [*self._joined().wait()], GroupState.SUMMED
 
-    @closing_if_interrupted
     def tell(self, what: str, facts: object) -> list[Any]:
         """Every rank's facts, in rank order; what is told once in a step is not told again."""
         mine = packed(what, facts)
@@ -79,12 +75,11 @@ class AllReduce:
         if self.exchange is not None:
             self.exchange.close()
 
-    def drop(self) -> None:
-        """The step begins anew. What is under way already the exchange cannot take back: it is closed."""
-        if self.started and self.exchange is not None:
-            self.close()
+    def leave(self) -> None:
+        """Close the exchange in the middle of a step: another one is to be joined before the next sum."""
+        if self.exchange is not None:
             self.state = GroupState.LEFT
-        self.restart()
+            self.close()
 
     def restart(self) -> None:
         """Nothing of the open step has been contributed, or summed."""
@@ -96,7 +91,7 @@ class AllReduce:
     def _joined(self) -> Exchange:
         if self.exchange is None or self.state is GroupState.LEFT:
             raise PeerLost(
-                "this rank has left the group: it dropped a window that was on its way",
+                "this rank has left the group: a call was interrupted, or it dropped a window that was on its way",
                 do="reconnect() on all ranks of the group",
             )
         return self.exchange

@@ -31,14 +31,12 @@ _NO_TOTALS: Float64 = np.empty(0)
 
 @dataclass(frozen=True)
 class DecidedStep:
-    """A step that is summed and decided: its gradients can be handed back, and what is left of it be done again."""
+    """A step that is summed and decided: its gradients can be handed back."""
 
     stats: StepStats
     decision: Decision
     non_finite: NonFiniteGradient | None  # where the host knows it
-    way: str  # the gradients go: "in place", "out" or "deferred"
     step: int
-    window: int
 
 
 @final
@@ -60,9 +58,7 @@ class Reducer:
         self.parts, self.workers = parts, AllReduce()
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
-        self.window = 0  # the open one's number; one that was dropped counts, if others know of it
         self.agreed: StepStats | None = None  # what all ranks know, in a step that is AGREED
-        self.decided: DecidedStep | None = None  # what is handed back, in a step that is HANDED_BACK
         self._state = accumulator.state
         self._measured_upto: dict[int | str, int] = {}
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
@@ -100,7 +96,7 @@ class Reducer:
                 self._to_mean(span)
                 with self._accumulator.arena.in_order():
                     self._staging.fetch(span.start, span.stop)
-                self._state.enter(Event.SEND)  # not behind it: an interrupt there would leave a window that is open
+                self._state.enter(Event.SEND)
                 self.workers.start(span)
 
     def agree(self) -> StepStats:
@@ -134,41 +130,49 @@ class Reducer:
 
     def next_step(self) -> None:
         """The step is over on this rank."""
-        self.begin(self.step + 1, self.window + 1)
+        self._begin(self.step + 1)
 
-    def discard(self) -> None:
-        """Forget the window. What is under way already the exchanges cannot take back: they are closed."""
-        self._state.enter(Event.WRITE)  # until the next one is open, should this be interrupted
-        step, window = self.step, self.window
-        if self._state.now is State.HALF_HANDED_BACK and self.agreed is not None:
-            # The groups are through with the step, and stand before the next. Others may go on with its gradients: a
-            # window number that only those have who dropped it tells them apart.
-            step, window = step + 1, window + (2 if self.agreed.micro_batches else 1)
-        elif self._state.now is State.HALF_SENT:
-            self.workers.drop()
-            self.parts.group.drop()
-            window += 1
-        self.begin(step, window)
+    def discard(self, *, is_queued: bool) -> None:
+        """Forget the window. What was sent already the exchanges cannot take back: they are closed.
 
-    def begin(self, step: int, window: int) -> None:
-        """The next window is open. Interrupted, it is to be called again with the same numbers."""
+        A step that all agreed on the others dropped too, or made: its number is used up. So it is where a device may
+        yet give its verdict, `is_queued`, which would be taken for the next step's.
+        """
+        now, self._state.now = self._state.now, State.BROKEN  # until the next one is open
+        if now in {State.SENDING, State.FAILED, State.BROKEN}:
+            for group in (self.workers, self.parts.group):
+                group.leave()
+        self._begin(self.step + (now is State.AGREED or is_queued))
+
+    def break_off(self, step: int) -> None:
+        """A call was interrupted: the step of this number is broken, and other ranks that wait for this one fail.
+
+        It is not made, even where it was over but for its result: ranks that have made it are refused by its number.
+        """
+        self._state.now = State.BROKEN
+        for group in (self.workers, self.parts.group):
+            group.progress.step = step
+            group.leave()
+
+    def restart(self) -> None:
+        """The step begins anew; nothing of it was sent."""
+        self._begin(self.step)
+
+    def _begin(self, step: int) -> None:
         for group in (self.workers, self.parts.group):
             if group.exchange is not None:
                 group.restart()
-        self._measured_upto, self._means = {}, set()
-        self.parts.group.progress.step = step
-        progress, state = self.workers.progress, self._state
-        if state.now is not State.LAUNCHING:  # a replay has no window
-            self._accumulator.zero_all()
-        # One statement, the last: before it nothing has begun, and behind it all has.
-        progress.step, self.window, state.now, self.agreed, self.decided = step, window, State.EMPTY, None, None
+        self._measured_upto, self._means, self.agreed = {}, set(), None
+        self._accumulator.drop_window()
+        self.workers.progress.step = self.parts.group.progress.step = step
+        self._state.now = State.EMPTY  # last: before it the step is what it was, or BROKEN
 
     # ---- inside ----
 
     @property
     def _place(self) -> str:
-        """A step that others finished and this rank dropped has another number, a window that was dropped as well."""
-        return f"step {self.step}, window {self.window}"
+        """What tells this step apart: one that others finished and this rank dropped has another number."""
+        return f"step {self.step}"
 
     def _agree(self) -> StepStats:
         with _KeptIfItFails(self._state):
@@ -223,7 +227,7 @@ class Reducer:
         if self._staging.is_arena:
             first = self._measured_upto.get(span.key, span.start)
             self._measure(span, first, upto)
-            self._measured_upto[span.key] = upto  # not before: what was interrupted is measured again
+            self._measured_upto[span.key] = upto
 
     def _measure_sums(self) -> None:
         if self._staging.is_arena:
