@@ -72,6 +72,7 @@ ORDER = [
     "exchange.server",
     "exchange.tcp",
     "exchange",
+    "reduction.shares",
     "reduction.all_gather",
     "reduction.all_reduce",
     "reduction.stats",
