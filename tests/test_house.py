@@ -73,6 +73,7 @@ ORDER = [
     "exchange.tcp",
     "exchange",
     "reduction.shares",
+    "reduction.ordered_all_reduce",
     "reduction.all_gather",
     "reduction.all_reduce",
     "reduction.stats",

@@ -1,0 +1,446 @@
+"""One rank's side of a step's all-reduce: which transfers to make and what to sum; no I/O, no threads, no clock.
+
+Every rank sends its part of each share to the share's owner. The owner adds the parts in rank order with K1, measures
+the sum in the same pass, and sends it back. After its last sum of the step it sends its facts: the squared sums of its
+chunks, and what was not finite in any rank's part. So all ranks get the same sums and the same facts from one source.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.arguments import checked_rank, whole_number
+from gradengine.errors import CallerError, ProtocolError, WindowError
+from gradengine.exchange.interface import Float32, NonFiniteValue, refuse_bad_arena
+from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
+from gradengine.kernels.decision import Float64
+from gradengine.kernels.host import first_non_finite
+from gradengine.layout import GradientLayout, Span
+from gradengine.reduction.shares import ReadyShares, Share
+
+IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
+_HEADER = struct.Struct("<qq")  # of a frontier: the step, and how often it was begun anew
+_NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element where there is none
+
+
+class Send(NamedTuple):
+    """Memory to be sent to a rank; it must not change until that is done."""
+
+    peer: int
+    tag: int
+    memory: npt.NDArray[np.float32] | npt.NDArray[np.float64]
+
+
+class Receive(NamedTuple):
+    """Memory to be filled by what a rank sends with this tag, of just that size."""
+
+    peer: int
+    tag: int
+    memory: npt.NDArray[np.float32] | npt.NDArray[np.float64]
+
+
+Transfer: TypeAlias = Send | Receive
+
+
+class State(IntEnum):
+    """What a rank's arena holds of a share, and how far the share has come."""
+
+    LOCAL = 0  # this rank's part
+    SENT = 1  # this rank's part, which is on its way to the owner; at the owner: which counts in the sum
+    RECEIVING = 2  # this rank's part, or some of the sum over it: torn if the links end; never at the owner
+    SUMMED = 3  # the sum over all ranks
+
+
+class _Kind(IntEnum):
+    """What a message holds."""
+
+    PART = 0
+    SUM = 1
+    FACTS = 2
+
+
+class _Incoming(NamedTuple):
+    """The other ranks' parts of a share."""
+
+    memory: Float32  # a row for each
+    missing: set[int]  # the ranks whose part is not here
+
+
+@final
+class OrderedAllReduce:
+    """Sums one arena over all ranks, step by step and share by share, in rank order from rank 0's value.
+
+    After each call the caller takes `transfers()`, makes them in any order, and reports each by `sent` or `received`.
+    Calls must not overlap. After lost links the ranks tell each other their `frontier()`, and `resume`.
+
+    Args:
+        rank: This worker's rank.
+        world_size: Ranks in the group.
+        layout: The same on all ranks.
+        shares: What `shares_of` makes of the layout, the same on all ranks.
+        arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place.
+        kernels: Kernels of the host, which sum and measure.
+        step: The number of the first step.
+        in_flight: Bytes that are received of each other rank's parts at a time; one share always is.
+
+    Attributes:
+        step: The number of the open step.
+
+    Raises:
+        CallerError: The arena does not fit the layout, or an argument is out of range.
+
+    Example:
+        >>> from gradengine.kernels import HostKernels
+        >>> from gradengine.reduction.shares import shares_of
+        >>> layout, arena = GradientLayout.of({"w": (3,)}), np.zeros(32, np.float32)
+        >>> arena[:3] = 1, 2, 2
+        >>> reduce = OrderedAllReduce(0, 1, layout, shares_of(layout, 1, 1 << 22), arena, HostKernels())
+        >>> reduce.start(layout.spans[0])
+        >>> reduce.is_done, reduce.squares
+        (True, array([9.]))
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        layout: GradientLayout,
+        shares: Sequence[Share],
+        arena: Float32,
+        kernels: Kernels,
+        *,
+        step: int = 0,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
+        refuse_bad_arena(layout, arena)
+        self.rank, self.world_size = checked_rank(rank, world_size)
+        self._owners = np.array([share.owner for share in shares], np.intp)
+        if shares and not 0 <= self._owners.min() <= self._owners.max() < self.world_size:
+            raise CallerError("a share's owner is outside of the group", expected=f"0..{self.world_size - 1}")
+        self._shares, self._arena, self._kernels = tuple(shares), arena, kernels
+        self._others = [other for other in range(self.world_size) if other != self.rank]
+        self._weights = [np.float32(1)] * self.world_size
+
+        self._indices: dict[int, list[int]] = {}  # of each owner's chunks among the partial sums, in its facts' order
+        for share in shares:
+            self._indices.setdefault(share.owner, []).extend([index for _, _, index in share.chunks])
+        self._facts = {owner: np.zeros(len(indices) + 2 * self.world_size) for owner, indices in self._indices.items()}
+        mine = [share for share in shares if share.owner == self.rank]
+        largest = max([share.size for share in mine], default=0)
+        scratch = kernels.device.allocate(largest)
+        self._sums: dict[int, tuple[Arena, Float64]] = {}  # where a share is summed, and the place of its squared sums
+        first = 0
+        for share in mine:
+            targets = [scratch.part(start - share.start, stop - share.start) for start, stop, _ in share.chunks]
+            squares = self._facts[self.rank][first : first + len(targets)]
+            self._sums[share.number] = kernels.arena(targets), squares
+            first += len(targets)
+        room = max(1, whole_number("in_flight", in_flight, 0) // max(1, 4 * largest))  # shares received at a time
+        self._free = [np.empty((len(self._others), largest), np.float32) for _ in range(min(room, len(mine)))]
+
+        self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
+        self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
+        self._outbox: list[Transfer] = []
+        self.step, self._drops = whole_number("step", step, 0), 0
+        self._begin()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all sums and facts are here, and all that was sent has gone: the arena may be overwritten."""
+        is_summed = self._states.count(State.SUMMED) == len(self._shares)
+        return is_summed and len(self._known) == len(self._facts) and not self._sends
+
+    @property
+    def squares(self) -> Float64:
+        """The squared sum of each chunk of the layout, in the order of its partial sums: the same on all ranks."""
+        self._refuse_unless_known()
+        squares = np.zeros(sum(map(len, self._indices.values())))
+        for owner, indices in self._indices.items():
+            squares[indices] = self._facts[owner][: len(indices)]
+        return squares
+
+    @property
+    def bad(self) -> list[NonFiniteValue]:
+        """The first NaN or Inf of each rank's own part, by rank: the same on all ranks."""
+        self._refuse_unless_known()
+        found = []
+        for rank in range(self.world_size):
+            finds = [tuple(self._finds(owner)[rank].tolist()) for owner in self._facts]
+            index, value = min([find for find in finds if find[0] >= 0], default=_NOT_FOUND)
+            if index >= 0:
+                found.append(NonFiniteValue(rank, int(index), value))
+        return found
+
+    def transfers(self) -> list[Transfer]:
+        """The transfers to make now: each is given once. Those to or from one rank are in the order of the shares."""
+        given, self._outbox = self._outbox, []
+        return given
+
+    def start(self, span: Span) -> None:
+        """Send a span, which holds all that this rank contributes; raises `WindowError` if it was started before."""
+        for share in self._ready.complete(span):
+            self._contribute(share)
+
+    def sent(self, peer: int, tag: int) -> None:
+        """Report that a `Send` is over; raises `ProtocolError` if it was not given, or is over already."""
+        if (peer, tag) not in self._sends:
+            raise self._out_of_turn("sent to", peer, tag)
+        self._sends.remove((peer, tag))
+        kind, number = self._meaning(tag)
+        if kind is _Kind.PART:
+            self._states[number] = State.RECEIVING
+            self._receive(peer, _Kind.SUM, number, self._place(self._shares[number]))
+
+    def received(self, peer: int, tag: int) -> None:
+        """Report that a `Receive` has filled its memory; raises `ProtocolError` if it was not given, or was filled."""
+        if (peer, tag) not in self._receives:
+            raise self._out_of_turn("received from", peer, tag)
+        kind, number = self._meaning(tag)
+        if kind is _Kind.FACTS:
+            self._refuse_bad_facts(peer)
+            self._known.add(peer)
+        elif kind is _Kind.SUM:
+            self._states[number] = State.SUMMED
+        self._receives.remove((peer, tag))
+        if kind is _Kind.PART:
+            self._open[number].missing.remove(peer)
+            self._sum_if_complete(self._shares[number])
+
+    def next_step(self) -> None:
+        """Begin the next step; raises `WindowError` before `is_done`.
+
+        A step that some rank has left cannot be resumed: call this when all ranks have said that they are done.
+        """
+        if not self.is_done:
+            raise WindowError(f"step {self.step} is not summed on all ranks", do="wait for is_done")
+        self.step, self._drops = self.step + 1, 0
+        self._begin()
+
+    def restart(self) -> None:
+        """Begin the step anew, after the links were closed: no span is started.
+
+        The other ranks cannot resume the step unless they begin it anew too.
+        """
+        self._drops += not self._ready.is_untouched
+        self._begin()
+
+    def frontier(self) -> bytes:
+        """How far the step has come on this rank, as bytes for the other ranks' `resume`."""
+        known = bytes([rank in self._known for rank in range(self.world_size)])
+        return _HEADER.pack(self.step, self._drops) + self._states + known
+
+    def resume(self, frontiers: Sequence[bytes]) -> None:
+        """Go on with the step over new links to the same ranks, after the old links were closed.
+
+        A share that its owner has summed is sent to the ranks that lack it; other shares begin anew from all parts.
+
+        Args:
+            frontiers: Every rank's `frontier()`, in rank order.
+
+        Raises:
+            ProtocolError: The frontiers cannot be of one step; names rank and share, and nothing has changed.
+        """
+        states, known = self._read(frontiers)
+        is_summed = states[self._owners, range(len(self._shares))] == State.SUMMED
+        for number in np.flatnonzero(~is_summed).tolist():
+            self._states[number] = State.LOCAL  # RECEIVING too: an owner that has no sum has sent none
+        self._reconnect()
+        for number in np.flatnonzero(is_summed).tolist():
+            share = self._shares[number]
+            if share.owner == self.rank:
+                self._send_sum(share, np.flatnonzero(states[:, number] != State.SUMMED).tolist())
+            elif self._states[number] != State.SUMMED:
+                self._states[number] = State.RECEIVING
+                self._receive(share.owner, _Kind.SUM, number, self._place(share))
+        if self.rank in self._known:
+            self._send_facts(np.flatnonzero(known[:, self.rank] == 0).tolist())
+        for share in self._shares[: self._ready.count]:
+            if self._states[share.number] == State.LOCAL:
+                self._contribute(share)
+
+    # ---- a step ----
+
+    def _begin(self) -> None:
+        self._ready.restart()
+        self._states[:] = bytes(len(self._states))
+        self._known: set[int] = set()  # owners whose facts are here and whole, this rank's own among them
+        if self.rank in self._facts:
+            self._finds(self.rank)[:] = _NOT_FOUND
+        self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Forget all transfers, and receive what other ranks send without being asked: facts and parts."""
+        self._outbox = []
+        self._sends: set[tuple[int, int]] = set()  # that are not over
+        self._receives: set[tuple[int, int]] = set()
+        self._free += [incoming.memory for incoming in self._open.values()]
+        self._open = {}
+        self._unopened = deque([self._shares[n] for n in self._sums if self._states[n] != State.SUMMED])
+        for owner, facts in self._facts.items():
+            if owner != self.rank and owner not in self._known:
+                self._receive(owner, _Kind.FACTS, owner, facts)
+        self._open_shares()
+
+    def _open_shares(self) -> None:
+        """Receive the other ranks' parts of as many shares as there is room for."""
+        while self._unopened and self._free:
+            share, memory = self._unopened.popleft(), self._free.pop()
+            self._open[share.number] = _Incoming(memory, set(self._others))
+            for other, row in zip(self._others, memory, strict=True):
+                self._receive(other, _Kind.PART, share.number, row[: share.size])
+
+    def _contribute(self, share: Share) -> None:
+        self._states[share.number] = State.SENT
+        if share.owner == self.rank:
+            self._sum_if_complete(share)
+        else:
+            self._send(share.owner, _Kind.PART, share.number, self._part(share))
+
+    def _sum_if_complete(self, share: Share) -> None:
+        incoming = self._open.get(share.number)
+        if incoming is None or incoming.missing or self._states[share.number] != State.SENT:
+            return
+        parts = [row[: share.size] for row in incoming.memory]
+        parts.insert(self.rank, self._part(share))
+        self._sum(share, parts)
+        self._states[share.number] = State.SUMMED
+        self._free.append(self._open.pop(share.number).memory)
+        self._send_sum(share, self._others)
+        self._open_shares()
+        if not self._open:
+            self._known.add(self.rank)
+            self._send_facts(self._others)
+
+    def _sum(self, share: Share, parts: Sequence[Float32]) -> None:
+        """Sum these parts in their order, in place of this rank's own part, and note the facts."""
+        arena, squares = self._sums[share.number]
+        sources = [
+            [part[start - share.start : stop - share.start] for start, stop, _ in share.chunks] for part in parts
+        ]
+        contributions = [Contribution.of_fp32(arena.whole, arrays) for arrays in sources]
+        # Into a scratch: in place the second source on a rank above 1 would be overwritten before it is read, and on
+        # any rank what is not finite in its own part could not be found any more.
+        fold = FoldPass(arena.whole, arena.whole.all_present, contributions, self._weights)
+        self._kernels.accumulate(arena, fold, measure=True)
+        squares[:] = arena.partials.values
+        finds = self._finds(self.rank)
+        for column in np.flatnonzero(~np.isfinite(squares)).tolist():
+            for rank, arrays in enumerate(sources):
+                found = first_non_finite(arrays[column])
+                if found is not None:
+                    index = share.chunks[column][0] + found[0]
+                    if not 0 <= finds[rank, 0] <= index:
+                        finds[rank] = index, found[1]
+        self._write(share, arena)
+
+    # ---- the arena: read and written here alone ----
+
+    def _part(self, share: Share) -> Float32:
+        """This rank's part of a share, to be sent or summed."""
+        return self._arena[share.start : share.stop]
+
+    def _place(self, share: Share) -> Float32:
+        """Where the sum of a share is received."""
+        return self._arena[share.start : share.stop]
+
+    def _write(self, share: Share, summed: Arena) -> None:
+        """Copy the sum of an own share into the arena; the padding between chunks stays zero."""
+        for (start, stop, _), target in zip(share.chunks, summed.targets, strict=True):
+            self._arena[start:stop] = target.data
+
+    # ---- messages ----
+
+    def _send_sum(self, share: Share, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._send(rank, _Kind.SUM, share.number, self._place(share))
+
+    def _send_facts(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._send(rank, _Kind.FACTS, self.rank, self._facts[self.rank])
+
+    def _send(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64) -> None:
+        tag = self._tag(kind, number)
+        self._sends.add((peer, tag))
+        self._outbox.append(Send(peer, tag, memory))
+
+    def _receive(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64) -> None:
+        tag = self._tag(kind, number)
+        self._receives.add((peer, tag))
+        self._outbox.append(Receive(peer, tag, memory))
+
+    def _tag(self, kind: _Kind, number: int) -> int:
+        # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another.
+        return 6 * number + 2 * kind + self.step % 2
+
+    @staticmethod
+    def _meaning(tag: int) -> tuple[_Kind, int]:
+        return _Kind(tag % 6 // 2), tag // 6
+
+    def _out_of_turn(self, what: str, peer: int, tag: int) -> ProtocolError:
+        kind, number = self._meaning(tag)
+        said = f"the facts of rank {number}" if kind is _Kind.FACTS else f"the {kind.name.lower()} of share {number}"
+        parity = "even" if tag % 2 == 0 else "odd"
+        expected = f"each transfer of step {self.step} once"
+        return ProtocolError(f"{what} rank {peer} out of turn", got=f"{said} of an {parity} step", expected=expected)
+
+    # ---- facts and frontiers ----
+
+    def _finds(self, owner: int) -> Float64:
+        """The index and value of each rank's first non-finite element in an owner's shares."""
+        return self._facts[owner][len(self._indices[owner]) :].reshape(-1, 2)
+
+    def _refuse_unless_known(self) -> None:
+        if len(self._known) < len(self._facts):
+            missing = sorted({*self._facts} - self._known)
+            raise WindowError(f"the facts of step {self.step} are not here", got=f"none of ranks {missing}")
+
+    def _refuse_bad_facts(self, owner: int) -> None:
+        indices = self._finds(owner)[:, 0]
+        is_index = (indices == -1) | ((indices >= 0) & (indices < self._arena.size))  # written so that NaN is none
+        if not is_index.all():
+            raise ProtocolError(f"rank {owner} found what is not finite outside of the arena", got=indices.tolist())
+
+    def _read(self, frontiers: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Every rank's states of the shares, and whose facts it has; refuses those that cannot be of one step."""
+        size = _HEADER.size + len(self._shares) + self.world_size
+        if len(frontiers) != self.world_size:
+            raise ProtocolError("another number of frontiers", got=len(frontiers), expected=self.world_size)
+        for rank, frontier in enumerate(frontiers):
+            if len(frontier) != size:
+                got, expected = f"{len(frontier)} bytes", f"{size} bytes, as of the same shares"
+                raise ProtocolError(f"rank {rank} sent another frontier", got=got, expected=expected)
+            if frontier[: _HEADER.size] != _HEADER.pack(self.step, self._drops):
+                step, drops = _HEADER.unpack_from(frontier)
+                got, expected = f"step {step}, begun anew {drops} times", f"step {self.step}, {self._drops} times"
+                raise ProtocolError(f"rank {rank} is in another step", got=got, expected=expected)
+        if frontiers[self.rank] != self.frontier():
+            raise ProtocolError(f"the frontier of rank {self.rank} is not its own", do="pass them in rank order")
+        table = np.frombuffer(b"".join(frontiers), np.uint8).reshape(self.world_size, size)[:, _HEADER.size :]
+        states, known = table[:, : len(self._shares)], table[:, len(self._shares) :]
+        self._refuse_impossible(states, known)
+        return states, known
+
+    def _refuse_impossible(self, states: npt.NDArray[np.uint8], known: npt.NDArray[np.uint8]) -> None:
+        ranks = np.arange(self.world_size)
+        is_summed = states[self._owners, range(len(self._shares))] == State.SUMMED  # as each share's owner says
+        impossible = (
+            (states > State.SUMMED)
+            | (~is_summed & (states == State.SUMMED))  # a sum that its owner does not have
+            | (is_summed & (states == State.LOCAL))  # a sum without the rank's part
+            | ((self._owners == ranks[:, None]) & (states == State.RECEIVING))
+        )
+        for rank, number in np.argwhere(impossible)[:1].tolist():
+            owner = self._owners[number]
+            got = f"state {states[rank, number]}, and state {states[owner, number]} at its owner, rank {owner}"
+            raise ProtocolError(f"rank {rank} says of share {number} what cannot be", got=got)
+        is_whole = np.array([owner in self._facts and is_summed[self._owners == owner].all() for owner in ranks])
+        impossible = (known > is_whole) | (np.eye(self.world_size, dtype=np.bool_) & (known != is_whole))
+        for rank, owner in np.argwhere(impossible)[:1].tolist():
+            raise ProtocolError(f"rank {rank} says of the facts of rank {owner} what cannot be", got=known[rank, owner])

@@ -1,0 +1,475 @@
+"""The ordered all-reduce over a network in memory that delivers in any order, fails anywhere, and is taken up again."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import strategies as draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradengine.errors import CallerError, ProtocolError, WindowError
+from gradengine.kernels import CHUNK, HostKernels
+from gradengine.layout import GradientLayout
+from gradengine.reduction.ordered_all_reduce import OrderedAllReduce, Send, State
+from gradengine.reduction.shares import shares_of
+
+KERNELS = HostKernels(threads=1)
+SMALL = GradientLayout.of(
+    {"layers.0.w": (7, 5), "none": (0,), "layers.1.w": (33,), "embedding": (3, 11), "head": (40,)}
+)
+PART, SUM, FACTS = range(3)
+HEADER, KNOWN = 16, 20  # where in a frontier of SMALL the shares' states begin, and then whose facts are known
+
+
+def tag(kind, number, step=0):
+    return 6 * number + 2 * kind + step % 2
+
+
+def owned_by(owners, layout, world_size, bucket_bytes=4):
+    """Shares whose owners are drawn, by default one for each chunk; `owners` is called with a share's number."""
+    cut = shares_of(layout, world_size, bucket_bytes)
+    return tuple(dataclasses.replace(share, owner=owners(share.number)) for share in cut)
+
+
+def random_parts(layout, world_size, seed, magnitude=1.0):
+    """What each rank contributes: zero between components, as an arena is."""
+    parts = np.zeros((world_size, layout.arena_size), np.float32)
+    for slot in layout.slots:
+        part = parts[:, slot.offset : slot.stop]
+        part[:] = draw.random_array([*seed, slot.offset], part.shape, magnitude=magnitude)
+    return parts
+
+
+def sum_of(parts):
+    total = parts[0]
+    with np.errstate(all="ignore"):
+        for part in parts[1:]:
+            total = total + part
+    return total
+
+
+def squares_of(layout, total):
+    """What the host's kernels measure of a whole arena."""
+    arena = KERNELS.arena([KERNELS.device.view(total[slot.offset : slot.stop], slot.name) for slot in layout.slots])
+    KERNELS.measure(arena)
+    return arena.partials.values
+
+
+class Group:
+    """All ranks, what each contributes to each step, and messages that are delivered in a random order."""
+
+    def __init__(self, layout, shares, steps, seed=0, in_flight=1 << 20):
+        self.layout, self.steps, self.random = layout, steps, random.Random(seed)
+        self.arenas = [part.copy() for part in steps[0]]
+        size = len(self.arenas)
+        self.ranks = [
+            OrderedAllReduce(rank, size, layout, shares, arena, KERNELS, in_flight=in_flight)
+            for rank, arena in enumerate(self.arenas)
+        ]
+        self.unstarted = [self.in_some_order() for _ in self.ranks]
+        self.buffers, self.stalled, self.waits_for_all = {}, set(), False
+        links = [(a, b) for a in range(size) for b in range(size)]
+        self.early = {link for link in links if self.random.random() < 0.3}  # those that buffer what is sent
+        self.are_streams = self.random.random() < 0.5
+        self.connect()
+
+    def in_some_order(self):
+        spans = [*self.layout.spans]
+        self.random.shuffle(spans)
+        return spans if self.random.random() < 0.5 else [*reversed(self.layout.spans)]
+
+    def connect(self):
+        self.sends, self.receives, self.is_acknowledged, self.reports = {}, {}, {}, []
+
+    def collect(self):
+        """New transfers, none of them twice."""
+        for rank in self.ranks:
+            for transfer in rank.transfers():
+                to, place = transfer.peer, transfer.memory
+                assert 0 <= transfer.tag < 1 << 21
+                assert transfer.tag % 2 == rank.step % 2
+                if isinstance(transfer, Send):
+                    assert (rank.rank, to, transfer.tag) not in self.sends
+                    self.sends[rank.rank, to, transfer.tag] = place, place.tobytes()
+                else:
+                    assert (to, rank.rank, transfer.tag) not in self.receives
+                    self.receives[to, rank.rank, transfer.tag] = place
+                    kind, number = transfer.tag % 6 // 2, transfer.tag // 6
+                    assert kind != SUM or rank.frontier()[HEADER + number] == State.RECEIVING
+                    if kind == PART:
+                        self.buffers.setdefault(rank.rank, set()).add(place.ctypes.data)
+
+    def turn(self):
+        """One of all things that can happen now; False if nothing can."""
+        self.collect()
+        happenings = [
+            *((self.deliver, key) for key in self.at_hand() if key in self.receives and key[:2] not in self.stalled),
+            *(
+                (self.take_early, key)
+                for key in self.sends
+                if key not in self.is_acknowledged and key[:2] in self.early
+            ),
+            *((self.report, n) for n in range(len(self.reports))),
+            *((self.start, rank) for rank, spans in enumerate(self.unstarted) if spans),
+            *((self.go_on, rank) for rank, each in enumerate(self.ranks) if self.can_go_on(each)),
+        ]
+        if happenings:
+            what, which = self.random.choice(happenings)
+            what(which)
+        return bool(happenings)
+
+    def at_hand(self):
+        """What can be delivered: of a link that is a stream only the first message, as what is behind it waits."""
+        first = {}
+        for key in self.sends:
+            first.setdefault(key[:2], key)
+        return first.values() if self.are_streams else self.sends
+
+    def deliver(self, key):
+        source, sink, number = key
+        place = self.receives.pop(key)
+        data = self.content(key)
+        assert place.nbytes == len(data)
+        place[:] = np.frombuffer(data, place.dtype)
+        self.reports.append((self.ranks[sink].received, source, number))
+        if not self.is_acknowledged.pop(key, False):
+            self.reports.append((self.ranks[source].sent, sink, number))
+        del self.sends[key]
+
+    def content(self, key):
+        memory, data = self.sends[key]
+        assert key in self.is_acknowledged or memory.tobytes() == data, "overwritten while it was sent"
+        return data
+
+    def take_early(self, key):
+        """The link has a copy of what is sent: the sender may overwrite it, and nothing has arrived."""
+        source, sink, number = key
+        self.content(key)
+        self.is_acknowledged[key] = True
+        self.reports.append((self.ranks[source].sent, sink, number))
+
+    def report(self, n):
+        told, peer, number = self.reports.pop(n)
+        told(peer, number)
+
+    def start(self, rank):
+        self.ranks[rank].start(self.unstarted[rank].pop())
+
+    def can_go_on(self, rank):
+        is_over = all(each.is_done for each in self.ranks) if self.waits_for_all else rank.is_done
+        return is_over and not self.unstarted[rank.rank] and rank.step < len(self.steps) - 1
+
+    def go_on(self, number):
+        for n in range(len(self.ranks)) if self.waits_for_all else [number]:
+            self.check(n)
+            self.ranks[n].next_step()
+            self.arenas[n][:] = self.steps[self.ranks[n].step][n]
+            self.unstarted[n] = self.in_some_order()
+
+    def lose(self):
+        """All links end, some in the middle of a message; new ones take their place."""
+        if self.random.random() < 0.5:  # else what was to begin does not
+            self.collect()
+        for key, place in self.receives.items():
+            if key in self.sends and self.random.random() < 0.5:
+                place[: len(place) // 2] = -7
+        self.connect()
+        frontiers = [rank.frontier() for rank in self.ranks]
+        for rank in self.ranks:
+            rank.resume(frontiers)
+
+    def run(self, losses=()):
+        """Until nothing can happen; the links are lost after these turns. Returns the turns that it took."""
+        turns = 0
+        while True:
+            if turns in losses:
+                self.lose()
+            if not self.turn():
+                break
+            turns += 1
+        assert not self.sends
+        for number, rank in enumerate(self.ranks):
+            assert rank.step == len(self.steps) - 1
+            self.check(number)
+        return turns
+
+    def check(self, number):
+        """One rank has the sums of its step, and their facts."""
+        rank, parts = self.ranks[number], self.steps[self.ranks[number].step]
+        assert rank.is_done
+        draw.assert_same_values(self.arenas[number], sum_of(parts))
+        expected = squares_of(self.layout, sum_of(parts))
+        assert np.array_equal(rank.squares, expected, equal_nan=True)
+        found = [
+            (index.min(), rank) for rank, part in enumerate(parts) if (index := np.flatnonzero(~np.isfinite(part))).size
+        ]
+        assert [(bad.index, bad.rank) for bad in rank.bad] == found
+        assert [repr(bad.value) for bad in rank.bad] == [repr(float(parts[rank, index])) for index, rank in found]
+
+
+@st.composite
+def groups(draws, steps=1):
+    layout, world_size = draws(draw.uneven_layouts(CHUNK)), draws(st.integers(1, 6))
+    bucket_bytes, seed = draws(st.sampled_from([4, 200, 1000, 1 << 22])), draws(draw.seeds)
+    kind = draws(st.sampled_from(["mesh", "star", "any"]))
+    shares = shares_of(layout, world_size, bucket_bytes, owner=world_size - 1 if kind == "star" else None)
+    if kind == "any":
+        numbers = random.Random(seed)
+        shares = owned_by(lambda _: numbers.randrange(world_size), layout, world_size, bucket_bytes)
+    parts = [
+        random_parts(layout, world_size, [seed, n], draws(st.sampled_from([1.0, 1e-30, 1e38]))) for n in range(steps)
+    ]
+    elements = [index for slot in layout.slots for index in (slot.offset, slot.stop - 1) if slot.size]
+    for _ in range(draws(st.sampled_from([0, 0, 0, 1, 4])) if elements else 0):
+        rank, index = draws(st.integers(0, world_size - 1)), draws(st.sampled_from(elements))
+        parts[0][rank, index] = draws(st.sampled_from([np.nan, np.inf, -np.inf, 3.4e38]))
+    return Group(layout, shares, parts, seed, in_flight=draws(st.sampled_from([0, 500, 8 << 20])))
+
+
+@given(groups())
+@settings(max_examples=200)
+def test_every_rank_ends_with_the_sums_in_rank_order_and_the_same_facts(group):
+    group.run()
+
+
+@given(groups(steps=3))
+@settings(max_examples=100)
+def test_a_faster_ranks_next_step_is_not_taken_for_this_one(group):
+    group.run()
+
+
+@given(groups(steps=2), st.lists(st.integers(0, 150), max_size=4))
+@settings(max_examples=300)
+def test_a_step_that_loses_its_links_ends_with_the_same_bytes(group, losses):
+    group.waits_for_all = True
+    group.run(losses)
+
+
+def small_group(world_size=3, seed=0, owners=None, **options):
+    """Four shares, whose owners are the ranks in turn."""
+    shares = owned_by(owners or (lambda number: number % world_size), SMALL, world_size)
+    return Group(SMALL, shares, [random_parts(SMALL, world_size, [seed])], seed, **options)
+
+
+def test_lost_at_any_moment_and_lost_again():
+    turns = small_group().run()
+    assert turns > 60
+    for turn in range(turns):
+        for losses in ([turn], [turn, turn + 4]):
+            small_group().run(losses)
+
+
+def stuck(world_size, stalled, owners=lambda _: 0):
+    """Until nothing can happen, where some links move nothing."""
+    group = small_group(world_size, owners=owners)
+    group.stalled, group.early = set(stalled), set()
+    while group.turn():
+        pass
+    return group
+
+
+def test_a_sum_is_sent_again_to_who_lacks_it_alone():
+    group = stuck(3, {(0, 2)})
+    assert [*map(State, group.ranks[2].frontier()[HEADER:KNOWN])] == [State.RECEIVING] * 4
+    group.stalled = set()
+    group.lose()
+    group.collect()
+    assert {*group.sends} == {(0, 2, tag(SUM, n)) for n in range(4)} | {(0, 2, tag(FACTS, 0))}
+    assert {*group.sends} == {*group.receives}
+    group.run()
+
+
+def test_what_was_not_summed_begins_anew():
+    group = stuck(3, {(2, 0)})
+    group.stalled = set()
+    group.lose()
+    group.collect()
+    assert {*group.sends} == {(rank, 0, tag(PART, n)) for n in range(4) for rank in (1, 2)}
+    group.run()
+
+
+def test_done_is_only_who_may_overwrite_the_arena():
+    group = stuck(2, {(0, 1)})
+    assert {*group.ranks[0].frontier()[HEADER:KNOWN]} == {State.SUMMED}
+    assert np.isfinite(group.ranks[0].squares).all()
+    assert not group.ranks[0].is_done
+    with pytest.raises(WindowError, match="step 0 is not summed on all ranks"):
+        group.ranks[0].next_step()
+    with pytest.raises(WindowError, match=r"the facts of step 0 are not here: got none of ranks \[0\]"):
+        print(group.ranks[1].bad)
+    group.stalled = set()
+    group.run()
+
+
+def test_a_lone_rank_sends_nothing():
+    group = small_group(1)
+    group.run()
+    assert not group.buffers
+
+
+@pytest.mark.parametrize(("in_flight", "shares"), [(0, 1), (512, 2), (1200, 4), (1 << 30, 12)])
+def test_an_owner_receives_into_few_buffers_again_and_again(in_flight, shares):
+    layout = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
+    group = Group(
+        layout, owned_by(lambda _: 1, layout, 3), [random_parts(layout, 3, [n]) for n in range(2)], 1, in_flight
+    )
+    group.run()
+    assert {rank: len(addresses) for rank, addresses in group.buffers.items()} == {1: 2 * shares}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_sums_have_the_same_squares_for_any_number_of_ranks_and_any_cut(seed):
+    layout = GradientLayout.of({"layers.0.w": (CHUNK + 100,), "layers.1.w": (77,), "head": (300, 100)})
+    whole = np.zeros(layout.arena_size, np.float32)
+    numbers = np.random.default_rng(seed)
+    for slot in layout.slots:
+        whole[slot.offset : slot.stop] = numbers.integers(-(1 << 20), 1 << 20, slot.size)
+    found = set()
+    for world_size in range(1, 7):
+        parts = np.zeros((world_size, whole.size), np.float32)
+        for part in parts[:-1]:
+            part[whole != 0] = numbers.integers(-(1 << 20), 1 << 20, np.count_nonzero(whole))
+        parts[-1] = whole - parts[:-1].sum(axis=0)  # exact, as all are whole numbers below 2**24
+        for shares in (
+            shares_of(layout, world_size, 1 << (16 + world_size)),
+            owned_by(lambda n, size=world_size: n * 7 % size, layout, world_size),
+        ):
+            group = Group(layout, shares, [parts], seed)
+            group.run()
+            found.add(group.ranks[0].squares.tobytes())
+    assert found == {squares_of(layout, whole).tobytes()}
+
+
+# ---- what is refused ----
+
+
+def refused(rank, call, *arguments, match):
+    """And nothing has changed."""
+    before = rank.frontier(), {*rank._sends}, {*rank._receives}, rank._arena.tobytes()
+    with pytest.raises(ProtocolError, match=match):
+        call(*arguments)
+    assert (rank.frontier(), {*rank._sends}, {*rank._receives}, rank._arena.tobytes()) == before
+    assert rank.transfers() == []
+
+
+def started(rank=0):
+    """A rank of three that has started all; share n is owned by rank n % 3, the last of four by 0."""
+    group = small_group()
+    for span in SMALL.spans:
+        group.ranks[rank].start(span)
+    group.ranks[rank].transfers()
+    return group.ranks[rank]
+
+
+@pytest.mark.parametrize(
+    ("peer", "number", "said"),
+    [
+        (1, tag(SUM, 1), "received from rank 1 out of turn: got the sum of share 1 of an even step"),  # part not gone
+        (2, tag(SUM, 0), "received from rank 2 out of turn: got the sum of share 0"),  # which rank 0 owns
+        (2, tag(PART, 1), "received from rank 2 out of turn: got the part of share 1"),  # which rank 1 owns
+        (1, tag(PART, 0, step=1), "got the part of share 0 of an odd step, expected each transfer of step 0 once"),
+        (1, tag(FACTS, 2), "received from rank 1 out of turn: got the facts of rank 2"),
+        (0, tag(PART, 0), "received from rank 0 out of turn"),
+        (3, tag(PART, 0), "received from rank 3 out of turn"),
+        (1, -1, "received from rank 1 out of turn"),
+        (1, 1 << 70, "received from rank 1 out of turn"),
+    ],
+)
+def test_what_is_received_out_of_turn_is_refused(peer, number, said):
+    rank = started()
+    refused(rank, rank.received, peer, number, match=said)
+
+
+def test_what_is_reported_twice_is_refused():
+    rank = started()
+    rank.received(1, tag(PART, 0))
+    refused(rank, rank.received, 1, tag(PART, 0), match="received from rank 1 out of turn: got the part of share 0")
+    rank.sent(1, tag(PART, 1))
+    rank.transfers()
+    refused(rank, rank.sent, 1, tag(PART, 1), match="sent to rank 1 out of turn: got the part of share 1")
+    rank.received(1, tag(SUM, 1))
+    refused(rank, rank.received, 1, tag(SUM, 1), match="received from rank 1 out of turn: got the sum of share 1")
+
+
+@pytest.mark.parametrize("index", [np.nan, np.inf, -2, 1 << 40, SMALL.arena_size])
+def test_facts_of_what_is_outside_of_the_arena_are_refused(index):
+    rank = started()
+    rank._facts[1][-6:] = (-1, 0, index, np.nan, -1, 0)
+    refused(rank, rank.received, 1, tag(FACTS, 1), match="rank 1 found what is not finite outside of the arena")
+
+
+def changed(frontier, at, value):
+    return frontier[:at] + bytes([value]) + frontier[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "said"),
+    [
+        (2, lambda told: told[:-1], "rank 2 sent another frontier: got 22 bytes, expected 23 bytes"),
+        (2, lambda told: b"", "rank 2 sent another frontier: got 0 bytes"),
+        (1, lambda told: changed(told, 0, 1), "rank 1 is in another step: got step 1, begun anew 0 times"),
+        (1, lambda told: changed(told, 8, 1), "rank 1 is in another step: got step 0, begun anew 1 times"),
+        (0, lambda told: changed(told, HEADER + 3, State.SENT), "the frontier of rank 0 is not its own"),
+        (1, lambda told: changed(told, HEADER + 0, State.LOCAL), "rank 1 says of share 0 what cannot be: got state 0"),
+        (2, lambda told: changed(told, HEADER + 1, State.SUMMED), "rank 2 says of share 1 .* at its owner, rank 1"),
+        (1, lambda told: changed(told, HEADER + 1, State.RECEIVING), "rank 1 says of share 1 what cannot be"),
+        (2, lambda told: changed(told, HEADER + 0, 4), "rank 2 says of share 0 what cannot be: got state 4"),
+        (2, lambda told: changed(told, KNOWN + 1, 1), "rank 2 says of the facts of rank 1 what cannot be"),
+        (1, lambda told: changed(told, KNOWN + 1, 1), "rank 1 says of the facts of rank 1 what cannot be"),
+        (2, lambda told: changed(told, KNOWN + 2, 0), "rank 2 says of the facts of rank 2 what cannot be"),
+        (2, lambda told: changed(told, KNOWN + 0, 2), "rank 2 says of the facts of rank 0 what cannot be"),
+    ],
+)
+def test_frontiers_that_cannot_be_of_one_step_are_refused(rank, change, said):
+    group = stuck(3, {(2, 1)}, owners=lambda number: number % 3)
+    frontiers = [each.frontier() for each in group.ranks]
+    assert frontiers[0][HEADER:] == bytes([3, 2, 3, 3, 1, 0, 1]), "shares 0 and 3 are summed here, share 2 by rank 2"
+    frontiers[rank] = change(frontiers[rank])
+    refused(group.ranks[0], group.ranks[0].resume, frontiers, match=said)
+
+
+def test_another_number_of_frontiers_is_refused():
+    rank = started()
+    refused(rank, rank.resume, [rank.frontier()] * 2, match="another number of frontiers: got 2, expected 3")
+
+
+def test_a_step_that_one_rank_has_dropped_alone_cannot_go_on():
+    group = stuck(3, {(0, 1)})
+    group.ranks[0].restart()
+    assert group.ranks[0].frontier()[HEADER:] == bytes(7)
+    with pytest.raises(ProtocolError, match="rank 0 is in another step: got step 0, begun anew 1 times, expected"):
+        group.ranks[1].resume([rank.frontier() for rank in group.ranks])
+
+
+def test_a_step_that_all_have_dropped_begins_anew():
+    group = stuck(3, {(0, 1)})
+    for rank, arena, part in zip(group.ranks, group.arenas, group.steps[0], strict=True):
+        rank.restart()
+        arena[:] = part
+    group.unstarted = [[*SMALL.spans] for _ in group.ranks]
+    group.connect()
+    group.stalled = set()
+    group.lose()
+    group.run()
+    group.ranks[0].next_step()
+    assert group.ranks[0].frontier()[:HEADER] == (1).to_bytes(8, "little") + bytes(8)
+
+
+def test_a_step_of_which_nothing_was_started_is_not_dropped():
+    rank = small_group().ranks[0]
+    before = rank.frontier()
+    rank.restart()
+    assert rank.frontier() == before
+
+
+def test_bad_arguments():
+    parts, shares = random_parts(SMALL, 1, [0])[0], shares_of(SMALL, 1, 4)
+    for other in (parts[:-1], parts.astype(np.float64), np.repeat(parts, 2)[::2]):
+        with pytest.raises(CallerError, match="arena does not fit the layout"):
+            OrderedAllReduce(0, 1, SMALL, shares, other, KERNELS)
+    with pytest.raises(CallerError, match=r"a share's owner is outside of the group: expected 0\.\.0"):
+        OrderedAllReduce(0, 1, SMALL, owned_by(lambda _: 1, SMALL, 1), parts, KERNELS)
+    with pytest.raises(WindowError, match="has been started already"):
+        started().start(SMALL.spans[0])
