@@ -1505,7 +1505,7 @@ class TestThreads:
             shared_by_threads(work, range(4), 1, 2)
 
     def test_callers_that_start_at_once_leave_the_threads_of_one_of_them(self, monkeypatch):
-        ended, is_first, start, serve = queue.SimpleQueue(), [True], host_threads.start_thread, host_threads._serve
+        ended, is_first, start, serve = queue.SimpleQueue(), [True], threading.Thread.start, host_threads._serve
 
         def another_is_quicker(thread):
             if is_first.pop():
@@ -1514,7 +1514,7 @@ class TestThreads:
             start(thread)
 
         monkeypatch.setattr(host_threads, "_pools", {})
-        monkeypatch.setattr(host_threads, "start_thread", another_is_quicker)
+        monkeypatch.setattr(threading.Thread, "start", another_is_quicker)
         monkeypatch.setattr(host_threads, "_serve", lambda calls: (serve(calls), ended.put(calls)))
         pool = host_threads._pool(2)
         assert ended.get(timeout=SOON) is not pool
