@@ -20,7 +20,8 @@ After pip install 'gradengine[cli]':
   gradengine demo       train a small Llama with several workers, and prove that they are right
   gradengine bench      time each part beside NumPy by hand and PyTorch
   gradengine plan       what a training run will take
-  gradengine serve      serve one group of workers\
+  gradengine serve      serve one group of workers
+  gradengine env        what connect() takes from the environment\
 """
 
 _INTERRUPTED = 130  # as shells say it of Ctrl-C

@@ -1,4 +1,4 @@
-"""The command line: `gradengine demo`, `bench`, `plan`, `serve` and `doctor`."""
+"""The command line: `gradengine demo`, `bench`, `plan`, `serve`, `env` and `doctor`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import typer
 from gradengine.bench.command import bench
 from gradengine.demo.command import demo
 from gradengine.doctor import doctor, show_version
-from gradengine.errors import CallerError
+from gradengine.env import env
 from gradengine.exchange import GradientServer
+from gradengine.exchange.environment import read_token, token_in
 from gradengine.options import flag
 from gradengine.plan.command import plan
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(plan)
 app.command()(doctor)
+app.command()(env)
 app.add_typer(bench, name="bench")
 
 
@@ -62,12 +64,7 @@ def serve(
 
 def _token(path: Path | None) -> str | None:
     """The group's secret, from a file or the environment: arguments can be read by every user of the machine."""
-    if path is None:
-        return os.environ.get("GRADENGINE_TOKEN") or None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise CallerError(f"cannot read the token from {str(path)!r}: {fault}") from None
-    if not token:
-        raise CallerError(f"there is no token in {str(path)!r}", got="an empty file", expected="one line")
-    return token
+    if path is not None:
+        return token_in(path)
+    found = read_token(os.environ)
+    return found.value if found else None

@@ -388,12 +388,12 @@ def invoke(*arguments):
 def test_help_names_the_commands():
     shown = invoke("--help")
     assert shown.exit_code == 0
-    for command in ("demo", "bench", "plan", "serve", "doctor"):
+    for command in ("demo", "bench", "plan", "serve", "env", "doctor"):
         assert re.search(rf"\b{command}\b", shown.output)
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
-@pytest.mark.parametrize("command", ["demo", "bench", "bench gpu", "plan", "serve", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "bench", "bench gpu", "plan", "serve", "env", "doctor"])
 def test_every_command_has_help(command, option):
     assert invoke(*command.split(), option).exit_code == 0
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient, connect, local_group
 from gradengine.exchange.channel import Channel, connect_socket
+from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.group import Group
 from gradengine.exchange.handshake import join_of, new_nonce, proof
-from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.wire import Challenge, Hello
 from gradengine.layout import GradientLayout
 

@@ -20,6 +20,7 @@ from gradengine.exchange.channel import (
     shown,
     url_of,
 )
+from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.handshake import check_challenge, join_of, new_nonce, proof
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
@@ -43,7 +44,6 @@ from gradengine.exchange.interface import (
     set_bucket_bytes,
     wire_key,
 )
-from gradengine.exchange.launcher import job_or_launchers
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
     MAX_TEXT_BYTES,

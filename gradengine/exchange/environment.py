@@ -1,0 +1,212 @@
+"""What a launcher's environment variables say: rank, world size, token and job, and which variable said it.
+
+`LAUNCHERS` begins with the innermost: under mpiexec or in a Slurm job, what torchrun started has torchrun's ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, final
+
+from gradengine.arguments import MOST_RANKS, whole_number
+from gradengine.errors import CallerError
+from gradengine.exchange.handshake import refuse_bad_job
+
+JOBS = (
+    "GRADENGINE_JOB",
+    "TORCHELASTIC_RUN_ID",  # torchrun's --rdzv-id; "none" where it was not given
+    "PMIX_NAMESPACE",  # mpirun of Open MPI 2 to 5, prterun; srun --mpi=pmix, which is left to SLURM_JOB_ID
+    "OMPI_MCA_ess_base_jobid",  # mpirun of Open MPI 1
+    "SLURM_JOB_ID",  # one for each element of an array, one for all steps and for all parts of a heterogeneous job
+    "PBS_JOBID",  # with the index in an array
+    "LSB_JOBID",  # LSF's, the same in the whole of an array: LSB_JOBINDEX is its index, 0 outside
+)
+
+_MOST_TOKEN_BYTES = 4096
+
+
+@final
+class Launcher(NamedTuple):
+    """The variables by which a launcher tells each process its place.
+
+    Attributes:
+        name: As errors call it.
+        rank: The variable of the rank; so are `world_size`, `local_rank` and `local_size`, the ranks on this host.
+        run: The variables that distinguish two runs at one time on one host, of which some may be missing.
+        host: The variables of which one names the first host, or all of them in Slurm's brackets.
+        sign: A variable without which the others are not this launcher's.
+    """
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str = ""
+    run: tuple[str, ...] = ()
+    host: tuple[str, ...] = ()
+    sign: str = ""
+
+    def is_in(self, environment: Mapping[str, str]) -> bool:
+        """Whether it started this process, or another of its variables is missing."""
+        is_signed = not self.sign or self.sign in environment
+        return is_signed and (self.rank in environment or self.world_size in environment)
+
+
+LAUNCHERS = (
+    Launcher(
+        "by hand", "GRADENGINE_RANK", "GRADENGINE_WORLD_SIZE", "GRADENGINE_LOCAL_RANK", "GRADENGINE_LOCAL_SIZE"
+    ),
+    Launcher(
+        "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+        run=("TORCHELASTIC_RUN_ID", "MASTER_PORT"), host=("MASTER_ADDR",),
+    ),
+    Launcher(
+        "Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", run=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Launcher(  # Hydra: MPICH's, Intel MPI's
+        "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+        run=("I_MPI_HYDRA_UUID", "PMI_FD"), sign="MPI_LOCALRANKID",
+    ),
+    # SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node. A batch script has no step.
+    Launcher(
+        "srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", run=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        host=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), sign="SLURM_STEP_ID",
+    ),
+    Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", run=("PMI_JOBID", "PMI_FD")),
+)  # fmt: skip
+
+
+@final
+class Fact(NamedTuple):
+    """A value, and the variables that it is from."""
+
+    value: str
+    source: str
+
+
+@final
+class World(NamedTuple):
+    """A process's place among those that were started with it; what is not known is None."""
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_size: int | None
+
+
+def read_world(environment: Mapping[str, str]) -> World:
+    """The place that the innermost launcher gave this process; `CallerError` where none did, or not a whole one."""
+    launcher = next((each for each in LAUNCHERS if each.is_in(environment)), None)
+    if launcher is None:
+        raise _no_launcher(environment)
+    for there, missing in ((launcher.rank, launcher.world_size), (launcher.world_size, launcher.rank)):
+        if missing not in environment:
+            got, do = f"{there}={environment[there][:80]!r}", f"set {missing} as {launcher.name} does, or unset {there}"
+            raise CallerError(
+                f"environment variable {there} is set and {missing} is not", got=got, expected="both or none", do=do
+            )
+    size = whole_number(
+        f"environment variable {launcher.world_size}", _number(environment[launcher.world_size]), 1, MOST_RANKS
+    )
+    named = f"environment variable {launcher.rank} (of {launcher.world_size}={size})"
+    rank = whole_number(named, _number(environment[launcher.rank]), 0, size - 1)
+    local_rank = _local(environment, launcher.local_rank, 0, size - 1)
+    return World(launcher, rank, size, local_rank, _local(environment, launcher.local_size, 1, size))
+
+
+def not_taken(environment: Mapping[str, str]) -> list[str]:
+    """What further launchers say where they disagree with the innermost, for a report."""
+    here = dict.fromkeys((each.rank, each.world_size) for each in LAUNCHERS if each.is_in(environment))
+    places = [(pair, [environment.get(name, "") for name in pair]) for pair in here]
+    others = [(names, values) for names, values in places if values != places[0][1]]
+    return [", ".join(f"{name}={value}" for name, value in zip(*other, strict=True)) for other in others]
+
+
+def read_token(environment: Mapping[str, str]) -> Fact | None:
+    """The group's secret, of GRADENGINE_TOKEN or of the file that GRADENGINE_TOKEN_FILE names; None without.
+
+    Raises:
+        CallerError: The file cannot be read, or both are there and differ.
+    """
+    found = []
+    if value := environment.get("GRADENGINE_TOKEN"):
+        found.append(Fact(value, "GRADENGINE_TOKEN"))
+    if path := environment.get("GRADENGINE_TOKEN_FILE"):
+        found.append(Fact(token_in(path, " (of GRADENGINE_TOKEN_FILE)"), "GRADENGINE_TOKEN_FILE"))
+    if len({fact.value for fact in found}) > 1:
+        raise CallerError("GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE say two different tokens", do="unset one of them")
+    return found[0] if found else None
+
+
+def token_in(path: str | Path, named_by: str = "") -> str:
+    """The only line of a file; `CallerError` where it cannot be read, is empty or longer than any token."""
+    try:
+        with open(path, "rb") as file:
+            token = file.read(_MOST_TOKEN_BYTES + 1).decode().strip()
+    except (OSError, ValueError) as fault:
+        reason = fault.strerror if isinstance(fault, OSError) else fault
+        raise CallerError(f"cannot read the token from {str(path)!r}{named_by}: {reason}") from None
+    if not token or len(token) > _MOST_TOKEN_BYTES or len(token.splitlines()) > 1:
+        got = "more than a line" if token else "an empty file"
+        raise CallerError(f"there is no token in {str(path)!r}{named_by}", got=got, expected="one line")
+    return token
+
+
+def read_job(environment: Mapping[str, str]) -> Fact:
+    """The run's name: GRADENGINE_JOB's, or the launcher's as "variable=value", so that those of two differ; "" without.
+
+    The first of `JOBS` that is set counts. Launchers come before the schedulers that they run under: of the ranks that
+    one mpirun starts over ssh, only some see the scheduler's variables.
+    """
+    for variable in JOBS:
+        value = environment.get(variable, "")
+        if _names_a_job(variable, value):
+            name = value if variable == "GRADENGINE_JOB" else f"{variable}={value}"
+            job = f"{name}{_index_in_array(variable, environment)}"
+            refuse_bad_job(job, source=f"the job of {variable}")
+            return Fact(job, variable)
+    return Fact("", "")
+
+
+def job_or_launchers(job: str | None) -> str:
+    """The job's name, or the environment's if it is None."""
+    if job is None:
+        return read_job(os.environ).value
+    refuse_bad_job(job)
+    return job
+
+
+def _names_a_job(variable: str, value: str) -> bool:
+    if variable == "PMIX_NAMESPACE" and value.startswith("slurm."):
+        return False  # slurm.pmix.<job>.<step>: ranks of one run may come by several steps
+    return bool(value) and (variable, value) != ("TORCHELASTIC_RUN_ID", "none")
+
+
+def _index_in_array(variable: str, environment: Mapping[str, str]) -> str:
+    index = environment.get("LSB_JOBINDEX", "") if variable == "LSB_JOBID" else ""
+    return f"[{index}]" if index not in {"", "0"} else ""
+
+
+def _number(text: str) -> int | str:
+    return int(text) if re.fullmatch("-?[0-9]{1,9}", text) else text
+
+
+def _local(environment: Mapping[str, str], variable: str, least: int, most: int) -> int | None:
+    if variable not in environment:
+        return None
+    return whole_number(f"environment variable {variable}", _number(environment[variable]), least, most)
+
+
+def _no_launcher(environment: Mapping[str, str]) -> CallerError:
+    return CallerError(
+        "no launcher started this process, so that nothing names its rank, world size and address",
+        got="a Slurm job, but none of its steps" if "SLURM_JOB_ID" in environment else "no launcher's variables",
+        expected=f"one of {', '.join(dict.fromkeys(each.rank for each in LAUNCHERS))}",
+        do="start all ranks by torchrun, srun or mpiexec; or set GRADENGINE_RANK, "
+        "GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS for each; or call connect(url, rank, world_size)",
+    )

@@ -1,0 +1,256 @@
+"""Where the ranks of a run meet: computed by each of them alike from its environment, before they can talk.
+
+All on one host: a Unix socket in a folder of this user's alone. Else a port of the first host, from a hash of what
+distinguishes the run from others. Nothing is asked of the launcher's own servers, and none of their ports is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, final
+from urllib.parse import urlsplit
+
+from gradengine.arguments import as_index, said
+from gradengine.errors import CallerError
+from gradengine.exchange.environment import Fact, Launcher, World, read_token, read_world
+from gradengine.exchange.handshake import refuse_bad_job
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # what only this machine reaches, so that no token is needed there
+_ADDRESS = "GRADENGINE_ADDRESS"
+_DO = f"set {_ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
+_ANOTHER_FOLDER = f"set TMPDIR to another folder, or {_ADDRESS}=unix:///path, on all ranks"
+MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket
+_FIRST_PORT, _PORTS = 20_000, 9_000  # below those that systems give to connections, and torchrun's 29400 and 29500
+_HOST = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,252}|[0-9a-f:.]{2,45}", re.IGNORECASE | re.ASCII)
+_FIRST_NODE = re.compile(r"((?:[a-z0-9_.-]|\[[0-9][0-9,-]*\])+)(,|\Z)", re.IGNORECASE | re.ASCII)
+
+
+@final
+class Joining(NamedTuple):
+    """What `connect` needs."""
+
+    url: str
+    rank: int
+    world_size: int
+    token: str | None
+
+
+def joining(
+    url: str | None, rank: int | None, world_size: int | None, token: str | None, job: str | None, *, served: bool
+) -> Joining:
+    """What was given to `connect`, and of the environment what was not.
+
+    Raises:
+        CallerError: What was not given is not in the environment either, or cannot be used; nothing was opened.
+    """
+    if job is not None:
+        refuse_bad_job(job)
+    if rank is None or world_size is None:
+        world = read_world(os.environ)
+        rank = world.rank if rank is None else rank
+        world_size = world.world_size if world_size is None else world_size
+    if token is None:
+        found = read_token(os.environ)
+        token = found.value if found else None
+    if url is None:
+        address = read_address(os.environ, job)
+        refuse_without_token(address, token)
+        url = address.value if address.source == _ADDRESS else _made_usable(address, as_index(rank) == 0, served)
+    return Joining(url, rank, world_size, token)
+
+
+def read_address(environment: Mapping[str, str], job: str | None = None) -> Fact:
+    """The URL where the ranks meet: GRADENGINE_ADDRESS, or else as its launcher makes it.
+
+    Args:
+        environment: The environment variables.
+        job: A job's name that was given; two groups of one run need two.
+
+    Raises:
+        CallerError: Nothing names a host that all ranks can reach, or nothing distinguishes this run from others.
+    """
+    given = environment.get(_ADDRESS, "")
+    if given:
+        address_of(given, f" (of environment variable {_ADDRESS})")
+        return Fact(given, _ADDRESS)
+    world = read_world(environment)
+    if world.world_size == 1:
+        return Fact("tcp://127.0.0.1:0", world.launcher.world_size)
+    host, source = _first_host(environment, world)
+    name, named_by = _run_name(environment, world.launcher, job)
+    if host is None:
+        return Fact(f"unix://{_socket_path(environment, name)}", f"{source}, {named_by}")
+    port = _FIRST_PORT + int(name, 16) % _PORTS
+    port += str(port) == environment.get("MASTER_PORT")
+    return Fact(f"tcp://{host}:{port}", f"{source}, {named_by}")
+
+
+def short_enough(path: str, do: str) -> str:
+    """The path of a Unix socket below TMPDIR; `CallerError` if it is longer than the system takes, or fits no URL."""
+    if len(os.fsencode(path)) > MOST_PATH_BYTES:
+        got, expected = f"{len(os.fsencode(path))} bytes", f"at most {MOST_PATH_BYTES}"
+        raise CallerError(f"TMPDIR is too long for a Unix socket: {path}", got=got, expected=expected, do=do)
+    if urlsplit(f"unix://{path}").path != path:
+        raise CallerError("TMPDIR has a character that a URL cannot have", got=said(path), do=do)
+    return path
+
+
+def refuse_without_token(address: Fact, token: str | None) -> None:
+    """Raise `CallerError` for an address of the environment that other machines reach, without a token."""
+    parts = urlsplit(address.value)
+    if parts.scheme == "tcp" and parts.hostname not in LOOPBACK and not token:
+        do = "write one line of `openssl rand -hex 16` to a file, and set GRADENGINE_TOKEN_FILE to it on all ranks"
+        raise CallerError(f"{address.value} (from {address.source}) is for several machines, and needs a token", do=do)
+
+
+def first_node(nodes: str) -> tuple[str, bool] | None:
+    """The first of Slurm's nodes, and whether it is the only one; None if this is no list of nodes.
+
+    >>> first_node("rack[02-04,7]-node[1,3],login"), first_node("gpu1")
+    (('rack02-node1', False), ('gpu1', True))
+    """
+    match = _FIRST_NODE.match(nodes)
+    if match is None:
+        return None
+    node = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", match[1])
+    return node, match.end() == len(nodes) and not match[2] and not re.search(r"\[[^]]*[,-]", match[1])
+
+
+def address_of(url: object, named_by: str = "") -> tuple[str, int] | str:
+    """(host, port) of a URL for TCP, or the path of a Unix socket; `CallerError` for what is neither, or is more."""
+    text = url if isinstance(url, str) else ""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:  # of the port, or of a bracket
+        parts, port = urlsplit(""), None
+    is_bare = "@" not in parts.netloc and not {"?", "#"} & {*text}  # else two groups of two names would meet
+    if is_bare and parts.scheme == "unix" and parts.path and not parts.netloc:
+        return parts.path
+    if is_bare and parts.scheme == "tcp" and parts.hostname and port is not None and not parts.path:
+        return parts.hostname, port
+    raise CallerError(
+        f"not a valid group URL{named_by}",
+        got="a URL with a user's name" if "@" in text.partition("://")[2].partition("/")[0] else said(url),  # or secret
+        expected="'tcp://host:port' or 'unix:///path'",
+        do="threads of one process use local_group(world_size)",
+    )
+
+
+def _first_host(environment: Mapping[str, str], world: World) -> tuple[str | None, str]:
+    """The host of rank 0, None if all ranks are on this one; and the variable that says so."""
+    launcher = world.launcher
+    if world.local_size == world.world_size:
+        return None, launcher.local_size
+    variable = next((name for name in launcher.host if environment.get(name)), None)
+    if variable is None:
+        here = "an unknown number" if world.local_size is None else f"{launcher.local_size}={world.local_size}"
+        got = f"{launcher.world_size}={world.world_size}, of which {here} on this host"
+        raise CallerError("the environment names no host where all ranks could meet", got=got, do=_DO)
+    host, is_only_one = environment[variable], False
+    if variable.endswith("NODELIST"):
+        host, is_only_one = first_node(host) or ("", False)
+    if not _HOST.fullmatch(host):
+        what, expected = f"environment variable {variable} names no host", "a host's name or address"
+        raise CallerError(what, got=said(environment[variable]), expected=expected, do=_DO)
+    return None if is_only_one else f"[{host}]" if ":" in host else host, variable
+
+
+def _run_name(environment: Mapping[str, str], launcher: Launcher, job: str | None) -> tuple[str, str]:
+    """64 bits, in hex, of all that distinguishes this run from others at the same time; and the variables of it."""
+    parts = {name: _distinguished_by(name, environment[name]) for name in launcher.run if environment.get(name)}
+    given = environment.get("GRADENGINE_JOB", "") if job is None else job
+    if not given and not any(parts.values()):
+        raise CallerError(
+            f"{launcher.name} tells this process nothing that distinguishes two runs on one host",
+            got=f"{launcher.rank} and {launcher.world_size} alone",
+            do=f"set GRADENGINE_JOB on all ranks, to another name for each run; or {_ADDRESS}=unix:///path",
+        )
+    text = "\0".join([given, *parts.values()])
+    sources = [name for name in parts if parts[name]] + ["GRADENGINE_JOB" if job is None else "job="] * bool(given)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16], ", ".join(sources)
+
+
+def _distinguished_by(variable: str, value: str) -> str:
+    """The variable's value; of PMI_FD, the socket to MPICH's launcher on this host, the launcher's process."""
+    if variable != "PMI_FD":
+        return value
+    try:
+        with socket.socket(fileno=os.dup(int(value))) as launcher:
+            process, _, _ = struct.unpack("3i", launcher.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except (
+        AttributeError,
+        OSError,
+        OverflowError,
+        ValueError,
+    ):  # no Linux; closed by a parent, or by MPI_Finalize; no number
+        return ""
+    return str(process) if process else ""
+
+
+def _socket_path(environment: Mapping[str, str], name: str) -> str:
+    if not hasattr(os, "getuid"):
+        raise CallerError("this system has no Unix sockets", got=sys.platform, expected="Linux or macOS", do=_DO)
+    folder = Path(environment.get("TMPDIR") or "/tmp") / f"gradengine-{os.getuid()}"  # noqa: S108  (made private)
+    return short_enough(str(folder.absolute() / name), _ANOTHER_FOLDER)
+
+
+def _made_usable(address: Fact, hosts: bool, served: bool) -> str:
+    """The URL that was computed, as this rank needs it; refused here in words of the variables that it is made of."""
+    if served:
+        raise CallerError("served=True, and no address of a server", do=f"pass its url, or set {_ADDRESS} to it")
+    parts = urlsplit(address.value)
+    if parts.scheme == "unix":
+        _make_private(Path(parts.path).parent)
+        if hosts:
+            _refuse_answering(address, parts.path)
+        return address.value
+    return f"tcp://{_own_host(address)}:{parts.port}" if hosts else address.value
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder of this user's alone; refuse one that others made, or may write to."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as fault:
+        what = f"cannot make {str(folder)!r} for a Unix socket: {fault.strerror}"
+        raise CallerError(what, do=_ANOTHER_FOLDER) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        got, expected = f"owner {found.st_uid}, {stat.filemode(found.st_mode)}", f"owner {os.getuid()}, drwx------"
+        what, do = f"{str(folder)!r} is not private", f"remove it, or {_ANOTHER_FOLDER}"
+        raise CallerError(what, got=got, expected=expected, do=do)
+
+
+def _refuse_answering(address: Fact, path: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if probe.connect_ex(path) == 0:
+            what = f"a process listens at {path} already, which is made of {address.source}"
+            do = "give each of two groups its own job=, on all ranks; or end an earlier run's rank 0"
+            raise CallerError(what, do=do)
+
+
+def _own_host(address: Fact) -> str:
+    """Where rank 0 listens: at its host, or everywhere if that names its loopback, as Debian's /etc/hosts has it."""
+    parts = urlsplit(address.value)
+    host = parts.hostname or ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        number = host if ":" in host else socket.gethostbyname(host)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((number, parts.port))
+    except (OSError, UnicodeError) as fault:  # of a name with an empty part, or too long a one
+        reason = getattr(fault, "strerror", None) or fault
+        what = f"rank 0 cannot listen at {host}:{parts.port} ({reason}), made of {address.source}"
+        raise CallerError(what, do=_DO) from None
+    is_hidden = number.startswith("127.") and host not in {number, *LOOPBACK}
+    return "0.0.0.0" if is_hidden else f"[{host}]" if ":" in host else host  # noqa: S104  (it has a token)

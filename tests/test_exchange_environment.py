@@ -1,0 +1,334 @@
+"""What launchers say of a process: its place, token and job, from which variable, and what is refused of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transports import SMALL, SOON, Worker, bound, contributions, leave_together, on_all, rank_order_sum
+
+from gradengine.errors import CallerError, HandshakeRefused
+from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange.environment import (
+    JOBS,
+    LAUNCHERS,
+    Fact,
+    job_or_launchers,
+    not_taken,
+    read_job,
+    read_token,
+    read_world,
+)
+from gradengine.exchange.handshake import MAX_JOB_CHARACTERS
+
+pytestmark = pytest.mark.timeout(150)
+DATA = contributions(SMALL, 2)
+
+# As each launcher sets them for rank 1 of 2 on one host, as seen under the real one; srun's and PALS' by their sources.
+SEEN = {
+    "by hand": {
+        "GRADENGINE_RANK": "1", "GRADENGINE_WORLD_SIZE": "2", "GRADENGINE_LOCAL_RANK": "1",
+        "GRADENGINE_LOCAL_SIZE": "2",
+        "GRADENGINE_ADDRESS": "unix:///tmp/x/socket", "GRADENGINE_JOB": "run 7",
+    },
+    "torchrun": {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "41289", "TORCHELASTIC_RUN_ID": "700d4223",
+    },
+    "Open MPI's mpiexec": {
+        "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-12002@1",
+    },
+    "MPICH's mpiexec": {
+        "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "11",
+    },
+    "srun": {
+        "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "node3", "SLURM_JOB_NODELIST": "node[3-4]", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+    },
+    "PMI": {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_JOBID": "7"},
+}  # fmt: skip
+BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+
+
+def names_of(launcher):
+    return [getattr(launcher, name) for name in ("rank", "world_size", "local_rank", "local_size")]
+
+
+ALL = {name for launcher in LAUNCHERS for name in [*names_of(launcher), *launcher.run, *launcher.host, launcher.sign]}
+ALL |= {*JOBS, "LSB_JOBINDEX", "GRADENGINE_ADDRESS", "GRADENGINE_TOKEN", "GRADENGINE_TOKEN_FILE"}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Launched by hand, until a test says otherwise; whatever launched the tests."""
+    for variable in ALL - {""}:
+        monkeypatch.delenv(variable, raising=False)
+    return monkeypatch
+
+
+# ---- its place ----
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_each_launcher_names_rank_and_world_size(name):
+    world = read_world(SEEN[name])
+    assert (world.launcher.name, world.rank, world.world_size, world.local_rank) == (name, 1, 2, 1)
+    assert world.local_size == (None if name == "srun" else 2)
+
+
+NESTED = [pair for pair in itertools.combinations(LAUNCHERS, 2) if pair[0].rank != pair[1].rank]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), NESTED, ids=lambda launcher: launcher.name)
+def test_the_innermost_launcher_wins_and_a_report_says_what_lost(ours, theirs):
+    """torchrun under mpiexec under srun: each variable is there."""
+    alone = dict.fromkeys(names_of(theirs), "0") | {theirs.world_size: "1", theirs.sign or "x": "0"}
+    both = alone | SEEN[ours.name]
+    assert read_world(both).launcher is ours
+    assert not_taken(both) == [f"{theirs.rank}=0, {theirs.world_size}=1"]
+    agreeing = both | {theirs.rank: "1", theirs.world_size: "2"}
+    assert not_taken(agreeing) == []
+
+
+def test_what_an_outer_launcher_says_wrong_is_nobody_s_business():
+    assert read_world(SEEN["torchrun"] | {"PMI_RANK": "x", "MPI_LOCALRANKID": "0"}).rank == 1
+
+
+def test_pmi_of_srun_is_srun_s_and_that_of_mpich_under_srun_is_mpich_s():
+    """srun --mpi=pmi2 sets PMI_RANK, and not MPI_LOCALRANKID; mpiexec's daemons are steps of Slurm's."""
+    by_srun = SEEN["srun"] | {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "5", "PMI_JOBID": "7.0"}
+    assert read_world(by_srun).launcher.name == "srun"
+    under_srun = SEEN["MPICH's mpiexec"] | SEEN["srun"] | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    assert read_world(under_srun).launcher.name == "MPICH's mpiexec"
+
+
+@pytest.mark.parametrize("environment", [{}, {"PATH": "/bin", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}, BATCH_SCRIPT])
+def test_without_a_launcher_three_ways_to_have_one_are_told(environment):
+    with pytest.raises(CallerError, match="no launcher started this process") as refused:
+        read_world(environment)
+    for way in ("torchrun", "srun", "mpiexec", "GRADENGINE_RANK", "connect(url, rank, world_si"):
+        assert way in str(refused.value)
+    assert ("a Slurm job, but none of its steps" in str(refused.value)) == (environment is BATCH_SCRIPT)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_half_of_a_place_is_refused_by_both_names(name):
+    launcher = read_world(SEEN[name]).launcher
+    for there, missing in ((launcher.rank, launcher.world_size), (launcher.world_size, launcher.rank)):
+        environment = {key: value for key, value in SEEN[name].items() if key != missing}
+        with pytest.raises(
+            CallerError, match=f"^environment variable {there} is set and {missing} is not: got {there}='."
+        ):
+            read_world(environment)
+
+
+@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize(
+    "value", ["-1", "two", "", " 1", "1.0", "1_0", "٣", "0x1", "1\n", "9" * 5000, "\x1b[31m", "99999"]
+)
+def test_what_is_no_number_in_range_is_refused_with_its_variable_in_a_bounded_error(name, value):
+    launcher = read_world(SEEN[name]).launcher
+    for variable in filter(None, names_of(launcher)):
+        with pytest.raises(
+            CallerError, match=f"^environment variable {variable}\\b.*(is not a whole number|is out of range): got "
+        ) as refused:
+            read_world(SEEN[name] | {variable: value})
+        assert len(str(refused.value)) < 250
+        assert str(refused.value).isprintable()
+
+
+def test_a_rank_beyond_its_world_is_refused_with_both_numbers():
+    told = r"environment variable RANK \(of WORLD_SIZE=2\) is out of range: got 2, expected a whole number in 0..1"
+    with pytest.raises(CallerError, match=told):
+        read_world(SEEN["torchrun"] | {"RANK": "2"})
+
+
+@given(st.dictionaries(st.sampled_from(sorted(ALL - {""})), st.text(max_size=8) | st.integers(-1, 9).map(str)))
+def test_whatever_the_environment_says_it_is_a_place_or_an_error_of_ours(environment):
+    try:
+        world = read_world(environment)
+    except CallerError as refused:
+        assert str(refused).isprintable()  # noqa: PT017
+    else:
+        assert 0 <= world.rank < world.world_size
+
+
+# ---- its token ----
+
+
+def test_a_token_comes_from_the_variable_or_from_the_file_that_one_names(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("a token of the file\n")
+    assert read_token({}) is read_token({"GRADENGINE_TOKEN": ""}) is None
+    assert read_token({"GRADENGINE_TOKEN_FILE": str(path)}) == Fact("a token of the file", "GRADENGINE_TOKEN_FILE")
+    both = {"GRADENGINE_TOKEN_FILE": str(path), "GRADENGINE_TOKEN": "a token of the file"}
+    assert read_token(both) == Fact("a token of the file", "GRADENGINE_TOKEN")
+    with pytest.raises(CallerError, match="GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE say two different") as refused:
+        read_token(both | {"GRADENGINE_TOKEN": "one of the variable"})
+    assert not any(token in str(refused.value) for token in ("of the variable", "of the file"))
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"one\ntwo\n", b"\xff\xfe", b"x" * 5000])
+def test_a_file_that_holds_no_token_is_refused_and_what_it_holds_is_not_shown(tmp_path, content):
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    with pytest.raises(CallerError, match="token") as refused:
+        read_token({"GRADENGINE_TOKEN_FILE": str(path)})
+    assert not any(word in str(refused.value) for word in ("one\n", "two", "xxx"))
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(
+        CallerError, match=rf"from '{tmp_path}/none' \(of GRADENGINE_TOKEN_FILE\): No such file or directory$"
+    ):
+        read_token({"GRADENGINE_TOKEN_FILE": f"{tmp_path}/none"})
+    with pytest.raises(CallerError, match="cannot read the token from '/dev'"):
+        read_token({"GRADENGINE_TOKEN_FILE": "/dev"})
+
+
+def test_connect_takes_the_token_of_the_environment_and_a_given_one_wins(environment):
+    environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
+    other = "fedcba9876543210fedcba9876543210"
+    with connect("tcp://127.0.0.1:0", 0, 2) as hosting:
+        with connect(hosting.url, 1, 2, token=other, join_timeout=SOON) as stray, pytest.raises(HandshakeRefused):
+            Worker(stray, SMALL, DATA[1]).bind()
+        assert trains([hosting, connect(hosting.url, 1, 2, join_timeout=SOON)])
+
+
+# ---- its job ----
+
+
+# As each launcher sets them, with others of its own.
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        ({}, ""),
+        ({"TORCHELASTIC_RUN_ID": "llama", "RANK": "0", "WORLD_SIZE": "2"}, "TORCHELASTIC_RUN_ID=llama"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ""),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, "SLURM_JOB_ID=7"),
+        ({"TORCHELASTIC_RUN_ID": "llama", "SLURM_JOB_ID": "7"}, "TORCHELASTIC_RUN_ID=llama"),
+        ({"PMIX_NAMESPACE": "prterun-node1-4711@1"}, "PMIX_NAMESPACE=prterun-node1-4711@1"),
+        ({"PMIX_NAMESPACE": "123", "OMPI_MCA_ess_base_jobid": "123"}, "PMIX_NAMESPACE=123"),
+        ({"OMPI_MCA_ess_base_jobid": "123", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_MCA_ess_base_jobid=123"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "slurm.pmix.7.1"}, "SLURM_JOB_ID=7"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "SLURM_JOB_ID=9"),
+        ({"PBS_JOBID": "7[2].head", "PMIX_NAMESPACE": "123"}, "PMIX_NAMESPACE=123"),
+        ({"PBS_JOBID": "7[2].head"}, "PBS_JOBID=7[2].head"),
+        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "0"}, "LSB_JOBID=7"),
+        ({"LSB_JOBID": "7"}, "LSB_JOBID=7"),
+        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "3"}, "LSB_JOBID=7[3]"),
+        ({"SLURM_JOB_ID": "", "PBS_JOBID": "7"}, "PBS_JOBID=7"),
+        ({"JOB_COMPLETION_INDEX": "1", "PMI_RANK": "1", "PMI_SIZE": "2", "JOB_ID": "7"}, ""),
+        ({"GRADENGINE_JOB": "mine", "TORCHELASTIC_RUN_ID": "llama"}, "mine"),
+        ({"GRADENGINE_JOB": "", "TORCHELASTIC_RUN_ID": "llama"}, "TORCHELASTIC_RUN_ID=llama"),
+    ],
+    ids=str,
+)
+def test_what_each_launcher_names(variables, job):
+    found = read_job(variables)
+    assert found.value == job
+    assert found.source == (job.partition("=")[0] if "=" in job else "GRADENGINE_JOB" if job else "")
+
+
+@pytest.mark.parametrize("variable", JOBS)
+@pytest.mark.parametrize("value", ["x" * (MAX_JOB_CHARACTERS + 1), "x" * 10**6, "7\n", "\x1b[31m7", "7\udc80", "\x00"])
+def test_what_cannot_be_a_name_is_refused_with_its_variable_in_a_bounded_error(environment, variable, value):
+    environment.setattr("os.environ", {variable: value})  # a real one refuses some of them
+    with pytest.raises(CallerError, match=f"the job of {variable} is not a valid job name: got '") as refused:
+        connect("tcp://127.0.0.1:0", 0, 1)
+    told = str(refused.value)
+    assert len(told) < 300
+    assert told.isprintable()
+    assert told.endswith('pass the same job="name" on all ranks, or job="" for none')
+    with connect("tcp://127.0.0.1:0", 0, 1, job="mine"), connect("tcp://127.0.0.1:0", 0, 1, job=""):
+        pass  # then the environment is not asked
+
+
+def test_longest_value_that_fits():
+    value = "x" * (MAX_JOB_CHARACTERS - len("PBS_JOBID="))
+    assert read_job({"PBS_JOBID": value}).value == f"PBS_JOBID={value}"
+    with pytest.raises(CallerError):
+        read_job({"PBS_JOBID": value + "x"})
+
+
+def test_a_job_that_is_given_wins_and_an_empty_one_is_none(environment):
+    environment.setenv("SLURM_JOB_ID", "7")
+    assert [job_or_launchers(job) for job in ("mine", "", None)] == ["mine", "", "SLURM_JOB_ID=7"]
+
+
+# ---- at one address ----
+
+
+def launched(environment, variables, make):
+    """What a process makes that was launched so."""
+    with environment.context() as own:
+        for name, value in variables.items():
+            own.setenv(name, value)
+        return make()
+
+
+def trains(exchanges):
+    workers = bound(exchanges, SMALL, DATA)
+    on_all(Worker.sum, workers)
+    on_all(leave_together, workers)
+    return all(worker.arena.tobytes() == rank_order_sum(DATA).tobytes() for worker in workers)
+
+
+def refusal_of(exchange):
+    with exchange, pytest.raises(HandshakeRefused) as refused:
+        Worker(exchange, SMALL, DATA[1]).bind()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("variable", JOBS)
+def test_two_jobs_of_a_launcher_at_one_port_do_not_train_together(environment, variable):
+    """Nobody passed job=; token, layout and world size agree."""
+    mine, other = {variable: "7"}, {variable: "8"}
+    with launched(environment, mine, lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
+        for theirs, named in ((other, read_job(other).value), ({}, "")):
+            stray = launched(environment, theirs, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
+            prefix = "" if variable == "GRADENGINE_JOB" else f"{variable}="
+            told = f"rank 1 belongs to another job: got job='{named}', expected job='{prefix}7'"
+            assert told in refusal_of(stray)
+        assert trains([hosting, launched(environment, mine, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
+
+
+def test_a_job_that_is_given_does_not_meet_one_of_a_launcher(environment):
+    slurm = {"SLURM_JOB_ID": "7"}
+    with launched(environment, slurm, lambda: connect("tcp://127.0.0.1:0", 0, 2, job="")) as hosting:
+        named = launched(environment, slurm, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
+        assert "got job='SLURM_JOB_ID=7', expected job=''" in refusal_of(named)
+        assert trains([hosting, launched(environment, {}, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
+
+
+def test_two_steps_of_one_allocation_are_one_job(environment):
+    steps = [
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step), "PMIX_NAMESPACE": f"slurm.pmix.7.{step}"} for step in range(2)
+    ]
+    with launched(environment, steps[0], lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
+        assert trains([hosting, launched(environment, steps[1], lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
+
+
+@pytest.mark.parametrize("around", [{}, {"SLURM_JOB_ID": "1"}], ids=["by hand", "in a job of its own"])
+def test_a_coordinator_outside_takes_its_first_rank_s_job(environment, around):
+    with launched(environment, around, lambda: GradientServer(2)) as server:
+        first, other, second = (
+            launched(
+                environment,
+                {"SLURM_JOB_ID": job},
+                lambda rank=rank: WorkerClient(server.address, rank, 2, join_timeout=SOON),
+            )
+            for rank, job in ((0, "7"), (1, "8"), (1, "7"))
+        )
+
+        def second_after_another_job_s():
+            with server.group.lock:
+                assert server.group.changed.wait_for(lambda: 0 in server.group.members, SOON)
+            return refusal_of(other), Worker(second, SMALL, DATA[1]).bind()
+
+        with first, second:
+            _, (told, _) = on_all(lambda join: join(), [Worker(first, SMALL, DATA[0]).bind, second_after_another_job_s])
+        assert "rank 1 belongs to another job: got job='SLURM_JOB_ID=8', expected job='SLURM_JOB_ID=7'" in told
