@@ -3,5 +3,6 @@
 In: an accumulator, and the exchanges that the engine was given. Out: the sums in the arena, and `StepStats`, the same
 on all ranks. `reducer.py` runs it, `stats.py` has the ranks agree; the ranks' gradients are added in
 `exchange/group.py`. `ordered_all_reduce.py`, which nothing uses yet, adds the shares that `shares.py` cuts, each at its
-owner. Imports `exchange`, `accumulate`, `kernels`, `layout` and `arrays`; decides nothing and hands nothing back.
+owner; `pump.py` runs it over a link. Imports `exchange`, `accumulate`, `kernels`, `layout` and `arrays`; decides
+nothing and hands nothing back.
 """

@@ -178,6 +178,29 @@ class OrderedAllReduce:
                 found.append(NonFiniteValue(rank, int(index), value))
         return found
 
+    @property
+    def awaited(self) -> tuple[int, str] | None:
+        """The rank that this one waits for longest, and for what; None where it has to start a span itself.
+
+        A part that is missing comes first, since it waits for nothing else; then sums, facts, and what is to be taken.
+        """
+        if self._ready.count < len(self._shares):
+            return None
+
+        def order(transfer: tuple[int, int]) -> tuple[int, int, int]:
+            kind, number = self._meaning(transfer[1])
+            return kind, number, transfer[0]
+
+        for transfers, words in ((self._receives, ""), (self._sends, "its receipt of ")):
+            if transfers:
+                peer, tag = min(transfers, key=order)
+                return peer, words + self._described(tag)
+        return None
+
+    def is_started(self, span: Span) -> bool:
+        """Whether the span has been started in this step."""
+        return self._ready.is_complete(span)
+
     def transfers(self) -> list[Transfer]:
         """The transfers to make now: each is given once. Those to or from one rank are in the order of the shares."""
         given, self._outbox = self._outbox, []
@@ -384,11 +407,13 @@ class OrderedAllReduce:
         return _Kind(tag % 6 // 2), tag // 6
 
     def _out_of_turn(self, what: str, peer: int, tag: int) -> ProtocolError:
-        kind, number = self._meaning(tag)
-        said = f"the facts of rank {number}" if kind is _Kind.FACTS else f"the {kind.name.lower()} of share {number}"
         parity = "even" if tag % 2 == 0 else "odd"
-        expected = f"each transfer of step {self.step} once"
-        return ProtocolError(f"{what} rank {peer} out of turn", got=f"{said} of an {parity} step", expected=expected)
+        got, expected = f"{self._described(tag)} of an {parity} step", f"each transfer of step {self.step} once"
+        return ProtocolError(f"{what} rank {peer} out of turn", got=got, expected=expected)
+
+    def _described(self, tag: int) -> str:
+        kind, number = self._meaning(tag)
+        return f"the facts of rank {number}" if kind is _Kind.FACTS else f"the {kind.name.lower()} of share {number}"
 
     # ---- facts and frontiers ----
 

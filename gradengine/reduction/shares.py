@@ -96,6 +96,10 @@ class ReadyShares:
         """Whether no span is complete."""
         return not self._started
 
+    def is_complete(self, span: Span) -> bool:
+        """Whether this span is complete."""
+        return span.key in self._started
+
     def complete(self, span: Span) -> Sequence[Share]:
         """The shares that can be sent now that this span is complete; `WindowError` if it was complete before."""
         refuse_other_kind("span", span, Span)

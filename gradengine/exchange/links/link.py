@@ -1,0 +1,105 @@
+"""What a link is: it begins transfers between ranks, says which are over, and never waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy.typing as npt
+
+from gradengine.errors import NotCopied
+
+Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
+
+_SPIN_SECONDS, _LONGEST_SECONDS = 0.002, 0.005  # a link that wakes nobody: polled without a pause first, then each 5 ms
+
+
+class Completed(Enum):
+    """What is over."""
+
+    SENT = "sent"  # the memory may be overwritten; the other rank need not have it yet
+    RECEIVED = "received"  # the memory holds what was sent
+
+
+class Completion(NamedTuple):
+    """A transfer that is over."""
+
+    kind: Completed
+    peer: int
+    tag: int
+
+
+class Link(NotCopied, ABC, instead="make one on each rank"):
+    """One rank's transfers to and from the other ranks of its group.
+
+    A send and a receive meet by rank and tag, and must be of the same size. Of those of one rank, direction and tag one
+    is open at a time; they arrive in the order in which they were sent. One thread at a time uses a link, but any may
+    close it.
+
+    Attributes:
+        rank: This rank, 0..world_size - 1.
+        world_size: Ranks in the group.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def send(self, peer: int, tag: int, memory: Memory) -> None:
+        """Begin to send memory, which must not change before this is over; returns at once."""
+
+    @abstractmethod
+    def receive(self, peer: int, tag: int, memory: Memory) -> None:
+        """Begin to fill memory with what that rank sends with this tag; returns at once."""
+
+    @abstractmethod
+    def poll(self) -> list[Completion]:
+        """The transfers that are over since the last call; never waits.
+
+        Raises:
+            PeerLost: A rank with which a transfer is open is gone (it is named), or this link is closed. What was over
+                before is returned first.
+            ProtocolError: A rank sent another size than is received.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all transfers: nothing writes into this rank's memory any more. The others lose this rank.
+
+        May be called twice.
+        """
+
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        """Have `wake` called, from any thread, when `poll` may have something new; False if this link cannot."""
+        return False
+
+
+@final
+class Idle:
+    """Rests between the polls of a link: until the link wakes it, or for a few milliseconds where the link cannot."""
+
+    def __init__(self, link: Link) -> None:
+        self._event = threading.Event()
+        self._is_woken = link.wake_by(self._event.set)
+        self._moved_at = time.monotonic()
+
+    def wake(self) -> None:
+        """End the rest that is being taken, or else the next one."""
+        self._event.set()
+
+    def rest(self, longest: float | None = None) -> None:
+        """Return when woken, or after so many seconds; without a limit perhaps never."""
+        if not self._is_woken:
+            idle = time.monotonic() - self._moved_at
+            most = 0.0 if idle < _SPIN_SECONDS else min(idle / 4, _LONGEST_SECONDS)
+            longest = most if longest is None else min(longest, most)
+        self._event.wait(longest)
+        self._event.clear()
+
+    def moved(self) -> None:
+        """Note that something was over: there may be more soon."""
+        self._moved_at = time.monotonic()

@@ -1,0 +1,305 @@
+"""Links, and small data over them: every way in which bytes move between ranks, as threads of one process."""
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from gradengine.errors import CallerError, DeadlineExceeded, PeerLost, ProtocolError
+from gradengine.exchange import gather as gathering
+from gradengine.exchange.gather import gather
+from gradengine.exchange.links import threads
+from gradengine.exchange.links.link import Completed, Completion, Idle
+from gradengine.exchange.links.threads import thread_links
+from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
+from gradengine.reduction.shares import MOST_SHARES
+
+SENT, RECEIVED = Completed.SENT, Completed.RECEIVED
+TRANSPORTS = {"threads": thread_links}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def links(request):
+    """Makes a group's links, which are closed in the end."""
+    made = []
+
+    def make(world_size):
+        made.extend(TRANSPORTS[request.param](world_size))
+        return made[-world_size:]
+
+    yield make
+    for link in made:
+        link.close()
+
+
+def until(count, *links):
+    """What each link reports, until it is so much of all."""
+    reports = [[] for _ in links]
+    while sum(map(len, reports)) < count:
+        for link, report in zip(links, reports, strict=True):
+            report.extend(link.poll())
+    return reports
+
+
+def on_each(links, work):
+    """What work(link) returns or raises on a thread for each rank."""
+    outcomes = [None] * len(links)
+
+    def run(link):
+        try:
+            outcomes[link.rank] = work(link)
+        except Exception as fault:
+            outcomes[link.rank] = fault
+
+    workers = [threading.Thread(target=run, args=(link,)) for link in links]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert not any(worker.is_alive() for worker in workers)
+    return outcomes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "<i8"])
+@pytest.mark.parametrize("size", [0, 1, 33, 70_000])
+@pytest.mark.parametrize("is_sent_first", [True, False])
+def test_memory_arrives_whichever_side_begins(links, dtype, size, is_sent_first):
+    first, second = links(2)
+    source, sink = np.arange(size).astype(dtype), np.zeros(size, dtype)
+    begins = [partial(first.send, 1, 9, source), partial(second.receive, 0, 9, sink)]
+    for begin in begins if is_sent_first else reversed(begins):
+        begin()
+    assert until(2, first, second) == [[(SENT, 1, 9)], [(RECEIVED, 0, 9)]]
+    assert np.array_equal(source, sink)
+    assert first.poll() == second.poll() == []
+
+
+def test_many_transfers_are_open_at_a_time_and_each_is_reported_once(links):
+    group, tags = links(4), range(20)
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+    sinks = {(a, b, tag): np.zeros(3) for a, b in pairs for tag in tags}
+    numbers = np.random.default_rng(0)
+    for a, b, tag in numbers.permutation([*sinks]).tolist():
+        group[b].receive(a, tag, sinks[a, b, tag])
+    for a, b, tag in numbers.permutation([*sinks]).tolist():
+        group[a].send(b, tag, np.array([a, b, tag], float))
+    reports = until(2 * len(sinks), *group)
+    for rank, report in enumerate(reports):
+        expected = {(kind, peer, tag) for kind in Completed for peer in range(4) if peer != rank for tag in tags}
+        assert len(report) == len(expected)
+        assert {*report} == expected
+    assert all(np.array_equal(key, sink) for key, sink in sinks.items())
+
+
+def test_one_tag_again_and_again_arrives_in_order(links):
+    first, second = links(2)
+    for value in range(5):
+        source, sink = np.full(4, float(value)), np.zeros(4)
+        first.send(1, 3, source)
+        if value % 2:
+            first.poll()
+        second.receive(0, 3, sink)
+        until(2, first, second)
+        assert np.array_equal(source, sink)
+
+
+def test_what_was_sent_may_be_overwritten(links):
+    first, second = links(2)
+    source, sink = np.ones(1000), np.zeros(1000)
+    second.receive(0, 1, sink)
+    first.send(1, 1, source)
+    report = []
+    while not report:
+        second.poll()
+        report = first.poll()
+    source[:] = 7
+    while not sink.any():
+        second.poll()
+    assert (sink == 1).all()
+
+
+def test_a_rank_that_is_gone_is_named_where_a_transfer_with_it_is_open(links):
+    first, second, third = links(3)
+    first.receive(2, 5, np.zeros(2))
+    third.close()
+    with pytest.raises(PeerLost, match="rank 2 is gone"):
+        until(1, first)
+    assert second.poll() == []
+    second.send(2, 1, np.zeros(2))
+    with pytest.raises(PeerLost, match="rank 2 is gone"):
+        until(1, second)
+
+
+def test_who_was_gone_first_is_named():
+    """Also by a rank that had nothing to do with it, but with one that has closed for it."""
+    first, second, third = thread_links(3)
+    first.receive(2, 1, np.zeros(2))
+    second.receive(0, 1, np.zeros(2))
+    third.close()
+    for link in (first, second):
+        with pytest.raises(PeerLost, match="rank 2 is gone"):
+            link.poll()
+        link.close()
+
+
+def test_ranks_that_are_left_go_on_with_each_other(links):
+    first, second, third = links(3)
+    third.close()
+    sink = np.zeros(2)
+    first.send(1, 1, np.ones(2))
+    second.receive(0, 1, sink)
+    until(2, first, second)
+    assert sink.all()
+
+
+def test_what_was_over_before_is_reported_first(links):
+    first, second = links(2)
+    second.receive(0, 1, np.zeros(2))
+    first.send(1, 1, np.ones(2))
+    first.send(1, 2, np.ones(2))
+    until(1, second)
+    second.close()
+    assert until(1, first) == [[(SENT, 1, 1)]]
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        until(1, first)
+
+
+def test_a_closed_link_is_refused_and_may_be_closed_again(links):
+    first, second = links(2)
+    memory = np.zeros(2)
+    first.receive(1, 1, memory)
+    first.close()
+    first.close()
+    second.send(0, 1, np.ones(2))
+    with pytest.raises(PeerLost, match="rank 0 is gone"):
+        until(1, second)
+    assert not memory.any()
+    for call in (first.poll, lambda: first.send(1, 2, memory), lambda: first.receive(1, 2, memory)):
+        with pytest.raises(PeerLost, match="the link of rank 0 is closed"):
+            call()
+
+
+def test_another_size_is_refused(links):
+    first, second = links(2)
+    memory = np.zeros(3)
+    second.receive(0, 4, memory)
+    first.send(1, 4, np.ones(2))
+    with pytest.raises(ProtocolError, match=r"rank 0 sent rank 1 another size with tag 4: got 16 bytes, expected 24"):
+        until(1, second)
+    assert not memory.any()
+
+
+def test_a_link_is_not_copied(links):
+    with pytest.raises(CallerError, match="cannot be copied"):
+        links(1)[0].__reduce_ex__(2)
+
+
+@pytest.mark.parametrize("closes", [0, 1])
+def test_nothing_reads_or_writes_a_ranks_memory_after_it_has_closed(closes, monkeypatch):
+    """The other rank is in the middle of a copy then."""
+    group, log, copyto = thread_links(2), [], np.copyto
+
+    def close():
+        group[closes].close()
+        log.append("closed")
+
+    def slow(sink, source):
+        closer.start()
+        while not group[0]._group.ranks[closes].is_closed:
+            pass
+        closer.join(0.1)  # it ends here if it does not wait
+        copyto(sink, source)
+        log.append("copied")
+
+    closer = threading.Thread(target=close)
+    monkeypatch.setattr(threads.np, "copyto", slow)
+    group[1].receive(0, 1, np.zeros(2))
+    group[0].send(1, 1, np.ones(2))
+    group[1].poll()
+    closer.join(60)
+    assert log == ["copied", "closed"]
+
+
+def test_who_rests_is_woken_by_what_the_other_rank_does():
+    first, second = thread_links(2)
+    idle = Idle(second)
+    second.receive(0, 1, np.zeros(1))
+    threading.Thread(target=first.send, args=(1, 1, np.ones(1))).start()
+    idle.rest()
+    assert second.poll() == [Completion(RECEIVED, 0, 1)]
+    threading.Thread(target=first.close).start()
+    idle.rest()
+    second.receive(0, 2, np.zeros(1))
+    with pytest.raises(PeerLost):
+        second.poll()
+
+
+# ---- small data ----
+
+
+@pytest.mark.parametrize("world_size", range(1, 5))
+def test_all_have_every_ranks_bytes_in_rank_order(links, world_size):
+    sizes = [(31 * rank * rank) % 7 * 1000 for rank in range(world_size)]
+
+    def work(link):
+        parts = [bytes([link.rank]) * sizes[link.rank], b"", b"again"]
+        return [gather(link, part, 60.0) for part in parts]
+
+    whole = [bytes([rank]) * size for rank, size in enumerate(sizes)]
+    assert on_each(links(world_size), work) == [[whole, [b""] * world_size, [b"again"] * world_size]] * world_size
+
+
+def test_too_much_is_refused_and_nothing_was_sent(links):
+    first, second = links(2)
+    with pytest.raises(CallerError, match="too much to gather"):
+        gather(first, bytes(MAX_SMALL_PAYLOAD + 1), 60.0)
+    assert on_each([first, second], lambda link: gather(link, b"x", 60.0)) == [[b"x", b"x"]] * 2
+
+
+@pytest.mark.parametrize("length", [-1, MAX_SMALL_PAYLOAD + 1, 1 << 62])
+def test_a_rank_that_announces_too_much_is_refused_before_anything_is_allocated(links, length):
+    first, second = links(2)
+
+    def work(link):
+        if link is second:
+            link.receive(0, gathering._LENGTHS, np.zeros(1, "<i8"))
+            link.send(0, gathering._LENGTHS, np.array([length], "<i8"))
+            return until(2, link)
+        return gather(link, b"x", 60.0)
+
+    refused, _ = on_each([first, second], work)
+    assert isinstance(refused, ProtocolError)
+    assert f"rank 1 announces too much to gather: got {length} bytes" in str(refused)
+
+
+def test_a_late_rank_is_named(links):
+    has_come, looks = threading.Event(), []
+
+    def clock():
+        looks.append(has_come.is_set())
+        return 61.0 if sum(looks) > 1 else 0.0  # once what has come was polled
+
+    def work(link):
+        if link.rank == 0:
+            return gather(link, b"x", 60.0, clock=clock)
+        if link.rank == 1:  # it sends its length, so that rank 2 alone is late
+            link.receive(0, gathering._LENGTHS, np.zeros(1, "<i8"))
+            link.send(0, gathering._LENGTHS, np.zeros(1, "<i8"))
+            until(2, link)
+            has_come.set()
+        return None
+
+    late, *_ = on_each(links(3), work)
+    assert isinstance(late, DeadlineExceeded)
+    assert "rank 2 is late for a gather, and rank 0 waits" in str(late)
+
+
+def test_a_rank_that_is_gone_ends_a_gather(links):
+    group = links(3)
+    lost = on_each(group, lambda link: link.close() if link.rank == 2 else gather(link, b"x", 60.0))
+    assert [str(fault).partition(":")[0] for fault in lost] == ["rank 2 is gone"] * 2 + ["None"]
+
+
+def test_tags_of_a_gather_are_no_all_reduces():
+    assert 6 * MOST_SHARES <= gathering._LENGTHS < gathering._DATA < 1 << 21

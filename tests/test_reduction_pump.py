@@ -1,0 +1,372 @@
+"""Whole steps of an all-reduce over links, each rank a thread with its pump; what goes wrong, and what it is called."""
+
+import contextlib
+import itertools
+import random
+import threading
+
+import numpy as np
+import pytest
+import strategies as draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
+from gradengine.exchange.gather import gather
+from gradengine.exchange.links.link import Link
+from gradengine.exchange.links.threads import thread_links
+from gradengine.kernels import CHUNK, HostKernels
+from gradengine.layout import GradientLayout
+from gradengine.reduction.ordered_all_reduce import OrderedAllReduce
+from gradengine.reduction.pump import Pump
+from gradengine.reduction.shares import shares_of
+
+KERNELS = HostKernels(threads=1)
+SOON = 60.0  # seconds; what would be waited for takes longer
+SMALL = GradientLayout.of({"layers.0.w": (7, 5), "layers.1.w": (33,), "embedding": (3, 11), "head": (40,)})
+LARGE = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17,) for n in range(4)})
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("gradengine-pump")] == []
+
+
+class Polled(Link):
+    """A link that cannot wake anybody, and that is lost once so many transfers were over."""
+
+    def __init__(self, link, lost_after=None):
+        self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, lost_after
+        self.send, self.receive, self.close = link.send, link.receive, link.close
+
+    def send(self, peer, tag, memory):
+        raise NotImplementedError
+
+    receive = close = send
+
+    def poll(self):
+        if self.left is not None and self.left <= 0:
+            self.link.close()
+        over = self.link.poll()
+        self.left = None if self.left is None else self.left - len(over)
+        return over
+
+
+def random_parts(layout, world_size, seed):
+    """What each rank contributes: zero between components, as an arena is."""
+    parts = np.zeros((world_size, layout.arena_size), np.float32)
+    for slot in layout.slots:
+        parts[:, slot.offset : slot.stop] = draw.random_array([seed, slot.offset], (world_size, slot.size))
+    return parts
+
+
+def sum_of(parts):
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+class Rank:
+    """One rank's arena and all-reduce."""
+
+    def __init__(self, rank, parts, layout, shares, in_flight=1 << 20):
+        self.rank, self.layout, self.arena = rank, layout, parts[rank].copy()
+        self.all_reduce = OrderedAllReduce(rank, len(parts), layout, shares, self.arena, KERNELS, in_flight=in_flight)
+
+
+def ranks_of(parts, layout, bucket_bytes=200, owner=None, **options):
+    shares = shares_of(layout, len(parts), bucket_bytes, owner=owner)
+    return [Rank(rank, parts, layout, shares, **options) for rank in range(len(parts))]
+
+
+def on_each(ranks, work):
+    """What work(rank) returns or raises on a thread for each."""
+    outcomes = [None] * len(ranks)
+
+    def run(rank):
+        try:
+            outcomes[rank.rank] = work(rank)
+        except Exception as fault:
+            outcomes[rank.rank] = fault
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SOON)
+    assert not any(thread.is_alive() for thread in threads)
+    return outcomes
+
+
+def raised(outcomes):
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+@given(
+    draw.uneven_layouts(CHUNK),
+    st.integers(1, 4),
+    draw.seeds,
+    st.sampled_from([4, 200, 1 << 22]),
+    st.booleans(),
+    st.sampled_from([0, 8 << 20]),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_several_steps_end_with_the_sums_in_rank_order(layout, world_size, seed, size, is_star, in_flight, is_polled):
+    steps = [random_parts(layout, world_size, seed + n) for n in range(3)]
+    ranks = ranks_of(steps[0], layout, size, world_size - 1 if is_star else None, in_flight=in_flight)
+    links, control = thread_links(world_size), thread_links(world_size)
+
+    def work(rank):
+        numbers, found = random.Random(seed + rank.rank), []
+        link = links[rank.rank]
+        pump = Pump(Polled(link) if is_polled else link, rank.all_reduce)
+        for number, parts in enumerate(steps):
+            rank.arena[:] = parts[rank.rank]
+            spans = [*layout.spans]
+            numbers.shuffle(spans)
+            for span in spans:  # some ranks' are on their way while others begin
+                pump.start(span)
+            pump.wait(SOON)
+            found.append((rank.arena.copy(), rank.all_reduce.squares))
+            assert gather(control[rank.rank], bytes([number]), SOON) == [bytes([number])] * world_size
+            pump.next_step()
+        pump.close()
+        return found
+
+    outcomes = on_each(ranks, work)
+    raised(outcomes)
+    for found in outcomes:
+        for (arena, squares), (_, others), parts in zip(found, outcomes[0], steps, strict=True):
+            draw.assert_same_values(arena, sum_of(parts))
+            assert np.array_equal(squares, others)
+
+
+def lost_and_resumed(lost_after, owner=None, world_size=3):
+    """Each rank's arena; each time that the links are lost all ranks go on over new ones."""
+    parts = random_parts(LARGE, world_size, 7)
+    ranks = ranks_of(parts, LARGE, 1 << 17, owner)
+    left, barrier = itertools.chain(lost_after, itertools.repeat(None)), threading.Barrier(world_size)
+    failures, links = [False] * world_size, []
+
+    def work(rank):
+        losses = 0
+        while True:
+            if barrier.wait(SOON) == 0:
+                links[:] = thread_links(world_size)
+                links[1] = Polled(links[1], next(left))
+            barrier.wait(SOON)
+            link = links[rank.rank]
+            try:
+                if losses:
+                    rank.all_reduce.resume(gather(link, rank.all_reduce.frontier(), SOON))
+                pump, failures[rank.rank] = Pump(link, rank.all_reduce), False
+                try:
+                    for span in LARGE.spans:
+                        if not rank.all_reduce.is_started(span):
+                            pump.start(span)
+                    pump.wait(SOON)
+                    barrier.wait(SOON)
+                except PeerLost:
+                    failures[rank.rank] = True
+                    barrier.wait(SOON)
+                finally:
+                    pump.close()
+            except PeerLost:  # in the gather
+                failures[rank.rank] = True
+                link.close()
+                barrier.wait(SOON)
+            if not any(failures):
+                return losses
+            losses += 1
+
+    losses = on_each(ranks, work)
+    raised(losses)
+    for rank in ranks:
+        draw.assert_same_values(rank.arena, sum_of(parts))
+    return losses[0]
+
+
+@pytest.mark.parametrize("owner", [None, 0, 1])
+def test_a_step_goes_on_over_new_links_to_the_same_bytes(owner):
+    assert lost_and_resumed([], owner) == 0
+    assert [lost_and_resumed([count], owner) for count in range(0, 12, 2)] == [1] * 6
+    assert lost_and_resumed([3, 5, 2, 7], owner) == 4
+
+
+def test_a_rank_that_raises_and_closes_is_named_by_all_others():
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=None)
+    links = thread_links(3)
+
+    def work(rank):
+        pump = Pump(links[rank.rank], rank.all_reduce)
+        try:
+            if rank.rank == 2:
+                raise KeyError("of the caller's own")
+            for span in SMALL.spans:
+                pump.start(span)
+            pump.wait(SOON)
+        finally:
+            pump.close()
+
+    first, second, third = on_each(ranks, work)
+    assert isinstance(third, KeyError)
+    assert {str(first), str(second)} == {"rank 2 is gone: it has closed its link; reconnect on all ranks"}
+
+
+def clock_of(rank, stall):
+    """A minute goes by each time that it is looked at, but none before nothing can happen any more."""
+    now = [0.0]
+
+    def clock():
+        now[0] += 61.0 if rank.all_reduce.awaited == stall else 0.0
+        return now[0]
+
+    return clock
+
+
+def late(ranks, starts, stalls):
+    """What each rank raises, where some start less than all spans; `stalls` is what each of them waits for then."""
+    links, everyone = thread_links(len(ranks)), threading.Barrier(len(ranks))
+
+    def work(rank):
+        pump = Pump(links[rank.rank], rank.all_reduce, clock=clock_of(rank, stalls[rank.rank]))
+        try:
+            for span in starts(rank):
+                pump.start(span)
+            pump.wait(60.0)
+        finally:
+            everyone.wait(SOON)  # else the first one to close would be all that the others see
+            pump.close()
+
+    faults = on_each(ranks, work)
+    assert {*map(type, faults)} == {DeadlineExceeded}
+    return [str(fault).partition("; ")[0] for fault in faults]
+
+
+def test_a_rank_that_starts_no_span_is_late_and_is_named_with_what_is_missing():
+    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL)
+    stalls = [(1, "the part of share 0"), None]
+    assert late(ranks, lambda rank: [] if rank.rank == 1 else SMALL.spans, stalls) == [
+        "rank 1 is late: rank 0 waits for the part of share 0 in step 0: got nothing for 60 s",
+        "rank 1 waits for step 0 and has not started all of its spans: got nothing for 60 s",
+    ]
+
+
+def test_of_three_ranks_the_one_whose_part_is_missing_is_named():
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL)
+    stalls = [(2, "the part of share 3"), (2, "the sum of share 2"), None]
+    first, second, _ = late(ranks, lambda rank: SMALL.spans[: 2 if rank.rank == 2 else None], stalls)
+    assert first == "rank 2 is late: rank 0 waits for the part of share 3 in step 0: got nothing for 60 s"
+    assert second == "rank 2 is late: rank 1 waits for the sum of share 2 in step 0: got nothing for 60 s"
+
+
+def test_who_sends_all_and_sums_nothing_waits_for_the_sum():
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0)
+    stalls = [(2, "the part of share 0"), (0, "the sum of share 0"), None]
+    _, second, _ = late(ranks, lambda rank: [] if rank.rank == 2 else SMALL.spans, stalls)
+    assert second == "rank 0 is late: rank 1 waits for the sum of share 0 in step 0: got nothing for 60 s"
+
+
+def test_a_late_rank_may_still_come():
+    """The error has changed nothing: who waits again has the sums."""
+    parts = random_parts(SMALL, 2, 1)
+    ranks, is_late, links = ranks_of(parts, SMALL), threading.Event(), thread_links(2)
+
+    def work(rank):
+        pump = Pump(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (1, "the part of share 0")))
+        if rank.rank == 1:
+            is_late.wait(SOON)
+        for span in SMALL.spans:
+            pump.start(span)
+        if rank.rank == 0:
+            with pytest.raises(DeadlineExceeded):
+                pump.wait(60.0)
+            is_late.set()
+        pump.wait(1e9)
+        everyone.wait(SOON)
+        pump.close()
+
+    everyone = threading.Barrier(2)
+    raised(on_each(ranks, work))
+    for rank in ranks:
+        draw.assert_same_values(rank.arena, sum_of(parts))
+
+
+def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others_lose_the_rank(monkeypatch):
+    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL, owner=0)
+    links = thread_links(2)
+    monkeypatch.setattr(OrderedAllReduce, "_sum", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+
+    def work(rank):
+        pump = Pump(links[rank.rank], rank.all_reduce)
+        try:
+            for span in SMALL.spans:
+                pump.start(span)
+            pump.wait(SOON)
+        except ExchangeError as fault:
+            with pytest.raises(ExchangeError):
+                pump.wait(SOON)
+            with pytest.raises(WindowError, match="started already"):
+                pump.start(SMALL.spans[0])
+            return fault
+        finally:
+            pump.close()
+
+    first, second = on_each(ranks, work)
+    assert "the all-reduce of rank 0 failed in step 0: got MemoryError('no room')" in str(first)
+    assert isinstance(first.__cause__, MemoryError)
+    assert isinstance(second, PeerLost)
+    assert "rank 0 is gone" in str(second)
+
+
+def test_calls_that_do_not_fit_change_nothing():
+    parts = random_parts(SMALL, 1, 1)
+    (rank,) = ranks_of(parts, SMALL)
+    pump = Pump(*thread_links(1), rank.all_reduce)
+    pump.start(SMALL.spans[0])
+    with pytest.raises(WindowError, match="has been started already"):
+        pump.start(SMALL.spans[0])
+    with pytest.raises(WindowError, match="step 0 is not summed"):
+        pump.next_step()
+    with pytest.raises(CallerError, match="timeout"):
+        pump.wait(0)
+    with pytest.raises(CallerError):
+        pump.start("layers.0.w")
+    for span in SMALL.spans[1:]:
+        pump.start(span)
+    pump.wait(SOON)
+    pump.next_step()
+    pump.start(SMALL.spans[0])
+    pump.close()
+    pump.close()
+    with pytest.raises(PeerLost, match="rank 0 has closed its pump"):
+        pump.start(SMALL.spans[1])
+    with pytest.raises(PeerLost, match="rank 0 has closed its pump"):
+        pump.wait(SOON)
+
+
+def test_what_was_started_over_another_link_is_not_started_again():
+    (rank,) = ranks_of(random_parts(SMALL, 1, 1), SMALL)
+    rank.all_reduce.start(SMALL.spans[0])
+    pump = Pump(*thread_links(1), rank.all_reduce)
+    with pytest.raises(WindowError, match="has been started already"):
+        pump.start(SMALL.spans[0])
+    pump.close()
+
+
+def test_a_span_that_the_pump_did_not_come_to_may_be_started_again():
+    (rank,) = ranks_of(random_parts(SMALL, 1, 1), SMALL)
+    (link,) = thread_links(1)
+    link.close()
+    pump = Pump(link, rank.all_reduce)
+    with contextlib.suppress(PeerLost):  # if the thread has failed already
+        pump.start(SMALL.spans[0])
+    with pytest.raises(PeerLost):
+        pump.wait(SOON)
+    pump.close()
+    assert not rank.all_reduce.is_started(SMALL.spans[0])
