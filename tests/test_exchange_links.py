@@ -1,16 +1,18 @@
 """Links, and small data over them: every way in which bytes move between ranks, as threads of one process."""
 
+import sys
 import threading
 from functools import partial
 
 import numpy as np
 import pytest
 
-from gradengine.errors import CallerError, DeadlineExceeded, PeerLost, ProtocolError
+from gradengine.errors import CallerError, DeadlineExceeded, DeviceUnavailable, PeerLost, ProtocolError
 from gradengine.exchange import gather as gathering
 from gradengine.exchange.gather import gather
 from gradengine.exchange.links import threads
 from gradengine.exchange.links.link import Completed, Completion, Idle
+from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.reduction.shares import MOST_SHARES
@@ -137,10 +139,11 @@ def test_who_was_gone_first_is_named():
     first.receive(2, 1, np.zeros(2))
     second.receive(0, 1, np.zeros(2))
     third.close()
-    for link in (first, second):
-        with pytest.raises(PeerLost, match="rank 2 is gone"):
-            link.poll()
-        link.close()
+    with pytest.raises(PeerLost, match="rank 2 is gone: it has closed its link"):
+        first.poll()
+    first.close()
+    with pytest.raises(PeerLost, match="rank 2 is gone or late: rank 0 has closed its link for that"):
+        second.poll()
 
 
 def test_ranks_that_are_left_go_on_with_each_other(links):
@@ -233,6 +236,12 @@ def test_who_rests_is_woken_by_what_the_other_rank_does():
     second.receive(0, 2, np.zeros(1))
     with pytest.raises(PeerLost):
         second.poll()
+
+
+def test_without_mpi4py_a_link_over_mpi_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(DeviceUnavailable, match=r"needs mpi4py and an MPI library .* pip install 'gradengine\[mpi\]'"):
+        MpiLink()
 
 
 # ---- small data ----

@@ -74,6 +74,7 @@ ORDER = [
     "exchange.tcp",
     "exchange.links.link",
     "exchange.links.threads",
+    "exchange.links.mpi",
     "exchange.links",
     "exchange.gather",
     "exchange",

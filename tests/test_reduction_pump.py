@@ -215,7 +215,29 @@ def test_a_rank_that_raises_and_closes_is_named_by_all_others():
 
     first, second, third = on_each(ranks, work)
     assert isinstance(third, KeyError)
-    assert {str(first), str(second)} == {"rank 2 is gone: it has closed its link; reconnect on all ranks"}
+    assert all(isinstance(fault, PeerLost) and str(fault).startswith("rank 2 is gone") for fault in (first, second))
+
+
+def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up():
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0)
+    links, everyone = thread_links(3), threading.Barrier(3)
+
+    def work(rank):
+        pump = Pump(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (2, "the part of share 0")))
+        try:
+            for span in SMALL.spans if rank.rank < 2 else []:
+                pump.start(span)
+            if rank.rank < 2:
+                pump.wait(60.0)
+        finally:
+            if rank.rank == 0:
+                pump.close()
+            everyone.wait(SOON)
+            pump.close()
+
+    first, second, _ = on_each(ranks, work)
+    assert str(first).startswith("rank 2 is late: rank 0 waits for the part of share 0 in step 0")
+    assert str(second).startswith("rank 2 is gone or late: rank 0 has closed its link for that")
 
 
 def clock_of(rank, stall):

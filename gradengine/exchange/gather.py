@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from gradengine.errors import DeadlineExceeded, ProtocolError
+from gradengine.errors import DeadlineExceeded, ExchangeError, ProtocolError
 from gradengine.exchange.interface import refuse_long_part
 from gradengine.exchange.links.link import Completed, Completion, Idle, Link, Memory
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
@@ -34,7 +34,14 @@ def gather(link: Link, data: bytes, timeout: float, *, clock: Callable[[], float
         ProtocolError: A rank announces more than 16 MiB; names it.
     """
     refuse_long_part(data)
-    deadline = clock() + timeout
+    try:
+        return _gathered(link, data, clock() + timeout, clock)
+    except ExchangeError:
+        link.has_failed = True
+        raise
+
+
+def _gathered(link: Link, data: bytes, deadline: float, clock: Callable[[], float]) -> list[bytes]:
     others = [rank for rank in range(link.world_size) if rank != link.rank]
     lengths = {rank: np.zeros(1, "<i8") for rank in others}
     _exchange(link, _LENGTHS, np.array([len(data)], "<i8"), lengths, deadline, clock)
@@ -67,7 +74,9 @@ def _exchange(
         if over:
             idle.moved()
         elif is_open and clock() > deadline:
-            raise _late(link.rank, sorted({peer for _, peer, _ in is_open}))
+            late = sorted({peer for _, peer, _ in is_open})
+            link.lost = late[0]
+            raise _late(link.rank, late)
         else:
             idle.rest(_LONGEST_REST)
 

@@ -89,11 +89,12 @@ class Pump(NotCopied, instead="make one for each link"):
         seconds = checked_seconds("timeout", timeout)
         with self._changed:
             since = self._clock()
-            while self._spans or not self._all_reduce.is_done:
+            while not self._all_reduce.is_done:
                 self._refuse_failed()
                 if self._clock() - max(since, self._moved_at) > seconds:
                     raise self._late(seconds)
                 self._changed.wait(min(seconds, _LOOK_SECONDS))
+            self._link.has_failed, self._link.lost = False, None
 
     def next_step(self) -> None:
         """Begin the next step, when all ranks have said that they are done; see `OrderedAllReduce.next_step`."""
@@ -162,15 +163,16 @@ class Pump(NotCopied, instead="make one for each link"):
     def _refuse_failed(self) -> None:
         if self._is_closing:
             raise PeerLost(f"rank {self._link.rank} has closed its pump", do="reconnect on all ranks")
-        if isinstance(self._failure, ExchangeError):
-            raise self._failure
         if self._failure is not None:
+            self._link.has_failed = True
+            if isinstance(self._failure, ExchangeError):
+                raise self._failure
             what = f"the all-reduce of rank {self._link.rank} failed in step {self._all_reduce.step}"
             raise ExchangeError(what, got=repr(self._failure)) from self._failure
 
     def _late(self, seconds: float) -> DeadlineExceeded:
-        rank, step = self._link.rank, self._all_reduce.step
-        late = self._all_reduce.awaited
+        rank, step, late = self._link.rank, self._all_reduce.step, self._all_reduce.awaited
+        self._link.has_failed, self._link.lost = True, late[0] if late else rank
         if late is None:
             what = f"rank {rank} waits for step {step} and has not started all of its spans"
         else:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy.typing as npt
 
-from gradengine.errors import NotCopied
+from gradengine.errors import NotCopied, PeerLost
 
 Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
 
@@ -43,10 +43,15 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     Attributes:
         rank: This rank, 0..world_size - 1.
         world_size: Ranks in the group.
+        lost: The rank that this one has lost, or has given up to wait for; the others are told when the link closes.
+        has_failed: Whether anybody here was told so, or of another error, and not in the background alone. A link that
+            joins processes ends all of them then, when this one ends.
     """
 
     rank: int
     world_size: int
+    lost: int | None = None
+    has_failed: bool = False
 
     @abstractmethod
     def send(self, peer: int, tag: int, memory: Memory) -> None:
@@ -72,6 +77,14 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
 
         May be called twice.
         """
+
+    def lost_by(self, peer: int, lost: int | None) -> PeerLost:
+        """The error for a transfer with a rank that has closed its link, after it lost that one or none."""
+        if lost is None or lost == peer:
+            self.lost, what = peer, f"rank {peer} is gone: it has closed its link"
+        else:
+            self.lost, what = lost, f"rank {lost} is gone or late: rank {peer} has closed its link for that"
+        return PeerLost(what, do="reconnect on all ranks")
 
     def wake_by(self, wake: Callable[[], None]) -> bool:
         """Have `wake` called, from any thread, when `poll` may have something new; False if this link cannot."""

@@ -65,7 +65,7 @@ class ThreadLink(Link):
         group = self._group
         with group.changed:
             if not group.ranks[self.rank].is_closed:
-                group.ranks[self.rank] = _Rank(is_closed=True, lost=group.ranks[self.rank].lost)
+                group.ranks[self.rank] = _Rank(is_closed=True, lost=self.lost)
                 for rank in group.ranks:
                     rank.matched = deque(copy for copy in rank.matched if copy.peer != self.rank)
                     rank.wake()
@@ -125,8 +125,7 @@ class ThreadLink(Link):
         ranks = self._group.ranks
         for _, peer, _ in ranks[self.rank].open:
             if ranks[peer].is_closed:
-                lost = ranks[self.rank].lost = peer if ranks[peer].lost is None else ranks[peer].lost
-                raise PeerLost(f"rank {lost} is gone: it has closed its link", do="reconnect on all ranks")
+                raise self.lost_by(peer, ranks[peer].lost)
 
 
 class _Copy(NamedTuple):
@@ -144,7 +143,7 @@ class _Rank:
 
     def __init__(self, *, is_closed: bool = False, lost: int | None = None) -> None:
         self.is_closed = is_closed
-        self.lost = lost  # whom it lost: if it closes for that, the others are told whom, and not that it is gone
+        self.lost = lost  # whom it had lost when it closed
         self.open: dict[Completion, Memory] = {}  # its transfers that are not over
         self.matched: deque[_Copy] = deque()  # the receives among them that it can make
         self.over: list[Completion] = []

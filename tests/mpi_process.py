@@ -1,0 +1,161 @@
+"""One rank of test_exchange_links_mpi.py: `python mpi_process.py WHAT [WHO]`; what it finds it says in one line."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from gradengine.errors import PeerLost
+from gradengine.exchange.gather import gather
+from gradengine.exchange.links.link import Completed
+from gradengine.exchange.links.mpi import MpiLink
+from gradengine.kernels import CHUNK, HostKernels
+from gradengine.layout import GradientLayout
+from gradengine.reduction.ordered_all_reduce import OrderedAllReduce
+from gradengine.reduction.pump import Pump
+from gradengine.reduction.shares import shares_of
+
+SOON, LATE = 60.0, 2.0  # seconds
+LAYOUT = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17 * n,) for n in range(4)} | {"head": (3, 5), "none": (0,)})
+WORLD = MPI.COMM_WORLD
+
+
+def say(words):
+    os.write(1, f"{words}\n".encode())  # in one write, so that ranks do not come between
+
+
+def parts_of(layout, world_size, seed):
+    parts = np.zeros((world_size, layout.arena_size), np.float32)
+    for slot in layout.slots:
+        part = parts[:, slot.offset : slot.stop]
+        part[:] = np.random.default_rng([seed, slot.offset]).standard_normal(part.shape, np.float32)
+    return parts
+
+
+def sum_of(parts):
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def reduced(link, parts, owner=None, bucket_bytes=1 << 17):
+    """The pump of one rank, which has started nothing."""
+    arena = parts[link.rank].copy()
+    shares = shares_of(LAYOUT, link.world_size, bucket_bytes, owner=owner)
+    all_reduce = OrderedAllReduce(link.rank, link.world_size, LAYOUT, shares, arena, HostKernels(threads=1))
+    return arena, Pump(link, all_reduce)
+
+
+def sums(communicator=None):
+    """Steps on a mesh and on a star, with gathers between them, beside messages of the user's own."""
+    control = MpiLink(communicator)
+    for owner in (None, control.world_size - 1):
+        steps = [parts_of(LAYOUT, control.world_size, seed) for seed in range(3)]
+        arena, pump = reduced(MpiLink(communicator), steps[0], owner, bucket_bytes=1 << 17 if owner is None else 4)
+        for parts in steps:
+            arena[:] = parts[control.rank]
+            for span in LAYOUT.spans:
+                pump.start(span)
+            WORLD.allreduce(1)
+            pump.wait(SOON)
+            assert arena.tobytes() == sum_of(parts).tobytes()
+            told = [bytes([rank]) * 1000 * rank for rank in range(control.world_size)]
+            assert gather(control, told[control.rank], SOON) == told
+            pump.next_step()
+        pump.close()
+    control.close()
+    say("the same")
+
+
+def part():
+    """Each half of the ranks is a group."""
+    sums(WORLD.Split(WORLD.rank % 2, WORLD.rank))
+
+
+def until(link, count, over=None):
+    over = [] if over is None else over
+    while len(over) < count:
+        over += link.poll()
+    return over
+
+
+def moves():
+    """What a link promises, between two ranks."""
+    link = MpiLink()
+    other = 1 - link.rank
+    for dtype in ("float32", "float64", "uint8"):
+        for size in (0, 1, 33, 3_000_000):
+            source, sink = np.arange(size).astype(dtype) + link.rank, np.zeros(size, dtype)
+            link.send(other, 7, source)
+            link.receive(other, 7, sink)
+            assert {*until(link, 2)} == {(kind, other, 7) for kind in Completed}
+            assert np.array_equal(sink, np.arange(size).astype(dtype) + other)
+    assert link.poll() == []
+    if link.rank == 0:
+        link.send(1, 1, np.ones(2))
+        link.send(1, 2, np.ones(1_000_000))
+        assert len(until(link, 2)) == 2
+        link.close()
+    else:
+        sinks = np.zeros(2), np.zeros(1_000_000), np.zeros(3)
+        for tag, sink in enumerate(sinks, start=1):
+            link.receive(0, tag, sink)
+        over = []
+        with pytest.raises(PeerLost, match="rank 0 is gone: it has closed its link"):
+            until(link, 3, over)
+        assert {*over} == {(Completed.RECEIVED, 0, 1), (Completed.RECEIVED, 0, 2)}
+        assert sinks[0].all()
+        assert sinks[1].all()
+    say("the same")
+
+
+def other_size():
+    """A rank that sends less than is received is named."""
+    link = MpiLink()
+    if link.rank == 0:
+        link.send(1, 4, np.ones(2))
+        until(link, 1)
+    else:
+        link.receive(0, 4, np.zeros(3))
+        until(link, 1)
+
+
+def fails(what, who):
+    """One rank does not go on; the others say what they are told, and raise it."""
+    if what == "joins-late" and WORLD.rank == who:
+        time.sleep(3600)
+    link = MpiLink(timeout=LATE if what == "joins-late" else SOON)
+    _, pump = reduced(link, parts_of(LAYOUT, link.world_size, 1))
+    pump.start(LAYOUT.spans[0])
+    if link.rank == who:
+        WORLD.Barrier()
+        if what == "raises":
+            raise KeyError("of the rank's own")
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3600)
+    for span in LAYOUT.spans[1:]:
+        pump.start(span)
+    WORLD.Barrier()
+    try:
+        pump.wait(LATE if what in {"stopped", "late"} else SOON)
+    finally:
+        if what != "late":  # nor is it closed where one forgets to
+            pump.close()
+
+
+if __name__ == "__main__":
+    what, *who = sys.argv[1:]
+    try:
+        work = {"sums": sums, "part": part, "moves": moves, "other-size": other_size}.get(what)
+        work() if work else fails(what, int(who[0]))
+    except Exception as fault:
+        say(f"rank {WORLD.rank}: {type(fault).__name__}: {fault}")
+        raise

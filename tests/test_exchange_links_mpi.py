@@ -1,0 +1,120 @@
+"""Links over MPI between processes that mpiexec has started, of the library in this environment: `make test-mpi`."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TEST_MPI") != "1", reason="set TEST_MPI=1, as make test-mpi does"),
+    pytest.mark.timeout(150),
+]
+ROOT = Path(__file__).parent.parent
+SOON = 120.0
+LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_", "SLURM_", "TEST_MPI")
+OF_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # more ranks than cores
+}
+
+
+def mpiexec(ranks, *command):
+    """The exit status of so many ranks, and what they say; none of them is left, though they hang."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    process = subprocess.Popen(
+        [Path(sys.executable).parent / "mpiexec", "-n", str(ranks), sys.executable, *map(str, command)],
+        env=own | OF_OPEN_MPI | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, error = process.communicate(timeout=SOON)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, error = process.communicate()
+        pytest.fail(f"hangs: {output}{error}")
+    return process.returncode, output, error
+
+
+def ranks_that_run(ranks, *command):
+    return mpiexec(ranks, ROOT / "tests" / "mpi_process.py", *command)
+
+
+def told(what, who):
+    """What each of three ranks was told, by rank, where that one does not go on: the job ends, and not well."""
+    status, output, error = ranks_that_run(3, what, who)
+    assert status != 0, output + error
+    return {int(rank): words for rank, words in re.findall(r"^rank (\d): (.*)$", output, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_sums_are_those_in_rank_order_on_every_rank(ranks):
+    status, output, error = ranks_that_run(ranks, "sums")
+    assert (status, output) == (0, "the same\n" * ranks), error
+
+
+def test_each_part_of_a_users_communicator_is_a_group():
+    status, output, error = ranks_that_run(4, "part")
+    assert (status, output) == (0, "the same\n" * 4), error
+
+
+def test_a_link_keeps_what_links_promise():
+    status, output, error = ranks_that_run(2, "moves")
+    assert (status, output) == (0, "the same\n" * 2), error
+
+
+def test_another_size_is_refused_and_nobody_hangs():
+    _, output, _ = ranks_that_run(2, "other-size")
+    assert "ProtocolError: rank 0 sent rank 1 another size with tag 4: got 16 bytes, expected 24 bytes" in output
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_raises_is_named_by_all_others(who):
+    found = told("raises", who)
+    assert found.pop(who).startswith("KeyError")
+    assert {*found} == {0, 1, 2} - {who}
+    assert all(words.startswith(f"PeerLost: rank {who} is gone") for words in found.values()), found
+
+
+@pytest.mark.parametrize("what", ["late", "stopped"])
+def test_a_rank_that_does_not_go_on_is_named_and_the_job_ends(what):
+    found = told(what, 2)
+    assert {*found} == {0, 1}
+    assert any(words.startswith("DeadlineExceeded: rank 2 is late: rank ") for words in found.values()), found
+    assert all(re.match(r"\w+: rank 2 is (late|gone or late): ", words) for words in found.values()), found
+
+
+def test_a_rank_that_makes_no_link_ends_the_job_by_errors_of_the_others():
+    found = told("joins-late", 1)
+    assert {*found} == {0, 2}
+    assert all(words.startswith("PeerLost: not all ranks make a link with rank ") for words in found.values()), found
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_is_killed_ends_the_job(who):
+    assert who not in told("killed", who)
+
+
+def refusal(call, before=""):
+    """What a rank alone is told."""
+    script = f"import mpi4py\n{before}\nfrom mpi4py import MPI\nfrom gradengine.exchange.links.mpi import MpiLink\n"
+    script += f"from gradengine.errors import CallerError\ntry: {call}\nexcept CallerError as error: print(error)"
+    status, output, error = mpiexec(1, "-c", script)
+    assert status == 0, error
+    return output
+
+
+def test_what_mpi_cannot_do_for_a_link_is_refused_by_name():
+    assert "MPI was initialized for one thread" in refusal("MpiLink()", "mpi4py.rc.thread_level = 'funneled'")
+    assert "no communicator of one group with this process" in refusal("MpiLink(MPI.COMM_NULL)")
+    assert "no communicator of one group with this process" in refusal("MpiLink('mpi://')")
+    assert "MPI does not run in this process" in refusal("MpiLink()", "mpi4py.rc.initialize = False")
