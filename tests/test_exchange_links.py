@@ -2,6 +2,8 @@
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -14,11 +16,27 @@ from gradengine.exchange.links import threads
 from gradengine.exchange.links.link import Completed, Completion, Idle
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.threads import thread_links
+from gradengine.exchange.links.torch_group import TorchLink
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.reduction.shares import MOST_SHARES
 
 SENT, RECEIVED = Completed.SENT, Completed.RECEIVED
-TRANSPORTS = {"threads": thread_links}
+
+
+def torch_links(world_size):
+    """Gloo groups of one process, a thread for each rank while they find each other."""
+    torch = pytest.importorskip("torch")
+    store = torch.distributed.HashStore()
+
+    def joined(rank):
+        return torch.distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=60))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        groups = [*pool.map(joined, range(world_size))]
+    return [TorchLink(group, rank, range(world_size)) for rank, group in enumerate(groups)]
+
+
+TRANSPORTS = {"threads": thread_links, "torch": torch_links}
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -35,9 +53,9 @@ def links(request):
         link.close()
 
 
-def until(count, *links):
+def until(count, *links, reports=None):
     """What each link reports, until it is so much of all."""
-    reports = [[] for _ in links]
+    reports = reports or [[] for _ in links]
     while sum(map(len, reports)) < count:
         for link, report in zip(links, reports, strict=True):
             report.extend(link.poll())
@@ -166,6 +184,23 @@ def test_what_was_over_before_is_reported_first(links):
     assert until(1, first) == [[(SENT, 1, 1)]]
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         until(1, first)
+
+
+def test_what_was_sent_arrives_though_the_sender_has_closed(links):
+    first, second = links(2)
+    sinks, sent, received = [np.zeros(2), np.zeros(1_000_000), np.zeros(1)], [], []
+    for tag, sink in enumerate(sinks):
+        second.receive(0, tag, sink)
+    for tag, sink in enumerate(sinks[:2]):
+        first.send(1, tag, np.full_like(sink, 7))
+    while len(sent) < 2:
+        sent += first.poll()
+        received += second.poll()
+    first.close()
+    with pytest.raises(PeerLost, match="rank 0 is gone"):
+        until(3, second, reports=[received])
+    assert received == [(RECEIVED, 0, 0), (RECEIVED, 0, 1)]
+    assert all((sink == 7).all() for sink in sinks[:2])
 
 
 def test_a_closed_link_is_refused_and_may_be_closed_again(links):

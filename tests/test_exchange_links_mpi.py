@@ -46,7 +46,7 @@ def mpiexec(ranks, *command):
 
 
 def ranks_that_run(ranks, *command):
-    return mpiexec(ranks, ROOT / "tests" / "mpi_process.py", *command)
+    return mpiexec(ranks, ROOT / "tests" / "link_process.py", "mpi", *command)
 
 
 def told(what, who):

@@ -75,6 +75,7 @@ ORDER = [
     "exchange.links.link",
     "exchange.links.threads",
     "exchange.links.mpi",
+    "exchange.links.torch_group",
     "exchange.links",
     "exchange.gather",
     "exchange",

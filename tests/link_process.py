@@ -1,4 +1,7 @@
-"""One rank of test_exchange_links_mpi.py: `python mpi_process.py WHAT [WHO]`; what it finds it says in one line."""
+"""One rank of a group over MPI or torch: `python link_process.py mpi|torch WHAT [WHO]`; it prints what it finds.
+
+A rank of torch is told its place by RANK and WORLD_SIZE, and by STORE a file where all meet.
+"""
 
 import os
 import signal
@@ -7,12 +10,10 @@ import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from gradengine.errors import PeerLost
 from gradengine.exchange.gather import gather
 from gradengine.exchange.links.link import Completed
-from gradengine.exchange.links.mpi import MpiLink
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.layout import GradientLayout
 from gradengine.reduction.ordered_all_reduce import OrderedAllReduce
@@ -21,7 +22,48 @@ from gradengine.reduction.shares import shares_of
 
 SOON, LATE = 60.0, 2.0  # seconds
 LAYOUT = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17 * n,) for n in range(4)} | {"head": (3, 5), "none": (0,)})
-WORLD = MPI.COMM_WORLD
+
+
+class OverMpi:
+    """All ranks that mpiexec has started."""
+
+    def __init__(self):
+        from mpi4py import MPI
+
+        self.world = MPI.COMM_WORLD
+        self.rank, self.barrier = self.world.rank, self.world.Barrier
+
+    def link(self, part=None, timeout=SOON):
+        from gradengine.exchange.links.mpi import MpiLink
+
+        return MpiLink(part, timeout=timeout)
+
+    def half(self):
+        return self.world.Split(self.rank % 2, self.rank)
+
+
+class OverTorch:
+    """All ranks of torch's default group."""
+
+    def __init__(self):
+        import torch.distributed
+
+        self.torch, size, self.rank = torch, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        self.torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{os.environ['STORE']}", rank=self.rank, world_size=size
+        )
+        self.barrier = torch.distributed.barrier
+
+    def link(self, part=None, timeout=SOON):
+        from gradengine.exchange.links.torch_group import torch_link
+
+        return torch_link(part, timeout=timeout)
+
+    def half(self):
+        size = int(os.environ["WORLD_SIZE"])
+        # In another order than torch's own.
+        halves = [self.torch.distributed.new_group([*range(first, size, 2)][::-1]) for first in (0, 1)]
+        return halves[self.rank % 2]
 
 
 def say(words):
@@ -51,17 +93,17 @@ def reduced(link, parts, owner=None, bucket_bytes=1 << 17):
     return arena, Pump(link, all_reduce)
 
 
-def sums(communicator=None):
+def sums(part=None):
     """Steps on a mesh and on a star, with gathers between them, beside messages of the user's own."""
-    control = MpiLink(communicator)
+    control = GROUP.link(part)
     for owner in (None, control.world_size - 1):
         steps = [parts_of(LAYOUT, control.world_size, seed) for seed in range(3)]
-        arena, pump = reduced(MpiLink(communicator), steps[0], owner, bucket_bytes=1 << 17 if owner is None else 4)
+        arena, pump = reduced(GROUP.link(part), steps[0], owner, bucket_bytes=1 << 17 if owner is None else 4)
         for parts in steps:
             arena[:] = parts[control.rank]
             for span in LAYOUT.spans:
                 pump.start(span)
-            WORLD.allreduce(1)
+            GROUP.barrier()
             pump.wait(SOON)
             assert arena.tobytes() == sum_of(parts).tobytes()
             told = [bytes([rank]) * 1000 * rank for rank in range(control.world_size)]
@@ -74,7 +116,7 @@ def sums(communicator=None):
 
 def part():
     """Each half of the ranks is a group."""
-    sums(WORLD.Split(WORLD.rank % 2, WORLD.rank))
+    sums(GROUP.half())
 
 
 def until(link, count, over=None):
@@ -86,7 +128,7 @@ def until(link, count, over=None):
 
 def moves():
     """What a link promises, between two ranks."""
-    link = MpiLink()
+    link = GROUP.link()
     other = 1 - link.rank
     for dtype in ("float32", "float64", "uint8"):
         for size in (0, 1, 33, 3_000_000):
@@ -116,7 +158,7 @@ def moves():
 
 def other_size():
     """A rank that sends less than is received is named."""
-    link = MpiLink()
+    link = GROUP.link()
     if link.rank == 0:
         link.send(1, 4, np.ones(2))
         until(link, 1)
@@ -127,13 +169,13 @@ def other_size():
 
 def fails(what, who):
     """One rank does not go on; the others say what they are told, and raise it."""
-    if what == "joins-late" and WORLD.rank == who:
+    if what == "joins-late" and GROUP.rank == who:
         time.sleep(3600)
-    link = MpiLink(timeout=LATE if what == "joins-late" else SOON)
+    link = GROUP.link(timeout=LATE if what == "joins-late" else SOON)
     _, pump = reduced(link, parts_of(LAYOUT, link.world_size, 1))
     pump.start(LAYOUT.spans[0])
     if link.rank == who:
-        WORLD.Barrier()
+        GROUP.barrier()
         if what == "raises":
             raise KeyError("of the rank's own")
         if what == "killed":
@@ -143,7 +185,7 @@ def fails(what, who):
         time.sleep(3600)
     for span in LAYOUT.spans[1:]:
         pump.start(span)
-    WORLD.Barrier()
+    GROUP.barrier()
     try:
         pump.wait(LATE if what in {"stopped", "late"} else SOON)
     finally:
@@ -152,10 +194,11 @@ def fails(what, who):
 
 
 if __name__ == "__main__":
-    what, *who = sys.argv[1:]
+    way, what, *who = sys.argv[1:]
+    GROUP = OverMpi() if way == "mpi" else OverTorch()
     try:
         work = {"sums": sums, "part": part, "moves": moves, "other-size": other_size}.get(what)
         work() if work else fails(what, int(who[0]))
     except Exception as fault:
-        say(f"rank {WORLD.rank}: {type(fault).__name__}: {fault}")
+        say(f"rank {GROUP.rank}: {type(fault).__name__}: {fault}")
         raise

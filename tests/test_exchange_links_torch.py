@@ -1,0 +1,66 @@
+"""Links over a process group of torch, between processes; see test_exchange_links.py for what holds within one."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+    pytest.mark.timeout(150),
+]
+ROOT = Path(__file__).parent.parent
+SOON = 120.0
+
+
+def ranks_that_run(ranks, store, *command, last=None):
+    """Exit status and words of the first ranks up to `last`, or of all; those that run then are killed."""
+    place = {"WORLD_SIZE": str(ranks), "STORE": str(store), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "link_process.py"), "torch", *map(str, command)],
+            env=os.environ | place | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        words = [process.communicate(timeout=SOON)[0] for process in processes[:last]]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    return [(process.returncode, said) for process, said in zip(processes, words, strict=False)]
+
+
+def test_each_part_of_the_ranks_is_a_group_and_its_sums_are_those_in_rank_order(tmp_path):
+    assert ranks_that_run(3, tmp_path / "store", "part") == [(0, "the same\n")] * 3
+
+
+@pytest.mark.parametrize("what", ["raises", "killed", "late"])
+def test_a_rank_that_does_not_go_on_is_named_and_the_others_end(what, tmp_path):
+    found = ranks_that_run(3, tmp_path / "store", what, 2, last=2)
+    assert [status for status, _ in found] == [1, 1], found
+    said = (
+        "DeadlineExceeded: rank 2 is late: " if what == "late" else "PeerLost: rank 2 is gone: the connection with it "
+    )
+    assert any(said in words for _, words in found), found
+    assert all(re.match(r"rank \d: (PeerLost|DeadlineExceeded): rank \d is ", words) for _, words in found), found
+
+
+def test_without_a_group_it_is_said_what_to_call():
+    import torch.distributed
+
+    from gradengine.errors import CallerError
+    from gradengine.exchange.links.torch_group import torch_link
+
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(CallerError, match=r"no torch process group .*init_process_group first"):
+        torch_link()
