@@ -3,6 +3,7 @@
 A rank of torch is told its place by RANK and WORLD_SIZE, and by STORE a file where all meet.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -78,13 +79,6 @@ def parts_of(layout, world_size, seed):
     return parts
 
 
-def sum_of(parts):
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 def reduced(link, parts, owner=None, bucket_bytes=1 << 17):
     """The pump of one rank, which has started nothing."""
     arena = parts[link.rank].copy()
@@ -105,7 +99,7 @@ def sums(part=None):
                 pump.start(span)
             GROUP.barrier()
             pump.wait(SOON)
-            assert arena.tobytes() == sum_of(parts).tobytes()
+            assert arena.tobytes() == functools.reduce(np.add, parts).tobytes()
             told = [bytes([rank]) * 1000 * rank for rank in range(control.world_size)]
             assert gather(control, told[control.rank], SOON) == told
             pump.next_step()

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from transports import outcomes
 
 from gradengine.errors import CallerError, DeadlineExceeded, DeviceUnavailable, PeerLost, ProtocolError
 from gradengine.exchange import gather as gathering
@@ -60,25 +61,6 @@ def until(count, *links, reports=None):
         for link, report in zip(links, reports, strict=True):
             report.extend(link.poll())
     return reports
-
-
-def on_each(links, work):
-    """What work(link) returns or raises on a thread for each rank."""
-    outcomes = [None] * len(links)
-
-    def run(link):
-        try:
-            outcomes[link.rank] = work(link)
-        except Exception as fault:
-            outcomes[link.rank] = fault
-
-    workers = [threading.Thread(target=run, args=(link,)) for link in links]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert not any(worker.is_alive() for worker in workers)
-    return outcomes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "<i8"])
@@ -291,14 +273,14 @@ def test_all_have_every_ranks_bytes_in_rank_order(links, world_size):
         return [gather(link, part, 60.0) for part in parts]
 
     whole = [bytes([rank]) * size for rank, size in enumerate(sizes)]
-    assert on_each(links(world_size), work) == [[whole, [b""] * world_size, [b"again"] * world_size]] * world_size
+    assert outcomes(work, links(world_size)) == [[whole, [b""] * world_size, [b"again"] * world_size]] * world_size
 
 
 def test_too_much_is_refused_and_nothing_was_sent(links):
     first, second = links(2)
     with pytest.raises(CallerError, match="too much to gather"):
         gather(first, bytes(MAX_SMALL_PAYLOAD + 1), 60.0)
-    assert on_each([first, second], lambda link: gather(link, b"x", 60.0)) == [[b"x", b"x"]] * 2
+    assert outcomes(lambda link: gather(link, b"x", 60.0), [first, second]) == [[b"x", b"x"]] * 2
 
 
 @pytest.mark.parametrize("length", [-1, MAX_SMALL_PAYLOAD + 1, 1 << 62])
@@ -312,7 +294,7 @@ def test_a_rank_that_announces_too_much_is_refused_before_anything_is_allocated(
             return until(2, link)
         return gather(link, b"x", 60.0)
 
-    refused, _ = on_each([first, second], work)
+    refused, _ = outcomes(work, [first, second])
     assert isinstance(refused, ProtocolError)
     assert f"rank 1 announces too much to gather: got {length} bytes" in str(refused)
 
@@ -334,14 +316,14 @@ def test_a_late_rank_is_named(links):
             has_come.set()
         return None
 
-    late, *_ = on_each(links(3), work)
+    late, *_ = outcomes(work, links(3))
     assert isinstance(late, DeadlineExceeded)
     assert "rank 2 is late for a gather, and rank 0 waits" in str(late)
 
 
 def test_a_rank_that_is_gone_ends_a_gather(links):
     group = links(3)
-    lost = on_each(group, lambda link: link.close() if link.rank == 2 else gather(link, b"x", 60.0))
+    lost = outcomes(lambda link: link.close() if link.rank == 2 else gather(link, b"x", 60.0), group)
     assert [str(fault).partition(":")[0] for fault in lost] == ["rank 2 is gone"] * 2 + ["None"]
 
 

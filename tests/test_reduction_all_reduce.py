@@ -178,7 +178,7 @@ def test_a_group_that_nobody_joined_in_time_gives_its_address_back_to_the_next_t
         ranks[rank].join(connect(url, rank, 2, join_timeout=SOON))
         ranks[rank].sum.started.clear()
         told = ranks[rank].sum.tell("end", rank)
-        ranks[rank].sum.close()
+        ranks[rank].sum.exchange.close()
         return told
 
     assert on_all(work, [0, 1]) == [[0, 1]] * 2

@@ -10,6 +10,7 @@ import pytest
 import strategies as draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transports import outcomes, rank_order_sum
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
 from gradengine.exchange.gather import gather
@@ -61,13 +62,6 @@ def random_parts(layout, world_size, seed):
     return parts
 
 
-def sum_of(parts):
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 class Rank:
     """One rank's arena and all-reduce."""
 
@@ -79,25 +73,6 @@ class Rank:
 def ranks_of(parts, layout, bucket_bytes=200, owner=None, **options):
     shares = shares_of(layout, len(parts), bucket_bytes, owner=owner)
     return [Rank(rank, parts, layout, shares, **options) for rank in range(len(parts))]
-
-
-def on_each(ranks, work):
-    """What work(rank) returns or raises on a thread for each."""
-    outcomes = [None] * len(ranks)
-
-    def run(rank):
-        try:
-            outcomes[rank.rank] = work(rank)
-        except Exception as fault:
-            outcomes[rank.rank] = fault
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * SOON)
-    assert not any(thread.is_alive() for thread in threads)
-    return outcomes
 
 
 def raised(outcomes):
@@ -138,11 +113,11 @@ def test_several_steps_end_with_the_sums_in_rank_order(layout, world_size, seed,
         pump.close()
         return found
 
-    outcomes = on_each(ranks, work)
-    raised(outcomes)
-    for found in outcomes:
-        for (arena, squares), (_, others), parts in zip(found, outcomes[0], steps, strict=True):
-            draw.assert_same_values(arena, sum_of(parts))
+    ends = outcomes(work, ranks)
+    raised(ends)
+    for found in ends:
+        for (arena, squares), (_, others), parts in zip(found, ends[0], steps, strict=True):
+            draw.assert_same_values(arena, rank_order_sum(parts))
             assert np.array_equal(squares, others)
 
 
@@ -184,10 +159,10 @@ def lost_and_resumed(lost_after, owner=None, world_size=3):
                 return losses
             losses += 1
 
-    losses = on_each(ranks, work)
+    losses = outcomes(work, ranks)
     raised(losses)
     for rank in ranks:
-        draw.assert_same_values(rank.arena, sum_of(parts))
+        draw.assert_same_values(rank.arena, rank_order_sum(parts))
     return losses[0]
 
 
@@ -213,7 +188,7 @@ def test_a_rank_that_raises_and_closes_is_named_by_all_others():
         finally:
             pump.close()
 
-    first, second, third = on_each(ranks, work)
+    first, second, third = outcomes(work, ranks)
     assert isinstance(third, KeyError)
     assert all(isinstance(fault, PeerLost) and str(fault).startswith("rank 2 is gone") for fault in (first, second))
 
@@ -235,7 +210,7 @@ def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up():
             everyone.wait(SOON)
             pump.close()
 
-    first, second, _ = on_each(ranks, work)
+    first, second, _ = outcomes(work, ranks)
     assert str(first).startswith("rank 2 is late: rank 0 waits for the part of share 0 in step 0")
     assert str(second).startswith("rank 2 is gone or late: rank 0 has closed its link for that")
 
@@ -265,7 +240,7 @@ def late(ranks, starts, stalls):
             everyone.wait(SOON)  # else the first one to close would be all that the others see
             pump.close()
 
-    faults = on_each(ranks, work)
+    faults = outcomes(work, ranks)
     assert {*map(type, faults)} == {DeadlineExceeded}
     return [str(fault).partition("; ")[0] for fault in faults]
 
@@ -314,9 +289,9 @@ def test_a_late_rank_may_still_come():
         pump.close()
 
     everyone = threading.Barrier(2)
-    raised(on_each(ranks, work))
+    raised(outcomes(work, ranks))
     for rank in ranks:
-        draw.assert_same_values(rank.arena, sum_of(parts))
+        draw.assert_same_values(rank.arena, rank_order_sum(parts))
 
 
 def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others_lose_the_rank(monkeypatch):
@@ -339,7 +314,7 @@ def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others
         finally:
             pump.close()
 
-    first, second = on_each(ranks, work)
+    first, second = outcomes(work, ranks)
     assert "the all-reduce of rank 0 failed in step 0: got MemoryError('no room')" in str(first)
     assert isinstance(first.__cause__, MemoryError)
     assert isinstance(second, PeerLost)

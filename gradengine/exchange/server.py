@@ -55,6 +55,7 @@ from gradengine.exchange.interface import (
     refuse_other_bucket,
     wire_key,
 )
+from gradengine.exchange.rendezvous import LOOPBACK
 from gradengine.exchange.wire import (
     Abort,
     Gather,
@@ -400,7 +401,7 @@ def _send_refusal(channel: Channel, refusal: GradientError) -> None:
 
 
 def _refuse_public_address(address: Address, token: str | None) -> None:
-    if isinstance(address, str) or token or address[0] in {"127.0.0.1", "::1", "localhost"}:
+    if isinstance(address, str) or token or address[0] in LOOPBACK:
         return
     raise CallerError(
         f"{shown(address)} is reachable from other machines and there is no token",

@@ -127,7 +127,7 @@ __device__ __forceinline__ void blame(const Target* targets, u32 components, u64
                                       StepStatus* verdict) {
   u64 count = 0;
   for (u32 c = 0; c < components; ++c) count += counts[c];
-  verdict->bad_steps += verdict->bad_step != verdict->steps;  // a step that was interrupted is decided again
+  verdict->bad_steps += verdict->bad_step != verdict->steps;  // once, should a step be decided twice
   verdict->bad_step = verdict->steps;
   verdict->bad_component = (i64)bad;
   verdict->bad_index = index == NONE ? -1 : (i64)index;

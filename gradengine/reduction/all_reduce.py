@@ -70,16 +70,11 @@ class AllReduce:
             self._gathered[what] = self._joined().gather(mine)
         return gathered(self._gathered[what])
 
-    def close(self) -> None:
-        """Leave the group."""
-        if self.exchange is not None:
-            self.exchange.close()
-
     def leave(self) -> None:
         """Close the exchange in the middle of a step: another one is to be joined before the next sum."""
         if self.exchange is not None:
             self.state = GroupState.LEFT
-            self.close()
+            self.exchange.close()
 
     def restart(self) -> None:
         """Nothing of the open step has been contributed, or summed."""
