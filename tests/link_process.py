@@ -15,11 +15,11 @@ import pytest
 from gradengine.errors import PeerLost
 from gradengine.exchange.gather import gather
 from gradengine.exchange.links.link import Completed
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.pump import Pump
+from gradengine.exchange.shares import shares_of
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.layout import GradientLayout
-from gradengine.reduction.ordered_all_reduce import OrderedAllReduce
-from gradengine.reduction.pump import Pump
-from gradengine.reduction.shares import shares_of
 
 SOON, LATE = 60.0, 2.0  # seconds
 LAYOUT = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17 * n,) for n in range(4)} | {"head": (3, 5), "none": (0,)})

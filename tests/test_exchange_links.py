@@ -18,8 +18,8 @@ from gradengine.exchange.links.link import Completed, Completion, Idle
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.links.torch_group import TorchLink
+from gradengine.exchange.shares import MOST_SHARES
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
-from gradengine.reduction.shares import MOST_SHARES
 
 SENT, RECEIVED = Completed.SENT, Completed.RECEIVED
 

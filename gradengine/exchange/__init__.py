@@ -2,7 +2,8 @@
 
 In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `interface.py`
 is what a transport is: `local.py` (threads), `tcp.py` and `server.py` (sockets); `group.py` adds the ranks' gradients,
-for each of them. `links/`, which nothing uses yet, moves bytes between any two ranks, `gather.py` small data over them.
+for each of them. Nothing uses the rest yet: `links/` moves bytes between any two ranks, `gather.py` small data over
+them; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its owner; `pump.py` runs it over a link.
 Imports `layout` and `kernels`.
 """
 

@@ -19,11 +19,11 @@ import numpy.typing as npt
 from gradengine.arguments import checked_rank, whole_number
 from gradengine.errors import CallerError, ProtocolError, WindowError
 from gradengine.exchange.interface import Float32, NonFiniteValue, refuse_bad_arena
+from gradengine.exchange.shares import ReadyShares, Share
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
 from gradengine.kernels.decision import Float64
 from gradengine.kernels.host import first_non_finite
 from gradengine.layout import GradientLayout, Span
-from gradengine.reduction.shares import ReadyShares, Share
 
 IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
 _HEADER = struct.Struct("<qq")  # of a frontier: the step, and how often it was begun anew
@@ -98,7 +98,7 @@ class OrderedAllReduce:
 
     Example:
         >>> from gradengine.kernels import HostKernels
-        >>> from gradengine.reduction.shares import shares_of
+        >>> from gradengine.exchange.shares import shares_of
         >>> layout, arena = GradientLayout.of({"w": (3,)}), np.zeros(32, np.float32)
         >>> arena[:3] = 1, 2, 2
         >>> reduce = OrderedAllReduce(0, 1, layout, shares_of(layout, 1, 1 << 22), arena, HostKernels())

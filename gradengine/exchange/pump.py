@@ -12,8 +12,8 @@ from gradengine.arguments import refuse_other_kind
 from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Idle, Link
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, Send
 from gradengine.layout import Span
-from gradengine.reduction.ordered_all_reduce import OrderedAllReduce, Send
 
 _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
 
@@ -35,7 +35,7 @@ class Pump(NotCopied, instead="make one for each link"):
         >>> from gradengine.exchange.links.threads import thread_links
         >>> from gradengine.kernels import HostKernels
         >>> from gradengine.layout import GradientLayout
-        >>> from gradengine.reduction.shares import shares_of
+        >>> from gradengine.exchange.shares import shares_of
         >>> layout, arena = GradientLayout.of({"w": (3,)}), np.zeros(32, np.float32)
         >>> all_reduce = OrderedAllReduce(0, 1, layout, shares_of(layout, 1, 1 << 22), arena, HostKernels())
         >>> pump = Pump(*thread_links(1), all_reduce)

@@ -9,12 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, WindowError
+from gradengine.exchange import shares
+from gradengine.exchange.shares import ReadyShares, shares_of
 from gradengine.kernels.arena import CHUNK, PartialSums, chunks_of
 from gradengine.kernels.host_device import HostDevice
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import ALIGNMENT
-from gradengine.reduction import shares
-from gradengine.reduction.shares import ReadyShares, shares_of
 
 LEAST = 1 << 14  # elements of a share, where a bucket has more than one
 SIZES = st.one_of(st.sampled_from(draw.SMALL_SIZES), st.integers(0, 1 << 21))

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, ProtocolError, WindowError
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, Send, State
+from gradengine.exchange.shares import shares_of
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.layout import GradientLayout
-from gradengine.reduction.ordered_all_reduce import OrderedAllReduce, Send, State
-from gradengine.reduction.shares import shares_of
 
 KERNELS = HostKernels(threads=1)
 SMALL = GradientLayout.of(

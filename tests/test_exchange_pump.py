@@ -16,11 +16,11 @@ from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, Peer
 from gradengine.exchange.gather import gather
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.pump import Pump
+from gradengine.exchange.shares import shares_of
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.layout import GradientLayout
-from gradengine.reduction.ordered_all_reduce import OrderedAllReduce
-from gradengine.reduction.pump import Pump
-from gradengine.reduction.shares import shares_of
 
 KERNELS = HostKernels(threads=1)
 SOON = 60.0  # seconds; what would be waited for takes longer
