@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from gradengine.errors import PeerLost
-from gradengine.exchange.gather import gather
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -84,27 +83,29 @@ def reduced(link, parts, owner=None, bucket_bytes=1 << 17):
     arena = parts[link.rank].copy()
     shares = shares_of(LAYOUT, link.world_size, bucket_bytes, owner=owner)
     all_reduce = OrderedAllReduce(link.rank, link.world_size, LAYOUT, shares, arena, HostKernels(threads=1))
-    return arena, Pump(link, all_reduce)
+    pump = Pump(link)
+    pump.run(all_reduce)
+    return arena, pump
 
 
 def sums(part=None):
     """Steps on a mesh and on a star, with gathers between them, beside messages of the user's own."""
-    control = GROUP.link(part)
-    for owner in (None, control.world_size - 1):
-        steps = [parts_of(LAYOUT, control.world_size, seed) for seed in range(3)]
-        arena, pump = reduced(GROUP.link(part), steps[0], owner, bucket_bytes=1 << 17 if owner is None else 4)
+    for is_star in (False, True):
+        link = GROUP.link(part)
+        owner, bucket_bytes = (link.world_size - 1, 4) if is_star else (None, 1 << 17)
+        steps = [parts_of(LAYOUT, link.world_size, seed) for seed in range(3)]
+        arena, pump = reduced(link, steps[0], owner, bucket_bytes)
         for parts in steps:
-            arena[:] = parts[control.rank]
+            arena[:] = parts[link.rank]
             for span in LAYOUT.spans:
                 pump.start(span)
             GROUP.barrier()
             pump.wait(SOON)
             assert arena.tobytes() == functools.reduce(np.add, parts).tobytes()
-            told = [bytes([rank]) * 1000 * rank for rank in range(control.world_size)]
-            assert gather(control, told[control.rank], SOON) == told
+            told = [bytes([rank]) * 5000 * rank for rank in range(link.world_size)]
+            assert pump.gather(told[link.rank], SOON) == told
             pump.next_step()
         pump.close()
-    control.close()
     say("the same")
 
 

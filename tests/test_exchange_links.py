@@ -11,15 +11,14 @@ import pytest
 from transports import outcomes
 
 from gradengine.errors import CallerError, DeadlineExceeded, DeviceUnavailable, PeerLost, ProtocolError
-from gradengine.exchange import gather as gathering
-from gradengine.exchange.gather import gather
+from gradengine.exchange.gather import Gather
 from gradengine.exchange.links import threads
 from gradengine.exchange.links.link import Completed, Completion, Idle
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.links.torch_group import TorchLink
-from gradengine.exchange.shares import MOST_SHARES
-from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
+from gradengine.exchange.ordered_all_reduce import Send
+from gradengine.exchange.pump import Pump
 
 SENT, RECEIVED = Completed.SENT, Completed.RECEIVED
 
@@ -264,39 +263,29 @@ def test_without_mpi4py_a_link_over_mpi_says_what_to_install(monkeypatch):
 # ---- small data ----
 
 
+def gathered(link, *parts, **options):
+    """What the ranks give to these gathers in a row."""
+    pump = Pump(link, **options)
+    try:
+        return [pump.gather(part, 60.0) for part in parts]
+    finally:
+        pump.close()
+
+
 @pytest.mark.parametrize("world_size", range(1, 5))
 def test_all_have_every_ranks_bytes_in_rank_order(links, world_size):
     sizes = [(31 * rank * rank) % 7 * 1000 for rank in range(world_size)]
-
-    def work(link):
-        parts = [bytes([link.rank]) * sizes[link.rank], b"", b"again"]
-        return [gather(link, part, 60.0) for part in parts]
-
     whole = [bytes([rank]) * size for rank, size in enumerate(sizes)]
-    assert outcomes(work, links(world_size)) == [[whole, [b""] * world_size, [b"again"] * world_size]] * world_size
-
-
-def test_too_much_is_refused_and_nothing_was_sent(links):
-    first, second = links(2)
-    with pytest.raises(CallerError, match="too much to gather"):
-        gather(first, bytes(MAX_SMALL_PAYLOAD + 1), 60.0)
-    assert outcomes(lambda link: gather(link, b"x", 60.0), [first, second]) == [[b"x", b"x"]] * 2
-
-
-@pytest.mark.parametrize("length", [-1, MAX_SMALL_PAYLOAD + 1, 1 << 62])
-def test_a_rank_that_announces_too_much_is_refused_before_anything_is_allocated(links, length):
-    first, second = links(2)
+    leaving = threading.Barrier(world_size)
 
     def work(link):
-        if link is second:
-            link.receive(0, gathering._LENGTHS, np.zeros(1, "<i8"))
-            link.send(0, gathering._LENGTHS, np.array([length], "<i8"))
-            return until(2, link)
-        return gather(link, b"x", 60.0)
+        pump = Pump(link)
+        found = [pump.gather(part, 60.0) for part in (whole[link.rank], b"", b"again")]
+        leaving.wait(60.0)
+        pump.close()
+        return found
 
-    refused, _ = outcomes(work, [first, second])
-    assert isinstance(refused, ProtocolError)
-    assert f"rank 1 announces too much to gather: got {length} bytes" in str(refused)
+    assert outcomes(work, links(world_size)) == [[whole, [b""] * world_size, [b"again"] * world_size]] * world_size
 
 
 def test_a_late_rank_is_named(links):
@@ -308,24 +297,23 @@ def test_a_late_rank_is_named(links):
 
     def work(link):
         if link.rank == 0:
-            return gather(link, b"x", 60.0, clock=clock)
-        if link.rank == 1:  # it sends its length, so that rank 2 alone is late
-            link.receive(0, gathering._LENGTHS, np.zeros(1, "<i8"))
-            link.send(0, gathering._LENGTHS, np.zeros(1, "<i8"))
+            return gathered(link, b"x", clock=clock)
+        if link.rank == 1:  # it sends its part, so that rank 2 alone is late
+            gather = Gather(1, 3, b"")
+            for transfer in gather.transfers():
+                begin = link.send if isinstance(transfer, Send) else link.receive
+                if transfer.peer == 0:
+                    begin(*transfer)
             until(2, link)
             has_come.set()
         return None
 
     late, *_ = outcomes(work, links(3))
     assert isinstance(late, DeadlineExceeded)
-    assert "rank 2 is late for a gather, and rank 0 waits" in str(late)
+    assert "rank 2 is late for a gather (end of step or barrier), rank 0 waits: got nothing for 60 s" in str(late)
 
 
 def test_a_rank_that_is_gone_ends_a_gather(links):
     group = links(3)
-    lost = outcomes(lambda link: link.close() if link.rank == 2 else gather(link, b"x", 60.0), group)
-    assert [str(fault).partition(":")[0] for fault in lost] == ["rank 2 is gone"] * 2 + ["None"]
-
-
-def test_tags_of_a_gather_are_no_all_reduces():
-    assert 6 * MOST_SHARES <= gathering._LENGTHS < gathering._DATA < 1 << 21
+    lost = outcomes(lambda link: link.close() if link.rank == 2 else gathered(link, b"x"), group)
+    assert all(isinstance(fault, PeerLost) and str(fault).startswith("rank 2 is gone") for fault in lost[:2])

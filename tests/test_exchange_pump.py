@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from transports import outcomes, rank_order_sum
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
-from gradengine.exchange.gather import gather
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
@@ -52,6 +51,12 @@ class Polled(Link):
         over = self.link.poll()
         self.left = None if self.left is None else self.left - len(over)
         return over
+
+
+def running(link, all_reduce, **options):
+    pump = Pump(link, **options)
+    pump.run(all_reduce)
+    return pump
 
 
 def random_parts(layout, world_size, seed):
@@ -94,12 +99,12 @@ def raised(outcomes):
 def test_several_steps_end_with_the_sums_in_rank_order(layout, world_size, seed, size, is_star, in_flight, is_polled):
     steps = [random_parts(layout, world_size, seed + n) for n in range(3)]
     ranks = ranks_of(steps[0], layout, size, world_size - 1 if is_star else None, in_flight=in_flight)
-    links, control = thread_links(world_size), thread_links(world_size)
+    links = thread_links(world_size)
 
     def work(rank):
         numbers, found = random.Random(seed + rank.rank), []
         link = links[rank.rank]
-        pump = Pump(Polled(link) if is_polled else link, rank.all_reduce)
+        pump = running(Polled(link) if is_polled else link, rank.all_reduce)
         for number, parts in enumerate(steps):
             rank.arena[:] = parts[rank.rank]
             spans = [*layout.spans]
@@ -108,7 +113,7 @@ def test_several_steps_end_with_the_sums_in_rank_order(layout, world_size, seed,
                 pump.start(span)
             pump.wait(SOON)
             found.append((rank.arena.copy(), rank.all_reduce.squares))
-            assert gather(control[rank.rank], bytes([number]), SOON) == [bytes([number])] * world_size
+            assert pump.gather(bytes([number]), SOON) == [bytes([number])] * world_size
             pump.next_step()
         pump.close()
         return found
@@ -136,25 +141,21 @@ def lost_and_resumed(lost_after, owner=None, world_size=3):
                 links[1] = Polled(links[1], next(left))
             barrier.wait(SOON)
             link = links[rank.rank]
+            pump, failures[rank.rank] = Pump(link), False
             try:
                 if losses:
-                    rank.all_reduce.resume(gather(link, rank.all_reduce.frontier(), SOON))
-                pump, failures[rank.rank] = Pump(link, rank.all_reduce), False
-                try:
-                    for span in LARGE.spans:
-                        if not rank.all_reduce.is_started(span):
-                            pump.start(span)
-                    pump.wait(SOON)
-                    barrier.wait(SOON)
-                except PeerLost:
-                    failures[rank.rank] = True
-                    barrier.wait(SOON)
-                finally:
-                    pump.close()
-            except PeerLost:  # in the gather
-                failures[rank.rank] = True
-                link.close()
+                    rank.all_reduce.resume(pump.gather(rank.all_reduce.frontier(), SOON))
+                pump.run(rank.all_reduce)
+                for span in LARGE.spans:
+                    if not rank.all_reduce.is_started(span):
+                        pump.start(span)
+                pump.wait(SOON)
                 barrier.wait(SOON)
+            except PeerLost:
+                failures[rank.rank] = True
+                barrier.wait(SOON)
+            finally:
+                pump.close()
             if not any(failures):
                 return losses
             losses += 1
@@ -178,7 +179,7 @@ def test_a_rank_that_raises_and_closes_is_named_by_all_others():
     links = thread_links(3)
 
     def work(rank):
-        pump = Pump(links[rank.rank], rank.all_reduce)
+        pump = running(links[rank.rank], rank.all_reduce)
         try:
             if rank.rank == 2:
                 raise KeyError("of the caller's own")
@@ -198,7 +199,7 @@ def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up():
     links, everyone = thread_links(3), threading.Barrier(3)
 
     def work(rank):
-        pump = Pump(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (2, "the part of share 0")))
+        pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (2, "the part of share 0")))
         try:
             for span in SMALL.spans if rank.rank < 2 else []:
                 pump.start(span)
@@ -231,7 +232,7 @@ def late(ranks, starts, stalls):
     links, everyone = thread_links(len(ranks)), threading.Barrier(len(ranks))
 
     def work(rank):
-        pump = Pump(links[rank.rank], rank.all_reduce, clock=clock_of(rank, stalls[rank.rank]))
+        pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, stalls[rank.rank]))
         try:
             for span in starts(rank):
                 pump.start(span)
@@ -275,7 +276,7 @@ def test_a_late_rank_may_still_come():
     ranks, is_late, links = ranks_of(parts, SMALL), threading.Event(), thread_links(2)
 
     def work(rank):
-        pump = Pump(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (1, "the part of share 0")))
+        pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (1, "the part of share 0")))
         if rank.rank == 1:
             is_late.wait(SOON)
         for span in SMALL.spans:
@@ -300,7 +301,7 @@ def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others
     monkeypatch.setattr(OrderedAllReduce, "_sum", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
 
     def work(rank):
-        pump = Pump(links[rank.rank], rank.all_reduce)
+        pump = running(links[rank.rank], rank.all_reduce)
         try:
             for span in SMALL.spans:
                 pump.start(span)
@@ -315,7 +316,7 @@ def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others
             pump.close()
 
     first, second = outcomes(work, ranks)
-    assert "the all-reduce of rank 0 failed in step 0: got MemoryError('no room')" in str(first)
+    assert "the exchange of rank 0 failed: got MemoryError('no room')" in str(first)
     assert isinstance(first.__cause__, MemoryError)
     assert isinstance(second, PeerLost)
     assert "rank 0 is gone" in str(second)
@@ -324,7 +325,7 @@ def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others
 def test_calls_that_do_not_fit_change_nothing():
     parts = random_parts(SMALL, 1, 1)
     (rank,) = ranks_of(parts, SMALL)
-    pump = Pump(*thread_links(1), rank.all_reduce)
+    pump = running(*thread_links(1), rank.all_reduce)
     pump.start(SMALL.spans[0])
     with pytest.raises(WindowError, match="has been started already"):
         pump.start(SMALL.spans[0])
@@ -350,7 +351,7 @@ def test_calls_that_do_not_fit_change_nothing():
 def test_what_was_started_over_another_link_is_not_started_again():
     (rank,) = ranks_of(random_parts(SMALL, 1, 1), SMALL)
     rank.all_reduce.start(SMALL.spans[0])
-    pump = Pump(*thread_links(1), rank.all_reduce)
+    pump = running(*thread_links(1), rank.all_reduce)
     with pytest.raises(WindowError, match="has been started already"):
         pump.start(SMALL.spans[0])
     pump.close()
@@ -360,7 +361,7 @@ def test_a_span_that_the_pump_did_not_come_to_may_be_started_again():
     (rank,) = ranks_of(random_parts(SMALL, 1, 1), SMALL)
     (link,) = thread_links(1)
     link.close()
-    pump = Pump(link, rank.all_reduce)
+    pump = running(link, rank.all_reduce)
     with contextlib.suppress(PeerLost):  # if the thread has failed already
         pump.start(SMALL.spans[0])
     with pytest.raises(PeerLost):

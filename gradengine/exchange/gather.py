@@ -2,85 +2,103 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from typing import final
 
 import numpy as np
 
-from gradengine.errors import DeadlineExceeded, ExchangeError, ProtocolError
+from gradengine.errors import ProtocolError
 from gradengine.exchange.interface import refuse_long_part
-from gradengine.exchange.links.link import Completed, Completion, Idle, Link, Memory
+from gradengine.exchange.links.link import Completed, Completion, Memory
+from gradengine.exchange.ordered_all_reduce import Receive, Send, Transfer
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 
-_LENGTHS, _DATA = (1 << 21) - 2, (1 << 21) - 1  # tags above an all-reduce's, whose last is 6 * 2**18 - 1
-_LONGEST_REST = 0.1  # seconds until the clock is looked at again
+_HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1
+_LENGTH = struct.Struct("<q")
+_ROOM = 4096 - _LENGTH.size  # bytes of data that go with their length, which is most of what is told in a step
 
 
-def gather(link: Link, data: bytes, timeout: float, *, clock: Callable[[], float] = time.monotonic) -> list[bytes]:
-    """Every rank's `data`, in rank order, on every rank; at most 16 MiB each.
-
-    Nothing else may use the link meanwhile. After an error the link is to be closed: transfers are still open.
+@final
+class Gather:
+    """One rank's side of an all-gather: which transfers to make, and what came; no I/O, no threads, no clock.
 
     Args:
-        link: To the other ranks, which all call this too.
-        data: This rank's.
-        timeout: Seconds in which all have to come.
-        clock: What seconds are counted by.
+        rank: This rank.
+        world_size: Ranks in the group.
+        data: This rank's part, at most 16 MiB.
 
     Raises:
-        CallerError: More than 16 MiB.
-        DeadlineExceeded: A rank was late; names it.
-        PeerLost: A rank is gone; names it.
-        ProtocolError: A rank announces more than 16 MiB; names it.
+        CallerError: More than that.
+
+    Example:
+        >>> Gather(0, 1, b"mine").parts
+        [b'mine']
     """
-    refuse_long_part(data)
-    try:
-        return _gathered(link, data, clock() + timeout, clock)
-    except ExchangeError:
-        link.has_failed = True
-        raise
+
+    def __init__(self, rank: int, world_size: int, data: bytes) -> None:
+        refuse_long_part(data)
+        head = np.zeros(_LENGTH.size + _ROOM, np.uint8)
+        head[: _LENGTH.size + len(data)] = np.frombuffer(_LENGTH.pack(len(data)) + data[:_ROOM], np.uint8)
+        rest = np.frombuffer(data, np.uint8, offset=min(_ROOM, len(data)))
+        self._parts = {rank: data}
+        self._heads: dict[int, Memory] = {}
+        self._rests: dict[int, Memory] = {}
+        self._outbox: list[Transfer] = []
+        self._open: set[Completion] = set()
+        for other in range(world_size):
+            if other != rank:
+                self._heads[other] = np.empty_like(head)
+                self._begin(Receive(other, _HEAD_TAG, self._heads[other]))
+                self._begin(Send(other, _HEAD_TAG, head))
+                if rest.size:
+                    self._begin(Send(other, _REST_TAG, rest))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts are here, and this rank's own is sent to all others."""
+        return not self._open
+
+    @property
+    def parts(self) -> list[bytes]:
+        """Every rank's data, in rank order; once `is_done`."""
+        return [self._parts[rank] for rank in sorted(self._parts)]
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks whose part is not here, or who have not taken this rank's own."""
+        receives = {peer for kind, peer, _ in self._open if kind is Completed.RECEIVED}
+        return sorted(receives or {peer for _, peer, _ in self._open})
+
+    def transfers(self) -> list[Transfer]:
+        """The transfers to make now: each is given once."""
+        given, self._outbox = self._outbox, []
+        return given
+
+    def over(self, completion: Completion) -> None:
+        """Report a transfer that is over; raises `ProtocolError` for a rank that announces more than 16 MiB."""
+        kind, peer, tag = completion
+        if kind is Completed.RECEIVED and tag == _HEAD_TAG:
+            self._read(peer, self._heads[peer].tobytes())
+        elif kind is Completed.RECEIVED:
+            self._parts[peer] += self._rests[peer].tobytes()
+        self._open.remove(completion)
+
+    def _read(self, peer: int, head: bytes) -> None:
+        (length,) = _LENGTH.unpack_from(head)
+        if not 0 <= length <= MAX_SMALL_PAYLOAD:
+            got, most = f"{length} bytes", f"at most {MAX_SMALL_PAYLOAD}"
+            raise ProtocolError(f"rank {peer} announces too much to gather", got=got, expected=most)
+        self._parts[peer] = head[_LENGTH.size :][:length]
+        if length > _ROOM:
+            self._rests[peer] = np.empty(length - _ROOM, np.uint8)
+            self._begin(Receive(peer, _REST_TAG, self._rests[peer]))
+
+    def _begin(self, transfer: Transfer) -> None:
+        kind = Completed.SENT if isinstance(transfer, Send) else Completed.RECEIVED
+        self._open.add(Completion(kind, transfer.peer, transfer.tag))
+        self._outbox.append(transfer)
 
 
-def _gathered(link: Link, data: bytes, deadline: float, clock: Callable[[], float]) -> list[bytes]:
-    others = [rank for rank in range(link.world_size) if rank != link.rank]
-    lengths = {rank: np.zeros(1, "<i8") for rank in others}
-    _exchange(link, _LENGTHS, np.array([len(data)], "<i8"), lengths, deadline, clock)
-    for rank, length in lengths.items():
-        if not 0 <= length[0] <= MAX_SMALL_PAYLOAD:
-            got, most = f"{length[0]} bytes", f"at most {MAX_SMALL_PAYLOAD}"
-            raise ProtocolError(f"rank {rank} announces too much to gather", got=got, expected=most)
-    parts = {rank: np.empty(length[0], np.uint8) for rank, length in lengths.items()}
-    _exchange(link, _DATA, np.frombuffer(data, np.uint8), parts, deadline, clock)
-    return [data if rank == link.rank else parts[rank].tobytes() for rank in range(link.world_size)]
-
-
-def _exchange(
-    link: Link,
-    tag: int,
-    mine: Memory,
-    theirs: Mapping[int, Memory],
-    deadline: float,
-    clock: Callable[[], float],
-) -> None:
-    """Send each other rank the same, and receive of each; returns when all of it is over."""
-    idle = Idle(link)
-    for rank, memory in theirs.items():
-        link.receive(rank, tag, memory)
-        link.send(rank, tag, mine)
-    is_open = {Completion(kind, rank, tag) for rank in theirs for kind in Completed}
-    while is_open:
-        over = link.poll()
-        is_open.difference_update(over)
-        if over:
-            idle.moved()
-        elif is_open and clock() > deadline:
-            late = sorted({peer for _, peer, _ in is_open})
-            link.lost = late[0]
-            raise _late(link.rank, late)
-        else:
-            idle.rest(_LONGEST_REST)
-
-
-def _late(rank: int, late: Sequence[int]) -> DeadlineExceeded:
-    who = f"rank {late[0]} is" if len(late) == 1 else f"ranks {list(late)} are"
-    return DeadlineExceeded(f"{who} late for a gather, and rank {rank} waits", do="see what those ranks do")
+def is_of_gather(tag: int) -> bool:
+    """Whether a transfer with this tag is of a gather, and not of an all-reduce."""
+    return tag >= _HEAD_TAG

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, whole_number
 from gradengine.errors import CallerError, HandshakeRefused, NotCopied, ProtocolError, WindowError
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD, Gradient, Sum
+from gradengine.kernels.decision import Float64
 from gradengine.kernels.host import first_non_finite
 from gradengine.kernels.host_sums import squared_sum
 from gradengine.layout import GradientLayout, Span
@@ -69,6 +70,8 @@ class Progress:
     bucket_bytes: int = 0  # of the buckets that `summed` counts; 0 before the first group
     contributed: int = 0  # leading buckets that this worker contributed to: at least those that are summed
     membership: Membership = Membership()
+    carrier: Exchange | None = None  # over links: the exchange that has, or had, spans of this step
+    squares: Float64 | None = None  # of each chunk of the partial sums, where the exchange has measured the sums
 
     @property
     def is_half_summed(self) -> bool:
@@ -83,6 +86,7 @@ class Progress:
     def restart(self) -> None:
         """The step starts over: the arena holds nothing of it."""
         self.summed, self.contributed, self.partially_written, self.bad = 0, 0, False, []
+        self.carrier = self.squares = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ class Exchange(NotCopied, ABC, instead="make one in each process, with connect()
             layout: Must be the same on all ranks.
             arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place.
             progress: A new one, or that of an exchange that failed, to resume its step.
-            on_reduced: Called from any thread after each bucket is reduced, span by span, from each span's start on.
+            on_reduced: Called from any thread after each bucket is reduced, span by span, from each span's start on. An
+                exchange that measures the sums itself never calls it, and sets `progress.squares`.
 
         Raises:
             HandshakeRefused: Another layout (the differing rows are shown), world size, step or token.
@@ -255,7 +260,17 @@ def set_bucket_bytes(bucket_bytes: int, progress: Progress, rank: int) -> None:
             expected=f"bucket_bytes={progress.bucket_bytes}",
             do="reconnect with the same bucket_bytes, or discard() the window on every rank",
         )
+    if progress.carrier is not None:
+        raise other_way(rank)
     progress.bucket_bytes = bucket_bytes
+
+
+def other_way(rank: int) -> HandshakeRefused:
+    """The error for a step that was begun over a link of another kind."""
+    return HandshakeRefused(
+        f"rank {rank} is in the middle of a step that was begun over another kind of exchange",
+        do="reconnect with the same kind, or discard() the window on every rank",
+    )
 
 
 def refuse_bad_arena(layout: GradientLayout, arena: Float32) -> None:

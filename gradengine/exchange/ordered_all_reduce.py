@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import checked_rank, whole_number
-from gradengine.errors import CallerError, ProtocolError, WindowError
+from gradengine.errors import CallerError, HandshakeRefused, ProtocolError, WindowError
 from gradengine.exchange.interface import Float32, NonFiniteValue, refuse_bad_arena
+from gradengine.exchange.links.link import Memory
 from gradengine.exchange.shares import ReadyShares, Share
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
 from gradengine.kernels.decision import Float64
@@ -26,7 +27,7 @@ from gradengine.kernels.host import first_non_finite
 from gradengine.layout import GradientLayout, Span
 
 IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
-_HEADER = struct.Struct("<qq")  # of a frontier: the step, and how often it was begun anew
+_HEADER = struct.Struct("<q")  # of a frontier: the step
 _NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element where there is none
 
 
@@ -35,7 +36,7 @@ class Send(NamedTuple):
 
     peer: int
     tag: int
-    memory: npt.NDArray[np.float32] | npt.NDArray[np.float64]
+    memory: Memory
 
 
 class Receive(NamedTuple):
@@ -43,7 +44,7 @@ class Receive(NamedTuple):
 
     peer: int
     tag: int
-    memory: npt.NDArray[np.float32] | npt.NDArray[np.float64]
+    memory: Memory
 
 
 Transfer: TypeAlias = Send | Receive
@@ -148,7 +149,7 @@ class OrderedAllReduce:
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
         self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
         self._outbox: list[Transfer] = []
-        self.step, self._drops = whole_number("step", step, 0), 0
+        self.step = whole_number("step", step, 0)
         self._begin()
 
     @property
@@ -156,6 +157,16 @@ class OrderedAllReduce:
         """Whether all sums and facts are here, and all that was sent has gone: the arena may be overwritten."""
         is_summed = self._states.count(State.SUMMED) == len(self._shares)
         return is_summed and len(self._known) == len(self._facts) and not self._sends
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a span has been started in this step."""
+        return not self._ready.is_untouched
+
+    @property
+    def may_hold_sums(self) -> bool:
+        """Whether the arena may hold sums, or parts of them, beside this rank's own contributions."""
+        return any(state >= State.RECEIVING for state in self._states)
 
     @property
     def squares(self) -> Float64:
@@ -243,21 +254,13 @@ class OrderedAllReduce:
         """
         if not self.is_done:
             raise WindowError(f"step {self.step} is not summed on all ranks", do="wait for is_done")
-        self.step, self._drops = self.step + 1, 0
-        self._begin()
-
-    def restart(self) -> None:
-        """Begin the step anew, after the links were closed: no span is started.
-
-        The other ranks cannot resume the step unless they begin it anew too.
-        """
-        self._drops += not self._ready.is_untouched
+        self.step += 1
         self._begin()
 
     def frontier(self) -> bytes:
         """How far the step has come on this rank, as bytes for the other ranks' `resume`."""
         known = bytes([rank in self._known for rank in range(self.world_size)])
-        return _HEADER.pack(self.step, self._drops) + self._states + known
+        return _HEADER.pack(self.step) + self._states + known
 
     def resume(self, frontiers: Sequence[bytes]) -> None:
         """Go on with the step over new links to the same ranks, after the old links were closed.
@@ -265,9 +268,10 @@ class OrderedAllReduce:
         A share that its owner has summed is sent to the ranks that lack it; other shares begin anew from all parts.
 
         Args:
-            frontiers: Every rank's `frontier()`, in rank order.
+            frontiers: Every rank's `frontier()`, in rank order; b"" for a rank that has begun nothing.
 
         Raises:
+            HandshakeRefused: A rank has not contributed to what is summed: it dropped its window, or is a new process.
             ProtocolError: The frontiers cannot be of one step; names rank and share, and nothing has changed.
         """
         states, known = self._read(frontiers)
@@ -437,14 +441,14 @@ class OrderedAllReduce:
         size = _HEADER.size + len(self._shares) + self.world_size
         if len(frontiers) != self.world_size:
             raise ProtocolError("another number of frontiers", got=len(frontiers), expected=self.world_size)
+        frontiers = [frontier or _HEADER.pack(self.step) + bytes(size - _HEADER.size) for frontier in frontiers]
         for rank, frontier in enumerate(frontiers):
             if len(frontier) != size:
                 got, expected = f"{len(frontier)} bytes", f"{size} bytes, as of the same shares"
                 raise ProtocolError(f"rank {rank} sent another frontier", got=got, expected=expected)
-            if frontier[: _HEADER.size] != _HEADER.pack(self.step, self._drops):
-                step, drops = _HEADER.unpack_from(frontier)
-                got, expected = f"step {step}, begun anew {drops} times", f"step {self.step}, {self._drops} times"
-                raise ProtocolError(f"rank {rank} is in another step", got=got, expected=expected)
+            (step,) = _HEADER.unpack_from(frontier)
+            if step != self.step:
+                raise ProtocolError(f"rank {rank} is in another step", got=step, expected=self.step)
         if frontiers[self.rank] != self.frontier():
             raise ProtocolError(f"the frontier of rank {self.rank} is not its own", do="pass them in rank order")
         table = np.frombuffer(b"".join(frontiers), np.uint8).reshape(self.world_size, size)[:, _HEADER.size :]
@@ -455,10 +459,15 @@ class OrderedAllReduce:
     def _refuse_impossible(self, states: npt.NDArray[np.uint8], known: npt.NDArray[np.uint8]) -> None:
         ranks = np.arange(self.world_size)
         is_summed = states[self._owners, range(len(self._shares))] == State.SUMMED  # as each share's owner says
+        is_summed_by_one = (states == State.SUMMED).any(axis=0)
+        for rank in np.flatnonzero((is_summed_by_one & (states == State.LOCAL)).any(axis=1))[:1].tolist():
+            raise HandshakeRefused(
+                f"rank {rank} has not contributed to what step {self.step} has summed",
+                do="a new process, or one that dropped its window: discard() it on every rank, and accumulate it again",
+            )
         impossible = (
             (states > State.SUMMED)
             | (~is_summed & (states == State.SUMMED))  # a sum that its owner does not have
-            | (is_summed & (states == State.LOCAL))  # a sum without the rank's part
             | ((self._owners == ranks[:, None]) & (states == State.RECEIVING))
         )
         for rank, number in np.argwhere(impossible)[:1].tolist():

@@ -1,4 +1,4 @@
-"""The thread that runs an ordered all-reduce over a link: it makes the transfers and reports those that are over."""
+"""The thread of a link: it makes the transfers of an all-reduce and of gathers, and reports those that are over."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import final
 
 from gradengine.arguments import refuse_other_kind
 from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
+from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
-from gradengine.exchange.links.link import Completed, Idle, Link
+from gradengine.exchange.links.link import Completed, Completion, Idle, Link
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, Send
 from gradengine.layout import Span
 
@@ -20,42 +21,41 @@ _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
 
 @final
 class Pump(NotCopied, instead="make one for each link"):
-    """Runs one rank's all-reduce over a link, on a thread of its own, until it is closed or fails.
+    """Runs one rank's gathers and all-reduce over a link, on a thread of its own, until it is closed or fails.
 
-    One thread starts spans and waits. After an error, or to resume the step: `close`, `resume` the all-reduce with the
-    frontiers of all ranks, and make another pump over a new link.
+    One thread makes the calls. After an error, or to resume a step: `close`, `resume` the all-reduce with the frontiers
+    of all ranks, and make another pump over a new link.
 
     Args:
-        link: To the ranks of the all-reduce; closed with the pump, and when the pump fails.
-        all_reduce: Nothing else may call it before `close` returns, but for its results after `wait`.
-        clock: What the seconds of `wait` are counted by.
+        link: To the other ranks; closed with the pump, and when the pump fails.
+        clock: What the seconds of `wait` and `gather` are counted by.
 
     Example:
-        >>> import numpy as np
         >>> from gradengine.exchange.links.threads import thread_links
-        >>> from gradengine.kernels import HostKernels
-        >>> from gradengine.layout import GradientLayout
-        >>> from gradengine.exchange.shares import shares_of
-        >>> layout, arena = GradientLayout.of({"w": (3,)}), np.zeros(32, np.float32)
-        >>> all_reduce = OrderedAllReduce(0, 1, layout, shares_of(layout, 1, 1 << 22), arena, HostKernels())
-        >>> pump = Pump(*thread_links(1), all_reduce)
-        >>> pump.start(layout.spans[0])
-        >>> pump.wait(60.0)
+        >>> pump = Pump(*thread_links(1))
+        >>> pump.gather(b"mine", 60.0)
+        [b'mine']
         >>> pump.close()
     """
 
-    def __init__(
-        self, link: Link, all_reduce: OrderedAllReduce, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._link, self._all_reduce, self._clock = link, all_reduce, clock
+    def __init__(self, link: Link, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link, self._clock = link, clock
+        self._all_reduce: OrderedAllReduce | None = None
+        self._gather: Gather | None = None  # the one that is under way
         self._handed: set[int | str] = set()  # keys of the spans of this step, those of `_spans` among them
         self._spans: deque[Span] = deque()  # that the thread is to start
-        self._changed = threading.Condition()  # also the lock under which the all-reduce is called
+        self._changed = threading.Condition()  # also the lock under which all-reduce and gather are called
         self._failure: BaseException | None = None
         self._is_closing, self._moved_at = False, clock()
         self._idle = Idle(link)
         self._thread = threading.Thread(target=self._run, name=f"gradengine-pump-{link.rank}", daemon=True)
         self._thread.start()
+
+    def run(self, all_reduce: OrderedAllReduce) -> None:
+        """Run this all-reduce from now on: nothing else may call it before `close` returns, but for its results."""
+        with self._changed:
+            self._all_reduce = all_reduce
+        self._idle.wake()
 
     def start(self, span: Span) -> None:
         """Send a span, which holds all that this rank contributes; returns at once.
@@ -67,7 +67,7 @@ class Pump(NotCopied, instead="make one for each link"):
             ExchangeError: As `wait`; the span is not started.
         """
         refuse_other_kind("span", span, Span)
-        if span.key in self._handed or self._all_reduce.is_started(span):
+        if span.key in self._handed or self._sums.is_started(span):
             raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
         self._refuse_failed()
         self._handed.add(span.key)
@@ -86,22 +86,37 @@ class Pump(NotCopied, instead="make one for each link"):
             ProtocolError: A rank sent what it should not.
             ExchangeError: The thread failed otherwise, for lack of memory perhaps: the error's cause.
         """
-        seconds = checked_seconds("timeout", timeout)
+        all_reduce = self._sums
+        self._wait_until(lambda: all_reduce.is_done, checked_seconds("timeout", timeout), self._late_for_sums)
+
+    def gather(self, data: bytes, timeout: float) -> list[bytes]:
+        """Every rank's `data`, in rank order, on every rank; spans may be on their way meanwhile.
+
+        Args:
+            data: This rank's, at most 16 MiB.
+            timeout: Seconds without a transfer that is over after which this fails.
+
+        Raises:
+            CallerError: More than 16 MiB.
+            DeadlineExceeded: Some ranks were late; names them.
+            PeerLost, ProtocolError, ExchangeError: As `wait`; a rank announces more than 16 MiB.
+        """
+        gather, seconds = Gather(self._link.rank, self._link.world_size, data), checked_seconds("timeout", timeout)
         with self._changed:
-            since = self._clock()
-            while not self._all_reduce.is_done:
-                self._refuse_failed()
-                if self._clock() - max(since, self._moved_at) > seconds:
-                    raise self._late(seconds)
-                self._changed.wait(min(seconds, _LOOK_SECONDS))
-            self._link.has_failed, self._link.lost = False, None
+            self._refuse_failed()
+            if self._gather is not None and not self._gather.is_done:
+                raise WindowError("a gather was interrupted", do="close the exchange, and reconnect on all ranks")
+            self._gather = gather
+        self._idle.wake()
+        self._wait_until(lambda: gather.is_done, seconds, lambda: self._late_for(gather))
+        return gather.parts
 
     def next_step(self) -> None:
         """Begin the next step, when all ranks have said that they are done; see `OrderedAllReduce.next_step`."""
         self._start_handed()
         with self._changed:
             self._refuse_failed()
-            self._all_reduce.next_step()
+            self._sums.next_step()
             self._handed.clear()
         self._idle.wake()
 
@@ -127,25 +142,35 @@ class Pump(NotCopied, instead="make one for each link"):
     def _turn(self) -> bool:
         """Report what is over, start what is handed over, and begin what follows; whether there was anything."""
         over = self._link.poll()
-        for kind, peer, tag in over:
+        for completion in over:
             with self._changed:
                 self._moved_at = self._clock()
-                (self._all_reduce.sent if kind is Completed.SENT else self._all_reduce.received)(peer, tag)
+                self._report(completion)
             self._begin()
         self._start_handed()
         return self._begin() or bool(over)
+
+    def _report(self, completion: Completion) -> None:
+        kind, peer, tag = completion
+        if is_of_gather(tag):
+            assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)
+            self._gather.over(completion)
+        elif kind is Completed.SENT:
+            self._sums.sent(peer, tag)
+        else:
+            self._sums.received(peer, tag)
 
     def _start_handed(self) -> None:
         """Start the spans that were handed over."""
         with self._changed:
             while self._spans:
                 self._moved_at = self._clock()
-                self._all_reduce.start(self._spans.popleft())
+                self._sums.start(self._spans.popleft())
 
     def _begin(self) -> bool:
         """Begin the transfers that are to be made now; whether there were any."""
         with self._changed:
-            transfers = self._all_reduce.transfers()
+            transfers = [t for each in (self._gather, self._all_reduce) if each is not None for t in each.transfers()]
             self._changed.notify_all()
         for transfer in transfers:
             begin = self._link.send if isinstance(transfer, Send) else self._link.receive
@@ -158,7 +183,23 @@ class Pump(NotCopied, instead="make one for each link"):
             self._changed.notify_all()
         self._link.close()  # the other ranks wait for this one in vain
 
-    # ---- errors ----
+    # ---- inside ----
+
+    @property
+    def _sums(self) -> OrderedAllReduce:
+        assert self._all_reduce is not None, "run() comes first"  # noqa: S101
+        return self._all_reduce
+
+    def _wait_until(self, is_done: Callable[[], bool], seconds: float, late: Callable[[], tuple[int, str]]) -> None:
+        with self._changed:
+            since = self._clock()
+            while not is_done():
+                self._refuse_failed()
+                if self._clock() - max(since, self._moved_at) > seconds:
+                    self._link.has_failed, (self._link.lost, what) = True, late()
+                    raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do="see what the late ranks do")
+                self._changed.wait(min(seconds, _LOOK_SECONDS))
+            self._link.has_failed, self._link.lost = False, None
 
     def _refuse_failed(self) -> None:
         if self._is_closing:
@@ -167,15 +208,18 @@ class Pump(NotCopied, instead="make one for each link"):
             self._link.has_failed = True
             if isinstance(self._failure, ExchangeError):
                 raise self._failure
-            what = f"the all-reduce of rank {self._link.rank} failed in step {self._all_reduce.step}"
+            what = f"the exchange of rank {self._link.rank} failed"
             raise ExchangeError(what, got=repr(self._failure)) from self._failure
 
-    def _late(self, seconds: float) -> DeadlineExceeded:
-        rank, step, late = self._link.rank, self._all_reduce.step, self._all_reduce.awaited
-        self._link.has_failed, self._link.lost = True, late[0] if late else rank
+    def _late_for_sums(self) -> tuple[int, str]:
+        """Who is late, and the words for it."""
+        rank, step, late = self._link.rank, self._sums.step, self._sums.awaited
         if late is None:
-            what = f"rank {rank} waits for step {step} and has not started all of its spans"
-        else:
-            peer, missing = late
-            what = f"rank {peer} is late: rank {rank} waits for {missing} in step {step}"
-        return DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do="see what that rank does")
+            return rank, f"rank {rank} waits for step {step} and has not started all of its spans"
+        peer, missing = late
+        return peer, f"rank {peer} is late: rank {rank} waits for {missing} in step {step}"
+
+    def _late_for(self, gather: Gather) -> tuple[int, str]:
+        late = gather.awaited
+        who = f"rank {late[0]} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
+        return late[0], f"{who} late for a gather (end of step or barrier), rank {self._link.rank} waits"

@@ -1,0 +1,293 @@
+"""An exchange over links: its ranks compare what must be alike, then each owner sums its shares for all."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar, final
+
+import msgpack
+
+from gradengine.arguments import refuse_other_kind, whole_number
+from gradengine.errors import (
+    CallerError,
+    DeadlineExceeded,
+    ExchangeError,
+    HandshakeRefused,
+    PeerLost,
+    ProtocolError,
+    WindowError,
+)
+from gradengine.exchange.handshake import differing_rows
+from gradengine.exchange.interface import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_JOIN_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    GROUP_BYTES,
+    Exchange,
+    Float32,
+    Membership,
+    NonFiniteValue,
+    OnReduced,
+    Progress,
+    checked_seconds,
+    not_bound,
+    nothing_started,
+    other_way,
+    refuse_bad_arena,
+    refuse_long_part,
+)
+from gradengine.exchange.links.link import Link
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.pump import Pump
+from gradengine.exchange.shares import shares_of
+from gradengine.kernels import HostKernels
+from gradengine.layout import GradientLayout, Span
+from gradengine.unpacking import unpack
+
+T = TypeVar("T")
+
+_VERSION = 1  # of what the ranks tell each other; all of them need the same
+
+
+@final
+class LinkedExchange(Exchange):
+    """One rank's exchange over a link to each other rank.
+
+    Args:
+        link: This rank's, closed with the exchange.
+        url: For `Exchange.url`.
+        timeout: Seconds without any progress after which a waiting rank fails.
+        join_timeout: Seconds for which a rank that binds waits for the others.
+        bucket_bytes: Bytes that are cut into shares, one for each rank; rank 0's value is used.
+        clock: What seconds are counted by.
+
+    Raises:
+        CallerError: A time or size is out of range.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        url: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        join_timeout: float = DEFAULT_JOIN_TIMEOUT,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout, self._join_timeout = (
+            checked_seconds("timeout", timeout),
+            checked_seconds("join_timeout", join_timeout),
+        )
+        self._bucket_bytes, self._clock = whole_number("bucket_bytes", bucket_bytes, 4), clock
+        self._link, self.rank, self.world_size, self.url = link, link.rank, link.world_size, url
+        self._pump: Pump | None = None
+        self._all_reduce: OrderedAllReduce | None = None
+        self._progress = Progress()
+        self._started: set[int | str] = set()  # keys of the spans of this step
+        self._failure: BaseException | None = None  # what is raised from now on
+
+    def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
+        refuse_bad_arena(layout, arena)
+        if self._pump is not None:
+            raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
+        self._refuse_failed()
+        if progress.carrier is not None:
+            progress.carrier.close()  # nothing else may touch the sums that it has
+        self._pump = pump = Pump(self._link, clock=self._clock)
+        self._to_the_end(lambda: self._join(pump, layout, arena, progress))
+        self._progress = progress
+
+    def start(self, span: Span) -> None:
+        pump, all_reduce = self._bound()
+        refuse_other_kind("span", span, Span)
+        if span.key in self._started:
+            raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
+        self._refuse_failed()
+        if self._progress.carrier is not self:  # it has begun another step, or nothing yet
+            if all_reduce.is_begun:
+                self._to_the_end(pump.next_step)
+            self._progress.carrier = self
+        if not all_reduce.is_started(span):  # else over an exchange that was lost
+            self._to_the_end(lambda: pump.start(span))
+        self._started.add(span.key)
+
+    def wait(self) -> tuple[NonFiniteValue, ...]:
+        pump, all_reduce = self._bound()
+        self._refuse_failed()
+        if not self._started:
+            raise nothing_started(self.rank)
+        self._to_the_end(lambda: pump.wait(self._timeout))
+        self._started = set()
+        self._progress.squares = all_reduce.squares
+        return tuple(all_reduce.bad)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        pump, _ = self._bound()
+        refuse_long_part(data)
+        self._refuse_failed()
+        return self._to_the_end(lambda: pump.gather(data, self._timeout))
+
+    def close(self) -> None:
+        what, do = f"rank {self.rank} left the group", "windows are kept: reconnect or discard()"
+        self._failure = self._failure or PeerLost(what, do=do)
+        (self._pump or self._link).close()
+
+    # ---- inside ----
+
+    def _bound(self) -> tuple[Pump, OrderedAllReduce]:
+        if self._pump is None or self._all_reduce is None:
+            self._refuse_failed()
+            raise not_bound(f"rank {self.rank}'s exchange")
+        return self._pump, self._all_reduce
+
+    def _refuse_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _to_the_end(self, call: Callable[[], T]) -> T:
+        """What a call returns; one that does not come to its end closes the exchange, whose ranks would drift apart."""
+        try:
+            return call()
+        except WindowError:
+            raise
+        except ExchangeError as fault:
+            self._failure = self._failure or fault
+            self.close()
+            raise self._failure from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, pump: Pump, layout: GradientLayout, arena: Float32, progress: Progress) -> None:
+        hellos = self._meet(pump, layout, progress)
+        group = _group_to_resume(hellos)
+        bucket_bytes = hellos[0].bucket_bytes
+        if group:
+            _refuse_other_cut(hellos, bucket_bytes)
+        carrier = progress.carrier
+        all_reduce = carrier._all_reduce if group and isinstance(carrier, LinkedExchange) else None
+        if all_reduce is None:
+            shares = shares_of(layout, self.world_size, bucket_bytes)
+            all_reduce = OrderedAllReduce(
+                self.rank, self.world_size, layout, shares, arena, HostKernels(), step=progress.step
+            )
+        if group:
+            all_reduce.resume([hello.frontier for hello in hellos])
+        progress.membership = Membership(group or hellos[0].nonce, self.rank, self.world_size)
+        progress.bucket_bytes = bucket_bytes
+        progress.carrier = self if group else None
+        self._all_reduce = all_reduce
+        pump.run(all_reduce)
+
+    def _meet(self, pump: Pump, layout: GradientLayout, progress: Progress) -> list[_Hello]:
+        """What each rank says of itself; refuses what must be alike and is not."""
+        try:
+            hellos = [
+                _read(rank, part)
+                for rank, part in enumerate(pump.gather(self._hello(layout, progress), self._join_timeout))
+            ]
+            if any(hello.layout != hellos[0].layout for hello in hellos):
+                _refuse_other_layout(pump.gather(layout.table(), self._join_timeout))
+        except DeadlineExceeded as late:
+            what = late.what.replace("for a gather (end of step or barrier)", "for joining")
+            raise PeerLost(what, got=late.got, do="start all ranks") from None
+        for rank, hello in enumerate(hellos):
+            if hello.step != hellos[0].step:
+                what, do = f"rank {rank} is at another step", "restart all from one checkpoint"
+                raise HandshakeRefused(what, got=hello.step, expected=hellos[0].step, do=do)
+            if hello.is_over_another_kind:
+                raise other_way(rank)
+        return hellos
+
+    def _hello(self, layout: GradientLayout, progress: Progress) -> bytes:
+        carrier, membership = progress.carrier, progress.membership
+        all_reduce = carrier._all_reduce if isinstance(carrier, LinkedExchange) else None
+        hello = _Hello(
+            version=_VERSION,
+            layout=layout.fingerprint,
+            bucket_bytes=self._bucket_bytes,
+            step=progress.step,
+            is_over_another_kind=progress.is_half_summed,
+            nonce=secrets.token_bytes(GROUP_BYTES),
+            group=membership.group,
+            group_rank=membership.rank,
+            group_size=membership.world_size,
+            cut=progress.bucket_bytes,
+            may_hold_sums=all_reduce is not None and all_reduce.may_hold_sums,
+            frontier=b"" if all_reduce is None else all_reduce.frontier(),
+        )
+        packed: bytes = msgpack.packb(list(hello))
+        return packed
+
+
+class _Hello(NamedTuple):
+    """What a rank says when it joins."""
+
+    version: int
+    layout: str  # its fingerprint
+    bucket_bytes: int
+    step: int
+    is_over_another_kind: bool  # the step is half summed, and not over links
+    nonce: bytes  # rank 0's names the group
+    group: bytes  # the rest: where the step was begun
+    group_rank: int
+    group_size: int
+    cut: int  # its bucket_bytes
+    may_hold_sums: bool
+    frontier: bytes  # empty where no span was started
+
+
+def _read(rank: int, part: bytes) -> _Hello:
+    told = unpack(part, f"the hello of rank {rank}")
+    if not isinstance(told, list) or told[:1] != [_VERSION] or len(told) != len(_Hello._fields):
+        version = told[0] if isinstance(told, list) and told else told
+        what, do = f"rank {rank} speaks another version", "install one version of gradengine on all ranks"
+        raise HandshakeRefused(what, got=version, expected=_VERSION, do=do)
+    hello = _Hello(*told)
+    defaults = _Hello(_VERSION, "", 4, 0, False, b"", b"", 0, 0, 0, False, b"")
+    if any(type(mine) is not type(its) for mine, its in zip(hello, defaults, strict=True)) or hello.bucket_bytes < 4:
+        raise ProtocolError(f"the hello of rank {rank} is invalid", got=repr(told)[:200])
+    return hello
+
+
+def _refuse_other_layout(tables: Sequence[bytes]) -> None:
+    """Raise `HandshakeRefused` with the rows in which the first other table differs from rank 0's."""
+    rank = next(rank for rank, table in enumerate(tables) if table != tables[0])
+    raise HandshakeRefused(
+        f"layouts differ between rank {rank} (here) and rank 0 (there):\n{differing_rows(tables[rank], tables[0])}",
+        do="build the layout from the same model on every rank",
+    )
+
+
+def _group_to_resume(hellos: Sequence[_Hello]) -> bytes:
+    """The identifier of the group in which a half-summed step must be resumed; empty if there is no such step.
+
+    `HandshakeRefused` for a rank that began the step as another rank or in another group: its part would be missing
+    from some sums, or counted twice.
+    """
+    group = next((hello.group for hello in hellos if hello.may_hold_sums), b"")
+    for rank, hello in enumerate(hellos):
+        as_it_was = Membership(group, rank, len(hellos))
+        membership = Membership(hello.group, hello.group_rank, hello.group_size)
+        if group and hello.frontier and membership != as_it_was:
+            raise HandshakeRefused(
+                f"step {hello.step} is half summed and rank {rank} took part in it as another",
+                got=as_it_was,
+                expected=membership,
+                do="reconnect all ranks as they were, or discard() the window on every rank",
+            )
+    return group
+
+
+def _refuse_other_cut(hellos: Sequence[_Hello], bucket_bytes: int) -> None:
+    for rank, hello in enumerate(hellos):
+        if hello.frontier and hello.cut != bucket_bytes:
+            raise HandshakeRefused(
+                f"rank {rank} is in the middle of a step cut into other buckets",
+                got=f"bucket_bytes={bucket_bytes}",
+                expected=f"bucket_bytes={hello.cut}",
+                do="reconnect with the same bucket_bytes, or discard() the window on every rank",
+            )

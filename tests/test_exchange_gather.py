@@ -1,0 +1,88 @@
+"""Gathers of small data without a link: messages are moved by hand, in any order."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradengine.errors import CallerError, ProtocolError
+from gradengine.exchange.gather import _HEAD_TAG, _REST_TAG, _ROOM, Gather, is_of_gather
+from gradengine.exchange.links.link import Completed, Completion
+from gradengine.exchange.ordered_all_reduce import Send
+from gradengine.exchange.shares import MOST_SHARES
+from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
+
+
+def run(gathers, rng):
+    """Deliver what was sent, one message after the other."""
+    sends, receives = {}, {}
+    while True:
+        for rank, gather in enumerate(gathers):
+            for transfer in gather.transfers():
+                if isinstance(transfer, Send):
+                    sends[rank, transfer.peer, transfer.tag] = transfer.memory
+                else:
+                    receives[transfer.peer, rank, transfer.tag] = transfer.memory
+        ready = sorted(sends.keys() & receives.keys())
+        if not ready:
+            assert not sends
+            assert not receives
+            return
+        source, sink, tag = key = rng.choice(ready)
+        receives.pop(key)[:] = sends.pop(key)
+        gathers[sink].over(Completion(Completed.RECEIVED, source, tag))
+        gathers[source].over(Completion(Completed.SENT, sink, tag))
+
+
+sizes = st.sampled_from([0, 1, _ROOM - 1, _ROOM, _ROOM + 1, 3 * _ROOM])
+
+
+@given(st.lists(sizes, min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_every_rank_has_every_part_in_rank_order(sizes, rng):
+    parts = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
+    gathers = [Gather(rank, len(parts), part) for rank, part in enumerate(parts)]
+    run(gathers, rng)
+    assert all(gather.is_done for gather in gathers)
+    assert [gather.parts for gather in gathers] == [parts] * len(parts)
+
+
+def test_short_parts_take_one_message_each():
+    assert [t.tag for t in Gather(0, 2, bytes(_ROOM)).transfers()] == [_HEAD_TAG] * 2
+    assert [t.tag for t in Gather(0, 2, bytes(_ROOM + 1)).transfers()] == [_HEAD_TAG, _HEAD_TAG, _REST_TAG]
+
+
+def test_who_is_waited_for_is_said():
+    gather = Gather(1, 3, b"x")
+    for transfer in gather.transfers():
+        if not isinstance(transfer, Send):
+            transfer.memory[:] = 0
+    assert gather.awaited == [0, 2]
+    gather.over(Completion(Completed.RECEIVED, 0, _HEAD_TAG))
+    assert gather.awaited == [2]
+    gather.over(Completion(Completed.RECEIVED, 2, _HEAD_TAG))
+    assert gather.awaited == [0, 2], "their receipt of this rank's part"
+    assert not gather.is_done
+
+
+def test_too_much_is_refused():
+    with pytest.raises(CallerError, match="too much to gather"):
+        Gather(0, 2, bytes(MAX_SMALL_PAYLOAD + 1))
+
+
+@pytest.mark.parametrize("length", [-1, MAX_SMALL_PAYLOAD + 1, 1 << 62])
+def test_a_rank_that_announces_too_much_is_refused_before_anything_is_allocated(length):
+    gather = Gather(0, 2, b"x")
+    receive = next(t for t in gather.transfers() if not isinstance(t, Send))
+    receive.memory[:8] = np.frombuffer(struct.pack("<q", length), np.uint8)
+    with pytest.raises(ProtocolError, match=f"rank 1 announces too much to gather: got {length} bytes"):
+        gather.over(Completion(Completed.RECEIVED, 1, _HEAD_TAG))
+    assert gather.transfers() == []
+
+
+def test_tags_of_a_gather_are_no_all_reduces():
+    assert not is_of_gather(6 * MOST_SHARES - 1)
+    assert 6 * MOST_SHARES <= _HEAD_TAG < _REST_TAG < 1 << 21
+    assert is_of_gather(_HEAD_TAG)
+    assert is_of_gather(_REST_TAG)
