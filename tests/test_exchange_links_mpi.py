@@ -78,6 +78,13 @@ def test_engines_over_communicators_of_workers_and_of_parts_find_what_they_find_
     assert (status, output) == (0, "the same\n" * 4), error
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_demo_s_workers_end_with_the_weights_of_threads(ranks):
+    status, output, error = ranks_that_run(ranks, "demo")
+    assert status == 0, error
+    assert re.fullmatch(rf"(the same [0-9a-f]+\n)\1{{{ranks - 1}}}", output), output
+
+
 def test_what_contradicts_the_group_is_refused_and_the_group_is_used_after_that():
     status, output, error = ranks_that_run(2, "arguments")
     assert (status, output) == (0, "the same\n" * 2), error
