@@ -11,8 +11,14 @@ import time
 
 import numpy as np
 import pytest
+from ranks import on_grid, on_ranks
 
-from gradengine.errors import PeerLost
+from gradengine import GradientEngine, TensorParallelConfig, connect
+from gradengine.demo.model import LlamaConfig
+from gradengine.demo.settings import Settings
+from gradengine.demo.text import Texts, split, standard_library_text
+from gradengine.demo.worker import Finished, Step, train_as_threads, train_at
+from gradengine.errors import CallerError, PeerLost
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -38,8 +44,14 @@ class OverMpi:
 
         return MpiLink(part, timeout=timeout)
 
+    def connect(self, part=None, **options):
+        return connect("mpi://", **options) if part is None else connect(communicator=part, **options)
+
     def half(self):
         return self.world.Split(self.rank % 2, self.rank)
+
+    def pair(self):
+        return self.world.Split(self.rank // 2, self.rank)
 
 
 class OverTorch:
@@ -59,11 +71,18 @@ class OverTorch:
 
         return torch_link(part, timeout=timeout)
 
+    def connect(self, part=None, **options):
+        return connect(process_group=part or self.torch.distributed.group.WORLD, **options)
+
     def half(self):
         size = int(os.environ["WORLD_SIZE"])
         # In another order than torch's own.
         halves = [self.torch.distributed.new_group([*range(first, size, 2)][::-1]) for first in (0, 1)]
         return halves[self.rank % 2]
+
+    def pair(self):
+        size = int(os.environ["WORLD_SIZE"])
+        return [self.torch.distributed.new_group([one, one + 1]) for one in range(0, size, 2)][self.rank // 2]
 
 
 def say(words):
@@ -112,6 +131,135 @@ def sums(part=None):
 def part():
     """Each half of the ranks is a group."""
     sums(GROUP.half())
+
+
+def gradients_of(layout, *seed):
+    return {
+        slot.name: np.random.default_rng([*seed, slot.offset]).standard_normal(slot.shape, np.float32)
+        for slot in layout.slots
+    }
+
+
+def figures(result):
+    """All that a step gives, bit for bit."""
+    held = {name: array.tobytes() for name, array in result.gradients.items()}
+    return result.norm, result.scale, float(result.factor), result.weight, result.component_norms, held
+
+
+def steps(exchange, micro_batches=None):
+    """Steps of an engine, with weights; the last rank has no micro-batch in the second, unless it is alone."""
+    engine, found = GradientEngine(LAYOUT, exchange=exchange, micro_batches=micro_batches, max_norm=1.0), []
+    for step in range(3):
+        if step == 1 and 0 < exchange.rank == exchange.world_size - 1:
+            engine.add(None, weight=0)
+        else:
+            for k in range(2):
+                engine.add(gradients_of(LAYOUT, step, exchange.rank, k), weight=1 + exchange.rank + 2 * k)
+        found.append(figures(engine.step()))
+    return found
+
+
+def engine():
+    """Engines over this group find what they find over threads, whatever the buckets."""
+    for micro_batches in (None, 2):
+        expected = None
+        for bucket_bytes in (4, 3 << 18, 1 << 21):
+            with GROUP.connect(timeout=SOON, bucket_bytes=bucket_bytes) as exchange:
+                if expected is None:
+                    over_threads = functools.partial(steps, micro_batches=micro_batches)
+                    expected = on_ranks(over_threads, exchange.world_size)[exchange.rank]
+                assert steps(exchange, micro_batches) == expected
+                assert exchange.url == ("mpi://" if isinstance(GROUP, OverMpi) else None)
+    say("the same")
+
+
+def grid():
+    """Two parts of each of two models: a group over the workers, and one over the parts, at once."""
+
+    def work(workers, parts):
+        config = TensorParallelConfig(parts.rank, 2, 16, 24, 4, 4)
+        layout = GradientLayout.transformer(2, 16, 16, 24, 12, tensor_parallel=config)
+        engine = GradientEngine(layout, exchange=workers, tp_exchange=parts, replicated="sum", max_norm=1.0)
+        found = []
+        for step in range(3):
+            engine.add(gradients_of(layout, step, workers.rank, parts.rank))
+            found.append(figures(engine.step()))
+        return found
+
+    with GROUP.connect(GROUP.half(), timeout=SOON) as workers, GROUP.connect(GROUP.pair(), timeout=SOON) as parts:
+        assert (workers.rank, parts.rank) == (divmod(GROUP.rank, 2))
+        assert work(workers, parts) == on_grid(work, 2, 2)[workers.rank][parts.rank]
+    say("the same")
+
+
+def demo():
+    """The demo's workers, joined by MPI, find what they find as threads."""
+    model = LlamaConfig(num_blocks=1, hidden_size=16, intermediate_size=32, sequence_length=16)
+    size = GROUP.world.size
+    settings = Settings(workers=size, steps=6, batch_size=2, compared_steps=4, evaluations=2, model=model)
+    texts = Texts(*split(standard_library_text(100_000)), "the standard library")
+    ours, theirs = [], []
+    train_at(settings, texts, GROUP.rank, ["mpi://"], None, ours.append)
+    train_as_threads(settings, texts, theirs.append)
+    (digest,) = {report.digest for report in ours + theirs if isinstance(report, Finished)}
+    losses = [[report.loss for report in reports if isinstance(report, Step)] for reports in (ours, theirs)]
+    assert len(losses[1]) == settings.steps
+    assert losses[0] == (losses[1] if GROUP.rank == 0 else [])
+    say(f"the same {digest}")
+
+
+def arguments():
+    """What contradicts the group, or is no group, is refused on all ranks; then it is as if nothing had been given."""
+    size = GROUP.connect().world_size
+    wrong = [{"rank": 5}, {"rank": str(GROUP.rank)}, {"world_size": size + 1}, {"rank": GROUP.rank, "world_size": True}]
+    for given in wrong:
+        with pytest.raises(CallerError, match=r"(rank|world_size) is not the group's: got .*, expected \d; leave"):
+            GROUP.connect(**given)
+    for given in ({"timeout": 0}, {"join_timeout": float("nan")}, {"bucket_bytes": 3}):
+        with pytest.raises(CallerError, match=f"{next(iter(given))} is "):
+            GROUP.connect(**given)
+    no_groups = [-100, "world", size]
+    if isinstance(GROUP, OverTorch):
+        no_groups.append(GROUP.torch.distributed.new_group([0, 1]))
+        GROUP.torch.distributed.destroy_process_group(no_groups[-1])
+    for part in no_groups:
+        with pytest.raises(
+            CallerError, match=r"this is no (process group of torch|communicator of one group) with this"
+        ):
+            GROUP.connect(part)
+    with GROUP.connect(rank=GROUP.rank, world_size=np.int64(size), timeout=SOON, join_timeout=SOON) as exchange:
+        assert (exchange.rank, exchange.world_size) == (GROUP.rank, size)
+        GradientEngine(LAYOUT, exchange=exchange)
+        with pytest.raises(CallerError, match="is bound already; make a new group for another engine"):
+            GradientEngine(LAYOUT, exchange=exchange)
+        exchange.barrier()
+    say("the same")
+
+
+def step_fails(what, who):
+    """One rank does not go on in the middle of an engine's step; the others say what they are told, and raise it."""
+    exchange = GROUP.connect(timeout=LATE if what in {"stopped", "late"} else SOON)
+    engine = GradientEngine(LAYOUT, exchange=exchange, micro_batches=2)
+    for k in range(2):
+        engine.add(gradients_of(LAYOUT, exchange.rank, k))
+    engine.step()
+    engine.add(gradients_of(LAYOUT, exchange.rank, 2))
+    GROUP.barrier()
+    if exchange.rank == who:
+        end(what)
+    engine.add(gradients_of(LAYOUT, exchange.rank, 3))
+    engine.step()
+
+
+def end(what):
+    """Not go on, in one way or another."""
+    if what == "raises":
+        raise KeyError("of the rank's own")
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(3600)
 
 
 def until(link, count, over=None):
@@ -171,13 +319,7 @@ def fails(what, who):
     pump.start(LAYOUT.spans[0])
     if link.rank == who:
         GROUP.barrier()
-        if what == "raises":
-            raise KeyError("of the rank's own")
-        if what == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(3600)
+        end(what)
     for span in LAYOUT.spans[1:]:
         pump.start(span)
     GROUP.barrier()
@@ -192,8 +334,14 @@ if __name__ == "__main__":
     way, what, *who = sys.argv[1:]
     GROUP = OverMpi() if way == "mpi" else OverTorch()
     try:
-        work = {"sums": sums, "part": part, "moves": moves, "other-size": other_size}.get(what)
-        work() if work else fails(what, int(who[0]))
+        works = {"sums": sums, "part": part, "moves": moves, "other-size": other_size}
+        works |= {"engine": engine, "grid": grid, "arguments": arguments, "demo": demo}
+        if what in works:
+            works[what]()
+        elif what.startswith("step-"):
+            step_fails(what.removeprefix("step-"), int(*who))
+        else:
+            fails(what, int(*who))
     except Exception as fault:
         say(f"rank {GROUP.rank}: {type(fault).__name__}: {fault}")
         raise

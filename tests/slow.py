@@ -22,7 +22,7 @@ SLOW = [
     # Real torchruns: one of them is left, with two ranks on one host.
     r"test_launchers\.py::test_(ranks_of_two_torchruns|after_torchrun|torchrun_s_own|gradengine_env)",
     # Ranks of a torch process group as processes, each of which imports it: those that go on to the end are left.
-    r"test_exchange_links_torch\.py::test_a_rank_that_does_not_go_on",
+    r"test_exchange_links_torch\.py::test_(a_rank_that_does_not_go_on|engines_over_groups_of_workers_and_of_parts)",
     # Interrupts at any line: for each kind of call one set of options is left.
     r"TestTwoWorkers::test_interrupted_at_any_line.*\[options(0-1|1)",
     r"TestOneWorker::test_a_window_interrupted_at_any_(line|time).*options[123]",

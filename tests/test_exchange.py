@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 
 import numpy as np
@@ -27,7 +28,7 @@ from transports import (
     rank_order_sum,
 )
 
-from gradengine.errors import CallerError, ExchangeError, PeerLost, WindowError
+from gradengine.errors import CallerError, DeviceUnavailable, ExchangeError, PeerLost, WindowError
 from gradengine.exchange import GradientServer, LocalExchange, NonFiniteValue, WorkerClient, connect, local_group
 from gradengine.exchange.interface import buckets_of
 from gradengine.layout import GradientLayout
@@ -517,3 +518,68 @@ def test_served_group_has_rank_0_connect_as_well():
     with GradientServer(2) as server:
         exchanges = [connect(server.url, rank, 2, served=True) for rank in range(2)]
         assert all(isinstance(exchange, WorkerClient) for exchange in exchanges)
+
+
+OVER_A_GROUP = {
+    "process_group": {"process_group": object()},
+    "communicator": {"communicator": object()},
+    'url="mpi://"': {"url": "mpi://"},
+}
+
+
+@pytest.mark.parametrize("way", OVER_A_GROUP)
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("token", "a secret", "nobody can join who is not in the group already"),
+        ("job", "tp", "the ranks are those of one group"),
+        ("served", True, "there is no coordinator"),
+    ],
+)
+def test_what_sockets_alone_need_is_refused_beside_a_group(way, name, value, why):
+    with pytest.raises(CallerError) as refused:
+        connect(**OVER_A_GROUP[way], **{name: value})
+    assert str(refused.value).startswith(f"connect with {way} takes no {name}: {why}")
+    assert str(refused.value).endswith(f"; leave {name} out")
+    assert "a secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["process_group", "communicator"])
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "mpi://"])
+def test_a_group_has_no_address(way, url):
+    with pytest.raises(CallerError, match=f"connect with {way} takes no url: who the ranks are"):
+        connect(url, **OVER_A_GROUP[way])
+
+
+def test_two_groups_are_one_too_many():
+    with pytest.raises(CallerError, match="a process_group or a communicator, and was given both"):
+        connect(process_group=object(), communicator=object())
+
+
+@pytest.mark.parametrize("way", OVER_A_GROUP)
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), "1"])
+def test_a_time_to_join_is_checked_before_a_group_is_asked_for_anything(way, seconds):
+    with pytest.raises(CallerError, match="join_timeout is "):
+        connect(**OVER_A_GROUP[way], join_timeout=seconds)
+
+
+def test_the_environment_can_say_mpi_and_what_is_given_wins(monkeypatch):
+    monkeypatch.setenv("GRADENGINE_ADDRESS", "mpi://")
+    with pytest.raises(CallerError, match=r'url="mpi://" takes no job'):
+        connect(job="tp")
+    with pytest.raises(CallerError, match="connect with process_group takes no job"):
+        connect(process_group=object(), job="tp")
+    with connect("tcp://127.0.0.1:0", 0, 1, job="tp") as exchange:
+        assert exchange.url.startswith("tcp://")
+
+
+@pytest.mark.parametrize("way", ['url="mpi://"', "communicator"])
+def test_without_mpi4py_it_is_said_what_to_install(way, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(DeviceUnavailable, match=r"needs mpi4py and an MPI library .*gradengine\[mpi\]"):
+        connect(**OVER_A_GROUP[way])
+
+
+def test_no_other_url_is_mpi_s():
+    with pytest.raises(CallerError, match="expected 'tcp://host:port', 'unix:///path' or 'mpi://'"):
+        connect("mpi://world", 0, 1)

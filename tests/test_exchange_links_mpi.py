@@ -67,6 +67,29 @@ def test_each_part_of_a_users_communicator_is_a_group():
     assert (status, output) == (0, "the same\n" * 4), error
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_engines_find_what_they_find_over_threads(ranks):
+    status, output, error = ranks_that_run(ranks, "engine")
+    assert (status, output) == (0, "the same\n" * ranks), error
+
+
+def test_engines_over_communicators_of_workers_and_of_parts_find_what_they_find_over_threads():
+    status, output, error = ranks_that_run(4, "grid")
+    assert (status, output) == (0, "the same\n" * 4), error
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_demo_s_workers_end_with_the_weights_of_threads(ranks):
+    status, output, error = ranks_that_run(ranks, "demo")
+    assert status == 0, error
+    assert re.fullmatch(rf"(the same [0-9a-f]+\n)\1{{{ranks - 1}}}", output), output
+
+
+def test_what_contradicts_the_group_is_refused_and_the_group_is_used_after_that():
+    status, output, error = ranks_that_run(2, "arguments")
+    assert (status, output) == (0, "the same\n" * 2), error
+
+
 def test_a_link_keeps_what_links_promise():
     status, output, error = ranks_that_run(2, "moves")
     assert (status, output) == (0, "the same\n" * 2), error
@@ -77,15 +100,16 @@ def test_another_size_is_refused_and_nobody_hangs():
     assert "ProtocolError: rank 0 sent rank 1 another size with tag 4: got 16 bytes, expected 24 bytes" in output
 
 
+@pytest.mark.parametrize("what", ["raises", "step-raises"])
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_rank_that_raises_is_named_by_all_others(who):
-    found = told("raises", who)
+def test_a_rank_that_raises_is_named_by_all_others(what, who):
+    found = told(what, who)
     assert found.pop(who).startswith("KeyError")
     assert {*found} == {0, 1, 2} - {who}
     assert all(words.startswith(f"PeerLost: rank {who} is gone") for words in found.values()), found
 
 
-@pytest.mark.parametrize("what", ["late", "stopped"])
+@pytest.mark.parametrize("what", ["late", "stopped", "step-late", "step-stopped"])
 def test_a_rank_that_does_not_go_on_is_named_and_the_job_ends(what):
     found = told(what, 2)
     assert {*found} == {0, 1}
@@ -99,9 +123,10 @@ def test_a_rank_that_makes_no_link_ends_the_job_by_errors_of_the_others():
     assert all(words.startswith("PeerLost: not all ranks make a link with rank ") for words in found.values()), found
 
 
+@pytest.mark.parametrize("what", ["killed", "step-killed"])
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_rank_that_is_killed_ends_the_job(who):
-    assert who not in told("killed", who)
+def test_a_rank_that_is_killed_ends_the_job(what, who):
+    assert who not in told(what, who)
 
 
 def refusal(call, before=""):

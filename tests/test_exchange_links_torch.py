@@ -44,15 +44,26 @@ def test_each_part_of_the_ranks_is_a_group_and_its_sums_are_those_in_rank_order(
     assert ranks_that_run(3, tmp_path / "store", "part") == [(0, "the same\n")] * 3
 
 
-@pytest.mark.parametrize("what", ["raises", "killed", "late"])
+def test_engines_over_a_process_group_find_what_they_find_over_threads(tmp_path):
+    assert ranks_that_run(3, tmp_path / "store", "engine") == [(0, "the same\n")] * 3
+
+
+def test_engines_over_groups_of_workers_and_of_parts_find_what_they_find_over_threads(tmp_path):
+    assert ranks_that_run(4, tmp_path / "store", "grid") == [(0, "the same\n")] * 4
+
+
+@pytest.mark.parametrize("what", ["raises", "killed", "late", "step-raises", "step-killed", "step-late"])
 def test_a_rank_that_does_not_go_on_is_named_and_the_others_end(what, tmp_path):
     found = ranks_that_run(3, tmp_path / "store", what, 2, last=2)
     assert [status for status, _ in found] == [1, 1], found
-    said = (
-        "DeadlineExceeded: rank 2 is late: " if what == "late" else "PeerLost: rank 2 is gone: the connection with it "
-    )
+    late, gone = "DeadlineExceeded: rank 2 is late: ", "PeerLost: rank 2 is gone: the connection with it "
+    said = late if what.endswith("late") else gone
     assert any(said in words for _, words in found), found
     assert all(re.match(r"rank \d: (PeerLost|DeadlineExceeded): rank \d is ", words) for _, words in found), found
+
+
+def test_what_contradicts_the_group_is_refused_and_the_group_is_used_after_that(tmp_path):
+    assert ranks_that_run(2, tmp_path / "store", "arguments") == [(0, "the same\n")] * 2
 
 
 def test_without_a_group_it_is_said_what_to_call():

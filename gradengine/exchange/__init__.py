@@ -2,14 +2,17 @@
 
 In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `interface.py`
 is what a transport is: `local.py` (threads), `tcp.py` and `server.py` (sockets); `group.py` adds the ranks' gradients,
-for each of them. Nothing uses the rest yet: `links/` moves bytes between any two ranks, `gather.py` small data over
-them; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its owner; `pump.py` runs it over a link.
-Imports `layout` and `kernels`.
+for each of them. `linked.py` is one over MPI or a torch process group: `links/` moves bytes between any two ranks,
+`gather.py` small data over them; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its owner;
+`pump.py` runs it over a link. Imports `layout` and `kernels`.
 """
 
 from __future__ import annotations
 
-from gradengine.arguments import checked_rank, truth_value
+from typing import Any
+
+from gradengine.arguments import as_index, checked_rank, said, truth_value
+from gradengine.errors import CallerError
 from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.interface import (
     DEFAULT_BUCKET_BYTES,
@@ -18,9 +21,14 @@ from gradengine.exchange.interface import (
     Exchange,
     NonFiniteValue,
     Progress,
+    checked_seconds,
 )
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.link import Link
+from gradengine.exchange.links.mpi import MpiLink
+from gradengine.exchange.links.torch_group import torch_link
 from gradengine.exchange.local import LocalExchange, local_group
-from gradengine.exchange.rendezvous import address_of, joining
+from gradengine.exchange.rendezvous import MPI_URL, address_of, is_over_mpi, joining
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tcp import WorkerClient
 
@@ -47,16 +55,23 @@ def connect(
     join_timeout: float = DEFAULT_JOIN_TIMEOUT,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     served: bool = False,
+    process_group: Any = None,
+    communicator: Any = None,
 ) -> Exchange:
     """This rank's exchange in a process group. Rank 0 hosts the coordinator, unless a server does; the others connect.
 
     What is not given is what the launcher says (torchrun, mpiexec, srun, or GRADENGINE_RANK, GRADENGINE_WORLD_SIZE and
-    GRADENGINE_ADDRESS); `gradengine env` prints it. Nothing is sent before the engine binds a layout, so workers may
-    start in any order.
+    GRADENGINE_ADDRESS); `gradengine env` prints it. Over sockets nothing is sent before the engine binds a layout, so
+    workers may start in any order.
+
+    Over MPI or a process group of torch there is no coordinator: each rank sums a share. Rank and world size are those
+    of the group, of which a private duplicate is made, so all of its ranks call this together. Such an exchange is for
+    one engine.
 
     Args:
-        url: "tcp://host:port", the same on all ranks; or "unix:///path" on one machine. None: GRADENGINE_ADDRESS, or
-            where the launcher's ranks meet: a Unix socket on one host, else a port of the first one.
+        url: "tcp://host:port", the same on all ranks; or "unix:///path" on one machine; or "mpi://", all ranks that
+            mpiexec has started (needs mpi4py). None: GRADENGINE_ADDRESS, or where the launcher's ranks meet: a Unix
+            socket on one host, else a port of the first one.
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
         token: A secret that all workers share; required unless the host is loopback. None: that of GRADENGINE_TOKEN, or
@@ -66,12 +81,20 @@ def connect(
             "": none.
         timeout: Seconds without any progress after which waiting ranks fail.
         join_timeout: Seconds to wait for all ranks to join.
-        bucket_bytes: Bytes of one message; the coordinator's value is used, and changes no bit of the result.
+        bucket_bytes: Bytes of one message, or those that the ranks share out; rank 0's value is used, and changes no
+            bit of the result.
         served: True if `gradengine serve` runs the coordinator: then rank 0 connects like the others.
+        process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is its default one,
+            which is None before `init_process_group`. The bytes go over gloo. Without url, token, job and served.
+        communicator: An mpi4py communicator, of which "mpi://" takes MPI.COMM_WORLD. Without url, token, job and
+            served.
 
     Raises:
         CallerError: A bad URL, rank or job, an address beyond loopback without a token, or rank 0 cannot listen there;
-            or what was not given no variable of the environment says.
+            or what was not given no variable of the environment says; or what MPI or a process group says itself, or
+            does not need, was given.
+        DeviceUnavailable: There is no mpi4py here, or no MPI library that it can load.
+        PeerLost: Not all ranks of the communicator or the process group called this in time.
 
     Example:
         >>> with connect("tcp://127.0.0.1:0", rank=0, world_size=1) as exchange:
@@ -79,6 +102,12 @@ def connect(
         (0, 1)
     """
     served = truth_value("served", served)
+    if process_group is not None or communicator is not None or is_over_mpi(url):
+        _refuse_of_sockets(url, process_group, communicator, token=token, job=job, served=served or None)
+        return _linked(
+            process_group, communicator, rank, world_size,
+            timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes,
+        )  # fmt: skip
     url, rank, world_size, token = joining(url, rank, world_size, token, job, served=served)
     rank, world_size = checked_rank(rank, world_size)
     address = address_of(url)
@@ -98,3 +127,54 @@ def connect(
     except BaseException:
         server.close()  # interrupted: the caller has no reference to it
         raise
+
+
+def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, **given: object) -> None:
+    """Raise `CallerError` for what ranks need alone that meet at an address."""
+    if process_group is not None and communicator is not None:
+        raise CallerError("connect takes a process_group or a communicator, and was given both", do="give one of them")
+    way = f'url="{MPI_URL}"'
+    if process_group is not None or communicator is not None:
+        way, given = "process_group" if communicator is None else "communicator", {"url": url, **given}
+    why = {
+        "url": "who the ranks are, and how they reach each other, is the group's",
+        "token": "nobody can join who is not in the group already",
+        "job": "the ranks are those of one group, whatever runs beside it",
+        "served": "there is no coordinator, each rank sums a share",
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise CallerError(f"connect with {way} takes no {name}: {why[name]}", do=f"leave {name} out")
+
+
+def _linked(
+    process_group: Any,
+    communicator: Any,
+    rank: int | None,
+    world_size: int | None,
+    *,
+    timeout: float,
+    join_timeout: float,
+    bucket_bytes: int,
+) -> LinkedExchange:
+    seconds = checked_seconds("join_timeout", join_timeout)
+    is_mpi = process_group is None
+    link = MpiLink(communicator, timeout=seconds) if is_mpi else torch_link(process_group, timeout=seconds)
+    try:
+        _refuse_other_place(link, rank, world_size)
+        return LinkedExchange(
+            link,
+            url=MPI_URL if is_mpi else None,
+            timeout=timeout,
+            join_timeout=seconds,
+            bucket_bytes=bucket_bytes,
+        )
+    except BaseException:
+        link.close()  # the other ranks are told
+        raise
+
+
+def _refuse_other_place(link: Link, rank: int | None, world_size: int | None) -> None:
+    for name, given, own in (("rank", rank, link.rank), ("world_size", world_size, link.world_size)):
+        if given is not None and as_index(given) != own:
+            raise CallerError(f"{name} is not the group's", got=said(given), expected=own, do=f"leave {name} out")

@@ -107,7 +107,8 @@ class Exchange(NotCopied, ABC, instead="make one in each process, with connect()
     Attributes:
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
-        url: The coordinator's address, with the actual port if port 0 was requested; None for threads of one process.
+        url: The coordinator's address, with the actual port if port 0 was requested; "mpi://" over MPI; None for
+            threads of one process, and for a process group of torch.
     """
 
     rank: int

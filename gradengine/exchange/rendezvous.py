@@ -24,6 +24,7 @@ from gradengine.exchange.environment import Fact, Launcher, World, read_token, r
 from gradengine.exchange.handshake import refuse_bad_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # what only this machine reaches, so that no token is needed there
+MPI_URL = "mpi://"  # no address: all ranks that MPI has started
 _ADDRESS = "GRADENGINE_ADDRESS"
 _DO = f"set {_ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
 _ANOTHER_FOLDER = f"set TMPDIR to another folder, or {_ADDRESS}=unix:///path, on all ranks"
@@ -41,6 +42,11 @@ class Joining(NamedTuple):
     rank: int
     world_size: int
     token: str | None
+
+
+def is_over_mpi(url: str | None) -> bool:
+    """Whether the ranks meet through MPI, by this URL of `connect` or where it is None by GRADENGINE_ADDRESS."""
+    return (os.environ.get(_ADDRESS) if url is None else url) == MPI_URL
 
 
 def joining(
@@ -78,6 +84,8 @@ def read_address(environment: Mapping[str, str], job: str | None = None) -> Fact
         CallerError: Nothing names a host that all ranks can reach, or nothing distinguishes this run from others.
     """
     given = environment.get(_ADDRESS, "")
+    if given == MPI_URL:
+        return Fact(given, _ADDRESS)
     if given:
         address_of(given, f" (of environment variable {_ADDRESS})")
         return Fact(given, _ADDRESS)
@@ -130,7 +138,7 @@ def address_of(url: object, named_by: str = "") -> tuple[str, int] | str:
     raise CallerError(
         f"not a valid group URL{named_by}",
         got="a URL with a user's name" if "@" in text.partition("://")[2].partition("/")[0] else said(url),  # or secret
-        expected="'tcp://host:port' or 'unix:///path'",
+        expected=f"'tcp://host:port', 'unix:///path' or '{MPI_URL}'",
         do="threads of one process use local_group(world_size)",
     )
 

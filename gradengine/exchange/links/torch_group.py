@@ -18,6 +18,7 @@ from typing import Any, final
 
 import numpy as np
 
+from gradengine.arguments import said
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Link, Memory
 
@@ -34,7 +35,7 @@ def torch_link(process_group: Any = None, *, timeout: float = 60.0) -> TorchLink
         timeout: Seconds in which all ranks have to make the link.
 
     Raises:
-        CallerError: torch.distributed is not initialized.
+        CallerError: torch.distributed is not initialized, or this is no group of torch's with this process.
         PeerLost: A rank did not make the link in time.
     """
     torch = sys.modules.get("torch")
@@ -42,7 +43,12 @@ def torch_link(process_group: Any = None, *, timeout: float = 60.0) -> TorchLink
         do = "call torch.distributed.init_process_group first"
         raise CallerError("there is no torch process group in this process", do=do)
     distributed: Any = torch.distributed
-    ranks, rank = distributed.get_process_group_ranks(process_group), distributed.get_rank(process_group)
+    if process_group is not None and not isinstance(process_group, distributed.ProcessGroup):  # torch's -100, say
+        raise _no_group(process_group)
+    try:
+        ranks, rank = distributed.get_process_group_ranks(process_group), distributed.get_rank(process_group)
+    except (KeyError, ValueError):  # it was destroyed
+        raise _no_group(process_group) from None
     limit = timedelta(seconds=timeout)
     try:
         gloo = distributed.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
@@ -50,6 +56,11 @@ def torch_link(process_group: Any = None, *, timeout: float = 60.0) -> TorchLink
         what, do = f"not all ranks make a link with rank {rank} ({_said(fault)})", "make the link on every rank"
         raise PeerLost(what, do=do) from None
     return TorchLink(gloo, rank, [sorted(ranks).index(each) for each in ranks])
+
+
+def _no_group(given: object) -> CallerError:
+    do = "give what torch.distributed.new_group returned, on the ranks that are in it"
+    return CallerError("this is no process group of torch with this process", got=said(given), do=do)
 
 
 @final
