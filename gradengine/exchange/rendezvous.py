@@ -46,7 +46,8 @@ class Joining(NamedTuple):
 
 def is_over_mpi(url: str | None) -> bool:
     """Whether the ranks meet through MPI, by this URL of `connect` or where it is None by GRADENGINE_ADDRESS."""
-    return (os.environ.get(_ADDRESS) if url is None else url) == MPI_URL
+    given = os.environ.get(_ADDRESS) if url is None else url
+    return isinstance(given, str) and given == MPI_URL
 
 
 def joining(
