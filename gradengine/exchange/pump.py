@@ -12,7 +12,7 @@ from gradengine.arguments import refuse_other_kind
 from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Idle, Link
-from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, Send
+from gradengine.exchange.ordered_all_reduce import Borrow, OrderedAllReduce, Receive, Send
 from gradengine.layout import Span
 
 _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
@@ -109,8 +109,8 @@ class Pump(NotCopied, instead="make one for each link"):
         """End the thread and close the link: nothing writes into the arena any more. May be called twice."""
         self._is_closing = True
         self._idle.wake()
+        self._thread.join()  # it may be reading what the link has borrowed
         self._link.close()
-        self._thread.join()
 
     # ---- the pump's thread ----
 
@@ -130,7 +130,10 @@ class Pump(NotCopied, instead="make one for each link"):
         for kind, peer, tag in over:
             with self._changed:
                 self._moved_at = self._clock()
-                (self._all_reduce.sent if kind is Completed.SENT else self._all_reduce.received)(peer, tag)
+                if kind is Completed.SENT:
+                    self._all_reduce.sent(peer, tag)
+                else:
+                    self._all_reduce.received(peer, tag, self._link.borrowed(peer, tag))
             self._begin()
         self._start_handed()
         return self._begin() or bool(over)
@@ -146,10 +149,17 @@ class Pump(NotCopied, instead="make one for each link"):
         """Begin the transfers that are to be made now; whether there were any."""
         with self._changed:
             transfers = self._all_reduce.transfers()
-            self._changed.notify_all()
+            if self._all_reduce.is_done:  # else whoever waits would take the GIL from the sums for nothing
+                self._changed.notify_all()
         for transfer in transfers:
-            begin = self._link.send if isinstance(transfer, Send) else self._link.receive
-            begin(transfer.peer, transfer.tag, transfer.memory)
+            if isinstance(transfer, Send):
+                self._link.send(*transfer)
+            elif isinstance(transfer, Receive):
+                self._link.receive(*transfer)
+            elif isinstance(transfer, Borrow):
+                self._link.borrow(*transfer)
+            else:
+                self._link.release(*transfer)
         return bool(transfers)
 
     def _fail(self, fault: BaseException) -> None:
