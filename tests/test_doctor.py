@@ -59,6 +59,7 @@ def test_what_is_missing_is_said_with_the_line_that_gets_it(monkeypatch, capsys)
     lines = shown(capsys)
     assert lines["numpy"] == "2.0.0"
     assert lines["matplotlib"].split(maxsplit=1) == ["-", "no plots: pip install 'gradengine[plot]'"]
+    assert lines["mpi://"].startswith("not ready     needs mpi4py: pip install 'gradengine[mpi]', and an MPI: ")
     assert lines["cuda"].startswith("not ready     device 'cuda:0' needs CuPy")
     assert "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]'" in lines["cuda"]
 
@@ -80,6 +81,76 @@ def test_a_gpu_that_fails_is_said_so(cupy, monkeypatch, capsys, fault):
 
     monkeypatch.setattr(doctor, "compiled", compiled)
     assert shown(capsys)["cuda:0"].split(maxsplit=2) == ["not", "ready", str(fault) or "MemoryError"]
+
+
+@pytest.fixture
+def mpi4py(monkeypatch, tmp_path):
+    """What stands for mpi4py in other processes: a version, and what the module MPI does."""
+
+    def stands(module):
+        folder = tmp_path / "mpi4py"
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").write_text("def rc(**options): rc.options = options\n")
+        (folder / "MPI.py").write_text(module)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        found = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.1" if name == "mpi4py" else found(name))
+
+    return stands
+
+
+def test_sockets_join_ranks_everywhere(capsys):
+    assert shown(capsys)["tcp://"] == "ready         sockets, also unix:// on one machine"
+
+
+@pytest.mark.parametrize(
+    ("said", "library"),
+    [
+        ("MPICH Version:      5.0.2\nMPICH Release date: x", "MPICH Version: 5.0.2"),
+        ("Open MPI v5.0.11, package: Open MPI of somebody\0", "Open MPI v5.0.11"),
+    ],
+)
+def test_an_mpi_library_is_named_and_not_initialized(mpi4py, capsys, said, library):
+    mpi4py(
+        "from mpi4py import rc\nassert rc.options == {'initialize': False, 'finalize': False}\n"
+        f"def Get_library_version(): return {said!r}\n"
+    )
+    assert shown(capsys)["mpi://"] == f"ready         mpi4py 4.1, {library}"
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("raise RuntimeError('cannot load MPI library')", "RuntimeError: cannot load MPI library"),
+        ("import os; os._exit(3)", "exit code 3"),
+    ],
+)
+def test_without_an_mpi_library_that_works_it_says_why(mpi4py, capsys, module, told):
+    mpi4py(module)
+    assert shown(capsys)["mpi://"] == f"not ready     mpi4py 4.1: {told}"
+
+
+def test_an_mpi_library_that_hangs_does_not_stop_the_others(mpi4py, monkeypatch, capsys):
+    mpi4py("import time; time.sleep(3600)")
+    monkeypatch.setattr(doctor, "_MPI_SECONDS", 0.1)
+    lines = shown(capsys)
+    assert lines["mpi://"] == "not ready     mpi4py 4.1: its library is not loaded after 0.1 s"
+    assert "process_group" in lines
+
+
+def test_a_process_group_needs_torch_and_its_own_beginning(monkeypatch, capsys):
+    found = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9" if name == "torch" else found(name))
+    ready = "installed     torch 2.9: ready after torch.distributed.init_process_group"
+    assert shown(capsys)["process_group"] == ready
+
+    def without_torch(name):
+        if name == "torch":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_torch)
+    assert shown(capsys)["process_group"] == "not ready     needs torch"
 
 
 def test_no_framework_is_imported():

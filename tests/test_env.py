@@ -111,3 +111,14 @@ def test_it_needs_no_matplotlib_and_opens_nothing(environment, tmp_path):
     done = run_without("matplotlib", "env", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_it_says_what_joins_ranks_here(environment):
+    launched(environment, SEEN["torchrun"] | {"GRADENGINE_ADDRESS": "mpi://"})
+    text = shown()
+    assert rows(text)["address"] == ["mpi://", "GRADENGINE_ADDRESS"]
+    assert re.search(r"^tcp:// ready: sockets", text, re.MULTILINE)
+    assert re.search(r"^mpi:// (not )?ready: .*mpi4py", text, re.MULTILINE)
+    joined_by = json.loads(shown("--json", "-"))["joined_by"]
+    assert [*joined_by] == ["tcp://", "mpi://", "process_group"]
+    assert joined_by["tcp://"] == {"state": "ready", "by": "sockets, also unix:// on one machine"}

@@ -580,6 +580,7 @@ def test_without_mpi4py_it_is_said_what_to_install(way, monkeypatch):
         connect(**OVER_A_GROUP[way])
 
 
-def test_no_other_url_is_mpi_s():
+@pytest.mark.parametrize("url", ["mpi://world", "MPI://", "mpi:", np.zeros(3), ["mpi://"], b"mpi://"])
+def test_no_other_url_is_mpi_s(url):
     with pytest.raises(CallerError, match="expected 'tcp://host:port', 'unix:///path' or 'mpi://'"):
-        connect("mpi://world", 0, 1)
+        connect(url, 0, 1)

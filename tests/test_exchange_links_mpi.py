@@ -16,6 +16,8 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent
 SOON = 120.0
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_", "SLURM_", "TEST_MPI")
+PAGE, EXAMPLE = ((ROOT / path).read_text() for path in ("docs/clusters.md", "examples/any_launcher.py"))
+SHOWN = sorted({*re.findall(r"^ *mpiexec -n 2 python (examples/any_launcher.py .*)$", PAGE + EXAMPLE, re.MULTILINE)})
 OF_OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -143,3 +145,30 @@ def test_what_mpi_cannot_do_for_a_link_is_refused_by_name():
     assert "no communicator of one group with this process" in refusal("MpiLink(MPI.COMM_NULL)")
     assert "no communicator of one group with this process" in refusal("MpiLink('mpi://')")
     assert "MPI does not run in this process" in refusal("MpiLink()", "mpi4py.rc.initialize = False")
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_that_is_shown_ends_well(command):
+    file, *options = command.split()
+    status, output, error = mpiexec(2, ROOT / file, *options)
+    assert status == 0, output + error
+    assert output.startswith(f"2 ranks over {'mpi://: the same' if command.endswith('mpi') else 'unix:///'}"), output
+
+
+@pytest.mark.parametrize("function", ["main", "main_over_mpi"])
+def test_what_the_page_defines_runs_under_mpiexec(function):
+    page = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+    status, output, error = mpiexec(4, "-c", f"{page}\n{function}()")
+    assert status == 0, output + error
+    assert output.count("the mean of 4 ranks: [2.5 2.5 2.5 2.5]") == 4, output
+
+
+def test_both_ways_of_mpiexec_are_shown():
+    assert len(SHOWN) == 2
+
+
+def test_the_environment_names_mpi_for_a_script_that_does_not():
+    script = "import os; from gradengine import connect; os.environ['GRADENGINE_ADDRESS'] = 'mpi://'\n"
+    script += "with connect() as exchange: os.write(1, f'{exchange.url}\\n'.encode())"
+    status, output, error = mpiexec(2, "-c", script)
+    assert (status, output) == (0, "mpi://\n" * 2), error

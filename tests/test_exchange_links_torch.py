@@ -62,6 +62,10 @@ def test_a_rank_that_does_not_go_on_is_named_and_the_others_end(what, tmp_path):
     assert all(re.match(r"rank \d: (PeerLost|DeadlineExceeded): rank \d is ", words) for _, words in found), found
 
 
+def test_after_a_rank_has_left_in_a_step_all_join_again_and_end_with_the_same_bytes(tmp_path):
+    assert ranks_that_run(3, tmp_path / "store", "reconnects") == [(0, "the same\n")] * 3
+
+
 def test_what_contradicts_the_group_is_refused_and_the_group_is_used_after_that(tmp_path):
     assert ranks_that_run(2, tmp_path / "store", "arguments") == [(0, "the same\n")] * 2
 

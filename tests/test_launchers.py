@@ -15,6 +15,8 @@ pytest.importorskip("torch")
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+PAGE, EXAMPLE = ((ROOT / path).read_text() for path in ("docs/clusters.md", "examples/any_launcher.py"))
+SHOWN = sorted({*re.findall(r"^ *torchrun (.* examples/any_launcher.py .*)$", PAGE + EXAMPLE, re.MULTILINE)})
 SCRIPT = """
 import os
 import sys
@@ -137,3 +139,24 @@ def test_gradengine_env_under_torchrun():
     facts = json.loads(said([*TORCHRUN, "--nproc-per-node", "1", "-m", "gradengine", "env", "--json", "-"]))["facts"]
     assert facts["rank"] == {"value": 0, "from": "RANK"}
     assert facts["job"]["from"] in {"TORCHELASTIC_RUN_ID", ""}
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_that_is_shown_ends_well(command):
+    output = said([*TORCHRUN, *command.replace("examples", str(ROOT / "examples")).split()])
+    where = "a process group" if command.endswith("torch") else r"unix://\S+"
+    assert re.search(rf"^2 ranks over {where}: the same weights on all$", output, re.MULTILINE), output
+
+
+@pytest.mark.parametrize("function", ["main", "main_over_torch"])
+def test_what_the_page_defines_runs_under_torchrun(function, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)) + f"\n{function}()\n"
+    )
+    output = said([*TORCHRUN, "--nproc-per-node", "2", script])
+    assert output.count("the mean of 2 ranks: [1.5 1.5 1.5 1.5]") == 2, output
+
+
+def test_both_ways_of_torchrun_are_shown():
+    assert len(SHOWN) == 2

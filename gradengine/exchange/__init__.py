@@ -91,8 +91,8 @@ def connect(
 
     Raises:
         CallerError: A bad URL, rank or job, an address beyond loopback without a token, or rank 0 cannot listen there;
-            or what was not given no variable of the environment says; or what MPI or a process group says itself, or
-            does not need, was given.
+            or what was not given no variable of the environment says; or what was given contradicts the communicator
+            or process group, or is not needed with it.
         DeviceUnavailable: There is no mpi4py here, or no MPI library that it can load.
         PeerLost: Not all ranks of the communicator or the process group called this in time.
 
@@ -130,7 +130,7 @@ def connect(
 
 
 def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, **given: object) -> None:
-    """Raise `CallerError` for what ranks need alone that meet at an address."""
+    """Raise `CallerError` for an argument that is needed only where ranks meet at an address."""
     if process_group is not None and communicator is not None:
         raise CallerError("connect takes a process_group or a communicator, and was given both", do="give one of them")
     way = f'url="{MPI_URL}"'

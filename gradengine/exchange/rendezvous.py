@@ -44,10 +44,10 @@ class Joining(NamedTuple):
     token: str | None
 
 
-def is_over_mpi(url: str | None) -> bool:
-    """Whether the ranks meet through MPI, by this URL of `connect` or where it is None by GRADENGINE_ADDRESS."""
-    given = os.environ.get(_ADDRESS) if url is None else url
-    return isinstance(given, str) and given == MPI_URL
+def is_over_mpi(url: object) -> bool:
+    """Whether ranks meet through MPI: `connect` was given its URL, or no URL and GRADENGINE_ADDRESS says it."""
+    said_so = os.environ.get(_ADDRESS) if url is None else url
+    return isinstance(said_so, str) and said_so == MPI_URL
 
 
 def joining(
