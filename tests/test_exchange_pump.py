@@ -27,6 +27,8 @@ SOON = 60.0  # seconds; what would be waited for takes longer
 SMALL = GradientLayout.of({"layers.0.w": (7, 5), "layers.1.w": (33,), "embedding": (3, 11), "head": (40,)})
 LARGE = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17,) for n in range(4)})
 
+in_both_ways = pytest.mark.parametrize("reads_in_place", [False, True])
+
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
@@ -173,7 +175,7 @@ def lost_and_resumed(lost_after, owner=None, world_size=3, **options):
     return losses[0]
 
 
-@pytest.mark.parametrize("reads_in_place", [False, True])
+@in_both_ways
 @pytest.mark.parametrize("owner", [None, 0, 1])
 def test_a_step_goes_on_over_new_links_to_the_same_bytes(owner, reads_in_place):
     run = partial(lost_and_resumed, owner=owner, reads_in_place=reads_in_place)
@@ -236,8 +238,9 @@ def test_a_rank_that_raises_and_closes_is_named_by_all_others():
     assert all(isinstance(fault, PeerLost) and str(fault).startswith("rank 2 is gone") for fault in (first, second))
 
 
-def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up():
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0)
+@in_both_ways
+def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0, reads_in_place=reads_in_place)
     links, everyone = thread_links(3), threading.Barrier(3)
 
     def work(rank):
@@ -288,8 +291,9 @@ def late(ranks, starts, stalls):
     return [str(fault).partition("; ")[0] for fault in faults]
 
 
-def test_a_rank_that_starts_no_span_is_late_and_is_named_with_what_is_missing():
-    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL)
+@in_both_ways
+def test_a_rank_that_starts_no_span_is_late_and_is_named_with_what_is_missing(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL, reads_in_place=reads_in_place)
     stalls = [(1, "the part of share 0"), None]
     assert late(ranks, lambda rank: [] if rank.rank == 1 else SMALL.spans, stalls) == [
         "rank 1 is late: rank 0 waits for the part of share 0 in step 0: got nothing for 60 s",
@@ -297,25 +301,28 @@ def test_a_rank_that_starts_no_span_is_late_and_is_named_with_what_is_missing():
     ]
 
 
-def test_of_three_ranks_the_one_whose_part_is_missing_is_named():
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL)
+@in_both_ways
+def test_of_three_ranks_the_one_whose_part_is_missing_is_named(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, reads_in_place=reads_in_place)
     stalls = [(2, "the part of share 3"), (2, "the sum of share 2"), None]
     first, second, _ = late(ranks, lambda rank: SMALL.spans[: 2 if rank.rank == 2 else None], stalls)
     assert first == "rank 2 is late: rank 0 waits for the part of share 3 in step 0: got nothing for 60 s"
     assert second == "rank 2 is late: rank 1 waits for the sum of share 2 in step 0: got nothing for 60 s"
 
 
-def test_who_sends_all_and_sums_nothing_waits_for_the_sum():
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0)
+@in_both_ways
+def test_who_sends_all_and_sums_nothing_waits_for_the_sum(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0, reads_in_place=reads_in_place)
     stalls = [(2, "the part of share 0"), (0, "the sum of share 0"), None]
     _, second, _ = late(ranks, lambda rank: [] if rank.rank == 2 else SMALL.spans, stalls)
     assert second == "rank 0 is late: rank 1 waits for the sum of share 0 in step 0: got nothing for 60 s"
 
 
-def test_a_late_rank_may_still_come():
+@in_both_ways
+def test_a_late_rank_may_still_come(reads_in_place):
     """The error has changed nothing: who waits again has the sums."""
     parts = random_parts(SMALL, 2, 1)
-    ranks, is_late, links = ranks_of(parts, SMALL), threading.Event(), thread_links(2)
+    ranks, is_late, links = ranks_of(parts, SMALL, reads_in_place=reads_in_place), threading.Event(), thread_links(2)
 
     def work(rank):
         pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (1, "the part of share 0")))

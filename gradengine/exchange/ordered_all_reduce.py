@@ -220,7 +220,12 @@ class OrderedAllReduce:
             kind, number = self._meaning(transfer[1])
             return kind, number, transfer[0]
 
-        for transfers, words in ((self._receives, ""), (self._sends, "its receipt of ")):
+        missing = set(self._receives)
+        for peer, tag in self._sends:
+            kind, number = self._meaning(tag)
+            if kind is _Kind.PART:  # which may be lent until it is summed
+                missing.add((peer, self._tag(_Kind.SUM, number)))
+        for transfers, words in ((missing, ""), (self._sends, "its receipt of ")):
             if transfers:
                 peer, tag = min(transfers, key=order)
                 return peer, words + self._described(tag)
