@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 from transports import (
+    BY_A_COORDINATOR,
     LARGE,
     OVER_SOCKETS,
     SMALL,
@@ -34,6 +35,7 @@ from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
 every_transport = pytest.mark.parametrize("transport", Transport, ids=lambda transport: transport.value)
+by_a_coordinator = pytest.mark.parametrize("transport", BY_A_COORDINATOR, ids=lambda transport: transport.value)
 over_sockets = pytest.mark.parametrize("transport", OVER_SOCKETS, ids=lambda transport: transport.value)
 
 
@@ -136,7 +138,7 @@ def test_padding_stays_zero(transport):
         assert not arena.view(np.uint32)[padding].any()
 
 
-@every_transport
+@by_a_coordinator
 def test_sums_land_in_order_and_completely(transport):
     expected = [(bucket.span.key, bucket.stop) for bucket in buckets_of(SMALL, 100)]
     with group(transport, 3, bucket_bytes=100) as exchanges:
@@ -192,7 +194,7 @@ def test_report_of_one_step_does_not_stain_the_next(transport):
             on_all(lambda worker, next_one=contribution: worker.next_step(next_one[worker.exchange.rank]), workers)
 
 
-@every_transport
+@by_a_coordinator
 def test_many_non_finite_values_are_told_alike(transport):
     layout = GradientLayout.of({"w": (50 * 32,)})
     data = [np.full(layout.arena_size, np.inf, np.float32) for _ in range(3)]
@@ -349,7 +351,7 @@ def test_close_before_bind_and_bind_after_close(transport):
             Worker(exchanges[1], SMALL, contributions(SMALL, 1)[0]).bind()
 
 
-@every_transport
+@by_a_coordinator
 def test_rank_that_never_comes_is_named(transport, monkeypatch):
     with deadline_when(monkeypatch, (1,), (0, 2), "joining"), group(transport, 3, join_timeout=SOON) as exchanges:
         data = contributions(SMALL, 3)
@@ -359,7 +361,7 @@ def test_rank_that_never_comes_is_named(transport, monkeypatch):
             assert "rank 1 is late for joining, ranks 0, 2 are waiting" in str(found)
 
 
-@every_transport
+@by_a_coordinator
 def test_late_rank_is_named_with_its_bucket(transport, monkeypatch):
     watched = deadline_when(monkeypatch, (2,), (0, 1), "bucket")
     with watched, group(transport, 3, bucket_bytes=64, timeout=SOON) as exchanges:
@@ -380,7 +382,7 @@ def test_waiting_for_sums_to_which_nothing_was_given_is_refused(transport):
             workers[1].exchange.wait()
 
 
-@every_transport
+@by_a_coordinator
 def test_rank_missing_in_a_gather_is_named(transport, monkeypatch):
     with deadline_when(monkeypatch, (2,), (0, 1), "gather"), group(transport, 3, timeout=SOON) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, 3))

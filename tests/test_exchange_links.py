@@ -240,6 +240,66 @@ def test_nothing_reads_or_writes_a_ranks_memory_after_it_has_closed(closes, monk
     assert log == ["copied", "closed"]
 
 
+def test_what_is_borrowed_is_the_senders_memory_until_it_is_released():
+    first, second = thread_links(2)
+    assert first.reads_in_place
+    source = np.arange(5.0)
+    second.borrow(0, 3)
+    assert second.borrowed(0, 3) is None
+    first.send(1, 3, source)
+    assert second.poll() == [(RECEIVED, 0, 3)]
+    assert second.borrowed(0, 3) is source
+    assert first.poll() == second.poll() == []
+    second.release(0, 3)
+    assert second.borrowed(0, 3) is None
+    assert first.poll() == [(SENT, 1, 3)]
+    first.close()
+    assert second.poll() == []
+
+
+def borrowing():
+    """Two links, of which the second has borrowed of the first."""
+    first, second = thread_links(2)
+    first.send(1, 3, np.zeros(2))
+    second.borrow(0, 3)
+    assert second.poll() == [(RECEIVED, 0, 3)]
+    return first, second
+
+
+@pytest.mark.parametrize("ends", [lambda link: link.release(0, 3), lambda link: link.close()])
+def test_who_has_lent_memory_closes_when_nobody_reads_it_any_more(ends):
+    first, second = borrowing()
+    closer = threading.Thread(target=first.close)
+    closer.start()
+    with pytest.raises(PeerLost, match="rank 0 is gone"):
+        until(1, second)
+    assert second.borrowed(0, 3) is not None
+    closer.join(0.1)
+    assert closer.is_alive()
+    ends(second)
+    closer.join(60)
+    assert not closer.is_alive()
+
+
+def test_who_has_borrowed_closes_and_the_lender_loses_it():
+    first, second = borrowing()
+    second.close()
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        first.poll()
+    first.close()
+    with pytest.raises(PeerLost, match="the link of rank 1 is closed"):
+        second.release(0, 3)
+
+
+def test_who_closes_does_not_wait_for_those_who_have_not_begun_to_read():
+    first, second = thread_links(2)
+    first.send(1, 3, np.zeros(2))
+    second.borrow(0, 3)
+    first.close()
+    with pytest.raises(PeerLost, match="rank 0 is gone"):
+        second.poll()
+
+
 def test_who_rests_is_woken_by_what_the_other_rank_does():
     first, second = thread_links(2)
     idle = Idle(second)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError, WindowError
-from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, Send, State
+from gradengine.exchange.ordered_all_reduce import Borrow, OrderedAllReduce, Release, Send, State
 from gradengine.exchange.shares import shares_of
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.layout import GradientLayout
@@ -60,16 +60,18 @@ def squares_of(layout, total):
 class Group:
     """All ranks, what each contributes to each step, and messages that are delivered in a random order."""
 
-    def __init__(self, layout, shares, steps, seed=0, in_flight=1 << 20):
+    def __init__(self, layout, shares, steps, seed=0, in_flight=1 << 20, reads_in_place=False):
         self.layout, self.steps, self.random = layout, steps, random.Random(seed)
         self.arenas = [part.copy() for part in steps[0]]
         size = len(self.arenas)
         self.ranks = [
-            OrderedAllReduce(rank, size, layout, shares, arena, KERNELS, in_flight=in_flight)
+            OrderedAllReduce(
+                rank, size, layout, shares, arena, KERNELS, in_flight=in_flight, reads_in_place=reads_in_place
+            )
             for rank, arena in enumerate(self.arenas)
         ]
         self.unstarted = [self.in_some_order() for _ in self.ranks]
-        self.buffers, self.stalled, self.waits_for_all = {}, set(), False
+        self.buffers, self.stalled, self.waits_for_all, self.reads_in_place = {}, set(), False, reads_in_place
         links = [(a, b) for a in range(size) for b in range(size)]
         self.early = {link for link in links if self.random.random() < 0.3}  # those that buffer what is sent
         self.are_streams = self.random.random() < 0.5
@@ -81,24 +83,26 @@ class Group:
         return spans if self.random.random() < 0.5 else [*reversed(self.layout.spans)]
 
     def connect(self):
-        self.sends, self.receives, self.is_acknowledged, self.reports = {}, {}, {}, []
+        self.sends, self.receives, self.is_acknowledged, self.lent, self.reports = {}, {}, {}, set(), []
 
     def collect(self):
         """New transfers, none of them twice."""
         for rank in self.ranks:
             for transfer in rank.transfers():
-                to, place = transfer.peer, transfer.memory
+                to, kind, number = transfer.peer, transfer.tag % 6 // 2, transfer.tag // 6
                 assert 0 <= transfer.tag < 1 << 21
                 assert transfer.tag % 2 == rank.step % 2
                 if isinstance(transfer, Send):
                     assert (rank.rank, to, transfer.tag) not in self.sends
-                    self.sends[rank.rank, to, transfer.tag] = place, place.tobytes()
+                    self.sends[rank.rank, to, transfer.tag] = transfer.memory, transfer.memory.tobytes()
+                elif isinstance(transfer, Release):
+                    self.take_back((to, rank.rank, transfer.tag))
                 else:
                     assert (to, rank.rank, transfer.tag) not in self.receives
-                    self.receives[to, rank.rank, transfer.tag] = place
-                    kind, number = transfer.tag % 6 // 2, transfer.tag // 6
+                    assert isinstance(transfer, Borrow) == (self.reads_in_place and kind == PART)
+                    place = self.receives[to, rank.rank, transfer.tag] = getattr(transfer, "memory", None)
                     assert kind != SUM or rank.frontier()[HEADER + number] == State.RECEIVING
-                    if kind == PART:
+                    if kind == PART and not self.reads_in_place:
                         self.buffers.setdefault(rank.rank, set()).add(place.ctypes.data)
 
     def turn(self):
@@ -109,7 +113,7 @@ class Group:
             *(
                 (self.take_early, key)
                 for key in self.sends
-                if key not in self.is_acknowledged and key[:2] in self.early
+                if key not in self.is_acknowledged and key[:2] in self.early and not self.is_to_be_lent(key)
             ),
             *((self.report, n) for n in range(len(self.reports))),
             *((self.start, rank) for rank, spans in enumerate(self.unstarted) if spans),
@@ -122,20 +126,35 @@ class Group:
 
     def at_hand(self):
         """What can be delivered: of a link that is a stream only the first message, as what is behind it waits."""
-        first = {}
-        for key in self.sends:
+        first, sends = {}, [key for key in self.sends if key not in self.lent]
+        for key in sends:
             first.setdefault(key[:2], key)
-        return first.values() if self.are_streams else self.sends
+        return first.values() if self.are_streams else sends
+
+    def is_to_be_lent(self, key):
+        return self.reads_in_place and key[2] % 6 // 2 == PART
 
     def deliver(self, key):
         source, sink, number = key
         place = self.receives.pop(key)
         data = self.content(key)
+        if self.is_to_be_lent(key):
+            self.lent.add(key)
+            self.reports.append((self.ranks[sink].received, source, number, self.sends[key][0]))
+            return
         assert place.nbytes == len(data)
         place[:] = np.frombuffer(data, place.dtype)
         self.reports.append((self.ranks[sink].received, source, number))
         if not self.is_acknowledged.pop(key, False):
             self.reports.append((self.ranks[source].sent, sink, number))
+        del self.sends[key]
+
+    def take_back(self, key):
+        """What was lent has been read: the sender is told, who may overwrite it."""
+        source, sink, number = key
+        self.lent.remove(key)
+        self.content(key)
+        self.reports.append((self.ranks[source].sent, sink, number))
         del self.sends[key]
 
     def content(self, key):
@@ -151,8 +170,8 @@ class Group:
         self.reports.append((self.ranks[source].sent, sink, number))
 
     def report(self, n):
-        told, peer, number = self.reports.pop(n)
-        told(peer, number)
+        told, *what = self.reports.pop(n)
+        told(*what)
 
     def start(self, rank):
         self.ranks[rank].start(self.unstarted[rank].pop())
@@ -173,7 +192,7 @@ class Group:
         if self.random.random() < 0.5:  # else what was to begin does not
             self.collect()
         for key, place in self.receives.items():
-            if key in self.sends and self.random.random() < 0.5:
+            if place is not None and key in self.sends and self.random.random() < 0.5:
                 place[: len(place) // 2] = -7
         self.connect()
         frontiers = [rank.frontier() for rank in self.ranks]
@@ -225,7 +244,8 @@ def groups(draws, steps=1):
     for _ in range(draws(st.sampled_from([0, 0, 0, 1, 4])) if elements else 0):
         rank, index = draws(st.integers(0, world_size - 1)), draws(st.sampled_from(elements))
         parts[0][rank, index] = draws(st.sampled_from([np.nan, np.inf, -np.inf, 3.4e38]))
-    return Group(layout, shares, parts, seed, in_flight=draws(st.sampled_from([0, 500, 8 << 20])))
+    in_flight = draws(st.sampled_from([0, 500, 8 << 20]))
+    return Group(layout, shares, parts, seed, in_flight, reads_in_place=draws(st.booleans()))
 
 
 @given(groups())
@@ -253,12 +273,13 @@ def small_group(world_size=3, seed=0, owners=None, **options):
     return Group(SMALL, shares, [random_parts(SMALL, world_size, [seed])], seed, **options)
 
 
-def test_lost_at_any_moment_and_lost_again():
-    turns = small_group().run()
+@pytest.mark.parametrize("reads_in_place", [False, True])
+def test_lost_at_any_moment_and_lost_again(reads_in_place):
+    turns = small_group(reads_in_place=reads_in_place).run()
     assert turns > 60
     for turn in range(turns):
         for losses in ([turn], [turn, turn + 4]):
-            small_group().run(losses)
+            small_group(reads_in_place=reads_in_place).run(losses)
 
 
 def stuck(world_size, stalled, owners=lambda _: 0):
@@ -319,6 +340,18 @@ def test_an_owner_receives_into_few_buffers_again_and_again(in_flight, shares):
     assert {rank: len(addresses) for rank, addresses in group.buffers.items()} == {1: 2 * shares}
 
 
+def test_who_has_lent_a_part_receives_no_sum_in_its_place_before_all_parts_were_read():
+    group = small_group(3, owners=lambda _: 0, reads_in_place=True)
+    group.stalled = {(2, 0)}
+    while group.turn():
+        pass
+    lent = {(1, 0, tag(PART, number)) for number in range(4)}
+    assert group.lent == lent & {*group.sends} == lent
+    assert [*map(State, group.ranks[1].frontier()[HEADER:KNOWN])] == [State.SENT] * 4
+    group.stalled = set()
+    group.run()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_sums_have_the_same_squares_for_any_number_of_ranks_and_any_cut(seed):
     layout = GradientLayout.of({"layers.0.w": (CHUNK + 100,), "layers.1.w": (77,), "head": (300, 100)})
@@ -354,9 +387,9 @@ def refused(rank, call, *arguments, match):
     assert rank.transfers() == []
 
 
-def started(rank=0):
+def started(rank=0, **options):
     """A rank of three that has started all; share n is owned by rank n % 3, the last of four by 0."""
-    group = small_group()
+    group = small_group(**options)
     for span in SMALL.spans:
         group.ranks[rank].start(span)
     group.ranks[rank].transfers()
@@ -380,6 +413,12 @@ def started(rank=0):
 def test_what_is_received_out_of_turn_is_refused(peer, number, said):
     rank = started()
     refused(rank, rank.received, peer, number, match=said)
+
+
+def test_a_part_of_another_size_is_not_read():
+    rank = started(reads_in_place=True)
+    said = "rank 1 lends another size as the part of share 0: got 36, expected 40"
+    refused(rank, rank.received, 1, tag(PART, 0), np.zeros(36, np.float32), match=said)
 
 
 def test_what_is_reported_twice_is_refused():

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ SOON = 60.0  # seconds; what would be waited for takes longer
 SMALL = GradientLayout.of({"layers.0.w": (7, 5), "layers.1.w": (33,), "embedding": (3, 11), "head": (40,)})
 LARGE = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17,) for n in range(4)})
 
+in_both_ways = pytest.mark.parametrize("reads_in_place", [False, True])
+
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
@@ -39,6 +42,7 @@ class Polled(Link):
     def __init__(self, link, lost_after=None):
         self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, lost_after
         self.send, self.receive, self.close = link.send, link.receive, link.close
+        self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
 
     def send(self, peer, tag, memory):
         raise NotImplementedError
@@ -70,9 +74,9 @@ def random_parts(layout, world_size, seed):
 class Rank:
     """One rank's arena and all-reduce."""
 
-    def __init__(self, rank, parts, layout, shares, in_flight=1 << 20):
+    def __init__(self, rank, parts, layout, shares, **options):
         self.rank, self.layout, self.arena = rank, layout, parts[rank].copy()
-        self.all_reduce = OrderedAllReduce(rank, len(parts), layout, shares, self.arena, KERNELS, in_flight=in_flight)
+        self.all_reduce = OrderedAllReduce(rank, len(parts), layout, shares, self.arena, KERNELS, **options)
 
 
 def ranks_of(parts, layout, bucket_bytes=200, owner=None, **options):
@@ -94,11 +98,15 @@ def raised(outcomes):
     st.booleans(),
     st.sampled_from([0, 8 << 20]),
     st.booleans(),
+    st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_several_steps_end_with_the_sums_in_rank_order(layout, world_size, seed, size, is_star, in_flight, is_polled):
+def test_several_steps_end_with_the_sums_in_rank_order(
+    layout, world_size, seed, size, is_star, in_flight, is_polled, reads_in_place
+):
     steps = [random_parts(layout, world_size, seed + n) for n in range(3)]
-    ranks = ranks_of(steps[0], layout, size, world_size - 1 if is_star else None, in_flight=in_flight)
+    owner = world_size - 1 if is_star else None
+    ranks = ranks_of(steps[0], layout, size, owner, in_flight=in_flight, reads_in_place=reads_in_place)
     links = thread_links(world_size)
 
     def work(rank):
@@ -126,10 +134,10 @@ def test_several_steps_end_with_the_sums_in_rank_order(layout, world_size, seed,
             assert np.array_equal(squares, others)
 
 
-def lost_and_resumed(lost_after, owner=None, world_size=3):
+def lost_and_resumed(lost_after, owner=None, world_size=3, **options):
     """Each rank's arena; each time that the links are lost all ranks go on over new ones."""
     parts = random_parts(LARGE, world_size, 7)
-    ranks = ranks_of(parts, LARGE, 1 << 17, owner)
+    ranks = ranks_of(parts, LARGE, 1 << 17, owner, **options)
     left, barrier = itertools.chain(lost_after, itertools.repeat(None)), threading.Barrier(world_size)
     failures, links = [False] * world_size, []
 
@@ -167,11 +175,47 @@ def lost_and_resumed(lost_after, owner=None, world_size=3):
     return losses[0]
 
 
+@in_both_ways
 @pytest.mark.parametrize("owner", [None, 0, 1])
-def test_a_step_goes_on_over_new_links_to_the_same_bytes(owner):
-    assert lost_and_resumed([], owner) == 0
-    assert [lost_and_resumed([count], owner) for count in range(0, 12, 2)] == [1] * 6
-    assert lost_and_resumed([3, 5, 2, 7], owner) == 4
+def test_a_step_goes_on_over_new_links_to_the_same_bytes(owner, reads_in_place):
+    run = partial(lost_and_resumed, owner=owner, reads_in_place=reads_in_place)
+    assert run([]) == 0
+    assert [run([count]) for count in range(0, 12, 2)] == [1] * 6
+    assert run([3, 5, 2, 7]) == 4
+
+
+@pytest.mark.parametrize("closes", [0, 1])
+def test_a_part_that_is_read_in_place_stays_until_it_has_been_read(closes, monkeypatch):
+    """Whichever side closes in the middle of a sum; rank 0 sums what rank 1 has lent."""
+    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL, owner=0, reads_in_place=True)
+    links, log, make = thread_links(2), [], OrderedAllReduce._sum
+
+    def close(rank):
+        pumps[rank].close()
+        log.append(rank)
+
+    def slow(*arguments):
+        if not log:
+            closers[closes].start()
+            closers[closes].join(0.1)  # it ends here if it does not wait
+            closers[1 - closes].start()
+            closers[1 - closes].join(0.1)
+            log.append("summed")
+        make(*arguments)
+
+    monkeypatch.setattr(OrderedAllReduce, "_sum", slow)
+    closers = [threading.Thread(target=close, args=(rank,)) for rank in range(2)]
+    pumps = [running(link, rank.all_reduce) for link, rank in zip(links, ranks, strict=True)]
+    for pump in pumps:
+        for span in SMALL.spans:
+            with contextlib.suppress(PeerLost):  # which the other's closing is
+                pump.start(span)
+    for closer in closers:
+        while closer.ident is None:
+            pass
+        closer.join(60)
+    assert log[0] == "summed"
+    assert sorted(log[1:]) == [0, 1]
 
 
 def test_a_rank_that_raises_and_closes_is_named_by_all_others():
@@ -194,8 +238,9 @@ def test_a_rank_that_raises_and_closes_is_named_by_all_others():
     assert all(isinstance(fault, PeerLost) and str(fault).startswith("rank 2 is gone") for fault in (first, second))
 
 
-def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up():
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0)
+@in_both_ways
+def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0, reads_in_place=reads_in_place)
     links, everyone = thread_links(3), threading.Barrier(3)
 
     def work(rank):
@@ -246,8 +291,9 @@ def late(ranks, starts, stalls):
     return [str(fault).partition("; ")[0] for fault in faults]
 
 
-def test_a_rank_that_starts_no_span_is_late_and_is_named_with_what_is_missing():
-    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL)
+@in_both_ways
+def test_a_rank_that_starts_no_span_is_late_and_is_named_with_what_is_missing(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL, reads_in_place=reads_in_place)
     stalls = [(1, "the part of share 0"), None]
     assert late(ranks, lambda rank: [] if rank.rank == 1 else SMALL.spans, stalls) == [
         "rank 1 is late: rank 0 waits for the part of share 0 in step 0: got nothing for 60 s",
@@ -255,25 +301,28 @@ def test_a_rank_that_starts_no_span_is_late_and_is_named_with_what_is_missing():
     ]
 
 
-def test_of_three_ranks_the_one_whose_part_is_missing_is_named():
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL)
+@in_both_ways
+def test_of_three_ranks_the_one_whose_part_is_missing_is_named(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, reads_in_place=reads_in_place)
     stalls = [(2, "the part of share 3"), (2, "the sum of share 2"), None]
     first, second, _ = late(ranks, lambda rank: SMALL.spans[: 2 if rank.rank == 2 else None], stalls)
     assert first == "rank 2 is late: rank 0 waits for the part of share 3 in step 0: got nothing for 60 s"
     assert second == "rank 2 is late: rank 1 waits for the sum of share 2 in step 0: got nothing for 60 s"
 
 
-def test_who_sends_all_and_sums_nothing_waits_for_the_sum():
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0)
+@in_both_ways
+def test_who_sends_all_and_sums_nothing_waits_for_the_sum(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0, reads_in_place=reads_in_place)
     stalls = [(2, "the part of share 0"), (0, "the sum of share 0"), None]
     _, second, _ = late(ranks, lambda rank: [] if rank.rank == 2 else SMALL.spans, stalls)
     assert second == "rank 0 is late: rank 1 waits for the sum of share 0 in step 0: got nothing for 60 s"
 
 
-def test_a_late_rank_may_still_come():
+@in_both_ways
+def test_a_late_rank_may_still_come(reads_in_place):
     """The error has changed nothing: who waits again has the sums."""
     parts = random_parts(SMALL, 2, 1)
-    ranks, is_late, links = ranks_of(parts, SMALL), threading.Event(), thread_links(2)
+    ranks, is_late, links = ranks_of(parts, SMALL, reads_in_place=reads_in_place), threading.Event(), thread_links(2)
 
     def work(rank):
         pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (1, "the part of share 0")))

@@ -20,6 +20,8 @@ from gradengine.exchange.channel import Channel, connect_socket
 from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.group import Group
 from gradengine.exchange.handshake import join_of, new_nonce, proof
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.wire import Challenge, Hello
 from gradengine.layout import GradientLayout
 
@@ -31,11 +33,13 @@ class Transport(enum.Enum):
     """Every way in which workers can be joined on one machine."""
 
     LOCAL = "local"  # threads of one process
+    THREADS = "threads"  # the same over links
     TCP = "tcp"  # rank 0 hosts the coordinator, the others reach it over TCP
     UNIX = "unix"  # the same over a Unix socket, by connect()
     SERVER = "server"  # a GradientServer alone, all ranks reach it over TCP
 
 
+BY_A_COORDINATOR = [each for each in Transport if each is not Transport.THREADS]
 OVER_SOCKETS = [Transport.TCP, Transport.UNIX, Transport.SERVER]
 
 
@@ -53,6 +57,8 @@ def group(transport, world_size, *, token=None, **options):
 def _exchanges(stack, transport, world_size, token, options):
     if transport is Transport.LOCAL:
         return local_group(world_size, **options)
+    if transport is Transport.THREADS:
+        return [LinkedExchange(link, **options) for link in thread_links(world_size)]
     worker_options = {name: value for name, value in options.items() if name != "bucket_bytes"}
     if transport is Transport.UNIX:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ge"))) / "s"

@@ -103,9 +103,9 @@ class LinkedExchange(Exchange):
     def start(self, span: Span) -> None:
         pump, all_reduce = self._bound()
         refuse_other_kind("span", span, Span)
+        self._refuse_failed()
         if span.key in self._started:
             raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
-        self._refuse_failed()
         if self._progress.carrier is not self:  # it has begun another step, or nothing yet
             if all_reduce.is_begun:
                 self._to_the_end(pump.next_step)
@@ -172,8 +172,9 @@ class LinkedExchange(Exchange):
         if all_reduce is None:
             shares = shares_of(layout, self.world_size, bucket_bytes)
             all_reduce = OrderedAllReduce(
-                self.rank, self.world_size, layout, shares, arena, HostKernels(), step=progress.step
-            )
+                self.rank, self.world_size, layout, shares, arena, HostKernels(),
+                step=progress.step, reads_in_place=self._link.reads_in_place,
+            )  # fmt: skip
         if group:
             all_reduce.resume([hello.frontier for hello in hellos])
         progress.membership = Membership(group or hellos[0].nonce, self.rank, self.world_size)

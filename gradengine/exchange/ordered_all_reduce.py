@@ -47,7 +47,21 @@ class Receive(NamedTuple):
     memory: Memory
 
 
-Transfer: TypeAlias = Send | Receive
+class Borrow(NamedTuple):
+    """A part that a rank sends with this tag, to be read in that rank's memory until it is released."""
+
+    peer: int
+    tag: int
+
+
+class Release(NamedTuple):
+    """What was borrowed of a rank with this tag has been read."""
+
+    peer: int
+    tag: int
+
+
+Transfer: TypeAlias = Send | Receive | Borrow | Release
 
 
 class State(IntEnum):
@@ -70,7 +84,8 @@ class _Kind(IntEnum):
 class _Incoming(NamedTuple):
     """The other ranks' parts of a share."""
 
-    memory: Float32  # a row for each
+    memory: Float32  # a row for each that is copied
+    parts: dict[int, Float32]  # by rank: its row, or what is borrowed
     missing: set[int]  # the ranks whose part is not here
 
 
@@ -90,6 +105,7 @@ class OrderedAllReduce:
         kernels: Kernels of the host, which sum and measure.
         step: The number of the first step.
         in_flight: Bytes that are received of each other rank's parts at a time; one share always is.
+        reads_in_place: Whether the links lend parts to their owner, which copies none then.
 
     Attributes:
         step: The number of the open step.
@@ -119,6 +135,7 @@ class OrderedAllReduce:
         *,
         step: int = 0,
         in_flight: int = IN_FLIGHT,
+        reads_in_place: bool = False,
     ) -> None:
         refuse_bad_arena(layout, arena)
         self.rank, self.world_size = checked_rank(rank, world_size)
@@ -127,7 +144,7 @@ class OrderedAllReduce:
             raise CallerError("a share's owner is outside of the group", expected=f"0..{self.world_size - 1}")
         self._shares, self._arena, self._kernels = tuple(shares), arena, kernels
         self._others = [other for other in range(self.world_size) if other != self.rank]
-        self._weights = [np.float32(1)] * self.world_size
+        self._weights, self._reads_in_place = [np.float32(1)] * self.world_size, reads_in_place
 
         self._indices: dict[int, list[int]] = {}  # of each owner's chunks among the partial sums, in its facts' order
         for share in shares:
@@ -144,7 +161,8 @@ class OrderedAllReduce:
             self._sums[share.number] = kernels.arena(targets), squares
             first += len(targets)
         room = max(1, whole_number("in_flight", in_flight, 0) // max(1, 4 * largest))  # shares received at a time
-        self._free = [np.empty((len(self._others), largest), np.float32) for _ in range(min(room, len(mine)))]
+        rows = 0 if reads_in_place else len(self._others)
+        self._free = [np.empty((rows, largest), np.float32) for _ in range(min(room, len(mine)))]
 
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
         self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
@@ -202,7 +220,12 @@ class OrderedAllReduce:
             kind, number = self._meaning(transfer[1])
             return kind, number, transfer[0]
 
-        for transfers, words in ((self._receives, ""), (self._sends, "its receipt of ")):
+        missing = set(self._receives)
+        for peer, tag in self._sends:
+            kind, number = self._meaning(tag)
+            if kind is _Kind.PART:  # which may be lent until it is summed
+                missing.add((peer, self._tag(_Kind.SUM, number)))
+        for transfers, words in ((missing, ""), (self._sends, "its receipt of ")):
             if transfers:
                 peer, tag = min(transfers, key=order)
                 return peer, words + self._described(tag)
@@ -232,11 +255,20 @@ class OrderedAllReduce:
             self._states[number] = State.RECEIVING
             self._receive(peer, _Kind.SUM, number, self._place(self._shares[number]))
 
-    def received(self, peer: int, tag: int) -> None:
-        """Report that a `Receive` has filled its memory; raises `ProtocolError` if it was not given, or was filled."""
+    def received(self, peer: int, tag: int, borrowed: Float32 | None = None) -> None:
+        """Report that a `Receive` has filled its memory, or what a `Borrow` has got.
+
+        Raises:
+            ProtocolError: The transfer was not given, or is over already, or a part has another size.
+        """
         if (peer, tag) not in self._receives:
             raise self._out_of_turn("received from", peer, tag)
         kind, number = self._meaning(tag)
+        if borrowed is not None:
+            if borrowed.size != self._shares[number].size:
+                what = f"rank {peer} lends another size as {self._described(tag)}"
+                raise ProtocolError(what, got=borrowed.size, expected=self._shares[number].size)
+            self._open[number].parts[peer] = borrowed
         if kind is _Kind.FACTS:
             self._refuse_bad_facts(peer)
             self._known.add(peer)
@@ -319,9 +351,10 @@ class OrderedAllReduce:
         """Receive the other ranks' parts of as many shares as there is room for."""
         while self._unopened and self._free:
             share, memory = self._unopened.popleft(), self._free.pop()
-            self._open[share.number] = _Incoming(memory, set(self._others))
-            for other, row in zip(self._others, memory, strict=True):
-                self._receive(other, _Kind.PART, share.number, row[: share.size])
+            parts = {other: row[: share.size] for other, row in zip(self._others, memory, strict=False)}
+            self._open[share.number] = _Incoming(memory, parts, set(self._others))
+            for other in self._others:
+                self._receive(other, _Kind.PART, share.number, parts.get(other))
 
     def _contribute(self, share: Share) -> None:
         self._states[share.number] = State.SENT
@@ -334,10 +367,12 @@ class OrderedAllReduce:
         incoming = self._open.get(share.number)
         if incoming is None or incoming.missing or self._states[share.number] != State.SENT:
             return
-        parts = [row[: share.size] for row in incoming.memory]
-        parts.insert(self.rank, self._part(share))
-        self._sum(share, parts)
+        parts = incoming.parts | {self.rank: self._part(share)}
+        self._sum(share, [parts[rank] for rank in range(self.world_size)])
         self._states[share.number] = State.SUMMED
+        if self._reads_in_place:
+            tag = self._tag(_Kind.PART, share.number)
+            self._outbox += [Release(other, tag) for other in self._others]
         self._free.append(self._open.pop(share.number).memory)
         self._send_sum(share, self._others)
         self._open_shares()
@@ -397,10 +432,10 @@ class OrderedAllReduce:
         self._sends.add((peer, tag))
         self._outbox.append(Send(peer, tag, memory))
 
-    def _receive(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64) -> None:
+    def _receive(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64 | None) -> None:
         tag = self._tag(kind, number)
         self._receives.add((peer, tag))
-        self._outbox.append(Receive(peer, tag, memory))
+        self._outbox.append(Borrow(peer, tag) if memory is None else Receive(peer, tag, memory))
 
     def _tag(self, kind: _Kind, number: int) -> int:
         # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another.

@@ -1,4 +1,4 @@
-"""The thread of a link: it makes the transfers of an all-reduce and of gathers, and reports those that are over."""
+"""What moves an all-reduce and gathers over a link: a thread makes their transfers, and reports those that are over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLo
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Completion, Idle, Link
-from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, Send
+from gradengine.exchange.ordered_all_reduce import Borrow, OrderedAllReduce, Receive, Send
 from gradengine.layout import Span
 
 _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
@@ -21,10 +21,11 @@ _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
 
 @final
 class Pump(NotCopied, instead="make one for each link"):
-    """Runs one rank's gathers and all-reduce over a link, on a thread of its own, until it is closed or fails.
+    """Runs one rank's gathers and all-reduce over a link, until it is closed or fails.
 
-    One thread makes the calls. After an error, or to resume a step: `close`, `resume` the all-reduce with the frontiers
-    of all ranks, and make another pump over a new link.
+    It has a thread while a step or a gather is under way, and none between them. One thread makes the calls. After an
+    error, or to resume a step: `close`, `resume` the all-reduce with the frontiers of all ranks, and make another pump
+    over a new link.
 
     Args:
         link: To the other ranks; closed with the pump, and when the pump fails.
@@ -48,14 +49,13 @@ class Pump(NotCopied, instead="make one for each link"):
         self._failure: BaseException | None = None
         self._is_closing, self._moved_at = False, clock()
         self._idle = Idle(link)
-        self._thread = threading.Thread(target=self._run, name=f"gradengine-pump-{link.rank}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # while there is something to do
 
     def run(self, all_reduce: OrderedAllReduce) -> None:
         """Run this all-reduce from now on: nothing else may call it before `close` returns, but for its results."""
         with self._changed:
             self._all_reduce = all_reduce
-        self._idle.wake()
+            self._begin_to_run()
 
     def start(self, span: Span) -> None:
         """Send a span, which holds all that this rank contributes; returns at once.
@@ -69,10 +69,11 @@ class Pump(NotCopied, instead="make one for each link"):
         refuse_other_kind("span", span, Span)
         if span.key in self._handed or self._sums.is_started(span):
             raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
-        self._refuse_failed()
-        self._handed.add(span.key)
-        self._spans.append(span)
-        self._idle.wake()
+        with self._changed:
+            self._refuse_failed()
+            self._handed.add(span.key)
+            self._spans.append(span)
+            self._begin_to_run()
 
     def wait(self, timeout: float) -> None:
         """Return when the step is done on this rank: the arena holds the sums and may be overwritten.
@@ -104,11 +105,12 @@ class Pump(NotCopied, instead="make one for each link"):
         gather, seconds = Gather(self._link.rank, self._link.world_size, data), checked_seconds("timeout", timeout)
         with self._changed:
             self._refuse_failed()
-            if self._gather is not None and not self._gather.is_done:
+            if self._gather is not None:
                 raise WindowError("a gather was interrupted", do="close the exchange, and reconnect on all ranks")
             self._gather = gather
-        self._idle.wake()
+            self._begin_to_run()
         self._wait_until(lambda: gather.is_done, seconds, lambda: self._late_for(gather))
+        self._gather = None
         return gather.parts
 
     def next_step(self) -> None:
@@ -118,26 +120,51 @@ class Pump(NotCopied, instead="make one for each link"):
             self._refuse_failed()
             self._sums.next_step()
             self._handed.clear()
-        self._idle.wake()
 
     def close(self) -> None:
         """End the thread and close the link: nothing writes into the arena any more. May be called twice."""
-        self._is_closing = True
+        with self._changed:
+            self._is_closing, thread = True, self._thread
         self._idle.wake()
+        if thread is not None:
+            thread.join()  # it may be reading what the link has borrowed
         self._link.close()
-        self._thread.join()
 
     # ---- the pump's thread ----
 
+    def _begin_to_run(self) -> None:
+        """Have a thread run what there is to do; called under the lock."""
+        if self._thread is None and self._has_work:
+            name = f"gradengine-pump-{self._link.rank}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._idle.wake()
+
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while self._goes_on():
                 if self._turn():
                     self._idle.moved()
                 else:
                     self._idle.rest()
         except BaseException as fault:  # noqa: BLE001  (raised where somebody waits, on another thread)
             self._fail(fault)
+
+    def _goes_on(self) -> bool:
+        """Whether this thread is still needed; who waits is told where it is not."""
+        with self._changed:
+            if self._has_work and not self._is_closing:
+                return True
+            self._thread = None
+            self._changed.notify_all()
+            return False
+
+    @property
+    def _has_work(self) -> bool:
+        is_gathering = self._gather is not None and not self._gather.is_done
+        is_summing = self._all_reduce is not None and self._all_reduce.is_begun and not self._all_reduce.is_done
+        return is_gathering or is_summing or bool(self._spans)
 
     def _turn(self) -> bool:
         """Report what is over, start what is handed over, and begin what follows; whether there was anything."""
@@ -158,7 +185,7 @@ class Pump(NotCopied, instead="make one for each link"):
         elif kind is Completed.SENT:
             self._sums.sent(peer, tag)
         else:
-            self._sums.received(peer, tag)
+            self._sums.received(peer, tag, self._link.borrowed(peer, tag))
 
     def _start_handed(self) -> None:
         """Start the spans that were handed over."""
@@ -171,15 +198,22 @@ class Pump(NotCopied, instead="make one for each link"):
         """Begin the transfers that are to be made now; whether there were any."""
         with self._changed:
             transfers = [t for each in (self._gather, self._all_reduce) if each is not None for t in each.transfers()]
-            self._changed.notify_all()
+            if not self._has_work or (self._gather is not None and self._gather.is_done):
+                self._changed.notify_all()  # else whoever waits would take the GIL from the sums for nothing
         for transfer in transfers:
-            begin = self._link.send if isinstance(transfer, Send) else self._link.receive
-            begin(transfer.peer, transfer.tag, transfer.memory)
+            if isinstance(transfer, Send):
+                self._link.send(*transfer)
+            elif isinstance(transfer, Receive):
+                self._link.receive(*transfer)
+            elif isinstance(transfer, Borrow):
+                self._link.borrow(*transfer)
+            else:
+                self._link.release(*transfer)
         return bool(transfers)
 
     def _fail(self, fault: BaseException) -> None:
         with self._changed:
-            self._failure = fault
+            self._failure, self._thread = fault, None
             self._changed.notify_all()
         self._link.close()  # the other ranks wait for this one in vain
 

@@ -230,7 +230,10 @@ class Reducer:
             self._measured_upto[span.key] = upto
 
     def _measure_sums(self) -> None:
-        if self._staging.is_arena:
+        squares = self.workers.progress.squares
+        if self._staging.is_arena and squares is not None:
+            self._accumulator.arena.partials.values[:] = squares
+        elif self._staging.is_arena:
             for span in self._layout.spans:
                 self._on_reduced(span, span.stop)
         else:

@@ -38,11 +38,12 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
 
     A send and a receive meet by rank and tag, and must be of the same size. Of those of one rank, direction and tag one
     is open at a time; they arrive in the order in which they were sent. One thread at a time uses a link, but any may
-    close it.
+    close it, except while memory is borrowed.
 
     Attributes:
         rank: This rank, 0..world_size - 1.
         world_size: Ranks in the group.
+        reads_in_place: Whether this link has `borrow`.
         lost: The rank that this one has lost, or has given up to wait for; the others are told when the link closes.
         has_failed: Whether anybody here was told so, or of another error, and not in the background alone. A link that
             joins processes ends all of them then, when this one ends.
@@ -50,6 +51,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
 
     rank: int
     world_size: int
+    reads_in_place: bool = False
     lost: int | None = None
     has_failed: bool = False
 
@@ -60,6 +62,21 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     @abstractmethod
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
         """Begin to fill memory with what that rank sends with this tag; returns at once."""
+
+    def borrow(self, peer: int, tag: int) -> None:
+        """Begin to receive what that rank sends with this tag, of any size, without a copy; returns at once.
+
+        Once that is received, the sender's own memory is `borrowed`. The sender's transfer is over after `release`.
+        """
+        raise NotImplementedError
+
+    def borrowed(self, peer: int, tag: int) -> Memory | None:
+        """The memory that was borrowed of that rank with this tag, to be read until `release`; None if none was."""
+        return None
+
+    def release(self, peer: int, tag: int) -> None:
+        """End the reading of memory that was borrowed of that rank with this tag."""
+        raise NotImplementedError
 
     @abstractmethod
     def poll(self) -> list[Completion]:
@@ -75,7 +92,8 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     def close(self) -> None:
         """End all transfers: nothing writes into this rank's memory any more. The others lose this rank.
 
-        May be called twice.
+        What this rank has borrowed is released by this: nobody here may read it any more. What the others have borrowed
+        of this rank is waited for. May be called twice.
         """
 
     def lost_by(self, peer: int, lost: int | None) -> PeerLost:

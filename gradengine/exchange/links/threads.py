@@ -1,10 +1,10 @@
-"""A link between threads of one process: the receiver copies from the sender's memory, once."""
+"""A link between threads of one process: the receiver copies from the sender's memory, once, or reads it there."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -37,6 +37,8 @@ def thread_links(world_size: int) -> list[ThreadLink]:
 class ThreadLink(Link):
     """See `thread_links`. Each `poll` copies one transfer at most, which is then still in the cache."""
 
+    reads_in_place = True
+
     def __init__(self, group: _Group, rank: int) -> None:
         self._group, self.rank, self.world_size = group, rank, len(group.ranks)
 
@@ -46,17 +48,31 @@ class ThreadLink(Link):
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
         self._begin(Completion(Completed.RECEIVED, peer, tag), memory)
 
+    def borrow(self, peer: int, tag: int) -> None:
+        self._begin(Completion(Completed.RECEIVED, peer, tag), None)
+
+    def borrowed(self, peer: int, tag: int) -> Memory | None:
+        return self._group.ranks[self.rank].borrowed.get((peer, tag))
+
+    def release(self, peer: int, tag: int) -> None:
+        group, mine = self._group, self._group.ranks[self.rank]
+        with group.changed:
+            self._refuse_closed()
+            del mine.borrowed[peer, tag], mine.open[Completion(Completed.RECEIVED, peer, tag)]
+            group.leave([peer])
+            self._end(peer, Completion(Completed.SENT, self.rank, tag))
+
     def poll(self) -> list[Completion]:
         group, mine = self._group, self._group.ranks[self.rank]
         with group.changed:
             self._refuse_closed()
-            copy = mine.matched.popleft() if mine.matched else None
-            if copy is None and not mine.over:
+            match = mine.matched.popleft() if mine.matched else None
+            if match is None and not mine.over:
                 self._refuse_lost()
-            if copy is not None:
-                group.copying.update([self.rank, copy.peer])
-        if copy is not None:
-            self._copy(copy)
+            if match is not None:
+                self._take(match)
+        if match is not None and match.sink is not None:
+            self._copy(match.peer, match.tag, match.source, match.sink)
         with group.changed:
             over, mine.over = mine.over, []
         return over
@@ -65,18 +81,19 @@ class ThreadLink(Link):
         group = self._group
         with group.changed:
             if not group.ranks[self.rank].is_closed:
+                group.leave([peer for peer, _ in group.ranks[self.rank].borrowed])
                 group.ranks[self.rank] = _Rank(is_closed=True, lost=self.lost)
                 for rank in group.ranks:
-                    rank.matched = deque(copy for copy in rank.matched if copy.peer != self.rank)
+                    rank.matched = deque(match for match in rank.matched if match.peer != self.rank)
                     rank.wake()
-            while group.copying[self.rank]:
+            while group.users[self.rank]:
                 group.changed.wait()
 
     def wake_by(self, wake: Callable[[], None]) -> bool:
         self._group.ranks[self.rank].wake = wake
         return True
 
-    def _begin(self, transfer: Completion, memory: Memory) -> None:
+    def _begin(self, transfer: Completion, memory: Memory | None) -> None:
         group, mine = self._group, self._group.ranks[self.rank]
         kind, peer, tag = transfer
         other = Completed.RECEIVED if kind is Completed.SENT else Completed.SENT
@@ -84,38 +101,52 @@ class ThreadLink(Link):
             self._refuse_closed()
             mine.open[transfer] = memory
             # Of another rank the memory is known while its transfer is open: it waits for this one.
-            theirs = group.ranks[peer].open.get(Completion(other, self.rank, tag))
-            if theirs is None:
+            counterpart, others = Completion(other, self.rank, tag), group.ranks[peer].open
+            if counterpart not in others:
                 if group.ranks[peer].is_closed:
                     mine.wake()
                 return
-            source, sink = (memory, theirs) if kind is Completed.SENT else (theirs, memory)
+            source, sink = memory, others[counterpart]
+            if kind is Completed.RECEIVED:
+                source, sink = sink, source
+            assert source is not None  # noqa: S101  (a send has memory)
             receiver, sender = (peer, self.rank) if kind is Completed.SENT else (self.rank, peer)
-            group.ranks[receiver].matched.append(_Copy(sender, tag, source, sink))
+            group.ranks[receiver].matched.append(_Match(sender, tag, source, sink))
             group.ranks[receiver].wake()
 
-    def _copy(self, copy: _Copy) -> None:
+    def _take(self, match: _Match) -> None:
+        """Note whose memory is used from now on; what is borrowed is received by that."""
+        peer, tag, source, sink = match
+        mine, users = self._group.ranks[self.rank], self._group.users
+        users[peer] += 1
+        if sink is not None:
+            users[self.rank] += 1
+            return
+        mine.borrowed[peer, tag] = source  # and stays open until the release: the lender is lost if it closes before
+        mine.over.append(Completion(Completed.RECEIVED, peer, tag))
+
+    def _copy(self, peer: int, tag: int, source: Memory, sink: Memory) -> None:
         group, is_copied = self._group, False
         try:
-            if copy.source.nbytes != copy.sink.nbytes:
-                what = f"rank {copy.peer} sent rank {self.rank} another size with tag {copy.tag}"
-                raise ProtocolError(what, got=f"{copy.source.nbytes} bytes", expected=f"{copy.sink.nbytes} bytes")
-            np.copyto(copy.sink.reshape(-1).view(np.uint8), copy.source.reshape(-1).view(np.uint8))
+            if source.nbytes != sink.nbytes:
+                what = f"rank {peer} sent rank {self.rank} another size with tag {tag}"
+                raise ProtocolError(what, got=f"{source.nbytes} bytes", expected=f"{sink.nbytes} bytes")
+            np.copyto(sink.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8))
             is_copied = True
         finally:
             with group.changed:
-                group.copying.subtract([self.rank, copy.peer])
-                group.changed.notify_all()
+                group.leave([self.rank, peer])
                 if is_copied:
-                    self._end(self.rank, Completion(Completed.RECEIVED, copy.peer, copy.tag))
-                    self._end(copy.peer, Completion(Completed.SENT, self.rank, copy.tag))
-                    group.ranks[copy.peer].wake()
+                    self._end(self.rank, Completion(Completed.RECEIVED, peer, tag))
+                    self._end(peer, Completion(Completed.SENT, self.rank, tag))
 
     def _end(self, number: int, transfer: Completion) -> None:
         rank = self._group.ranks[number]
         if not rank.is_closed:
             del rank.open[transfer]
             rank.over.append(transfer)
+            if number != self.rank:
+                rank.wake()
 
     def _refuse_closed(self) -> None:
         if self._group.ranks[self.rank].is_closed:
@@ -128,13 +159,13 @@ class ThreadLink(Link):
                 raise self.lost_by(peer, ranks[peer].lost)
 
 
-class _Copy(NamedTuple):
+class _Match(NamedTuple):
     """A send and a receive that have met, to be made by the receiver."""
 
     peer: int  # the sender
     tag: int
     source: Memory
-    sink: Memory
+    sink: Memory | None  # None where the source is borrowed
 
 
 @final
@@ -144,8 +175,9 @@ class _Rank:
     def __init__(self, *, is_closed: bool = False, lost: int | None = None) -> None:
         self.is_closed = is_closed
         self.lost = lost  # whom it had lost when it closed
-        self.open: dict[Completion, Memory] = {}  # its transfers that are not over
-        self.matched: deque[_Copy] = deque()  # the receives among them that it can make
+        self.open: dict[Completion, Memory | None] = {}  # its transfers that are not over
+        self.matched: deque[_Match] = deque()  # the receives among them that it can make
+        self.borrowed: dict[tuple[int, int], Memory] = {}  # what it reads of other ranks, by rank and tag
         self.over: list[Completion] = []
         self.wake: Callable[[], None] = lambda: None
 
@@ -157,4 +189,9 @@ class _Group:
     def __init__(self, world_size: int) -> None:
         self.changed = threading.Condition()
         self.ranks = [_Rank() for _ in range(world_size)]
-        self.copying: Counter[int] = Counter()  # how many copies read or write each rank's memory now
+        self.users: Counter[int] = Counter()  # how many read or write each rank's memory now
+
+    def leave(self, ranks: Sequence[int]) -> None:
+        """Note that each of these ranks' memory is used by one less."""
+        self.users.subtract(ranks)
+        self.changed.notify_all()

@@ -1,0 +1,407 @@
+"""Exchanges over links: what the ranks compare when they join, how a lost step goes on, and who is named."""
+
+import threading
+
+import msgpack
+import numpy as np
+import pytest
+from transports import SMALL, SOON, Transport, Worker, bound, contributions, group, on_all, outcomes, rank_order_sum
+
+from gradengine import GradientEngine
+from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
+from gradengine.exchange import linked
+from gradengine.exchange.interface import NonFiniteValue, Progress
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.link import Link
+from gradengine.exchange.links.threads import thread_links
+from gradengine.exchange.pump import Pump
+from gradengine.layout import GradientLayout
+
+pytestmark = pytest.mark.timeout(150)
+WORLD, BUCKET = 3, 128
+EXPECTED = rank_order_sum(contributions(SMALL, WORLD)).tobytes()
+ALL = list(SMALL.spans)
+
+
+class Failing(Link):
+    """A link that closes once so many transfers are over."""
+
+    def __init__(self, link, left):
+        self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
+        self.send, self.receive, self.close, self.wake_by = link.send, link.receive, link.close, link.wake_by
+
+    def send(self, peer, tag, memory):
+        raise NotImplementedError
+
+    receive = close = send
+
+    def poll(self):
+        if self.left <= 0:
+            self.link.close()
+        over = self.link.poll()
+        self.left -= len(over)
+        return over
+
+
+def exchanges_of(world_size, *, lost_after=None, **options):
+    links = thread_links(world_size)
+    if lost_after is not None:
+        links[1] = Failing(links[1], lost_after)
+    return [LinkedExchange(link, **{"bucket_bytes": BUCKET} | options) for link in links]
+
+
+def close(exchanges):
+    for exchange in exchanges:
+        exchange.close()
+
+
+def rejoined(workers, ranks=None, **options):
+    """What becomes of these workers when they join a new group as these ranks."""
+    ranks = range(len(workers)) if ranks is None else ranks
+    exchanges = exchanges_of(len(ranks), **options)
+    for worker, rank in zip(workers, ranks, strict=True):
+        worker.exchange = exchanges[rank]
+    return outcomes(Worker.bind, workers)
+
+
+def half_summed(seed=0):
+    """Three workers of which rank 2 has not started its last span."""
+    workers = bound(exchanges_of(WORLD), SMALL, contributions(SMALL, WORLD, seed))
+
+    def work(worker):
+        for span in ALL if worker.exchange.rank < 2 else ALL[:-1]:
+            worker.exchange.start(span)
+        parts = worker.exchange.gather(b"")  # so that all have begun
+        assert len(parts) == WORLD
+
+    on_all(work, workers)
+    # The share that waits for the last span is the last of all: the others are summed everywhere, sooner or later.
+    until_summed = [worker.exchange._all_reduce for worker in workers]
+    ended = threading.Event()
+    while not all(each.may_hold_sums for each in until_summed):
+        assert not ended.wait(0.001)
+    close(worker.exchange for worker in workers)
+    return workers
+
+
+def transfers_of_a_step():
+    """How many transfers of rank 1 are over after a whole step, its hello among them."""
+    exchanges = exchanges_of(WORLD, lost_after=1 << 30)
+    on_all(Worker.sum, bound(exchanges, SMALL, contributions(SMALL, WORLD)))
+    close(exchanges)
+    return (1 << 30) - exchanges[1]._link.left
+
+
+HELLO = 2 * (WORLD - 1)
+WHOLE = transfers_of_a_step()
+
+
+@pytest.mark.parametrize("part", range(9))
+def test_a_step_that_is_lost_anywhere_is_run_again_to_the_same_bytes(part):
+    exchanges = exchanges_of(WORLD, lost_after=HELLO + (WHOLE - HELLO) * part // 8)
+    workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+    found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+    assert all(isinstance(error, PeerLost) for error in found), found
+    assert rejoined(workers) == [None] * WORLD
+    assert on_all(Worker.sum, workers) == [()] * WORLD
+    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+    assert on_all(lambda worker: worker.exchange.barrier(), workers) == [None] * WORLD
+    close(worker.exchange for worker in workers)
+
+
+def test_what_was_found_before_the_loss_is_not_forgotten():
+    data = contributions(SMALL, WORLD)
+    data[2][SMALL.spans[0].start] = np.inf
+    workers = bound(exchanges_of(WORLD), SMALL, data)
+    on_all(Worker.sum, workers)
+    close(worker.exchange for worker in workers)
+    rejoined(workers)
+    assert on_all(Worker.sum, workers) == [(NonFiniteValue(2, SMALL.spans[0].start, np.inf),)] * WORLD
+    close(worker.exchange for worker in workers)
+
+
+# ---- in another group ----
+
+
+def refused_alike(errors, says):
+    assert {type(error) for error in errors} == {HandshakeRefused}, errors
+    assert len({str(error) for error in errors}) == 1, "all ranks hear the same"
+    assert says in str(errors[0])
+
+
+def test_a_half_summed_step_is_not_taken_up_by_other_ranks():
+    workers = half_summed()
+    before = [worker.arena.tobytes() for worker in workers]
+    refused_alike(
+        rejoined(workers[:2]), "step 0 is half summed and rank 0 took part in it as another: got rank 0 of 2 in"
+    )
+    for ranks in ([1, 0, 2], [0, 2, 1], [1, 2, 0]):
+        refused_alike(rejoined(workers, ranks), "step 0 is half summed and rank ")
+    other = half_summed(seed=9)[2]
+    refused_alike(rejoined([*workers[:2], other]), "step 0 is half summed and rank 2 took part in it as another")
+    fresh = Worker(None, SMALL, contributions(SMALL, 1)[0])
+    refused_alike(rejoined([*workers, fresh]), "got rank 0 of 4 in group")
+    assert [worker.arena.tobytes() for worker in workers] == before
+    assert rejoined(workers) == [None] * WORLD
+    on_all(Worker.sum, workers)
+    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+    close(worker.exchange for worker in workers)
+
+
+def test_a_half_summed_step_goes_on_in_the_same_buckets_only():
+    workers = half_summed()
+    says = "in the middle of a step cut into other buckets: got bucket_bytes=256, expected bucket_bytes=128; reconnect"
+    refused_alike(rejoined(workers, bucket_bytes=256), says)
+
+
+def test_a_group_keeps_its_name_until_its_step_is_over():
+    workers = half_summed()
+    names = {worker.progress.membership.group for worker in workers}
+    for _ in range(2):
+        assert rejoined(workers) == [None] * WORLD
+        assert {worker.progress.membership.group for worker in workers} == names
+        close(worker.exchange for worker in workers)
+    for worker in workers:
+        worker.progress.restart()
+    rejoined(workers)
+    assert len({worker.progress.membership.group for worker in workers} | names) == 2
+    close(worker.exchange for worker in workers)
+
+
+def test_a_rank_that_dropped_its_window_alone_cannot_go_on():
+    workers = half_summed()
+    workers[0].progress.restart()
+    refused_alike(rejoined(workers), "rank 0 has not contributed to what step 0 has summed; a new process, or one that")
+
+
+@pytest.mark.parametrize("how", ["dropped", "finished"])
+def test_ranks_may_come_together_anew_where_nothing_is_half_summed(how):
+    data = contributions(SMALL, WORLD)
+    workers = bound(exchanges_of(WORLD), SMALL, data)
+    on_all(Worker.sum if how == "finished" else lambda worker: worker.exchange.start(ALL[0]), workers)
+    close(worker.exchange for worker in workers)
+    for worker, part in zip(workers, data, strict=True):
+        worker.arena[:] = part
+        worker.progress.next_step() if how == "finished" else worker.progress.restart()
+    pair = [workers[2], workers[0]]
+    assert rejoined(pair, bucket_bytes=1000) == [None] * 2
+    on_all(Worker.sum, pair)
+    assert {worker.arena.tobytes() for worker in pair} == {rank_order_sum([data[2], data[0]]).tobytes()}
+    close(worker.exchange for worker in pair)
+
+
+def test_a_healthy_exchange_is_left_for_another():
+    """In the middle of a step, by ranks that all reconnect at once: the first pump must not write any more."""
+    workers = bound(exchanges_of(WORLD), SMALL, contributions(SMALL, WORLD))
+    first = [worker.exchange for worker in workers]
+    on_all(lambda worker: [worker.exchange.start(span) for span in ALL], workers)
+    assert rejoined(workers) == [None] * WORLD
+    with pytest.raises(PeerLost):
+        first[0].wait()
+    on_all(Worker.sum, workers)
+    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+    close(worker.exchange for worker in workers)
+
+
+def test_a_step_begun_over_links_goes_on_over_links_and_another_does_not():
+    over_links = half_summed()
+    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET, join_timeout=SOON) as exchanges:
+        for worker, exchange in zip(over_links, exchanges, strict=True):
+            worker.exchange = exchange
+        errors = outcomes(Worker.bind, over_links)
+    assert all("begun over another kind of exchange" in str(error) for error in errors)
+    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET) as exchanges:
+        others = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+        on_all(Worker.sum, others)
+    refused_alike(rejoined(others), "rank 0 is in the middle of a step that was begun over another kind of exchange")
+
+
+# ---- what a rank says of itself ----
+
+
+def hello_of(change):
+    """What rank 0 hears from a rank 1 that says something else."""
+    first, second = thread_links(2)
+    exchange = LinkedExchange(first)
+    told = [*msgpack.unpackb(LinkedExchange(second)._hello(SMALL, Progress()))]
+    change(told)
+
+    def speak(rank):
+        if rank == 0:
+            return Worker(exchange, SMALL, contributions(SMALL, 1)[0]).bind()
+        pump = Pump(second)
+        pump.gather(msgpack.packb(told), SOON)
+        return pump
+
+    error, pump = outcomes(speak, range(2))
+    pump.close()
+    return error
+
+
+def test_another_version_is_refused():
+    error = hello_of(lambda told: told.__setitem__(0, 2))
+    assert isinstance(error, HandshakeRefused)
+    assert "rank 1 speaks another version: got 2, expected 1; install one version of gradengine on all ranks" in str(
+        error
+    )
+
+
+@pytest.mark.parametrize("field", range(1, len(linked._Hello._fields)))
+def test_what_cannot_be_read_is_refused(field):
+    error = hello_of(lambda told: told.__setitem__(field, [1]))
+    assert isinstance(error, ProtocolError)
+    assert "the hello of rank 1 is invalid" in str(error)
+
+
+def test_fields_that_lack_are_another_version():
+    assert "rank 1 speaks another version" in str(hello_of(lambda told: told.pop()))
+
+
+# ---- who is named ----
+
+
+def clock_when(is_so):
+    """A minute goes by each time that it is looked at, once that is so."""
+    now = [0.0]
+
+    def clock():
+        now[0] += 10 * SOON if is_so() else 0.0
+        return now[0]
+
+    return clock
+
+
+def test_a_rank_that_never_comes_is_named():
+    first, *_ = thread_links(3)
+    exchange = LinkedExchange(first, clock=clock_when(lambda: True), join_timeout=SOON)
+    with pytest.raises(PeerLost, match=r"ranks 1, 2 are late for joining, rank 0 waits: got nothing for 60 s; start"):
+        Worker(exchange, SMALL, contributions(SMALL, 1)[0]).bind()
+
+
+@pytest.mark.parametrize("what", ["sum", "gather"])
+def test_a_late_rank_is_named_and_the_others_hear_whom_it_is_about(what):
+    is_bound = threading.Event()
+
+    def is_late():
+        waits_for = exchanges[0]._all_reduce and exchanges[0]._all_reduce.awaited
+        return is_bound.is_set() and (what == "gather" or (waits_for and waits_for[0] == 2))
+
+    links = thread_links(3)
+    exchanges = [LinkedExchange(links[0], clock=clock_when(is_late), timeout=SOON)]
+    exchanges += [LinkedExchange(link, timeout=1e6) for link in links[1:]]
+    workers = bound(exchanges, SMALL, contributions(SMALL, 3))
+    is_bound.set()
+    work = Worker.sum if what == "sum" else lambda worker: worker.exchange.barrier()
+    first, second = outcomes(work, workers[:2])
+    assert isinstance(first, DeadlineExceeded)
+    assert "rank 2 " in str(first) or what == "gather"
+    assert isinstance(second, PeerLost)
+    assert str(second).startswith("rank 2 is gone or late: rank 0 has closed its link for that") or what == "gather"
+    close(exchanges)
+
+
+def test_waiting_is_over_for_good_when_it_has_failed():
+    exchanges = exchanges_of(2)
+    workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+    exchanges[1].close()
+    with pytest.raises(PeerLost) as lost:
+        workers[0].sum()
+    for call in (exchanges[0].wait, exchanges[0].barrier, lambda: exchanges[0].start(ALL[-1])):
+        with pytest.raises(PeerLost) as again:
+            call()
+        assert again.value is lost.value
+    close(exchanges)
+
+
+def test_an_interrupted_wait_closes_the_exchange(monkeypatch):
+    exchanges = exchanges_of(2)
+    workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+    exchanges[0].start(ALL[0])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pump, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            exchanges[0].wait()
+    with pytest.raises(PeerLost, match="rank 0 left the group; windows are kept"):
+        exchanges[0].wait()
+    with pytest.raises(PeerLost, match="rank 0 is gone"):
+        workers[1].sum()
+    close(exchanges)
+
+
+@pytest.mark.parametrize("option", ["timeout", "join_timeout"])
+def test_times_and_sizes_out_of_range_are_refused(option):
+    (link,) = thread_links(1)
+    with pytest.raises(CallerError, match=f"^{option} is out of range"):
+        LinkedExchange(link, **{option: 0})
+    with pytest.raises(CallerError, match="bucket_bytes is out of range"):
+        LinkedExchange(link, bucket_bytes=3)
+
+
+# ---- the engine ----
+
+
+def in_components(arena):
+    return {slot.name: arena[slot.offset : slot.stop].reshape(slot.shape) for slot in SMALL.slots}
+
+
+def engine_steps(exchange, *, seeds=(1, 2, 3), streamed=False, average="weighted"):
+    """Norms and bytes of some steps; in the second, rank 1 has no micro-batch."""
+    micro_batches = 2 if streamed else None
+    engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0, micro_batches=micro_batches, average=average)
+    found = []
+    for seed in seeds:
+        gradients = in_components(contributions(SMALL, WORLD, seed)[exchange.rank])
+        batches = 0 if seed == 2 and exchange.rank == 1 else 2
+        if not batches:
+            engine.add(None, weight=0)
+        for weight in range(1, batches + 1):
+            engine.add(gradients, weight=weight)
+        result = engine.step()
+        found.append((result.norm, [gradient.tobytes() for gradient in result.gradients.values()]))
+    exchange.barrier()
+    exchange.close()
+    return found
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("average", ["weighted", "per_worker"])
+def test_an_engine_over_links_hands_back_what_one_over_a_coordinator_does(streamed, average):
+    def steps(transport):
+        with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+            return on_all(lambda exchange: engine_steps(exchange, streamed=streamed, average=average), exchanges)
+
+    over_links = steps(Transport.THREADS)
+    assert over_links == steps(Transport.LOCAL)
+    assert over_links[0] == over_links[1] == over_links[2]
+
+
+@pytest.mark.parametrize("lost_after", [HELLO + 1, WHOLE // 2, WHOLE - 1])
+def test_an_engine_reconnects_and_steps_again(lost_after):
+    gradients = [contributions(SMALL, WORLD, seed=5)[rank] for rank in range(WORLD)]
+    first, second = exchanges_of(WORLD, lost_after=lost_after), exchanges_of(WORLD)
+
+    def work(rank):
+        engine = GradientEngine(SMALL, exchange=first[rank], max_norm=1.0)
+        engine.add(in_components(gradients[rank]))
+        with pytest.raises(PeerLost):
+            engine.step()
+        engine.reconnect(second[rank])
+        norm = engine.step().norm
+        engine.exchange.barrier()
+        return norm
+
+    norms = on_all(work, range(WORLD))
+    expected = np.linalg.norm(rank_order_sum(gradients).astype(np.float64)) / WORLD
+    assert norms == [pytest.approx(expected, rel=1e-6)] * WORLD
+    close(second)
+
+
+def test_a_layout_of_nothing_binds():
+    layout = GradientLayout.of({"nothing": (0,)})
+    with group(Transport.THREADS, 2) as exchanges:
+        workers = bound(exchanges, layout, contributions(layout, 2))
+        assert on_all(Worker.sum, workers) == [(), ()]
