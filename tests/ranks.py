@@ -11,6 +11,12 @@ def on_ranks(work, world_size, **options):
     return _on_each(work, local_group(world_size, **options))
 
 
+def may_hold_sums(engine):
+    """Whether some of the sum over links may have come into an engine's arena."""
+    carrier = engine._reducer.workers.progress.carrier
+    return carrier is not None and carrier._all_reduce.may_hold_sums
+
+
 def on_grid(work, dp_size, tp_size, rows=None):
     """Run work(data_parallel, tensor_parallel) on a thread for each rank of a grid; outcomes[dp_rank][tp_rank].
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from test_demo_run import TEXTS, ended, replayed, silent
-from transports import SOON, deadline_when, outcomes
+from transports import SOON, coordinated, deadline_when, outcomes
 
 from gradengine.demo import worker
 from gradengine.demo.model import LlamaConfig, initial_weights
@@ -274,6 +274,6 @@ def test_a_silent_worker_is_named_and_not_the_shards_that_wait_for_each_other(mo
     with deadline_when(
         monkeypatch, (1,), (0,), "of step 2", number=1
     ):  # of the two shards' groups of workers the second
-        exchanges = [worker.local_group(2, timeout=SOON) for _ in range(2)]
+        exchanges = [coordinated(2) for _ in range(2)]
         with pytest.raises(DeadlineExceeded, match=r"^rank 1 is late for .*rank 0 is waiting"):
             worker._train(SETTINGS, TEXTS, list(zip(*exchanges, strict=True)), lambda report: None)

@@ -138,7 +138,7 @@ def test_a_shard_that_fails_ends_all_that_the_others_wait_for(wait):
         on_group(work, 4)
     assert time.monotonic() - begin < SOON
     assert len(lost) == 3
-    assert all("left the group" in message for message in lost)
+    assert all("left the group" in message or "is gone" in message for message in lost)
 
 
 # ---- threads ----

@@ -9,7 +9,7 @@ from transports import SMALL, SOON, Transport, Worker, bound, contributions, gro
 
 from gradengine import GradientEngine
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange import linked
+from gradengine.exchange import linked, local_group
 from gradengine.exchange.interface import NonFiniteValue, Progress
 from gradengine.exchange.linked import LinkedExchange
 from gradengine.exchange.links.link import Link
@@ -28,7 +28,9 @@ class Failing(Link):
 
     def __init__(self, link, left):
         self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
-        self.send, self.receive, self.close, self.wake_by = link.send, link.receive, link.close, link.wake_by
+        self.reads_in_place, self.wake_by = link.reads_in_place, link.wake_by
+        self.send, self.receive, self.close = link.send, link.receive, link.close
+        self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
 
     def send(self, peer, tag, memory):
         raise NotImplementedError
@@ -330,6 +332,19 @@ def test_an_interrupted_wait_closes_the_exchange(monkeypatch):
     with pytest.raises(PeerLost, match="rank 0 is gone"):
         workers[1].sum()
     close(exchanges)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 65537, 10**9, 10**400])
+def test_a_group_of_nobody_or_of_more_than_there_are_is_refused(world_size):
+    with pytest.raises(CallerError, match=r"world_size is out of range: got .*, expected a whole number in 1\.\.65536"):
+        local_group(world_size)
+
+
+@pytest.mark.parametrize("option", ["timeout", "join_timeout"])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_time_out_of_range_is_refused(option, seconds):
+    with pytest.raises(CallerError, match=f"^{option} is out of range"):
+        local_group(2, **{option: seconds})
 
 
 @pytest.mark.parametrize("option", ["timeout", "join_timeout"])

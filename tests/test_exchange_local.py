@@ -11,10 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupted_at, places_of
-from transports import SMALL, SOON, Transport, Worker, bound, contributions, group, on_all, outcomes, rank_order_sum
+from transports import (
+    SMALL,
+    SOON,
+    Transport,
+    Worker,
+    bound,
+    contributions,
+    coordinated,
+    group,
+    on_all,
+    outcomes,
+    rank_order_sum,
+)
 
-from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
-from gradengine.exchange import local_group
+from gradengine.errors import DeadlineExceeded, PeerLost
 from gradengine.exchange.coordinator import Coordinator
 from gradengine.layout import GradientLayout
 
@@ -52,19 +63,6 @@ def test_one_thread_may_drive_all_ranks():
             assert worker.arena.tobytes() == rank_order_sum(data).tobytes()
 
 
-@pytest.mark.parametrize("world_size", [0, -1, 65537, 10**9, 10**400])
-def test_a_group_of_nobody_or_of_more_than_there_are_is_refused(world_size):
-    with pytest.raises(CallerError, match=r"world_size is out of range: got .*, expected a whole number in 1\.\.65536"):
-        local_group(world_size)
-
-
-@pytest.mark.parametrize("option", ["timeout", "join_timeout"])
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_time_out_of_range_is_refused(option, seconds):
-    with pytest.raises(CallerError, match=f"^{option} is out of range"):
-        local_group(2, **{option: seconds})
-
-
 # ---- what a fault leaves behind ----
 
 
@@ -83,7 +81,7 @@ def bound_in_turn(workers, order):
 
 def bound_again(workers, **options):
     """All workers in a new group, arenas and progress as they are."""
-    for worker, exchange in zip(workers, local_group(len(workers), **options), strict=True):
+    for worker, exchange in zip(workers, coordinated(len(workers), **options), strict=True):
         worker.exchange.close()
         worker.exchange = exchange
     on_all(Worker.bind, workers)
@@ -93,7 +91,7 @@ def bound_again(workers, **options):
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_fault_in_a_callback_ends_the_group_and_the_step_can_be_run_again(culprit, order):
     data = contributions(SMALL, 3)
-    workers = [Worker(exchange, SMALL, data[exchange.rank]) for exchange in local_group(3, bucket_bytes=64)]
+    workers = [Worker(exchange, SMALL, data[exchange.rank]) for exchange in coordinated(3, bucket_bytes=64)]
     bound_in_turn(workers, order)
     calls = []
 
@@ -121,7 +119,7 @@ def test_fault_in_a_callback_ends_the_group_and_the_step_can_be_run_again(culpri
 
 def test_arena_summed_half_way_in_place_is_not_taken_for_a_contribution(monkeypatch):
     data = contributions(SMALL, 2)
-    workers = bound(local_group(2, bucket_bytes=64), SMALL, data)
+    workers = bound(coordinated(2, bucket_bytes=64), SMALL, data)
 
     def interrupted(parts, total, start):
         total += parts[1]
@@ -134,7 +132,7 @@ def test_arena_summed_half_way_in_place_is_not_taken_for_a_contribution(monkeypa
             workers[1].exchange.start(SMALL.spans[0])
     with pytest.raises(PeerLost, match=r"broke off.*reconnect"):
         workers[0].exchange.wait()
-    for worker, exchange in zip(workers, local_group(2, bucket_bytes=64), strict=True):
+    for worker, exchange in zip(workers, coordinated(2, bucket_bytes=64), strict=True):
         worker.exchange = exchange
     for error in outcomes(Worker.bind, workers):
         assert "rank 0 has sums of step 0 that the coordinator lost" in str(error)
@@ -143,7 +141,7 @@ def test_arena_summed_half_way_in_place_is_not_taken_for_a_contribution(monkeypa
 
 def test_nobody_hears_of_a_failure_while_an_arena_is_still_written():
     events = []
-    exchanges = local_group(3, bucket_bytes=1 << 20)
+    exchanges = coordinated(3, bucket_bytes=1 << 20)
     workers = bound(exchanges, SMALL, contributions(SMALL, 3))
     shared = exchanges[0]._group
 
@@ -167,14 +165,14 @@ def test_nobody_hears_of_a_failure_while_an_arena_is_still_written():
 
 
 def test_close_from_a_callback_does_not_hang():
-    workers = bound(local_group(2, bucket_bytes=64), SMALL, contributions(SMALL, 2))
+    workers = bound(coordinated(2, bucket_bytes=64), SMALL, contributions(SMALL, 2))
     workers[1].take = lambda span, upto: workers[1].exchange.close()
     assert {type(error) for error in outcomes(Worker.sum, workers)} == {PeerLost}
 
 
 def test_sum_is_taken_in_rank_0s_arena_without_a_copy():
     data = contributions(SMALL, 2)
-    workers = bound(local_group(2), SMALL, data)
+    workers = bound(coordinated(2), SMALL, data)
     arena = workers[0].arena
     on_all(Worker.sum, workers)
     assert workers[0].arena is arena
@@ -184,7 +182,7 @@ def test_sum_is_taken_in_rank_0s_arena_without_a_copy():
 
 def test_a_sum_interrupted_before_it_began_is_not_waited_for(monkeypatch):
     """The thread that had claimed it left it claimed: the other rank, and each close(), waited for ever."""
-    workers = bound(local_group(2, timeout=SOON), SMALL, contributions(SMALL, 2))
+    workers = bound(coordinated(2, timeout=SOON), SMALL, contributions(SMALL, 2))
 
     def interrupted(coordinator, position):
         monkeypatch.undo()
@@ -204,7 +202,7 @@ def test_a_sum_interrupted_before_it_began_is_not_waited_for(monkeypatch):
 
 def test_no_wait_is_for_ever_whoever_is_to_blame():
     """A claim that nobody will give back: two interrupts, the second one while the first is dealt with."""
-    workers = bound(local_group(2, timeout=0.3), SMALL, contributions(SMALL, 2))
+    workers = bound(coordinated(2, timeout=0.3), SMALL, contributions(SMALL, 2))
     shared = workers[0].exchange._group
     shared._summing_thread = -1
     found = outcomes(Worker.sum, workers)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradengine import GpuGradientAccumulator, GradientEngine, GradientLayout, connect
 from gradengine.errors import CallerError
-from gradengine.exchange import local_group
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.plan.machine import Rates
 from gradengine.plan.models import NAMED, Model, load_model
 from gradengine.plan.prediction import (
@@ -180,8 +180,7 @@ def test_only_a_gpu_has_a_mirror():
 
 def test_the_coordinator_keeps_what_the_servers_code_says():
     assert BUCKETS_IN_FLIGHT == 8
-    group = local_group(1)[0]._group
-    assert coordinator_bytes(load_model("350m").layout(), 3) == 2 * 8 * group.bucket_bytes == 33554432
+    assert coordinator_bytes(load_model("350m").layout(), 3) == 2 * 8 * DEFAULT_BUCKET_BYTES == 33554432
 
 
 def test_buckets_are_no_larger_than_what_travels():

@@ -20,8 +20,7 @@ from gradengine.exchange.channel import Channel, connect_socket
 from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.group import Group
 from gradengine.exchange.handshake import join_of, new_nonce, proof
-from gradengine.exchange.linked import LinkedExchange
-from gradengine.exchange.links.threads import thread_links
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.exchange.wire import Challenge, Hello
 from gradengine.layout import GradientLayout
 
@@ -32,8 +31,8 @@ SOON = 60.0  # seconds in which what waits for nothing is done on any machine; w
 class Transport(enum.Enum):
     """Every way in which workers can be joined on one machine."""
 
-    LOCAL = "local"  # threads of one process
-    THREADS = "threads"  # the same over links
+    THREADS = "threads"  # of one process
+    LOCAL = "local"  # the same with a coordinator
     TCP = "tcp"  # rank 0 hosts the coordinator, the others reach it over TCP
     UNIX = "unix"  # the same over a Unix socket, by connect()
     SERVER = "server"  # a GradientServer alone, all ranks reach it over TCP
@@ -55,10 +54,10 @@ def group(transport, world_size, *, token=None, **options):
 
 
 def _exchanges(stack, transport, world_size, token, options):
-    if transport is Transport.LOCAL:
-        return local_group(world_size, **options)
     if transport is Transport.THREADS:
-        return [LinkedExchange(link, **options) for link in thread_links(world_size)]
+        return local_group(world_size, **options)
+    if transport is Transport.LOCAL:
+        return coordinated(world_size, **options)
     worker_options = {name: value for name, value in options.items() if name != "bucket_bytes"}
     if transport is Transport.UNIX:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ge"))) / "s"
@@ -71,6 +70,12 @@ def _exchanges(stack, transport, world_size, token, options):
         WorkerClient(server.address, rank, world_size, token=token, **worker_options)
         for rank in range(first, world_size)
     ]
+
+
+def coordinated(world_size, *, timeout=SOON, join_timeout=SOON, bucket_bytes=DEFAULT_BUCKET_BYTES):
+    """Exchanges of ranks that all are in their coordinator's process, as rank 0 of a group over sockets is."""
+    group = Group(world_size, timeout, join_timeout, bucket_bytes)
+    return [LocalExchange(group, rank) for rank in range(world_size)]
 
 
 @contextlib.contextmanager

@@ -23,11 +23,11 @@ from gradengine.exchange.interface import (
     Progress,
     checked_seconds,
 )
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.linked import LinkedExchange, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.torch_group import torch_link
-from gradengine.exchange.local import LocalExchange, local_group
+from gradengine.exchange.local import LocalExchange
 from gradengine.exchange.rendezvous import MPI_URL, address_of, is_over_mpi, joining
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tcp import WorkerClient

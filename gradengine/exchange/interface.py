@@ -3,8 +3,8 @@
 The sum is elementwise in fp32 and taken in rank order from rank 0's value on, so that its bits depend neither on the
 transport, nor on the bucket size, nor on the order of arrival.
 
-A new transport is a file beside `tcp.py` with an `Exchange`, and its URL in `connect`. It keeps `Progress` true, so
-that a lost exchange can be taken up by another: which buckets are summed, and whether the next is partly written.
+An `Exchange` is an opaque handle: users make one by `connect` or `local_group`, give it to an engine, close it, and do
+not subclass it. A new transport is a link (`links/`) and its URL in `connect`.
 """
 
 from __future__ import annotations

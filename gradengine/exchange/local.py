@@ -1,4 +1,4 @@
-"""Exchange between threads of one process, each with its own arena; no copy but that of the sum."""
+"""The exchange of a rank that is in its coordinator's process; no copy but that of the sum."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import numpy as np
 from gradengine.errors import CallerError, ExchangeError, PeerLost
 from gradengine.exchange.group import Group, Member
 from gradengine.exchange.interface import (
-    DEFAULT_BUCKET_BYTES,
-    DEFAULT_JOIN_TIMEOUT,
-    DEFAULT_TIMEOUT,
     Bucket,
     Exchange,
     Float32,
@@ -26,32 +23,6 @@ from gradengine.exchange.interface import (
     refuse_long_part,
 )
 from gradengine.layout import GradientLayout, Span
-
-
-def local_group(
-    world_size: int,
-    *,
-    timeout: float = DEFAULT_TIMEOUT,
-    join_timeout: float = DEFAULT_JOIN_TIMEOUT,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> list[LocalExchange]:
-    """One exchange for each of `world_size` threads of this process, in rank order.
-
-    Args:
-        world_size: Number of threads; each uses its own exchange.
-        timeout: Seconds without any progress after which waiting ranks fail.
-        join_timeout: Seconds for which the first rank to bind waits for the others.
-        bucket_bytes: Bytes summed at a time; changes no bit of the result.
-
-    Raises:
-        CallerError: The world size is not in 1..65536, or a time or size is out of range.
-
-    Example:
-        >>> [exchange.rank for exchange in local_group(3)]
-        [0, 1, 2]
-    """
-    group = Group(world_size, timeout, join_timeout, bucket_bytes)
-    return [LocalExchange(group, rank) for rank in range(world_size)]
 
 
 @final

@@ -45,7 +45,8 @@ class Pump(NotCopied, instead="make one for each link"):
         self._gather: Gather | None = None  # the one that is under way
         self._handed: set[int | str] = set()  # keys of the spans of this step, those of `_spans` among them
         self._spans: deque[Span] = deque()  # that the thread is to start
-        self._changed = threading.Condition()  # also the lock under which all-reduce and gather are called
+        self._lock = threading.RLock()  # under which all-reduce and gather are called
+        self._changed = threading.Condition(self._lock)
         self._failure: BaseException | None = None
         self._is_closing, self._moved_at = False, clock()
         self._idle = Idle(link)
@@ -53,7 +54,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def run(self, all_reduce: OrderedAllReduce) -> None:
         """Run this all-reduce from now on: nothing else may call it before `close` returns, but for its results."""
-        with self._changed:
+        with self._lock:
             self._all_reduce = all_reduce
             self._begin_to_run()
 
@@ -69,7 +70,7 @@ class Pump(NotCopied, instead="make one for each link"):
         refuse_other_kind("span", span, Span)
         if span.key in self._handed or self._sums.is_started(span):
             raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
-        with self._changed:
+        with self._lock:
             self._refuse_failed()
             self._handed.add(span.key)
             self._spans.append(span)
@@ -103,7 +104,7 @@ class Pump(NotCopied, instead="make one for each link"):
             PeerLost, ProtocolError, ExchangeError: As `wait`; a rank announces more than 16 MiB.
         """
         gather, seconds = Gather(self._link.rank, self._link.world_size, data), checked_seconds("timeout", timeout)
-        with self._changed:
+        with self._lock:
             self._refuse_failed()
             if self._gather is not None:
                 raise WindowError("a gather was interrupted", do="close the exchange, and reconnect on all ranks")
@@ -116,14 +117,14 @@ class Pump(NotCopied, instead="make one for each link"):
     def next_step(self) -> None:
         """Begin the next step, when all ranks have said that they are done; see `OrderedAllReduce.next_step`."""
         self._start_handed()
-        with self._changed:
+        with self._lock:
             self._refuse_failed()
             self._sums.next_step()
             self._handed.clear()
 
     def close(self) -> None:
         """End the thread and close the link: nothing writes into the arena any more. May be called twice."""
-        with self._changed:
+        with self._lock:
             self._is_closing, thread = True, self._thread
         self._idle.wake()
         if thread is not None:
@@ -153,7 +154,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _goes_on(self) -> bool:
         """Whether this thread is still needed; who waits is told where it is not."""
-        with self._changed:
+        with self._lock:
             if self._has_work and not self._is_closing:
                 return True
             self._thread = None
@@ -170,7 +171,7 @@ class Pump(NotCopied, instead="make one for each link"):
         """Report what is over, start what is handed over, and begin what follows; whether there was anything."""
         over = self._link.poll()
         for completion in over:
-            with self._changed:
+            with self._lock:
                 self._moved_at = self._clock()
                 self._report(completion)
             self._begin()
@@ -189,14 +190,14 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _start_handed(self) -> None:
         """Start the spans that were handed over."""
-        with self._changed:
+        with self._lock:
             while self._spans:
                 self._moved_at = self._clock()
                 self._sums.start(self._spans.popleft())
 
     def _begin(self) -> bool:
         """Begin the transfers that are to be made now; whether there were any."""
-        with self._changed:
+        with self._lock:
             transfers = [t for each in (self._gather, self._all_reduce) if each is not None for t in each.transfers()]
             if not self._has_work or (self._gather is not None and self._gather.is_done):
                 self._changed.notify_all()  # else whoever waits would take the GIL from the sums for nothing
@@ -212,7 +213,7 @@ class Pump(NotCopied, instead="make one for each link"):
         return bool(transfers)
 
     def _fail(self, fault: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._failure, self._thread = fault, None
             self._changed.notify_all()
         self._link.close()  # the other ranks wait for this one in vain
@@ -225,7 +226,7 @@ class Pump(NotCopied, instead="make one for each link"):
         return self._all_reduce
 
     def _wait_until(self, is_done: Callable[[], bool], seconds: float, late: Callable[[], tuple[int, str]]) -> None:
-        with self._changed:
+        with self._lock:
             since = self._clock()
             while not is_done():
                 self._refuse_failed()

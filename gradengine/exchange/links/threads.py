@@ -56,7 +56,7 @@ class ThreadLink(Link):
 
     def release(self, peer: int, tag: int) -> None:
         group, mine = self._group, self._group.ranks[self.rank]
-        with group.changed:
+        with group.lock:
             self._refuse_closed()
             del mine.borrowed[peer, tag], mine.open[Completion(Completed.RECEIVED, peer, tag)]
             group.leave([peer])
@@ -64,7 +64,7 @@ class ThreadLink(Link):
 
     def poll(self) -> list[Completion]:
         group, mine = self._group, self._group.ranks[self.rank]
-        with group.changed:
+        with group.lock:
             self._refuse_closed()
             match = mine.matched.popleft() if mine.matched else None
             if match is None and not mine.over:
@@ -73,13 +73,13 @@ class ThreadLink(Link):
                 self._take(match)
         if match is not None and match.sink is not None:
             self._copy(match.peer, match.tag, match.source, match.sink)
-        with group.changed:
+        with group.lock:
             over, mine.over = mine.over, []
         return over
 
     def close(self) -> None:
         group = self._group
-        with group.changed:
+        with group.lock:
             if not group.ranks[self.rank].is_closed:
                 group.leave([peer for peer, _ in group.ranks[self.rank].borrowed])
                 group.ranks[self.rank] = _Rank(is_closed=True, lost=self.lost)
@@ -97,7 +97,7 @@ class ThreadLink(Link):
         group, mine = self._group, self._group.ranks[self.rank]
         kind, peer, tag = transfer
         other = Completed.RECEIVED if kind is Completed.SENT else Completed.SENT
-        with group.changed:
+        with group.lock:
             self._refuse_closed()
             mine.open[transfer] = memory
             # Of another rank the memory is known while its transfer is open: it waits for this one.
@@ -134,7 +134,7 @@ class ThreadLink(Link):
             np.copyto(sink.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8))
             is_copied = True
         finally:
-            with group.changed:
+            with group.lock:
                 group.leave([self.rank, peer])
                 if is_copied:
                     self._end(self.rank, Completion(Completed.RECEIVED, peer, tag))
@@ -187,7 +187,8 @@ class _Group:
     """The ranks, under one lock that is not held while anything is copied."""
 
     def __init__(self, world_size: int) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.ranks = [_Rank() for _ in range(world_size)]
         self.users: Counter[int] = Counter()  # how many read or write each rank's memory now
 
