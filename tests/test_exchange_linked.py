@@ -308,10 +308,26 @@ def test_waiting_is_over_for_good_when_it_has_failed():
     exchanges[1].close()
     with pytest.raises(PeerLost) as lost:
         workers[0].sum()
-    for call in (exchanges[0].wait, exchanges[0].barrier, lambda: exchanges[0].start(ALL[-1])):
+    for call in (exchanges[0].wait, exchanges[0].barrier):
         with pytest.raises(PeerLost) as again:
             call()
         assert again.value is lost.value
+    close(exchanges)
+
+
+def test_starting_a_span_does_not_fail_where_a_rank_is_gone():
+    """Gradients are added then: they are kept, and `wait` says what is wrong."""
+    exchanges = exchanges_of(2)
+    (worker, _) = workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+    worker.exchange.start(ALL[0])
+    workers[1].exchange.close()
+    failed = worker.exchange._pump
+    with pytest.raises(PeerLost):
+        failed.wait(SOON)
+    for span in ALL[1:]:
+        worker.exchange.start(span)
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        worker.exchange.wait()
     close(exchanges)
 
 

@@ -1,10 +1,10 @@
 """Ordered all-reduce over workers: one interface, the transports of it, the same bytes from each.
 
 In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `interface.py`
-is what a transport is: `local.py` (threads), `tcp.py` and `server.py` (sockets); `group.py` adds the ranks' gradients,
-for each of them. `linked.py` is one over MPI or a torch process group: `links/` moves bytes between any two ranks,
-`gather.py` small data over them; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its owner;
-`pump.py` runs it over a link. Imports `layout` and `kernels`.
+is what an exchange is, and there are two. `linked.py` goes over threads, MPI or a torch process group: `links/` moves
+bytes between any two ranks, `gather.py` small data over them; `ordered_all_reduce.py` adds the shares that `shares.py`
+cuts, each at its owner; `pump.py` runs it over a link. Over sockets rank 0 adds all, in `group.py`: `local.py` is its
+own side, `server.py` and `tcp.py` are the others'. Imports `layout` and `kernels`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -104,16 +105,17 @@ class LinkedExchange(Exchange):
     def start(self, span: Span) -> None:
         pump, all_reduce = self._bound()
         refuse_other_kind("span", span, Span)
-        self._refuse_failed()
         if span.key in self._started:
             raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
-        if self._progress.carrier is not self:  # it has begun another step, or nothing yet
-            if all_reduce.is_begun:
-                self._to_the_end(pump.next_step)
-            self._progress.carrier = self
-        if not all_reduce.is_started(span):  # else over an exchange that was lost
-            self._to_the_end(lambda: pump.start(span))
         self._started.add(span.key)
+        with contextlib.suppress(ExchangeError):  # `wait` raises it
+            self._refuse_failed()
+            if self._progress.carrier is not self:  # it has begun another step, or nothing yet
+                if all_reduce.is_begun:
+                    self._to_the_end(pump.next_step)
+                self._progress.carrier = self
+            if not all_reduce.is_started(span):  # else over an exchange that was lost
+                self._to_the_end(lambda: pump.start(span))
 
     def wait(self) -> tuple[NonFiniteValue, ...]:
         pump, all_reduce = self._bound()
