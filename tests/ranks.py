@@ -2,13 +2,25 @@
 
 import threading
 
+from transports import Failing
+
 from gradengine import connect, local_group
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.threads import thread_links
 
 
 def on_ranks(work, world_size, **options):
     """Run work(exchange) on a thread for each rank of a local group; its results or errors in rank order."""
     options = {"timeout": 60.0, "join_timeout": 60.0, **options}
     return _on_each(work, local_group(world_size, **options))
+
+
+def on_links(work, world_size, *, lost_after=None, **options):
+    """The same over links between threads; that of rank 1 closes after so many transfers."""
+    links = thread_links(world_size)
+    links[1] = Failing(links[1], 1 << 30 if lost_after is None else lost_after)
+    exchanges = [LinkedExchange(link, **{"timeout": 60.0, "join_timeout": 60.0, **options}) for link in links]
+    return _on_each(work, exchanges)
 
 
 def on_grid(work, dp_size, tp_size, rows=None):
