@@ -2,7 +2,11 @@
 
 import threading
 
+from transports import Failing
+
 from gradengine import connect, local_group
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.threads import thread_links
 
 
 def on_ranks(work, world_size, **options):
@@ -15,6 +19,14 @@ def may_hold_sums(engine):
     """Whether some of the sum over links may have come into an engine's arena."""
     carrier = engine._reducer.workers.progress.carrier
     return carrier is not None and carrier._all_reduce.may_hold_sums
+
+
+def on_links(work, world_size, *, lost_after=None, **options):
+    """The same over links between threads; that of rank 1 closes after so many transfers."""
+    links = thread_links(world_size)
+    links[1] = Failing(links[1], 1 << 30 if lost_after is None else lost_after)
+    exchanges = [LinkedExchange(link, **{"timeout": 60.0, "join_timeout": 60.0, **options}) for link in links]
+    return _on_each(work, exchanges)
 
 
 def on_grid(work, dp_size, tp_size, rows=None):

@@ -5,14 +5,25 @@ import threading
 import msgpack
 import numpy as np
 import pytest
-from transports import SMALL, SOON, Transport, Worker, bound, contributions, group, on_all, outcomes, rank_order_sum
+from transports import (
+    SMALL,
+    SOON,
+    Failing,
+    Transport,
+    Worker,
+    bound,
+    contributions,
+    group,
+    on_all,
+    outcomes,
+    rank_order_sum,
+)
 
 from gradengine import GradientEngine
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import linked, local_group
 from gradengine.exchange.interface import NonFiniteValue, Progress
 from gradengine.exchange.linked import LinkedExchange
-from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.pump import Pump
 from gradengine.layout import GradientLayout
@@ -21,28 +32,6 @@ pytestmark = pytest.mark.timeout(150)
 WORLD, BUCKET = 3, 128
 EXPECTED = rank_order_sum(contributions(SMALL, WORLD)).tobytes()
 ALL = list(SMALL.spans)
-
-
-class Failing(Link):
-    """A link that closes once so many transfers are over."""
-
-    def __init__(self, link, left):
-        self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
-        self.reads_in_place, self.wake_by = link.reads_in_place, link.wake_by
-        self.send, self.receive, self.close = link.send, link.receive, link.close
-        self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
-
-    def send(self, peer, tag, memory):
-        raise NotImplementedError
-
-    receive = close = send
-
-    def poll(self):
-        if self.left <= 0:
-            self.link.close()
-        over = self.link.poll()
-        self.left -= len(over)
-        return over
 
 
 def exchanges_of(world_size, *, lost_after=None, **options):

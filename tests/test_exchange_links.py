@@ -17,8 +17,8 @@ from gradengine.exchange.links.link import Completed, Completion, Idle
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.links.torch_group import TorchLink
-from gradengine.exchange.ordered_all_reduce import Send
 from gradengine.exchange.pump import Pump
+from gradengine.exchange.transfers import Send
 
 SENT, RECEIVED = Completed.SENT, Completed.RECEIVED
 
@@ -298,6 +298,12 @@ def test_who_closes_does_not_wait_for_those_who_have_not_begun_to_read():
     first.close()
     with pytest.raises(PeerLost, match="rank 0 is gone"):
         second.poll()
+
+
+def test_who_waits_for_something_else_besides_rests_for_milliseconds_only():
+    idle = Idle(thread_links(2)[1])
+    for _ in range(3):
+        idle.rest(is_woken=False)
 
 
 def test_who_rests_is_woken_by_what_the_other_rank_does():

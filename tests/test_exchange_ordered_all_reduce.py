@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError, WindowError
-from gradengine.exchange.ordered_all_reduce import Borrow, OrderedAllReduce, Release, Send, State
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, State
 from gradengine.exchange.shares import shares_of
+from gradengine.exchange.transfers import Borrow, Copy, Release, Send
 from gradengine.kernels import CHUNK, HostKernels
+from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout
 
 KERNELS = HostKernels(threads=1)
@@ -57,17 +59,30 @@ def squares_of(layout, total):
     return arena.partials.values
 
 
+class Rows(DeviceArena):
+    """A device's arena as the all-reduce sees it: rows, which begin as NaN; the network below makes the copies."""
+
+    is_copying = note = copy = poll = None
+
+    def __init__(self):
+        self.given = []
+
+    def rows(self, count, size):
+        self.given.append(np.full((count, size), np.nan, np.float32))
+        return self.given[-1]
+
+
 class Group:
     """All ranks, what each contributes to each step, and messages that are delivered in a random order."""
 
-    def __init__(self, layout, shares, steps, seed=0, in_flight=1 << 20, reads_in_place=False):
+    def __init__(self, layout, shares, steps, seed=0, in_flight=1 << 20, reads_in_place=False, on_devices=()):
         self.layout, self.steps, self.random = layout, steps, random.Random(seed)
         self.arenas = [part.copy() for part in steps[0]]
         size = len(self.arenas)
+        self.rows = {rank: Rows() for rank in on_devices}
+        options = {"in_flight": in_flight, "reads_in_place": reads_in_place}
         self.ranks = [
-            OrderedAllReduce(
-                rank, size, layout, shares, arena, KERNELS, in_flight=in_flight, reads_in_place=reads_in_place
-            )
+            OrderedAllReduce(rank, size, layout, shares, self.rows.get(rank, arena), KERNELS, **options)
             for rank, arena in enumerate(self.arenas)
         ]
         self.unstarted = [self.in_some_order() for _ in self.ranks]
@@ -84,6 +99,7 @@ class Group:
 
     def connect(self):
         self.sends, self.receives, self.is_acknowledged, self.lent, self.reports = {}, {}, {}, set(), []
+        self.copies = []
 
     def collect(self):
         """New transfers, none of them twice."""
@@ -92,7 +108,14 @@ class Group:
                 to, kind, number = transfer.peer, transfer.tag % 6 // 2, transfer.tag // 6
                 assert 0 <= transfer.tag < 1 << 21
                 assert transfer.tag % 2 == rank.step % 2
-                if isinstance(transfer, Send):
+                if rank.rank in self.rows and not isinstance(transfer, Release | Borrow) and kind != FACTS:
+                    self.refuse_used_rows(rank.rank, transfer)
+                if isinstance(transfer, Copy):
+                    assert to == rank.rank
+                    assert kind == (SUM if transfer.is_to_arena else PART)
+                    assert transfer.behind not in {span.key for span in self.unstarted[to]}
+                    self.copies.append(transfer)
+                elif isinstance(transfer, Send):
                     assert (rank.rank, to, transfer.tag) not in self.sends
                     self.sends[rank.rank, to, transfer.tag] = transfer.memory, transfer.memory.tobytes()
                 elif isinstance(transfer, Release):
@@ -105,6 +128,16 @@ class Group:
                     if kind == PART and not self.reads_in_place:
                         self.buffers.setdefault(rank.rank, set()).add(place.ctypes.data)
 
+    def refuse_used_rows(self, rank, transfer):
+        """Whatever is written is used by nothing else meanwhile."""
+        is_read = isinstance(transfer, Send) or (isinstance(transfer, Copy) and transfer.is_to_arena)
+        read = [memory for key, (memory, _) in self.sends.items() if key[0] == rank and key not in self.is_acknowledged]
+        read += [copy.memory for copy in self.copies if copy.peer == rank and copy.is_to_arena]
+        written = [place for (_, sink, _), place in self.receives.items() if sink == rank and place is not None]
+        written += [copy.memory for copy in self.copies if copy.peer == rank and not copy.is_to_arena]
+        for other in written if is_read else read + written:
+            assert not np.shares_memory(other, transfer.memory)
+
     def turn(self):
         """One of all things that can happen now; False if nothing can."""
         self.collect()
@@ -116,6 +149,7 @@ class Group:
                 if key not in self.is_acknowledged and key[:2] in self.early and not self.is_to_be_lent(key)
             ),
             *((self.report, n) for n in range(len(self.reports))),
+            *((self.make_copy, copy) for copy in self.copies),
             *((self.start, rank) for rank, spans in enumerate(self.unstarted) if spans),
             *((self.go_on, rank) for rank, each in enumerate(self.ranks) if self.can_go_on(each)),
         ]
@@ -148,6 +182,17 @@ class Group:
         if not self.is_acknowledged.pop(key, False):
             self.reports.append((self.ranks[source].sent, sink, number))
         del self.sends[key]
+
+    def make_copy(self, copy):
+        self.copies = [other for other in self.copies if other is not copy]
+        place = self.arenas[copy.peer][copy.start : copy.start + copy.memory.size]
+        rank = self.ranks[copy.peer]
+        if copy.is_to_arena:
+            place[:] = copy.memory
+            rank.sent(copy.peer, copy.tag)
+        else:
+            copy.memory[:] = place
+            rank.received(copy.peer, copy.tag)
 
     def take_back(self, key):
         """What was lent has been read: the sender is told, who may overwrite it."""
@@ -194,6 +239,8 @@ class Group:
         for key, place in self.receives.items():
             if place is not None and key in self.sends and self.random.random() < 0.5:
                 place[: len(place) // 2] = -7
+        for copy in [*self.copies]:  # those that were begun end
+            self.make_copy(copy)
         self.connect()
         frontiers = [rank.frontier() for rank in self.ranks]
         for rank in self.ranks:
@@ -245,7 +292,8 @@ def groups(draws, steps=1):
         rank, index = draws(st.integers(0, world_size - 1)), draws(st.sampled_from(elements))
         parts[0][rank, index] = draws(st.sampled_from([np.nan, np.inf, -np.inf, 3.4e38]))
     in_flight = draws(st.sampled_from([0, 500, 8 << 20]))
-    return Group(layout, shares, parts, seed, in_flight, reads_in_place=draws(st.booleans()))
+    on_devices = draws(st.sets(st.integers(0, world_size - 1)))
+    return Group(layout, shares, parts, seed, in_flight, reads_in_place=draws(st.booleans()), on_devices=on_devices)
 
 
 @given(groups())
@@ -273,13 +321,28 @@ def small_group(world_size=3, seed=0, owners=None, **options):
     return Group(SMALL, shares, [random_parts(SMALL, world_size, [seed])], seed, **options)
 
 
+@pytest.mark.parametrize("on_devices", [(), (1,), (0, 1, 2)])
 @pytest.mark.parametrize("reads_in_place", [False, True])
-def test_lost_at_any_moment_and_lost_again(reads_in_place):
-    turns = small_group(reads_in_place=reads_in_place).run()
+def test_lost_at_any_moment_and_lost_again(reads_in_place, on_devices):
+    options = {"reads_in_place": reads_in_place, "on_devices": on_devices, "in_flight": 200 if on_devices else 1 << 20}
+    turns = small_group(**options).run()
     assert turns > 60
     for turn in range(turns):
         for losses in ([turn], [turn, turn + 4]):
-            small_group(reads_in_place=reads_in_place).run(losses)
+            small_group(**options).run(losses)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_with_one_row_of_each_kind_nobody_waits_for_ever(seed):
+    """Links that are streams, on which what cannot be received yet holds up what is behind it; lost now and then."""
+    numbers, world_size = random.Random(seed), 2 + seed % 4
+    layout = GradientLayout.of({f"layers.{n}.w": (40,) for n in range(14)})
+    parts = [random_parts(layout, world_size, [seed, n]) for n in range(2)]
+    shares = owned_by(lambda _: numbers.randrange(world_size), layout, world_size)
+    on_devices = [rank for rank in range(world_size) if numbers.random() < 0.6]
+    group = Group(layout, shares, parts, seed, in_flight=numbers.choice([0, 400]), on_devices=on_devices)
+    group.are_streams = group.waits_for_all = True
+    group.run({numbers.randrange(600) for _ in range(seed % 3)})
 
 
 def stuck(world_size, stalled, owners=lambda _: 0):
@@ -338,6 +401,36 @@ def test_an_owner_receives_into_few_buffers_again_and_again(in_flight, shares):
     )
     group.run()
     assert {rank: len(addresses) for rank, addresses in group.buffers.items()} == {1: 2 * shares}
+
+
+@pytest.mark.parametrize(("in_flight", "shares"), [(0, 1), (512, 2), (1200, 4), (1 << 30, 12)])
+def test_a_devices_arena_has_rows_for_the_shares_that_are_on_their_way(in_flight, shares):
+    layout = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
+    parts = [random_parts(layout, 3, [n]) for n in range(2)]
+    group = Group(layout, owned_by(lambda _: 1, layout, 3), parts, 1, in_flight, on_devices=range(3))
+    group.run()
+    rows = {rank: [len(rows) for rows in each.given] for rank, each in group.rows.items()}
+    assert rows == {0: [shares, 0], 1: [0, shares], 2: [shares, 0]}
+
+
+def test_a_sum_is_nowhere_else_before_its_owners_device_has_it():
+    group = small_group(3, owners=lambda _: 0, on_devices=[0])
+    group.early, turns = set(), 0
+    while not any(copy.is_to_arena for copy in group.copies):
+        assert group.turn()
+        group.collect()
+        turns += 1
+    first = next(copy for copy in group.copies if copy.is_to_arena)
+    number = first.tag // 6
+    assert not any(key[0] == 0 and key[2] == tag(SUM, number) for key in group.sends)
+    assert State(group.ranks[0].frontier()[HEADER + number]) is State.SENT
+    group.make_copy(first)
+    assert State(group.ranks[0].frontier()[HEADER + number]) is State.SUMMED
+    group.collect()
+    assert {key for key in group.sends if key[2] == tag(SUM, number)} == {
+        (0, rank, tag(SUM, number)) for rank in (1, 2)
+    }
+    group.run()
 
 
 def test_who_has_lent_a_part_receives_no_sum_in_its_place_before_all_parts_were_read():

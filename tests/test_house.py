@@ -78,6 +78,7 @@ ORDER = [
     "exchange.links.torch_group",
     "exchange.links",
     "exchange.shares",
+    "exchange.transfers",
     "exchange.ordered_all_reduce",
     "exchange.gather",
     "exchange.pump",

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import strategies as draw
 from devices import bits_of, on_host, put_all, synchronize
-from ranks import may_hold_sums, on_ranks
+from ranks import may_hold_sums, on_links, on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.errors import ExchangeError, PeerLost, WindowError
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.reduction.reducer import Reducer
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
@@ -268,6 +270,109 @@ class TestAfterAFault:
             return True
 
         assert on_ranks(one, 2) == [True, True]
+
+
+@pytest.fixture(params=[0, 8 << 20], ids=["one-row", "many-rows"])
+def in_flight(request, monkeypatch):
+    """Rows for one share, or for all of them."""
+    monkeypatch.setitem(OrderedAllReduce.__init__.__kwdefaults__, "in_flight", request.param)
+
+
+@pytest.mark.usefixtures("in_flight")
+class TestOverLinks:
+    @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"average": "per_worker", "hold": 2}])
+    def test_all_bytes_are_those_of_workers_on_the_cpu(self, kernels_of, backend_on_host, options):
+        """The norm's too: all have the squared sums that the owners measured."""
+        mixed = on_links(lambda e: train(e, kernels_of(e.rank), **options), 3, bucket_bytes=256)
+        assert mixed == on_links(lambda e: train(e, backend_on_host, **options), 3, bucket_bytes=256)
+        assert all(isinstance(outcome, list) for outcome in mixed), mixed
+
+    def test_the_sums_are_those_of_a_coordinator(self, device):
+        over_links = on_links(lambda e: train(e, device, max_norm=None), 2)
+        wanted = on_ranks(lambda e: train(e, device, max_norm=None), 2)
+        assert [outcome[-1] for step in over_links for outcome in step] == [
+            outcome[-1] for step in wanted for outcome in step
+        ]
+
+    @pytest.mark.parametrize("lost_after", range(14, 55, 5))
+    def test_a_step_that_is_lost_anywhere_is_gone_on_with(self, kernels_of, backend_on_host, lost_after):
+        def first(exchange):
+            backend = kernels_of(exchange.rank)
+            engine = GradientEngine(LAYOUT, backend.kernels, max_norm=0.5, exchange=exchange, micro_batches=2)
+            try:
+                add_window(engine, backend, exchange.rank)  # its last part is in the window before any of it leaves
+                engine.step()
+            except PeerLost:
+                return engine
+            return "the step was not lost"
+
+        def again(exchange):
+            engine = engines[exchange.rank]
+            engine.reconnect(exchange)
+            first = bits_of(engine.step())
+            add_window(engine, kernels_of(exchange.rank), exchange.rank, step=1)
+            return first, bits_of(engine.step())
+
+        undisturbed = on_links(lambda e: train(e, backend_on_host, steps=2), 3, bucket_bytes=256)
+        wanted = tuple(step[-1] for step in undisturbed[0])
+        engines = on_links(first, 3, bucket_bytes=256, lost_after=lost_after)
+        assert all(isinstance(engine, GradientEngine) for engine in engines), engines
+        assert on_links(again, 3, bucket_bytes=256) == [wanted] * 3
+
+    def test_a_sum_that_is_not_finite_is_blamed_on_its_rank(self, kernels_of):
+        def one(exchange):
+            backend = kernels_of(exchange.rank)
+            engine = GradientEngine(SMALL, backend.kernels, exchange=exchange, on_non_finite="skip")
+            gradients = contribution(exchange.rank, 0, 0, SMALL)
+            gradients[1][3] = math.inf if exchange.rank == 2 else 0
+            engine.add(put_all(backend, gradients))
+            found = engine.step().non_finite
+            return found.component, found.index, found.value, found.rank
+
+        assert on_links(one, 3) == [("layers.1.w", 3, math.inf, 2)] * 3
+
+
+class TestCopiesOfShares:
+    def test_take_pinned_memory_for_those_that_are_on_their_way(self, emulated, backend_on_host, monkeypatch):
+        monkeypatch.setitem(OrderedAllReduce.__init__.__kwdefaults__, "in_flight", 0)
+        layout = GradientLayout.of({f"layers.{n}.w": (1000,) for n in range(40)})
+
+        def one(exchange):
+            backend = backend_on_host if exchange.rank else emulated
+            return train(exchange, backend, steps=2, layout=layout)
+
+        asked, sound = [], CudaRuntime.pinned
+
+        def pinned(self, count, dtype):
+            asked.append(count * np.dtype(dtype).itemsize)
+            return sound(self, count, dtype)
+
+        monkeypatch.setattr(CudaRuntime, "pinned", pinned)
+        with cuda_emulator.recorded() as record:
+            on_gpu, on_cpu = on_links(one, 2, bucket_bytes=4000)
+        assert on_gpu == on_cpu
+        assert record.copies.count("device to host") >= 80
+        assert [size for size in asked if size >= 4000] == [4000, 4000], "one of the rank's own, one of the other's"
+
+    def test_are_not_waited_for_by_who_starts_them(self, emulated):
+        def one(exchange):
+            engine = GradientEngine(LAYOUT, emulated.kernels, exchange=exchange, micro_batches=2)
+            gradients = put_all(emulated, contribution(exchange.rank, 0, 0))
+            engine.add(gradients)
+            exchange.barrier()
+            waits = None
+            if exchange.rank == 0:
+                with cuda_emulator.recorded() as record:
+                    engine.add(gradients)
+                waits = record.waits
+            exchange.barrier()
+            if exchange.rank == 1:
+                engine.add(gradients)
+            return waits, bits_of(engine.step())
+
+        (waits, bits), (_, others) = on_links(one, 2)
+        assert waits == []
+        assert bits == others
 
 
 class TestMirror:

@@ -21,7 +21,9 @@ from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.group import Group
 from gradengine.exchange.handshake import join_of, new_nonce, proof
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
+from gradengine.exchange.links.link import Link
 from gradengine.exchange.wire import Challenge, Hello
+from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout
 
 JOINED_SECONDS = 120.0  # a thread that still runs then hangs
@@ -40,6 +42,59 @@ class Transport(enum.Enum):
 
 BY_A_COORDINATOR = [each for each in Transport if each is not Transport.THREADS]
 OVER_SOCKETS = [Transport.TCP, Transport.UNIX, Transport.SERVER]
+
+
+class SlowArena(DeviceArena):
+    """An arena in the host's memory that is treated as a device's: a copy is made some polls after it was begun."""
+
+    def __init__(self, memory, polls=2):
+        self.memory, self.polls, self.begun, self.noted = memory, polls, [], set()
+
+    @property
+    def is_copying(self):
+        return bool(self.begun)
+
+    def rows(self, count, size):
+        return np.full((count, size), np.nan, np.float32)
+
+    def note(self, key):
+        self.noted.add(key)
+
+    def copy(self, name, row, start, *, is_to_arena, behind):
+        assert behind in self.noted
+        there = self.memory[start : start + row.size]
+        self.begun.append([self.polls, name, *((there, row) if is_to_arena else (row, there))])
+
+    def poll(self, *, waits=False):
+        over = []
+        for copy in [*self.begun]:
+            copy[0] -= 1
+            if waits or copy[0] <= 0:
+                _, name, target, source = copy
+                target[:] = source
+                self.begun = [other for other in self.begun if other is not copy]
+                over.append(name)
+        return over
+
+
+class Failing(Link):
+    """A link that closes once so many transfers are over."""
+
+    def __init__(self, link, left):
+        self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
+        self.send, self.receive, self.close, self.wake_by = link.send, link.receive, link.close, link.wake_by
+
+    def send(self, peer, tag, memory):
+        raise NotImplementedError
+
+    receive = close = send
+
+    def poll(self):
+        if self.left <= 0:
+            self.link.close()
+        over = self.link.poll()
+        self.left -= len(over)
+        return over
 
 
 @contextlib.contextmanager

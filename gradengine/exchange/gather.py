@@ -10,7 +10,7 @@ import numpy as np
 from gradengine.errors import ProtocolError
 from gradengine.exchange.interface import refuse_long_part
 from gradengine.exchange.links.link import Completed, Completion, Memory
-from gradengine.exchange.ordered_all_reduce import Receive, Send, Transfer
+from gradengine.exchange.transfers import Receive, Send, Transfer
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 
 _HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1

@@ -109,11 +109,13 @@ class Exchange(NotCopied, ABC, instead="make one in each process, with connect()
         world_size: Workers in the group.
         url: The coordinator's address, with the actual port if port 0 was requested; "mpi://" over MPI; None for
             threads of one process, and for a process group of torch.
+        copies_shares: Whether `bind` also takes a device's arena, and copies a few shares of it at a time.
     """
 
     rank: int
     world_size: int
     url: str | None
+    copies_shares: bool = False
 
     @abstractmethod
     def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
@@ -121,7 +123,8 @@ class Exchange(NotCopied, ABC, instead="make one in each process, with connect()
 
         Args:
             layout: Must be the same on all ranks.
-            arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place.
+            arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place. Where `copies_shares`, a
+                `DeviceArena` too: what leaves then comes behind what the current stream has to do at its `start`.
             progress: A new one, or that of an exchange that failed, to resume its step.
             on_reduced: Called from any thread after each bucket is reduced, span by span, from each span's start on. An
                 exchange that measures the sums itself never calls it, and sets `progress.squares`.

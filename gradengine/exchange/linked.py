@@ -44,6 +44,7 @@ from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import shares_of
 from gradengine.kernels import HostKernels
+from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout, Span
 from gradengine.unpacking import unpack
 
@@ -87,12 +88,18 @@ class LinkedExchange(Exchange):
         self._link, self.rank, self.world_size, self.url = link, link.rank, link.world_size, url
         self._pump: Pump | None = None
         self._all_reduce: OrderedAllReduce | None = None
+        self._arena: DeviceArena | None = None  # where it is not the host's
         self._progress = Progress()
         self._started: set[int | str] = set()  # keys of the spans of this step
         self._failure: BaseException | None = None  # what is raised from now on
 
-    def bind(self, layout: GradientLayout, arena: Float32, progress: Progress, on_reduced: OnReduced) -> None:
-        refuse_bad_arena(layout, arena)
+    copies_shares = True
+
+    def bind(
+        self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, on_reduced: OnReduced
+    ) -> None:
+        if not isinstance(arena, DeviceArena):
+            refuse_bad_arena(layout, arena)
         if self._pump is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
         self._refuse_failed()
@@ -101,6 +108,7 @@ class LinkedExchange(Exchange):
         self._pump = pump = Pump(self._link, clock=self._clock)
         self._to_the_end(lambda: self._join(pump, layout, arena, progress))
         self._progress = progress
+        self._arena = arena if isinstance(arena, DeviceArena) else None
 
     def start(self, span: Span) -> None:
         pump, all_reduce = self._bound()
@@ -115,6 +123,8 @@ class LinkedExchange(Exchange):
                     self._to_the_end(pump.next_step)
                 self._progress.carrier = self
             if not all_reduce.is_started(span):  # else over an exchange that was lost
+                if self._arena is not None:
+                    self._arena.note(span.key)
                 self._to_the_end(lambda: pump.start(span))
 
     def wait(self) -> tuple[NonFiniteValue, ...]:
@@ -164,7 +174,7 @@ class LinkedExchange(Exchange):
             self.close()
             raise
 
-    def _join(self, pump: Pump, layout: GradientLayout, arena: Float32, progress: Progress) -> None:
+    def _join(self, pump: Pump, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
         hellos = self._meet(pump, layout, progress)
         group = _group_to_resume(hellos)
         bucket_bytes = hellos[0].bucket_bytes
@@ -184,7 +194,7 @@ class LinkedExchange(Exchange):
         progress.bucket_bytes = bucket_bytes
         progress.carrier = self if group else None
         self._all_reduce = all_reduce
-        pump.run(all_reduce)
+        pump.run(all_reduce, arena if isinstance(arena, DeviceArena) else None)
 
     def _meet(self, pump: Pump, layout: GradientLayout, progress: Progress) -> list[_Hello]:
         """What each rank says of itself; refuses what must be alike and is not."""

@@ -3,6 +3,15 @@
 Every rank sends its part of each share to the share's owner. The owner adds the parts in rank order with K1, measures
 the sum in the same pass, and sends it back. After its last sum of the step it sends its facts: the squared sums of its
 chunks, and what was not finite in any rank's part. So all ranks get the same sums and the same facts from one source.
+
+On the CPU all this happens in the arena itself. Shares of a GPU's arena are copied into rows of host memory and back:
+its part comes from the device before it is sent or summed, and the sum goes there before the share counts as summed
+(a copy that was begun is reported, also where links are lost: else an owner might take half a sum for its part).
+
+Only so many shares of a rank are on their way at a time. They start in their order, the same on all ranks, and nobody
+waits for ever: the first share that is not summed everywhere has its row on every rank, so its owner gets all parts,
+and whoever has sent a part receives its sum. An owner has rows of its own, and makes room for as many shares as a rank
+sends parts of, so that no part ever waits for room before a sum.
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,47 +30,16 @@ from gradengine.errors import CallerError, HandshakeRefused, ProtocolError, Wind
 from gradengine.exchange.interface import Float32, NonFiniteValue, refuse_bad_arena
 from gradengine.exchange.links.link import Memory
 from gradengine.exchange.shares import ReadyShares, Share
+from gradengine.exchange.transfers import Borrow, Copy, Receive, Release, Send, Transfer
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
 from gradengine.kernels.decision import Float64
+from gradengine.kernels.device import DeviceArena
 from gradengine.kernels.host import first_non_finite
 from gradengine.layout import GradientLayout, Span
 
 IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
 _HEADER = struct.Struct("<q")  # of a frontier: the step
 _NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element where there is none
-
-
-class Send(NamedTuple):
-    """Memory to be sent to a rank; it must not change until that is done."""
-
-    peer: int
-    tag: int
-    memory: Memory
-
-
-class Receive(NamedTuple):
-    """Memory to be filled by what a rank sends with this tag, of just that size."""
-
-    peer: int
-    tag: int
-    memory: Memory
-
-
-class Borrow(NamedTuple):
-    """A part that a rank sends with this tag, to be read in that rank's memory until it is released."""
-
-    peer: int
-    tag: int
-
-
-class Release(NamedTuple):
-    """What was borrowed of a rank with this tag has been read."""
-
-    peer: int
-    tag: int
-
-
-Transfer: TypeAlias = Send | Receive | Borrow | Release
 
 
 class State(IntEnum):
@@ -101,10 +79,11 @@ class OrderedAllReduce:
         world_size: Ranks in the group.
         layout: The same on all ranks.
         shares: What `shares_of` makes of the layout, the same on all ranks.
-        arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place.
+        arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; a device's through copies.
         kernels: Kernels of the host, which sum and measure.
         step: The number of the first step.
-        in_flight: Bytes that are received of each other rank's parts at a time; one share always is.
+        in_flight: Bytes that are received of each other rank's parts at a time, and sent of this rank's; one share
+            always is.
         reads_in_place: Whether the links lend parts to their owner, which copies none then.
 
     Attributes:
@@ -130,19 +109,22 @@ class OrderedAllReduce:
         world_size: int,
         layout: GradientLayout,
         shares: Sequence[Share],
-        arena: Float32,
+        arena: Float32 | DeviceArena,
         kernels: Kernels,
         *,
         step: int = 0,
         in_flight: int = IN_FLIGHT,
         reads_in_place: bool = False,
     ) -> None:
-        refuse_bad_arena(layout, arena)
+        if not isinstance(arena, DeviceArena):
+            refuse_bad_arena(layout, arena)
         self.rank, self.world_size = checked_rank(rank, world_size)
         self._owners = np.array([share.owner for share in shares], np.intp)
         if shares and not 0 <= self._owners.min() <= self._owners.max() < self.world_size:
             raise CallerError("a share's owner is outside of the group", expected=f"0..{self.world_size - 1}")
-        self._shares, self._arena, self._kernels = tuple(shares), arena, kernels
+        self._shares, self._kernels, self._size = tuple(shares), kernels, layout.arena_size
+        self._is_copied = isinstance(arena, DeviceArena)
+        self._arena: Float32 | None = None if isinstance(arena, DeviceArena) else arena
         self._others = [other for other in range(self.world_size) if other != self.rank]
         self._weights, self._reads_in_place = [np.float32(1)] * self.world_size, reads_in_place
 
@@ -151,7 +133,7 @@ class OrderedAllReduce:
             self._indices.setdefault(share.owner, []).extend([index for _, _, index in share.chunks])
         self._facts = {owner: np.zeros(len(indices) + 2 * self.world_size) for owner, indices in self._indices.items()}
         mine = [share for share in shares if share.owner == self.rank]
-        largest = max([share.size for share in mine], default=0)
+        largest, largest_of_all = (max([share.size for share in some], default=0) for some in (mine, shares))
         scratch = kernels.device.allocate(largest)
         self._sums: dict[int, tuple[Arena, Float64]] = {}  # where a share is summed, and the place of its squared sums
         first = 0
@@ -160,9 +142,19 @@ class OrderedAllReduce:
             squares = self._facts[self.rank][first : first + len(targets)]
             self._sums[share.number] = kernels.arena(targets), squares
             first += len(targets)
-        room = max(1, whole_number("in_flight", in_flight, 0) // max(1, 4 * largest))  # shares received at a time
+        in_flight = whole_number("in_flight", in_flight, 0)
+        room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest, largest_of_all))
         rows = 0 if reads_in_place else len(self._others)
         self._free = [np.empty((rows, largest), np.float32) for _ in range(min(room, len(mine)))]
+        # The row of a share of another owner is free when the sum is in the arena, that of an own one when all have it.
+        self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
+        sent = min(window, len(shares) - len(mine))
+        if not isinstance(arena, DeviceArena):
+            self._free_rows = [[None] * sent, [None] * len(mine)]
+        else:
+            self._free_rows = [[*arena.rows(count, largest_of_all)] for count in (sent, min(window, len(mine)))]
+        self._rows: dict[int, Float32 | None] = {}  # of the shares that are on their way
+        self._behind: dict[int, int | str] = {}  # by share: see `Copy`
 
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
         self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
@@ -174,7 +166,8 @@ class OrderedAllReduce:
     def is_done(self) -> bool:
         """Whether all sums and facts are here, and all that was sent has gone: the arena may be overwritten."""
         is_summed = self._states.count(State.SUMMED) == len(self._shares)
-        return is_summed and len(self._known) == len(self._facts) and not self._sends
+        is_on_its_way = self._sends or self._receives or any(self._waiting)
+        return is_summed and len(self._known) == len(self._facts) and not is_on_its_way
 
     @property
     def is_begun(self) -> bool:
@@ -243,7 +236,9 @@ class OrderedAllReduce:
     def start(self, span: Span) -> None:
         """Send a span, which holds all that this rank contributes; raises `WindowError` if it was started before."""
         for share in self._ready.complete(span):
-            self._contribute(share)
+            self._behind[share.number] = span.key
+            self._waiting[share.owner == self.rank].append(share)
+        self._give_rows()
 
     def sent(self, peer: int, tag: int) -> None:
         """Report that a `Send` is over; raises `ProtocolError` if it was not given, or is over already."""
@@ -253,7 +248,12 @@ class OrderedAllReduce:
         kind, number = self._meaning(tag)
         if kind is _Kind.PART:
             self._states[number] = State.RECEIVING
-            self._receive(peer, _Kind.SUM, number, self._place(self._shares[number]))
+            self._receive(peer, _Kind.SUM, number, self._memory(self._shares[number]))
+        elif kind is _Kind.SUM and peer == self.rank:
+            self._is_summed(self._shares[number])
+        elif kind is _Kind.SUM and not any((other, tag) in self._sends for other in self._others):
+            self._release(self._shares[number])
+        self._give_rows()
 
     def received(self, peer: int, tag: int, borrowed: Float32 | None = None) -> None:
         """Report that a `Receive` has filled its memory, or what a `Borrow` has got.
@@ -272,12 +272,15 @@ class OrderedAllReduce:
         if kind is _Kind.FACTS:
             self._refuse_bad_facts(peer)
             self._known.add(peer)
-        elif kind is _Kind.SUM:
-            self._states[number] = State.SUMMED
         self._receives.remove((peer, tag))
-        if kind is _Kind.PART:
+        if kind is _Kind.SUM:
+            self._land(self._shares[number])
+        elif kind is _Kind.PART and peer == self.rank:
+            self._go_on(self._shares[number])
+        elif kind is _Kind.PART:
             self._open[number].missing.remove(peer)
             self._sum_if_complete(self._shares[number])
+        self._give_rows()
 
     def next_step(self) -> None:
         """Begin the next step; raises `WindowError` before `is_done`.
@@ -311,18 +314,22 @@ class OrderedAllReduce:
         for number in np.flatnonzero(~is_summed).tolist():
             self._states[number] = State.LOCAL  # RECEIVING too: an owner that has no sum has sent none
         self._reconnect()
+        # First what is summed: those shares had rows when the links ended, so there is a row for each that is received.
         for number in np.flatnonzero(is_summed).tolist():
             share = self._shares[number]
             if share.owner == self.rank:
-                self._send_sum(share, np.flatnonzero(states[:, number] != State.SUMMED).tolist())
+                self._lacking[number] = np.flatnonzero(states[:, number] != State.SUMMED).tolist()
+                if self._lacking[number]:
+                    self._waiting[True].append(share)
             elif self._states[number] != State.SUMMED:
                 self._states[number] = State.RECEIVING
-                self._receive(share.owner, _Kind.SUM, number, self._place(share))
+                self._waiting[False].append(share)
         if self.rank in self._known:
             self._send_facts(np.flatnonzero(known[:, self.rank] == 0).tolist())
         for share in self._shares[: self._ready.count]:
             if self._states[share.number] == State.LOCAL:
-                self._contribute(share)
+                self._waiting[share.owner == self.rank].append(share)
+        self._give_rows()
 
     # ---- a step ----
 
@@ -341,6 +348,11 @@ class OrderedAllReduce:
         self._receives: set[tuple[int, int]] = set()
         self._free += [incoming.memory for incoming in self._open.values()]
         self._open = {}
+        for number in [*self._rows]:
+            self._release(self._shares[number])
+        self._waiting: tuple[deque[Share], deque[Share]] = deque(), deque()  # for a row: shares of others, own ones
+        self._lacking: dict[int, list[int]] = {}  # the ranks that an own sum is to be sent to, where not to all
+        self._unsummed = {number for number in self._sums if self._states[number] != State.SUMMED}
         self._unopened = deque([self._shares[n] for n in self._sums if self._states[n] != State.SUMMED])
         for owner, facts in self._facts.items():
             if owner != self.rank and owner not in self._known:
@@ -356,29 +368,64 @@ class OrderedAllReduce:
             for other in self._others:
                 self._receive(other, _Kind.PART, share.number, parts.get(other))
 
-    def _contribute(self, share: Share) -> None:
+    def _give_rows(self) -> None:
+        """Begin as many of the waiting shares as there are rows for, each kind in its order."""
+        for waiting, free in zip(self._waiting, self._free_rows, strict=True):
+            while waiting and free:
+                share = waiting.popleft()
+                self._rows[share.number] = free.pop()
+                if self._states[share.number] == State.RECEIVING:
+                    self._receive(share.owner, _Kind.SUM, share.number, self._memory(share))
+                elif self._is_copied:
+                    self._receive(self.rank, _Kind.PART, share.number, self._memory(share))
+                else:
+                    self._go_on(share)
+
+    def _go_on(self, share: Share) -> None:
+        """With what the arena holds of a share, which is in its memory now: this rank's part, or an own sum."""
+        if self._states[share.number] == State.SUMMED:
+            self._send_sum(share)
+            return
         self._states[share.number] = State.SENT
         if share.owner == self.rank:
             self._sum_if_complete(share)
         else:
-            self._send(share.owner, _Kind.PART, share.number, self._part(share))
+            self._send(share.owner, _Kind.PART, share.number, self._memory(share))
+
+    def _land(self, share: Share) -> None:
+        """The sum is in the share's memory."""
+        if self._is_copied:
+            self._send(self.rank, _Kind.SUM, share.number, self._memory(share))
+        else:
+            self._is_summed(share)
+
+    def _is_summed(self, share: Share) -> None:
+        """The sum is in the arena. Not before that has any rank got it from the owner, which could lose it."""
+        self._states[share.number] = State.SUMMED
+        if share.owner != self.rank:
+            self._release(share)
+            return
+        self._send_sum(share)
+        self._unsummed.remove(share.number)
+        if not self._unsummed:
+            self._known.add(self.rank)
+            self._send_facts(self._others)
+
+    def _release(self, share: Share) -> None:
+        self._free_rows[share.owner == self.rank].append(self._rows.pop(share.number))
 
     def _sum_if_complete(self, share: Share) -> None:
         incoming = self._open.get(share.number)
         if incoming is None or incoming.missing or self._states[share.number] != State.SENT:
             return
-        parts = incoming.parts | {self.rank: self._part(share)}
+        parts = incoming.parts | {self.rank: self._memory(share)}
         self._sum(share, [parts[rank] for rank in range(self.world_size)])
-        self._states[share.number] = State.SUMMED
         if self._reads_in_place:
             tag = self._tag(_Kind.PART, share.number)
             self._outbox += [Release(other, tag) for other in self._others]
         self._free.append(self._open.pop(share.number).memory)
-        self._send_sum(share, self._others)
+        self._land(share)
         self._open_shares()
-        if not self._open:
-            self._known.add(self.rank)
-            self._send_facts(self._others)
 
     def _sum(self, share: Share, parts: Sequence[Float32]) -> None:
         """Sum these parts in their order, in place of this rank's own part, and note the facts."""
@@ -400,28 +447,26 @@ class OrderedAllReduce:
                     index = share.chunks[column][0] + found[0]
                     if not 0 <= finds[rank, 0] <= index:
                         finds[rank] = index, found[1]
-        self._write(share, arena)
+        memory = self._memory(share)
+        for (start, stop, _), target in zip(share.chunks, arena.targets, strict=True):
+            memory[start - share.start : stop - share.start] = target.data  # the padding between them stays zero
 
-    # ---- the arena: read and written here alone ----
-
-    def _part(self, share: Share) -> Float32:
-        """This rank's part of a share, to be sent or summed."""
+    def _memory(self, share: Share) -> Float32:
+        """What holds this rank's part of a share, and then its sum: the arena itself, or a row beside a device's."""
+        row = self._rows[share.number]
+        if row is not None:
+            return row[: share.size]
+        assert self._arena is not None  # noqa: S101  (only then is there None among the rows)
         return self._arena[share.start : share.stop]
-
-    def _place(self, share: Share) -> Float32:
-        """Where the sum of a share is received."""
-        return self._arena[share.start : share.stop]
-
-    def _write(self, share: Share, summed: Arena) -> None:
-        """Copy the sum of an own share into the arena; the padding between chunks stays zero."""
-        for (start, stop, _), target in zip(share.chunks, summed.targets, strict=True):
-            self._arena[start:stop] = target.data
 
     # ---- messages ----
 
-    def _send_sum(self, share: Share, ranks: Iterable[int]) -> None:
+    def _send_sum(self, share: Share) -> None:
+        ranks = self._lacking.pop(share.number, self._others)
         for rank in ranks:
-            self._send(rank, _Kind.SUM, share.number, self._place(share))
+            self._send(rank, _Kind.SUM, share.number, self._memory(share))
+        if not ranks:
+            self._release(share)
 
     def _send_facts(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -430,12 +475,21 @@ class OrderedAllReduce:
     def _send(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64) -> None:
         tag = self._tag(kind, number)
         self._sends.add((peer, tag))
-        self._outbox.append(Send(peer, tag, memory))
+        self._outbox.append(Send(peer, tag, memory) if peer != self.rank else self._copy(tag, memory, is_to_arena=True))
 
     def _receive(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64 | None) -> None:
         tag = self._tag(kind, number)
         self._receives.add((peer, tag))
-        self._outbox.append(Borrow(peer, tag) if memory is None else Receive(peer, tag, memory))
+        if memory is None:
+            self._outbox.append(Borrow(peer, tag))
+        elif peer == self.rank:
+            self._outbox.append(self._copy(tag, memory, is_to_arena=False))
+        else:
+            self._outbox.append(Receive(peer, tag, memory))
+
+    def _copy(self, tag: int, memory: Memory, *, is_to_arena: bool) -> Copy:
+        _, number = self._meaning(tag)
+        return Copy(self.rank, tag, memory, self._shares[number].start, is_to_arena, self._behind[number])
 
     def _tag(self, kind: _Kind, number: int) -> int:
         # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another.
@@ -467,7 +521,7 @@ class OrderedAllReduce:
 
     def _refuse_bad_facts(self, owner: int) -> None:
         indices = self._finds(owner)[:, 0]
-        is_index = (indices == -1) | ((indices >= 0) & (indices < self._arena.size))  # written so that NaN is none
+        is_index = (indices == -1) | ((indices >= 0) & (indices < self._size))  # written so that NaN is none
         if not is_index.all():
             raise ProtocolError(f"rank {owner} found what is not finite outside of the arena", got=indices.tolist())
 

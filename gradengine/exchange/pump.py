@@ -13,7 +13,9 @@ from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLo
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Completion, Idle, Link
-from gradengine.exchange.ordered_all_reduce import Borrow, OrderedAllReduce, Receive, Send
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.transfers import Borrow, Copy, Receive, Send
+from gradengine.kernels.device import DeviceArena
 from gradengine.layout import Span
 
 _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
@@ -42,6 +44,7 @@ class Pump(NotCopied, instead="make one for each link"):
     def __init__(self, link: Link, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._link, self._clock = link, clock
         self._all_reduce: OrderedAllReduce | None = None
+        self._arena: DeviceArena | None = None  # where shares are copied from and to
         self._gather: Gather | None = None  # the one that is under way
         self._handed: set[int | str] = set()  # keys of the spans of this step, those of `_spans` among them
         self._spans: deque[Span] = deque()  # that the thread is to start
@@ -52,10 +55,13 @@ class Pump(NotCopied, instead="make one for each link"):
         self._idle = Idle(link)
         self._thread: threading.Thread | None = None  # while there is something to do
 
-    def run(self, all_reduce: OrderedAllReduce) -> None:
-        """Run this all-reduce from now on: nothing else may call it before `close` returns, but for its results."""
+    def run(self, all_reduce: OrderedAllReduce, arena: DeviceArena | None = None) -> None:
+        """Run this all-reduce from now on: nothing else may call it before `close` returns, but for its results.
+
+        `arena` is the device's that it sums, if it is not the host's.
+        """
         with self._lock:
-            self._all_reduce = all_reduce
+            self._all_reduce, self._arena = all_reduce, arena
             self._begin_to_run()
 
     def start(self, span: Span) -> None:
@@ -129,7 +135,10 @@ class Pump(NotCopied, instead="make one for each link"):
         self._idle.wake()
         if thread is not None:
             thread.join()  # it may be reading what the link has borrowed
-        self._link.close()
+        try:
+            self._end_copies()
+        finally:
+            self._link.close()
 
     # ---- the pump's thread ----
 
@@ -148,7 +157,7 @@ class Pump(NotCopied, instead="make one for each link"):
                 if self._turn():
                     self._idle.moved()
                 else:
-                    self._idle.rest()
+                    self._idle.rest(is_woken=self._arena is None or not self._arena.is_copying)
         except BaseException as fault:  # noqa: BLE001  (raised where somebody waits, on another thread)
             self._fail(fault)
 
@@ -169,7 +178,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _turn(self) -> bool:
         """Report what is over, start what is handed over, and begin what follows; whether there was anything."""
-        over = self._link.poll()
+        over = self._link.poll() + (self._arena.poll() if self._arena is not None else [])
         for completion in over:
             with self._lock:
                 self._moved_at = self._clock()
@@ -185,6 +194,8 @@ class Pump(NotCopied, instead="make one for each link"):
             self._gather.over(completion)
         elif kind is Completed.SENT:
             self._sums.sent(peer, tag)
+        elif peer == self._link.rank:
+            self._sums.received(peer, tag)
         else:
             self._sums.received(peer, tag, self._link.borrowed(peer, tag))
 
@@ -208,15 +219,31 @@ class Pump(NotCopied, instead="make one for each link"):
                 self._link.receive(*transfer)
             elif isinstance(transfer, Borrow):
                 self._link.borrow(*transfer)
+            elif isinstance(transfer, Copy):
+                self._copy(transfer)
             else:
                 self._link.release(*transfer)
         return bool(transfers)
+
+    def _copy(self, copy: Copy) -> None:
+        assert self._arena is not None, "run() names it"  # noqa: S101
+        kind = Completed.SENT if copy.is_to_arena else Completed.RECEIVED
+        over = Completion(kind, copy.peer, copy.tag)
+        self._arena.copy(over, copy.memory, copy.start, is_to_arena=copy.is_to_arena, behind=copy.behind)
+
+    def _end_copies(self) -> None:
+        """Wait for the copies, and report them: what a sum has begun to overwrite is the sum."""
+        with self._lock:
+            while self._arena is not None and self._arena.is_copying:
+                for completion in self._arena.poll(waits=True):
+                    self._report(completion)
 
     def _fail(self, fault: BaseException) -> None:
         with self._lock:
             self._failure, self._thread = fault, None
             self._changed.notify_all()
         self._link.close()  # the other ranks wait for this one in vain
+        self._end_copies()  # nothing is told of them any more, and the rows may go
 
     # ---- inside ----
 

@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.device import device_buffer, exporting_stream
 from gradengine.arrays.streams import ProducerStream, stream_handle
 from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime, ExternalStream
-from gradengine.kernels.device import StagingBuffer
+from gradengine.kernels.device import DeviceArena, StagingBuffer
 from gradengine.kernels.graphs import CudaGraph
 from gradengine.kernels.operands import producers_of
 from gradengine.kernels.streams import CurrentStream, StreamOrder
@@ -99,6 +100,10 @@ class CudaDevice(CudaRuntime):
         """See `Device.staging`; in pinned memory."""
         return PinnedStaging(self, arena)
 
+    def in_parts(self, arena: Buffer) -> CopiedArena:
+        """See `Device.in_parts`; on streams of their own."""
+        return CopiedArena(self, arena)
+
     def _refuse_recording(self, handles: Iterable[int]) -> None:
         for handle in handles:
             if self.records(handle):
@@ -135,3 +140,47 @@ class PinnedStaging(StagingBuffer):
         with self._device.active():
             self._device.copy_to(self._arena, self.data)
             self._device.current_stream().synchronize()
+
+
+@final
+class CopiedArena(DeviceArena):
+    """A GPU's arena and pinned rows; copies each way are on a stream of their own, and no call waits for them."""
+
+    def __init__(self, device: CudaRuntime, arena: Buffer) -> None:
+        self._device, self._arena = device, device.array(arena, (arena.size,))
+        with device.active():
+            self._streams = [device.xp.cuda.Stream(non_blocking=True) for _ in range(2)]
+        self._noted: dict[int | str, Any] = {}  # events
+        self._begun: list[tuple[Any, Any]] = []  # an event behind each copy
+
+    @property
+    def is_copying(self) -> bool:
+        """See `DeviceArena.is_copying`."""
+        return bool(self._begun)
+
+    def rows(self, count: int, size: int) -> Sequence[npt.NDArray[np.float32]]:
+        """See `DeviceArena.rows`; pinned."""
+        return list(self._device.pinned(count * size, np.float32).reshape(count, size)) if count * size else []
+
+    def note(self, key: int | str) -> None:
+        self._noted[key] = self._device.record()
+
+    def copy(
+        self, name: Any, row: npt.NDArray[np.float32], start: int, *, is_to_arena: bool, behind: int | str
+    ) -> None:
+        stream, part = self._streams[is_to_arena], self._arena[start : start + row.size]
+        with CurrentStream(self._device, stream):
+            stream.wait_event(self._noted[behind])
+            (self._device.copy_to if is_to_arena else self._device.copy_from)(part, row)
+            self._begun.append((self._device.record(), name))
+
+    def poll(self, *, waits: bool = False) -> list[Any]:
+        begun, self._begun, over = self._begun, [], []
+        for event, name in begun:
+            if waits:
+                event.synchronize()
+            if waits or event.done:
+                over.append(name)
+            else:
+                self._begun.append((event, name))
+        return over

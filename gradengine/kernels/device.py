@@ -60,6 +60,33 @@ class StagingBuffer(ABC):
         """Have the arena be what is here, before any work that is queued from now on."""
 
 
+class DeviceArena(ABC):
+    """A device's arena, parts of which are copied to host memory and back while work on other parts goes on."""
+
+    @property
+    @abstractmethod
+    def is_copying(self) -> bool:
+        """Whether a copy was begun that `poll` has not returned."""
+
+    @abstractmethod
+    def rows(self, count: int, size: int) -> Sequence[npt.NDArray[np.float32]]:
+        """Host memory for copies: `count` rows of `size` elements."""
+
+    @abstractmethod
+    def note(self, key: int | str) -> None:
+        """Have copies `behind` this key, of a span perhaps, come behind what the current stream has to do now."""
+
+    @abstractmethod
+    def copy(
+        self, name: Any, row: npt.NDArray[np.float32], start: int, *, is_to_arena: bool, behind: int | str
+    ) -> None:
+        """Begin a copy between a row and as many elements of the arena, from `start` on; never waits."""
+
+    @abstractmethod
+    def poll(self, *, waits: bool = False) -> list[Any]:
+        """The names of the copies that are over since the last call; `waits` for all that were begun."""
+
+
 class Device(ABC):
     """Memory, streams and graphs of one device; its current stream is the calling thread's.
 
@@ -131,3 +158,7 @@ class Device(ABC):
     @abstractmethod
     def staging(self, arena: Buffer) -> StagingBuffer:
         """Host memory through which an arena's spans travel to other workers."""
+
+    @abstractmethod
+    def in_parts(self, arena: Buffer) -> npt.NDArray[np.float32] | DeviceArena:
+        """An arena whose parts are copied to the host and back; the CPU's as it is."""

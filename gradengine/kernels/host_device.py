@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 
 from gradengine.arguments import said
 from gradengine.arrays.buffer import Array, Buffer
@@ -72,6 +73,11 @@ class HostDevice(Device):
     def staging(self, arena: Buffer) -> StagingBuffer:
         """The arena itself."""
         return _NoStaging(arena)
+
+    def in_parts(self, arena: Buffer) -> npt.NDArray[np.float32]:
+        """The arena itself."""
+        data: npt.NDArray[np.float32] = arena.data
+        return data
 
 
 @final

@@ -158,7 +158,7 @@ class Memory:
     arena: int  # the fp32 sum of micro-batches and workers
     master_weights: int  # a copy of the trained weights in fp32, where they are kept in less
     optimizer: int  # its state in fp32
-    host_mirror: int  # pinned host memory through which a GPU's arena is exchanged
+    host_mirror: int  # pinned host memory through which a GPU's arena is exchanged over tcp:// and unix://
     coordinator: int  # host memory that rank 0 of a tcp:// group needs beyond the others'
 
     @property

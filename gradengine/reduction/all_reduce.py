@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, final
 
 from gradengine.errors import CallerError, PeerLost
-from gradengine.exchange.interface import Exchange, Float32, OnReduced, Progress
+from gradengine.exchange.interface import Exchange, OnReduced, Progress
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import gathered, packed
@@ -35,8 +35,11 @@ class AllReduce:
         self.state = GroupState.SUMMING
         self._gathered: dict[str, list[bytes]] = {}  # what was told, kept: the others are past it
 
-    def join(self, exchange: Exchange, layout: GradientLayout, arena: Float32, on_reduced: OnReduced) -> None:
-        """Join the group, and contribute again what had left through another exchange. One that fails is closed."""
+    def join(self, exchange: Exchange, layout: GradientLayout, arena: Any, on_reduced: OnReduced) -> None:
+        """Join the group, and contribute again what had left through another exchange. One that fails is closed.
+
+        `arena` is what that exchange's `bind` takes.
+        """
         try:
             exchange.bind(layout, arena, self.progress, on_reduced)
             is_alone = exchange.world_size == 1

@@ -1,7 +1,8 @@
 """Reducer: spans of an accumulator leave as they are complete, their sums come back, and all ranks agree on stats.
 
-The exchange works in host memory. On the CPU that is the arena itself; a GPU's arena has a staging in pinned memory,
-from which a span leaves when it is complete, and whose sums go back as a whole once they are whole.
+The exchange works in host memory. On the CPU that is the arena itself. Of a GPU's arena an exchange over links copies a
+few shares at a time there and back; for the others it has a staging in pinned memory, to which a span is copied when it
+is complete, and whose sums go back as a whole once they are whole.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Decision, Float64
+from gradengine.kernels.arena import PartialSums
 from gradengine.kernels.device import StagingBuffer
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
@@ -74,6 +76,11 @@ class Reducer:
         return self.workers.progress.step
 
     @cached_property
+    def _in_parts(self) -> Any:
+        """The arena, or on a GPU what copies its shares: kept, as an exchange's rows of it are."""
+        return self._kernels.device.in_parts(self._accumulator.memory)
+
+    @cached_property
     def _staging(self) -> StagingBuffer:
         """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have come."""
         return self._kernels.device.staging(self._accumulator.memory)
@@ -84,7 +91,9 @@ class Reducer:
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
-            self.workers.join(exchange, self._layout, self._staging.data, self._on_reduced)
+            arena = self._in_parts if exchange.copies_shares else self._staging.data
+            with self._accumulator.arena.in_order():
+                self.workers.join(exchange, self._layout, arena, self._on_reduced)
 
     def start(self, spans: Iterable[Span]) -> None:
         """The spans hold all that this worker contributes: they may leave."""
@@ -95,9 +104,10 @@ class Reducer:
                 self._accumulator.close_span(span)
                 self._to_mean(span)
                 with self._accumulator.arena.in_order():
-                    self._staging.fetch(span.start, span.stop)
-                self._state.enter(Event.SEND)
-                self.workers.start(span)
+                    if not self._copies_shares:
+                        self._staging.fetch(span.start, span.stop)
+                    self._state.enter(Event.SEND)
+                    self.workers.start(span)
 
     def agree(self) -> StepStats:
         """Local sums become sums over all workers, and all workers know the same facts about them."""
@@ -170,6 +180,14 @@ class Reducer:
     # ---- inside ----
 
     @property
+    def _copies_shares(self) -> bool:
+        return self.workers.exchange is not None and self.workers.exchange.copies_shares
+
+    @property
+    def _is_on_host(self) -> bool:
+        return self._kernels.device.name == "cpu"
+
+    @property
     def _place(self) -> str:
         """What tells this step apart: one that others finished and this rank dropped has another number."""
         return f"step {self.step}"
@@ -179,7 +197,7 @@ class Reducer:
             self._sum_over_workers()
             self._state.enter(Event.SEND)
             told = {**self._settings, "tensor-parallel group": self.parts.described}
-            stats = self.parts.agree(self._stats(self._kernels.totals(self._accumulator.arena), told))
+            stats = self.parts.agree(self._stats(self._totals(), told))
             if not self.workers.is_alone:
                 stats = agree(self.workers, stats)
         self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
@@ -224,23 +242,37 @@ class Reducer:
 
     def _on_reduced(self, span: Span, upto: int) -> None:
         """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""
-        if self._staging.is_arena:
+        if self._is_on_host:
             first = self._measured_upto.get(span.key, span.start)
             self._measure(span, first, upto)
             self._measured_upto[span.key] = upto
 
     def _measure_sums(self) -> None:
-        squares = self.workers.progress.squares
-        if self._staging.is_arena and squares is not None:
-            self._accumulator.arena.partials.values[:] = squares
-        elif self._staging.is_arena:
+        if not (self._is_on_host or self._copies_shares):
+            with self._accumulator.arena.in_order():
+                self._staging.put_back()
+        if self.workers.progress.squares is not None:
+            return
+        if self._is_on_host:
             for span in self._layout.spans:
                 self._on_reduced(span, span.stop)
         else:
-            with self._accumulator.arena.in_order():
-                self._staging.put_back()
             self._accumulator.forget_measured()
             self._accumulator.measure_rest()
+
+    def _totals(self) -> Float64:
+        """The squared sum of each component: of what the exchange has measured, the same on all devices, or else here.
+
+        What a device measures is rounded in another order than what a host does.
+        """
+        squares = self.workers.progress.squares
+        return self._kernels.totals(self._accumulator.arena) if squares is None else self._sums.totals_of(squares)
+
+    @cached_property
+    def _sums(self) -> PartialSums:
+        """Where the host's squared sums of the components are."""
+        partials = self._accumulator.arena.partials
+        return partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
 
     def _measure(self, span: Span, first: int, upto: int) -> None:
         partials = self._accumulator.arena.partials

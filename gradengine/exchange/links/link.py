@@ -122,9 +122,12 @@ class Idle:
         """End the rest that is being taken, or else the next one."""
         self._event.set()
 
-    def rest(self, longest: float | None = None) -> None:
-        """Return when woken, or after so many seconds; without a limit perhaps never."""
-        if not self._is_woken:
+    def rest(self, longest: float | None = None, *, is_woken: bool = True) -> None:
+        """Return when woken, or after so many seconds; without a limit perhaps never.
+
+        `is_woken` is false where something else is waited for besides, which wakes nobody either.
+        """
+        if not (self._is_woken and is_woken):
             idle = time.monotonic() - self._moved_at
             most = 0.0 if idle < _SPIN_SECONDS else min(idle / 4, _LONGEST_SECONDS)
             longest = most if longest is None else min(longest, most)
