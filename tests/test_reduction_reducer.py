@@ -283,8 +283,8 @@ class TestOverLinks:
     @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"average": "per_worker", "hold": 2}])
     def test_all_bytes_are_those_of_workers_on_the_cpu(self, kernels_of, backend_on_host, options):
         """The norm's too: all have the squared sums that the owners measured."""
-        mixed = on_links(lambda e: train(e, kernels_of(e.rank), **options), 3, bucket_bytes=256)
-        assert mixed == on_links(lambda e: train(e, backend_on_host, **options), 3, bucket_bytes=256)
+        mixed = on_links(lambda e: train(e, kernels_of(e.rank), **options), 3, bucket_bytes=84)
+        assert mixed == on_links(lambda e: train(e, backend_on_host, **options), 3, bucket_bytes=84)
         assert all(isinstance(outcome, list) for outcome in mixed), mixed
 
     def test_the_sums_are_those_of_a_coordinator(self, device):
@@ -313,11 +313,11 @@ class TestOverLinks:
             add_window(engine, kernels_of(exchange.rank), exchange.rank, step=1)
             return first, bits_of(engine.step())
 
-        undisturbed = on_links(lambda e: train(e, backend_on_host, steps=2), 3, bucket_bytes=256)
+        undisturbed = on_links(lambda e: train(e, backend_on_host, steps=2), 3, bucket_bytes=84)
         wanted = tuple(step[-1] for step in undisturbed[0])
-        engines = on_links(first, 3, bucket_bytes=256, lost_after=lost_after)
+        engines = on_links(first, 3, bucket_bytes=84, lost_after=lost_after)
         assert all(isinstance(engine, GradientEngine) for engine in engines), engines
-        assert on_links(again, 3, bucket_bytes=256) == [wanted] * 3
+        assert on_links(again, 3, bucket_bytes=84) == [wanted] * 3
 
     def test_a_sum_that_is_not_finite_is_blamed_on_its_rank(self, kernels_of):
         def one(exchange):

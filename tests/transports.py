@@ -82,7 +82,9 @@ class Failing(Link):
 
     def __init__(self, link, left):
         self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
-        self.send, self.receive, self.close, self.wake_by = link.send, link.receive, link.close, link.wake_by
+        self.reads_in_place, self.wake_by = link.reads_in_place, link.wake_by
+        self.send, self.receive, self.close = link.send, link.receive, link.close
+        self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
 
     def send(self, peer, tag, memory):
         raise NotImplementedError

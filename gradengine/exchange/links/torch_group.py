@@ -52,6 +52,7 @@ def torch_link(process_group: Any = None, *, timeout: float = 60.0) -> TorchLink
     limit = timedelta(seconds=timeout)
     try:
         gloo = distributed.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
+        distributed.barrier(group=gloo)  # a rank that closes at once would cut off another that still connects
     except RuntimeError as fault:
         what, do = f"not all ranks make a link with rank {rank} ({_said(fault)})", "make the link on every rank"
         raise PeerLost(what, do=do) from None
