@@ -1,5 +1,6 @@
 """Exchanges over links: what the ranks compare when they join, how a lost step goes on, and who is named."""
 
+import sys
 import threading
 
 import msgpack
@@ -425,3 +426,26 @@ def test_a_layout_of_nothing_binds():
     with group(Transport.THREADS, 2) as exchanges:
         workers = bound(exchanges, layout, contributions(layout, 2))
         assert on_all(Worker.sum, workers) == [(), ()]
+
+
+def test_no_call_of_a_step_runs_code_of_threading_where_a_signal_could_leave_a_lock_locked():
+    """Ctrl-C in the Python code of an Event, a Condition or Thread.start left both ranks waiting for ever."""
+    exchanges = exchanges_of(2)
+    workers, entered = bound(exchanges, SMALL, contributions(SMALL, 2)), set()
+
+    def noting(frame, _event, _argument):
+        if frame.f_code.co_filename == threading.__file__:
+            entered.add(frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else frame.f_code.co_name)
+
+    def step(worker):
+        if worker.exchange.rank == 0:
+            sys.settrace(noting)
+        try:
+            worker.sum()
+            worker.exchange.gather(b"")
+        finally:
+            sys.settrace(None)
+
+    on_all(step, workers)
+    assert not entered
+    close(exchanges)

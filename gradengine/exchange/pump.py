@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import final
 
 from gradengine.arguments import refuse_other_kind
@@ -49,11 +52,12 @@ class Pump(NotCopied, instead="make one for each link"):
         self._handed: set[int | str] = set()  # keys of the spans of this step, those of `_spans` among them
         self._spans: deque[Span] = deque()  # that the thread is to start
         self._lock = threading.RLock()  # under which all-reduce and gather are called
-        self._changed = threading.Condition(self._lock)
+        # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
+        self._news: SimpleQueue[None] = SimpleQueue()  # something that is waited for may be over
         self._failure: BaseException | None = None
         self._is_closing, self._moved_at = False, clock()
         self._idle = Idle(link)
-        self._thread: threading.Thread | None = None  # while there is something to do
+        self._is_starting = self._is_running = False  # a thread, which there is while there is something to do
 
     def run(self, all_reduce: OrderedAllReduce, arena: DeviceArena | None = None) -> None:
         """Run this all-reduce from now on: nothing else may call it before `close` returns, but for its results.
@@ -130,11 +134,10 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def close(self) -> None:
         """End the thread and close the link: nothing writes into the arena any more. May be called twice."""
-        with self._lock:
-            self._is_closing, thread = True, self._thread
+        self._is_closing = True
         self._idle.wake()
-        if thread is not None:
-            thread.join()  # it may be reading what the link has borrowed
+        while self._is_running:  # the thread may be reading what the link has borrowed
+            self._listen(_LOOK_SECONDS)
         try:
             self._end_copies()
         finally:
@@ -144,14 +147,16 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _begin_to_run(self) -> None:
         """Have a thread run what there is to do; called under the lock."""
-        if self._thread is None and self._has_work:
-            name = f"gradengine-pump-{self._link.rank}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
-            thread.start()
-            self._thread = thread
+        if not (self._is_starting or self._is_running) and self._has_work:
+            _thread.start_new_thread(self._run, ())
+            self._is_starting = True
         self._idle.wake()
 
     def _run(self) -> None:
+        with self._lock:
+            if self._is_running:  # a call that was interrupted in between has started this thread, the next one another
+                return
+            self._is_starting, self._is_running = False, True
         try:
             while self._goes_on():
                 if self._turn():
@@ -164,10 +169,10 @@ class Pump(NotCopied, instead="make one for each link"):
     def _goes_on(self) -> bool:
         """Whether this thread is still needed; who waits is told where it is not."""
         with self._lock:
-            if self._has_work and not self._is_closing:
+            if self._has_work and not self._is_closing and self._failure is None:
                 return True
-            self._thread = None
-            self._changed.notify_all()
+            self._is_running = False
+            self._tell()
             return False
 
     @property
@@ -211,7 +216,7 @@ class Pump(NotCopied, instead="make one for each link"):
         with self._lock:
             transfers = [t for each in (self._gather, self._all_reduce) if each is not None for t in each.transfers()]
             if not self._has_work or (self._gather is not None and self._gather.is_done):
-                self._changed.notify_all()  # else whoever waits would take the GIL from the sums for nothing
+                self._tell()  # else whoever waits would take the GIL from the sums for nothing
         for transfer in transfers:
             if isinstance(transfer, Send):
                 self._link.send(*transfer)
@@ -239,11 +244,13 @@ class Pump(NotCopied, instead="make one for each link"):
                     self._report(completion)
 
     def _fail(self, fault: BaseException) -> None:
-        with self._lock:
-            self._failure, self._thread = fault, None
-            self._changed.notify_all()
-        self._link.close()  # the other ranks wait for this one in vain
-        self._end_copies()  # nothing is told of them any more, and the rows may go
+        self._failure = fault
+        try:
+            self._link.close()  # the other ranks wait for this one in vain
+            self._end_copies()  # nothing is told of them any more, and the rows may go
+        finally:
+            self._is_running = False
+            self._tell()
 
     # ---- inside ----
 
@@ -253,15 +260,25 @@ class Pump(NotCopied, instead="make one for each link"):
         return self._all_reduce
 
     def _wait_until(self, is_done: Callable[[], bool], seconds: float, late: Callable[[], tuple[int, str]]) -> None:
-        with self._lock:
-            since = self._clock()
-            while not is_done():
+        since = self._clock()
+        while True:
+            with self._lock:
+                if is_done():
+                    self._link.has_failed, self._link.lost = False, None
+                    return
                 self._refuse_failed()
                 if self._clock() - max(since, self._moved_at) > seconds:
                     self._link.has_failed, (self._link.lost, what) = True, late()
                     raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do="see what the late ranks do")
-                self._changed.wait(min(seconds, _LOOK_SECONDS))
-            self._link.has_failed, self._link.lost = False, None
+            self._listen(min(seconds, _LOOK_SECONDS))
+
+    def _tell(self) -> None:
+        if self._news.empty():
+            self._news.put(None)
+
+    def _listen(self, seconds: float) -> None:
+        with contextlib.suppress(Empty):
+            self._news.get(timeout=seconds)
 
     def _refuse_failed(self) -> None:
         if self._is_closing:
