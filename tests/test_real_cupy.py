@@ -70,9 +70,13 @@ class TestPlantedBugs:
     def test_none(self, device):
         assert a_step_over_two_streams(device)
 
-    def test_an_event_that_nobody_waits_for(self, device, lazy, monkeypatch):
+    def test_an_event_that_nobody_waits_for(self, device, lazy, faults, monkeypatch):
         monkeypatch.setattr(device.kernels.xp.cuda.Stream, "wait_event", lambda *_: None)
-        assert not a_step_over_two_streams(device)
+        try:
+            is_right = a_step_over_two_streams(device)
+        except device.kernels.xp.cuda.runtime.CUDARuntimeError:  # a table was read before its addresses were there
+            is_right = "out of bounds" not in faults_of(faults)
+        assert not is_right
 
     def test_work_on_a_stream_of_another_device(self, device, faults):
         cupy = device.kernels.xp
