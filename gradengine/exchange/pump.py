@@ -214,7 +214,10 @@ class Pump(NotCopied, instead="make one for each link"):
     def _begin(self) -> bool:
         """Begin the transfers that are to be made now; whether there were any."""
         with self._lock:
-            transfers = [t for each in (self._gather, self._all_reduce) if each is not None for t in each.transfers()]
+            transfers = [] if self._gather is None else self._gather.transfers()
+            # Nothing of a step that has not begun: a rank that leaves then would be missed by one still in a gather.
+            if self._all_reduce is not None and self._all_reduce.is_begun:
+                transfers += self._all_reduce.transfers()
             if not self._has_work or (self._gather is not None and self._gather.is_done):
                 self._tell()  # else whoever waits would take the GIL from the sums for nothing
         for transfer in transfers:
