@@ -1,7 +1,8 @@
-"""Threads of one object, and cached properties without a lock."""
+"""Threads of one object, what wakes one of them, and cached properties without a lock."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,28 @@ else:
                 return self
             value = instance.__dict__[self._name] = self._compute(instance)
             return value
+
+
+@final
+class Bell:
+    """Wakes whoever waits for it, or else whoever does next.
+
+    One bare lock: Ctrl-C in the Python code of `threading.Event` leaves its lock locked for good, and Python 3.10's
+    `SimpleQueue.get` waits for ever where its timeout is over as it looks again.
+    """
+
+    def __init__(self) -> None:
+        self._silence = threading.Lock()  # held until somebody rings
+        self._silence.acquire()
+
+    def ring(self) -> None:
+        """End the wait that is under way, or else the next one."""
+        with contextlib.suppress(RuntimeError):  # it has been rung, and nobody has waited since
+            self._silence.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it is rung within so many seconds; without a limit this returns when it is."""
+        return self._silence.acquire(timeout=-1 if seconds is None else seconds)
 
 
 @final

@@ -31,12 +31,6 @@ LARGE = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17,) for n in range(4)})
 in_both_ways = pytest.mark.parametrize("reads_in_place", [False, True])
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("gradengine-pump")] == []
-
-
 class Polled(Link):
     """A link that cannot wake anybody, and that is lost once so many transfers were over."""
 

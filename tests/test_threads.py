@@ -8,7 +8,7 @@ import time
 import pytest
 from transports import SOON
 
-from gradengine.threads import Threads
+from gradengine.threads import Bell, Threads
 
 
 class TestThreads:
@@ -70,3 +70,24 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=SOON, check=False)
     assert done.returncode == 3
+
+
+class TestBell:
+    def test_a_ring_ends_one_wait_before_or_after_it_and_two_rings_are_one(self):
+        bell, heard = Bell(), []
+        bell.ring()
+        bell.ring()
+        assert [bell.wait(0), bell.wait(0), bell.wait(0.001)] == [True, False, False]
+        waiter = threading.Thread(target=lambda: heard.append(bell.wait()))
+        waiter.start()
+        bell.ring()
+        waiter.join(SOON)
+        assert heard == [True]
+
+    def test_a_wait_of_no_time_ends(self):
+        """A queue's went on for ever where it looked at the clock a moment too late."""
+        bell = Bell()
+        for _ in range(2000):
+            bell.ring()
+            assert bell.wait(1e-9)
+            assert not bell.wait(1e-9)

@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import socket
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -22,6 +23,7 @@ from gradengine.exchange.group import Group
 from gradengine.exchange.handshake import join_of, new_nonce, proof
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.exchange.links.link import Link
+from gradengine.exchange.pump import Pump
 from gradengine.exchange.wire import Challenge, Hello
 from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout
@@ -276,11 +278,20 @@ def free_port():
 
 def package_threads():
     """Threads of exchanges; the host kernels' pool stays for good."""
-    return [
+    named = [
         thread
         for thread in threading.enumerate()
         if thread.name.startswith("gradengine-") and not thread.name.startswith("gradengine-host")
     ]
+    # A pump starts its thread below `threading`, which does not know of it.
+    return named + [ident for ident, frame in sys._current_frames().items() if Pump._run.__code__ in codes_of(frame)]
+
+
+def codes_of(frame):
+    """What a thread is in the middle of."""
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 SMALL = GradientLayout.of(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import _thread
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import final
 
 from gradengine.arguments import refuse_other_kind
@@ -20,6 +18,7 @@ from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.transfers import Borrow, Copy, Receive, Send
 from gradengine.kernels.device import DeviceArena
 from gradengine.layout import Span
+from gradengine.threads import Bell
 
 _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
 
@@ -53,7 +52,7 @@ class Pump(NotCopied, instead="make one for each link"):
         self._spans: deque[Span] = deque()  # that the thread is to start
         self._lock = threading.RLock()  # under which all-reduce and gather are called
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
-        self._news: SimpleQueue[None] = SimpleQueue()  # something that is waited for may be over
+        self._news = Bell()  # something that is waited for may be over
         self._failure: BaseException | None = None
         self._is_closing, self._moved_at = False, clock()
         self._idle = Idle(link)
@@ -137,7 +136,7 @@ class Pump(NotCopied, instead="make one for each link"):
         self._is_closing = True
         self._idle.wake()
         while self._is_running:  # the thread may be reading what the link has borrowed
-            self._listen(_LOOK_SECONDS)
+            self._news.wait(_LOOK_SECONDS)
         try:
             self._end_copies()
         finally:
@@ -172,7 +171,7 @@ class Pump(NotCopied, instead="make one for each link"):
             if self._has_work and not self._is_closing and self._failure is None:
                 return True
             self._is_running = False
-            self._tell()
+            self._news.ring()
             return False
 
     @property
@@ -219,7 +218,7 @@ class Pump(NotCopied, instead="make one for each link"):
             if self._all_reduce is not None and self._all_reduce.is_begun:
                 transfers += self._all_reduce.transfers()
             if not self._has_work or (self._gather is not None and self._gather.is_done):
-                self._tell()  # else whoever waits would take the GIL from the sums for nothing
+                self._news.ring()  # else whoever waits would take the GIL from the sums for nothing
         for transfer in transfers:
             if isinstance(transfer, Send):
                 self._link.send(*transfer)
@@ -253,7 +252,7 @@ class Pump(NotCopied, instead="make one for each link"):
             self._end_copies()  # nothing is told of them any more, and the rows may go
         finally:
             self._is_running = False
-            self._tell()
+            self._news.ring()
 
     # ---- inside ----
 
@@ -273,15 +272,7 @@ class Pump(NotCopied, instead="make one for each link"):
                 if self._clock() - max(since, self._moved_at) > seconds:
                     self._link.has_failed, (self._link.lost, what) = True, late()
                     raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do="see what the late ranks do")
-            self._listen(min(seconds, _LOOK_SECONDS))
-
-    def _tell(self) -> None:
-        if self._news.empty():
-            self._news.put(None)
-
-    def _listen(self, seconds: float) -> None:
-        with contextlib.suppress(Empty):
-            self._news.get(timeout=seconds)
+            self._news.wait(min(seconds, _LOOK_SECONDS))
 
     def _refuse_failed(self) -> None:
         if self._is_closing:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy.typing as npt
 
 from gradengine.errors import NotCopied, PeerLost
+from gradengine.threads import Bell
 
 Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
 
@@ -115,15 +114,13 @@ class Idle:
     """Rests between the polls of a link: until the link wakes it, or for a few milliseconds where the link cannot."""
 
     def __init__(self, link: Link) -> None:
-        # No Event: Ctrl-C within the Python code of `set` would leave its lock locked for good.
-        self._wakes: SimpleQueue[None] = SimpleQueue()
-        self._is_woken = link.wake_by(self.wake)
+        self._bell = Bell()
+        self._is_woken = link.wake_by(self._bell.ring)
         self._moved_at = time.monotonic()
 
     def wake(self) -> None:
         """End the rest that is being taken, or else the next one."""
-        if self._wakes.empty():
-            self._wakes.put(None)
+        self._bell.ring()
 
     def rest(self, longest: float | None = None, *, is_woken: bool = True) -> None:
         """Return when woken, or after so many seconds; without a limit perhaps never.
@@ -134,8 +131,7 @@ class Idle:
             idle = time.monotonic() - self._moved_at
             most = 0.0 if idle < _SPIN_SECONDS else min(idle / 4, _LONGEST_SECONDS)
             longest = most if longest is None else min(longest, most)
-        with contextlib.suppress(Empty):
-            self._wakes.get(timeout=longest)
+        self._bell.wait(longest)
 
     def moved(self) -> None:
         """Note that something was over: there may be more soon."""
