@@ -24,7 +24,7 @@ def may_hold_sums(engine):
 def on_links(work, world_size, *, lost_after=None, **options):
     """The same over links between threads; that of rank 1 closes after so many transfers."""
     links = thread_links(world_size)
-    links[1] = Failing(links[1], 1 << 30 if lost_after is None else lost_after)
+    links[1] = Failing(links[1], lost_after)
     exchanges = [LinkedExchange(link, **{"timeout": 60.0, "join_timeout": 60.0, **options}) for link in links]
     return _on_each(work, exchanges)
 

@@ -12,10 +12,9 @@ import pytest
 import strategies as draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transports import SlowArena, outcomes, rank_order_sum
+from transports import Failing, SlowArena, outcomes, rank_order_sum
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
-from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -29,27 +28,6 @@ SMALL = GradientLayout.of({"layers.0.w": (7, 5), "layers.1.w": (33,), "embedding
 LARGE = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17,) for n in range(4)})
 
 in_both_ways = pytest.mark.parametrize("reads_in_place", [False, True])
-
-
-class Polled(Link):
-    """A link that cannot wake anybody, and that is lost once so many transfers were over."""
-
-    def __init__(self, link, lost_after=None):
-        self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, lost_after
-        self.send, self.receive, self.close = link.send, link.receive, link.close
-        self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
-
-    def send(self, peer, tag, memory):
-        raise NotImplementedError
-
-    receive = close = send
-
-    def poll(self):
-        if self.left is not None and self.left <= 0:
-            self.link.close()
-        over = self.link.poll()
-        self.left = None if self.left is None else self.left - len(over)
-        return over
 
 
 def running(link, all_reduce, device_arena=None, **options):
@@ -116,7 +94,7 @@ def test_several_steps_end_with_the_sums_in_rank_order(
     def work(rank):
         numbers, found = random.Random(seed + rank.rank), []
         link = links[rank.rank]
-        pump = running(Polled(link) if is_polled else link, rank.all_reduce, rank.on_device)
+        pump = running(Failing(link, is_polled=True) if is_polled else link, rank.all_reduce, rank.on_device)
         for number, parts in enumerate(steps):
             rank.arena[:] = parts[rank.rank]
             spans = [*layout.spans]
@@ -150,7 +128,7 @@ def lost_and_resumed(lost_after, owner=None, world_size=3, **options):
         while True:
             if barrier.wait(SOON) == 0:
                 links[:] = thread_links(world_size)
-                links[1] = Polled(links[1], next(left))
+                links[1] = Failing(links[1], next(left), is_polled=True)
             barrier.wait(SOON)
             link = links[rank.rank]
             pump, failures[rank.rank] = Pump(link), False

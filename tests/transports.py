@@ -80,13 +80,15 @@ class SlowArena(DeviceArena):
 
 
 class Failing(Link):
-    """A link that closes once so many transfers are over."""
+    """A link that closes once so many transfers are over, if that is given; it can wake nobody where it is polled."""
 
-    def __init__(self, link, left):
+    def __init__(self, link, left=None, *, is_polled=False):
         self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
-        self.reads_in_place, self.wake_by = link.reads_in_place, link.wake_by
+        self.reads_in_place = link.reads_in_place
         self.send, self.receive, self.close = link.send, link.receive, link.close
         self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
+        if not is_polled:
+            self.wake_by = link.wake_by
 
     def send(self, peer, tag, memory):
         raise NotImplementedError
@@ -94,10 +96,10 @@ class Failing(Link):
     receive = close = send
 
     def poll(self):
-        if self.left <= 0:
+        if self.left is not None and self.left <= 0:
             self.link.close()
         over = self.link.poll()
-        self.left -= len(over)
+        self.left = None if self.left is None else self.left - len(over)
         return over
 
 

@@ -54,8 +54,8 @@ class GpuGradientAccumulator(GradientAccumulator):
     def memory_needed(layout: GradientLayout) -> int:
         """Bytes of device memory that an accumulator of this layout takes: its arena, and less than 1 % for tables.
 
-        An engine with an exchange takes `layout.nbytes` of pinned host memory besides, and no more; over MPI or torch
-        at most 16 MiB, or two shares where those are larger.
+        An engine with an exchange over sockets takes `layout.nbytes` of pinned host memory besides, and no more; over
+        any other at most 16 MiB, or two shares where those are larger.
         """
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         chunk = chunk_for(layout.num_elements)

@@ -70,6 +70,8 @@ class LinkedExchange(Exchange):
         CallerError: A time or size is out of range.
     """
 
+    copies_shares = True
+
     def __init__(
         self,
         link: Link,
@@ -80,10 +82,8 @@ class LinkedExchange(Exchange):
         bucket_bytes: int = DEFAULT_SHARE_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._timeout, self._join_timeout = (
-            checked_seconds("timeout", timeout),
-            checked_seconds("join_timeout", join_timeout),
-        )
+        self._timeout = checked_seconds("timeout", timeout)
+        self._join_timeout = checked_seconds("join_timeout", join_timeout)
         self._bucket_bytes, self._clock = whole_number("bucket_bytes", bucket_bytes, 4), clock
         self._link, self.rank, self.world_size, self.url = link, link.rank, link.world_size, url
         self._pump: Pump | None = None
@@ -92,8 +92,6 @@ class LinkedExchange(Exchange):
         self._progress = Progress()
         self._started: set[int | str] = set()  # keys of the spans of this step
         self._failure: BaseException | None = None  # what is raised from now on
-
-    copies_shares = True
 
     def bind(
         self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, on_reduced: OnReduced

@@ -133,27 +133,8 @@ class OrderedAllReduce:
             self._indices.setdefault(share.owner, []).extend([index for _, _, index in share.chunks])
         self._facts = {owner: np.zeros(len(indices) + 2 * self.world_size) for owner, indices in self._indices.items()}
         mine = [share for share in shares if share.owner == self.rank]
-        largest, largest_of_all = (max([share.size for share in some], default=0) for some in (mine, shares))
-        scratch = kernels.device.allocate(largest)
-        self._sums: dict[int, tuple[Arena, Float64]] = {}  # where a share is summed, and the place of its squared sums
-        first = 0
-        for share in mine:
-            targets = [scratch.part(start - share.start, stop - share.start) for start, stop, _ in share.chunks]
-            squares = self._facts[self.rank][first : first + len(targets)]
-            self._sums[share.number] = kernels.arena(targets), squares
-            first += len(targets)
-        in_flight = whole_number("in_flight", in_flight, 0)
-        room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest, largest_of_all))
-        rows = 0 if reads_in_place else len(self._others)
-        self._free = [np.empty((rows, largest), np.float32) for _ in range(min(room, len(mine)))]
-        # The row of a share of another owner is free when the sum is in the arena, that of an own one when all have it.
-        self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
-        sent = min(window, len(shares) - len(mine))
-        if not isinstance(arena, DeviceArena):
-            self._free_rows = [[None] * sent, [None] * len(mine)]
-        else:
-            self._free_rows = [[*arena.rows(count, largest_of_all)] for count in (sent, min(window, len(mine)))]
-        self._rows: dict[int, Float32 | None] = {}  # of the shares that are on their way
+        self._sums = self._places_of_sums(mine)
+        self._make_room(mine, arena, whole_number("in_flight", in_flight, 0))
         self._behind: dict[int, int | str] = {}  # by share: see `Copy`
 
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
@@ -161,6 +142,32 @@ class OrderedAllReduce:
         self._outbox: list[Transfer] = []
         self.step = whole_number("step", step, 0)
         self._begin()
+
+    def _places_of_sums(self, mine: Sequence[Share]) -> dict[int, tuple[Arena, Float64]]:
+        """Where each own share is summed, all in one scratch, and the place of its squared sums in the facts."""
+        scratch = self._kernels.device.allocate(_largest(mine))
+        places, first = {}, 0
+        for share in mine:
+            targets = [scratch.part(start - share.start, stop - share.start) for start, stop, _ in share.chunks]
+            squares = self._facts[self.rank][first : first + len(targets)]
+            places[share.number] = self._kernels.arena(targets), squares
+            first += len(targets)
+        return places
+
+    def _make_room(self, mine: Sequence[Share], arena: Float32 | DeviceArena, in_flight: int) -> None:
+        """Make the memory for the parts that are received, and the rows of shares that are on their way."""
+        largest, largest_of_all = _largest(mine), _largest(self._shares)
+        room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest, largest_of_all))
+        rows = 0 if self._reads_in_place else len(self._others)
+        self._free = [np.empty((rows, largest), np.float32) for _ in range(min(room, len(mine)))]
+        # The row of a share of another owner is free when the sum is in the arena, that of an own one when all have it.
+        self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
+        sent = min(window, len(self._shares) - len(mine))
+        if not isinstance(arena, DeviceArena):
+            self._free_rows = [[None] * sent, [None] * len(mine)]
+        else:
+            self._free_rows = [[*arena.rows(count, largest_of_all)] for count in (sent, min(window, len(mine)))]
+        self._rows: dict[int, Float32 | None] = {}  # of the shares that are on their way
 
     @property
     def is_done(self) -> bool:
@@ -567,3 +574,7 @@ class OrderedAllReduce:
         impossible = (known > is_whole) | (np.eye(self.world_size, dtype=np.bool_) & (known != is_whole))
         for rank, owner in np.argwhere(impossible)[:1].tolist():
             raise ProtocolError(f"rank {rank} says of the facts of rank {owner} what cannot be", got=known[rank, owner])
+
+
+def _largest(shares: Sequence[Share]) -> int:
+    return max([share.size for share in shares], default=0)
