@@ -1,5 +1,6 @@
 """Exchanges over links: what the ranks compare when they join, how a lost step goes on, and who is named."""
 
+import os
 import sys
 import threading
 
@@ -289,6 +290,19 @@ def test_a_late_rank_is_named_and_the_others_hear_whom_it_is_about(what):
     assert "rank 2 " in str(first) or what == "gather"
     assert isinstance(second, PeerLost)
     assert str(second).startswith("rank 2 is gone or late: rank 0 has closed its link for that") or what == "gather"
+    close(exchanges)
+
+
+def test_a_forked_child_is_refused_and_ends_nothing_of_its_parents(monkeypatch):
+    exchanges = exchanges_of(2)
+    workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        for call in (exchanges[0].wait, exchanges[0].barrier, lambda: exchanges[0].start(SMALL.spans[0])):
+            with pytest.raises(CallerError, match="rank 0 is of the process that this one was forked from; connect in"):
+                call()
+        exchanges[0].close()
+    assert on_all(Worker.sum, workers) == [(), ()]
     close(exchanges)
 
 

@@ -145,6 +145,32 @@ def test_who_was_gone_first_is_named():
         second.poll()
 
 
+def test_a_rank_that_was_given_up_reads_that_it_was_late_itself():
+    first, second = thread_links(2)
+    second.receive(0, 1, np.zeros(2))
+    first.lost = 1
+    first.close()
+    with pytest.raises(PeerLost, match=r"rank 0 has closed its link: it waited for this rank \(1\) too long"):
+        second.poll()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_over_torch_the_rank_that_was_lost_first_is_named_without_a_place_in_gloos_source(order):
+    *others, third = torch_links(3)
+    for peer in (0, 1):
+        third.receive(peer, 1, np.zeros(2))
+    for peer in order:
+        third._run(fails, peer)
+        with pytest.raises(PeerLost, match=rf"^rank {order[0]} is gone: the connection with it is lost \(\w"):
+            third.poll()
+    for link in (*others, third):
+        link.close()
+
+
+def fails(peer):
+    raise RuntimeError(f"[/gloo/pair.cc:534] Connection with {peer} closed\nand more")
+
+
 def test_ranks_that_are_left_go_on_with_each_other(links):
     first, second, third = links(3)
     third.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -92,12 +93,14 @@ class LinkedExchange(Exchange):
         self._progress = Progress()
         self._started: set[int | str] = set()  # keys of the spans of this step
         self._failure: BaseException | None = None  # what is raised from now on
+        self._process = os.getpid()
 
     def bind(
         self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, on_reduced: OnReduced
     ) -> None:
         if not isinstance(arena, DeviceArena):
             refuse_bad_arena(layout, arena)
+        self._refuse_forked()
         if self._pump is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
         self._refuse_failed()
@@ -142,6 +145,8 @@ class LinkedExchange(Exchange):
         return self._to_the_end(lambda: pump.gather(data, self._timeout))
 
     def close(self) -> None:
+        if os.getpid() != self._process:  # the group is the parent's
+            return
         what, do = f"rank {self.rank} left the group", "windows are kept: reconnect or discard()"
         self._failure = self._failure or PeerLost(what, do=do)
         (self._pump or self._link).close()
@@ -149,10 +154,16 @@ class LinkedExchange(Exchange):
     # ---- inside ----
 
     def _bound(self) -> tuple[Pump, OrderedAllReduce]:
+        self._refuse_forked()
         if self._pump is None or self._all_reduce is None:
             self._refuse_failed()
             raise not_bound(f"rank {self.rank}'s exchange")
         return self._pump, self._all_reduce
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._process:
+            what = f"the exchange of rank {self.rank} is of the process that this one was forked from"
+            raise CallerError(what, do="connect in the process that steps, after the fork")
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:

@@ -116,7 +116,8 @@ class Pump(NotCopied, instead="make one for each link"):
         with self._lock:
             self._refuse_failed()
             if self._gather is not None:
-                raise WindowError("a gather was interrupted", do="close the exchange, and reconnect on all ranks")
+                what = "a gather is under way, or was interrupted"
+                raise WindowError(what, do="call from one thread; or close the exchange, and reconnect on all ranks")
             self._gather = gather
             self._begin_to_run()
         self._wait_until(lambda: gather.is_done, seconds, lambda: self._late_for(gather))

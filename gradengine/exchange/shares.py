@@ -69,7 +69,7 @@ def shares_of(
             rank = k % ranks if owner is None else hub
             shares.append(Share(len(shares), rank, part[0][0], part[-1][1], tuple(part), spans))
     if len(shares) > MOST_SHARES:
-        what = f"buckets of {bucket_bytes} bytes cut this layout into too many shares"
+        what = f"buckets of {bucket_bytes} bytes over all ranks cut this layout into too many shares"
         raise CallerError(what, got=len(shares), expected=f"at most {MOST_SHARES}", do="use larger buckets")
     return tuple(shares)
 

@@ -100,6 +100,8 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         """The error for a transfer with a rank that has closed its link, after it lost that one or none."""
         if lost is None or lost == peer:
             self.lost, what = peer, f"rank {peer} is gone: it has closed its link"
+        elif lost == self.rank:
+            self.lost, what = peer, f"rank {peer} has closed its link: it waited for this rank ({lost}) too long"
         else:
             self.lost, what = lost, f"rank {lost} is gone or late: rank {peer} has closed its link for that"
         return PeerLost(what, do="reconnect on all ranks")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 import threading
 import time
@@ -190,6 +191,12 @@ def _is_over(request: Any, deadline: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked child that ends does not end its parent's group.
+    os.register_at_fork(after_in_child=_links.clear)
+    os.register_at_fork(after_in_child=_held.clear)
 
 
 @atexit.register  # called before mpi4py's MPI_Finalize, which comes when the interpreter has ended

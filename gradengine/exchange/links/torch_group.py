@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -83,6 +85,7 @@ class TorchLink(Link):
         self._faults: dict[int, PeerLost | ProtocolError] = {}  # why no more comes from a rank, or goes to it
         self._wake: Callable[[], None] = lambda: None
         self._is_closed, self._has_left, self._closing = False, False, threading.Lock()
+        self._process = os.getpid()
         self._outgoing: dict[int, queue.SimpleQueue[Completion | None]] = {}
         self._threads: list[threading.Thread] = []
         for peer in range(self.world_size):
@@ -108,14 +111,16 @@ class TorchLink(Link):
         with self._changed:
             self._refuse_closed()
             over, self._over = self._over, []
-            if not over:
-                for _, peer, _ in self._open:
-                    if peer in self._faults:
-                        self.lost = peer
-                        raise self._faults[peer]
+            awaited = set() if over else {peer for _, peer, _ in self._open}
+            for peer in self._faults:  # the one that was lost first: others may have closed for that
+                if peer in awaited:
+                    self.lost = peer
+                    raise self._faults[peer]
             return over
 
     def close(self) -> None:
+        if os.getpid() != self._process:  # a fork's exit is not the end of the group
+            return
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -203,4 +208,5 @@ class TorchLink(Link):
 
 
 def _said(fault: RuntimeError) -> str:
-    return str(fault).partition("\n")[0][-200:]
+    """The first line, without the place in gloo's source."""
+    return re.sub(r"^\[\S*\] ", "", str(fault).partition("\n")[0])[-200:]
