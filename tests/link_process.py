@@ -1,9 +1,12 @@
-"""One rank of a group over MPI or torch: `python link_process.py mpi|torch WHAT [WHO]`; it prints what it finds.
+"""One rank of a group over MPI: `python link_process.py mpi WHAT [WHO]`; it prints what it finds.
 
-A rank of torch is told its place by RANK and WORLD_SIZE, and by STORE a file where all meet.
+Ranks over torch are forked, so that torch is imported once: `python link_process.py torch` reads lines of JSON, each
+with the number of ranks, the file where they meet, for how many of them to wait before the rest is killed, WHAT and
+WHO. It answers with their exit statuses. What a rank prints is in a file: the one where they meet, and its number.
 """
 
 import functools
+import json
 import os
 import signal
 import sys
@@ -57,13 +60,11 @@ class OverMpi:
 class OverTorch:
     """All ranks of torch's default group."""
 
-    def __init__(self):
+    def __init__(self, rank, size, store):
         import torch.distributed
 
-        self.torch, size, self.rank = torch, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        self.torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{os.environ['STORE']}", rank=self.rank, world_size=size
-        )
+        self.torch, self.rank, self.size = torch, rank, size
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         self.barrier = torch.distributed.barrier
 
     def link(self, part=None, timeout=SOON):
@@ -75,14 +76,32 @@ class OverTorch:
         return connect(process_group=part or self.torch.distributed.group.WORLD, **options)
 
     def half(self):
-        size = int(os.environ["WORLD_SIZE"])
         # In another order than torch's own.
-        halves = [self.torch.distributed.new_group([*range(first, size, 2)][::-1]) for first in (0, 1)]
+        halves = [self.torch.distributed.new_group([*range(first, self.size, 2)][::-1]) for first in (0, 1)]
         return halves[self.rank % 2]
 
     def pair(self):
-        size = int(os.environ["WORLD_SIZE"])
-        return [self.torch.distributed.new_group([one, one + 1]) for one in range(0, size, 2)][self.rank // 2]
+        return [self.torch.distributed.new_group([one, one + 1]) for one in range(0, self.size, 2)][self.rank // 2]
+
+
+def forked():
+    """Start the ranks that are asked for, until there are no more lines; in a rank: its group, what to do, and who."""
+    import torch.distributed  # noqa: F401  (once for all)
+
+    for line in sys.stdin:
+        size, store, last, what, *who = json.loads(line)
+        ranks = []
+        for rank in range(size):
+            ranks.append(os.fork())
+            if not ranks[-1]:
+                os.dup2(os.open(f"{store}{rank}", os.O_CREAT | os.O_WRONLY), 1)
+                return OverTorch(rank, size, store), what, who
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks[:last]]
+        for rank in ranks[last:]:
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
+        say(json.dumps(statuses))
+    sys.exit()
 
 
 def say(words):
@@ -354,8 +373,7 @@ def fails(what, who):
 
 
 if __name__ == "__main__":
-    way, what, *who = sys.argv[1:]
-    GROUP = OverMpi() if way == "mpi" else OverTorch()
+    GROUP, what, who = (OverMpi(), sys.argv[2], sys.argv[3:]) if sys.argv[1] == "mpi" else forked()
     try:
         works = {"sums": sums, "part": part, "moves": moves, "other-size": other_size}
         works |= {"engine": engine, "grid": grid, "arguments": arguments, "demo": demo, "reconnects": reconnects}
