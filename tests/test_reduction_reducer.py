@@ -294,7 +294,7 @@ class TestOverLinks:
             outcome[-1] for step in wanted for outcome in step
         ]
 
-    @pytest.mark.parametrize("lost_after", range(14, 55, 5))
+    @pytest.mark.parametrize("lost_after", range(14, 55, 10))
     def test_a_step_that_is_lost_anywhere_is_gone_on_with(self, kernels_of, backend_on_host, lost_after):
         def first(exchange):
             backend = kernels_of(exchange.rank)
