@@ -3,6 +3,7 @@
 Run:    python bench/links.py --ranks 2                threads of one process, beside a coordinator that adds all
         mpiexec -n 2 python bench/links.py --by mpi    processes, beside MPI's own Allreduce
         torchrun --nproc-per-node 2 bench/links.py --by torch    beside torch's all_reduce over gloo
+    torchrun --nproc-per-node 2 bench/links.py --by tcp      or unix: sockets of our own, beside the same
 
 Results are compared first: on small whole numbers every order of adding is exact. Then the ways take turns; the slowest
 rank counts, and medians are shown. `exposed` is what is left of a sum behind a backward that takes as long as the sum
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +29,15 @@ import numpy.typing as npt
 from gradengine import Exchange, GradientLayout, connect, local_group
 from gradengine.exchange.group import Group
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Progress
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.local import LocalExchange
 
 Array = npt.NDArray[np.float32]
 Sum = Callable[[], None]
 
 SPANS, SECONDS = 25, 300.0
+FAMILIES = {"tcp": socket.AF_INET, "unix": socket.AF_UNIX}
 
 
 class Rank:
@@ -103,8 +109,8 @@ def threads(ranks: int, megabytes: int, repeats: int) -> dict[str, float]:
 
 
 def processes(by: str, megabytes: int, repeats: int) -> dict[str, float]:
-    """Seconds over MPI or a torch process group, and of that library's own sum; nothing but on rank 0."""
-    exchange, other = over_mpi() if by == "mpi" else over_torch()
+    """Seconds over MPI, a torch process group or sockets, and of MPI's or torch's own sum; nothing but on rank 0."""
+    exchange, other = over_mpi() if by == "mpi" else over_torch(by)
     with exchange:
         rank = Rank(exchange, megabytes)
         found = compared(rank, rank, lambda: other(rank.arena), repeats)
@@ -119,20 +125,41 @@ def over_mpi() -> tuple[Exchange, Callable[[Array], Any]]:
     return connect("mpi://"), lambda arena: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, arena)
 
 
-def over_torch() -> tuple[Exchange, Callable[[Array], Any]]:
-    """The exchange of all ranks, and torch's own sum in place."""
+def over_torch(by: str) -> tuple[Exchange, Callable[[Array], Any]]:
+    """The exchange of all ranks over their process group or over sockets, and torch's own sum in place."""
     import torch  # noqa: PLC0415  (no other way needs it)
 
     distributed: Any = torch.distributed
     distributed.init_process_group("gloo")
-    exchange = connect(process_group=distributed.group.WORLD)
+    group = distributed.group.WORLD
+    exchange = connect(process_group=group) if by == "torch" else over_sockets(by, distributed)
     return exchange, lambda arena: distributed.all_reduce(torch.from_numpy(arena))
+
+
+def over_sockets(by: str, distributed: Any) -> Exchange:
+    """The exchange of all ranks over a connection of each two, for which torch tells them their addresses."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    with tempfile.TemporaryDirectory() as folder, socket.socket(FAMILIES[by]) as listener:
+        listener.bind(("127.0.0.1", 0) if by == "tcp" else f"{folder}/socket")
+        listener.listen(world_size)
+        addresses: list[Any] = [None] * world_size
+        distributed.all_gather_object(addresses, listener.getsockname())
+        connections = {}
+        for peer in range(rank):
+            connections[peer] = [socket.socket(FAMILIES[by])]
+            connections[peer][0].connect(addresses[peer])
+            connections[peer][0].sendall(bytes([rank]))
+        for _ in range(rank + 1, world_size):
+            accepted, _ = listener.accept()
+            connections[accepted.recv(1)[0]] = [accepted]
+        distributed.barrier()
+    return LinkedExchange(SocketLink(rank, connections))
 
 
 def main() -> None:
     """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--by", choices=["threads", "mpi", "torch"], default="threads")
+    parser.add_argument("--by", choices=["threads", "mpi", "torch", *FAMILIES], default="threads")
     parser.add_argument("--ranks", type=int, default=2, help="threads")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=7)

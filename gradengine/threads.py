@@ -32,7 +32,6 @@ else:
             return value
 
 
-@final
 class Bell:
     """Wakes whoever waits for it, or else whoever does next.
 

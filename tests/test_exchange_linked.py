@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transports import (
     SMALL,
+    SOCKET_LINKS,
     SOON,
     Failing,
     Transport,
@@ -36,8 +37,8 @@ EXPECTED = rank_order_sum(contributions(SMALL, WORLD)).tobytes()
 ALL = list(SMALL.spans)
 
 
-def exchanges_of(world_size, *, lost_after=None, **options):
-    links = thread_links(world_size)
+def exchanges_of(world_size, *, lost_after=None, links_of=thread_links, **options):
+    links = links_of(world_size)
     if lost_after is not None:
         links[1] = Failing(links[1], lost_after)
     return [LinkedExchange(link, **{"bucket_bytes": BUCKET} | options) for link in links]
@@ -77,25 +78,29 @@ def half_summed(seed=0):
     return workers
 
 
-def transfers_of_a_step():
+def transfers_of_a_step(links_of):
     """How many transfers of rank 1 are over after a whole step, its hello among them."""
-    exchanges = exchanges_of(WORLD, lost_after=1 << 30)
+    exchanges = exchanges_of(WORLD, lost_after=1 << 30, links_of=links_of)
     on_all(Worker.sum, bound(exchanges, SMALL, contributions(SMALL, WORLD)))
     close(exchanges)
     return (1 << 30) - exchanges[1]._link.left
 
 
 HELLO = 2 * (WORLD - 1)
-WHOLE = transfers_of_a_step()
+LINKS = {"threads": thread_links, **SOCKET_LINKS}
+WHOLES = {name: transfers_of_a_step(links_of) for name, links_of in LINKS.items()}
+WHOLE = WHOLES["threads"]
 
 
+@pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("part", range(9))
-def test_a_step_that_is_lost_anywhere_is_run_again_to_the_same_bytes(part):
-    exchanges = exchanges_of(WORLD, lost_after=HELLO + (WHOLE - HELLO) * part // 8)
+def test_a_step_that_is_lost_anywhere_is_run_again_to_the_same_bytes(part, links):
+    lost_after = HELLO + (WHOLES[links] - HELLO) * part // 8
+    exchanges = exchanges_of(WORLD, lost_after=lost_after, links_of=LINKS[links])
     workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
     found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
     assert all(isinstance(error, PeerLost) for error in found), found
-    assert rejoined(workers) == [None] * WORLD
+    assert rejoined(workers, links_of=LINKS[links]) == [None] * WORLD
     assert on_all(Worker.sum, workers) == [()] * WORLD
     assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
     assert on_all(lambda worker: worker.exchange.barrier(), workers) == [None] * WORLD

@@ -1,5 +1,10 @@
 """Links, and small data over them: every way in which bytes move between ranks, as threads of one process."""
 
+import contextlib
+import os
+import socket
+import struct
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,17 +13,22 @@ from functools import partial
 
 import numpy as np
 import pytest
-from transports import outcomes
+from interrupts import interrupted_at, places_of
+from transports import SOCKET_LINKS, outcomes, rank_order_sum, tcp_pair
 
 from gradengine.errors import CallerError, DeadlineExceeded, DeviceUnavailable, PeerLost, ProtocolError
 from gradengine.exchange.gather import Gather
+from gradengine.exchange.interface import Progress
+from gradengine.exchange.linked import LinkedExchange
 from gradengine.exchange.links import threads
-from gradengine.exchange.links.link import Completed, Completion, Idle
+from gradengine.exchange.links.link import Completed, Idle
 from gradengine.exchange.links.mpi import MpiLink
+from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.links.torch_group import TorchLink
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.transfers import Send
+from gradengine.layout import GradientLayout
 
 SENT, RECEIVED = Completed.SENT, Completed.RECEIVED
 
@@ -36,7 +46,10 @@ def torch_links(world_size):
     return [TorchLink(group, rank, range(world_size)) for rank, group in enumerate(groups)]
 
 
-TRANSPORTS = {"threads": thread_links, "torch": torch_links}
+TRANSPORTS = {"threads": thread_links, "torch": torch_links} | SOCKET_LINKS
+
+over_sockets = pytest.mark.parametrize("links", SOCKET_LINKS, indirect=True)
+over_all_but_torch = pytest.mark.parametrize("links", ["threads", *SOCKET_LINKS], indirect=True)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -98,10 +111,9 @@ def test_one_tag_again_and_again_arrives_in_order(links):
     for value in range(5):
         source, sink = np.full(4, float(value)), np.zeros(4)
         first.send(1, 3, source)
-        if value % 2:
-            first.poll()
+        reports = [first.poll() if value % 2 else [], []]
         second.receive(0, 3, sink)
-        until(2, first, second)
+        assert until(2, first, second, reports=reports) == [[(SENT, 1, 3)], [(RECEIVED, 0, 3)]]
         assert np.array_equal(source, sink)
 
 
@@ -132,17 +144,18 @@ def test_a_rank_that_is_gone_is_named_where_a_transfer_with_it_is_open(links):
         until(1, second)
 
 
-def test_who_was_gone_first_is_named():
+@over_all_but_torch
+def test_who_was_gone_first_is_named(links):
     """Also by a rank that had nothing to do with it, but with one that has closed for it."""
-    first, second, third = thread_links(3)
+    first, second, third = links(3)
     first.receive(2, 1, np.zeros(2))
     second.receive(0, 1, np.zeros(2))
     third.close()
     with pytest.raises(PeerLost, match="rank 2 is gone: it has closed its link"):
-        first.poll()
+        until(1, first)
     first.close()
     with pytest.raises(PeerLost, match="rank 2 is gone or late: rank 0 has closed its link for that"):
-        second.poll()
+        until(1, second)
 
 
 def test_a_rank_that_was_given_up_reads_that_it_was_late_itself():
@@ -185,10 +198,11 @@ def test_what_was_over_before_is_reported_first(links):
     first, second = links(2)
     second.receive(0, 1, np.zeros(2))
     first.send(1, 1, np.ones(2))
-    first.send(1, 2, np.ones(2))
+    first.send(1, 2, np.zeros(16_000_000))  # more than any socket takes for a rank that does not receive it
+    reports = [first.poll()]
     until(1, second)
     second.close()
-    assert until(1, first) == [[(SENT, 1, 1)]]
+    assert until(1, first, reports=reports) == [[(SENT, 1, 1)]]
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         until(1, first)
 
@@ -231,7 +245,7 @@ def test_another_size_is_refused(links):
     second.receive(0, 4, memory)
     first.send(1, 4, np.ones(2))
     with pytest.raises(ProtocolError, match=r"rank 0 sent rank 1 another size with tag 4: got 16 bytes, expected 24"):
-        until(1, second)
+        until(2, first, second)
     assert not memory.any()
 
 
@@ -326,30 +340,376 @@ def test_who_closes_does_not_wait_for_those_who_have_not_begun_to_read():
         second.poll()
 
 
-def test_who_waits_for_something_else_besides_rests_for_milliseconds_only():
-    idle = Idle(thread_links(2)[1])
+def test_who_waits_for_something_else_besides_rests_for_milliseconds_only(links):
+    idle = Idle(links(2)[1])
     for _ in range(3):
         idle.rest(is_woken=False)
 
 
-def test_who_rests_is_woken_by_what_the_other_rank_does():
-    first, second = thread_links(2)
-    idle = Idle(second)
+def test_who_rests_is_woken_by_what_the_other_rank_does(links):
+    first, second = links(2)
+    idle, reports = Idle(second), []
     second.receive(0, 1, np.zeros(1))
-    threading.Thread(target=first.send, args=(1, 1, np.ones(1))).start()
-    idle.rest()
-    assert second.poll() == [Completion(RECEIVED, 0, 1)]
+    assert second.poll() == []
+    sender = threading.Thread(target=lambda: (first.send(1, 1, np.ones(1)), until(1, first)))
+    sender.start()
+    while not reports:
+        idle.rest()
+        reports += second.poll()
+    assert reports == [(RECEIVED, 0, 1)]
+    sender.join(60)
     threading.Thread(target=first.close).start()
     idle.rest()
     second.receive(0, 2, np.zeros(1))
     with pytest.raises(PeerLost):
-        second.poll()
+        until(1, second)
+
+
+def test_a_bell_that_is_rung_ends_one_rest(links):
+    first, _ = links(2)
+    first.poll()
+    for _ in range(2):
+        first.bell.ring()
+    assert [first.bell.wait(), first.bell.wait(0.01)] == [True, False]
+    resting = threading.Thread(target=first.bell.wait)
+    resting.start()
+    resting.join(0.01)
+    assert resting.is_alive()
+    first.bell.ring()
+    resting.join(60)
+    assert not resting.is_alive()
+    first.close()
+    first.bell.ring()
+
+
+@over_sockets
+def test_who_has_begun_what_is_over_at_once_or_never_does_not_rest(links):
+    first, second = links(2)
+    first.send(1, 2, np.ones(1))
+    assert first.bell.wait()
+    assert first.poll() == [(SENT, 1, 2)]
+    second.close()
+    for begin in (first.send, first.receive):
+        begin(1, 2, np.ones(1))
+        first.bell.wait()
+        with pytest.raises(PeerLost, match="rank 1 is gone"):
+            until(1, first)
+
+
+@over_sockets
+def test_who_rests_or_comes_to_rest_is_woken_where_another_thread_closes(links):
+    link, _ = links(2)
+    resting = threading.Thread(target=link.bell.wait)
+    resting.start()
+    resting.join(0.01)
+    assert outcomes(SocketLink.close, [link]) == [None]
+    resting.join(60)
+    assert not resting.is_alive()
+    assert [link.bell.wait(60.0), link.bell.wait(60.0)] == [True, True]
+
+
+# ---- sockets ----
+
+
+@pytest.fixture(params=[socket.socketpair, tcp_pair])
+def stranger(request):
+    """A link of rank 0 of 2, and the socket of a rank 1 that sends what it likes."""
+    ours, theirs = request.param()
+    link = SocketLink(0, {1: [ours]})
+    yield link, theirs
+    link.close()
+    theirs.close()
+
+
+def head(tag, size):
+    return struct.pack("<IQ", tag, size)
+
+
+@pytest.mark.parametrize(
+    ("sent", "what"),
+    [
+        (head(1 << 21, 3), "rank 1 sent rank 0 no head of a message: got tag 2097152, 3 bytes, expected a tag below"),
+        (head(1 << 21, 2**64 - 1), "rank 1 sent rank 0 no head of a message"),
+        (head((1 << 21) + 1, 16), "rank 1 sent rank 0 no head of a message"),
+        (b"\xff" * 12, "rank 1 sent rank 0 no head of a message: got tag 4294967295"),
+        (head(7, 17), "another size with tag 7: got 17 bytes, expected 16 bytes"),
+        (head(7, 2**64 - 1), "another size with tag 7"),
+        (head(7, 0), "another size with tag 7"),
+    ],
+)
+def test_a_head_that_cannot_be_is_refused_before_anything_is_written(stranger, sent, what):
+    link, theirs = stranger
+    memory = np.zeros(2)
+    link.receive(1, 7, memory)
+    theirs.send(sent + b"\1" * 32)
+    with pytest.raises(ProtocolError, match=what):
+        until(1, link)
+    assert not memory.any()
+    assert link.lost == 1
+    with pytest.raises(ProtocolError, match=what):
+        link.poll()
+
+
+@pytest.mark.parametrize("sent", [b"", head(7, 16)[:5], head(7, 16), head(7, 16) + b"\1" * 9])
+def test_a_connection_that_ends_in_a_message_is_a_lost_rank(stranger, sent):
+    link, theirs = stranger
+    link.receive(1, 6, np.zeros(2))
+    link.receive(1, 7, np.zeros(2))
+    theirs.send(head(6, 16) + bytes(16) + sent)
+    theirs.shutdown(socket.SHUT_RDWR)
+    assert until(1, link) == [[(RECEIVED, 1, 6)]]
+    with pytest.raises(PeerLost, match="rank 1 is gone: its connection has ended"):
+        until(1, link)
+    assert link.lost == 1
+
+
+def test_a_connection_that_is_reset_is_a_lost_rank():
+    ours, theirs = tcp_pair()
+    link = SocketLink(0, {1: [ours]})
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    theirs.close()
+    for begin in (link.receive, link.send):
+        begin(1, 7, np.zeros(2))
+        with pytest.raises(PeerLost, match=r"rank 1 is gone: the connection with it is lost \(Connection reset"):
+            until(1, link)
+    link.close()
+
+
+def test_a_message_may_come_byte_by_byte(stranger):
+    link, theirs = stranger
+    memory, source = np.zeros(2), np.array([3.0, 4.0])
+    link.receive(1, 7, memory)
+    reports = []
+    for byte in head(7, 16) + source.tobytes():
+        assert reports == []
+        theirs.send(bytes([byte]))
+        assert link.bell.wait(60.0)
+        reports += link.poll()
+    assert reports == [(RECEIVED, 1, 7)]
+    assert np.array_equal(memory, source)
+
+
+def test_who_sends_what_nobody_receives_is_held_back_by_the_socket(stranger):
+    """And the rest of the link goes on: what it sends arrives, and it rests."""
+    link, theirs = stranger
+    memory, piece, sent = np.zeros(2), bytes(1 << 20), 0
+    link.receive(1, 7, memory)
+    theirs.setblocking(False)
+    theirs.send(head(8, 1 << 40))
+    with contextlib.suppress(BlockingIOError):
+        while sent < 1 << 28:
+            sent += theirs.send(piece)
+            assert link.poll() == []
+    assert sent < 1 << 28
+    assert not link.bell.wait(0.01)
+    link.send(1, 3, np.ones(1))
+    assert until(1, link) == [[(SENT, 1, 3)]]
+    assert theirs.recv(100) == head(3, 8) + np.ones(1).tobytes()
+    link.receive(1, 8, memory)
+    with pytest.raises(ProtocolError, match="another size with tag 8: got 1099511627776 bytes, expected 16 bytes"):
+        until(1, link)
+
+
+def test_a_message_that_comes_before_it_is_received_waits_with_those_after_it(stranger):
+    link, theirs = stranger
+    sinks = {tag: np.zeros(1) for tag in (5, 6)}
+    link.receive(1, 6, sinks[6])
+    theirs.send(b"".join(head(tag, 8) + np.full(1, float(tag)).tobytes() for tag in sinks))
+    assert link.poll() == link.poll() == []
+    link.receive(1, 5, sinks[5])
+    for tag in sinks:  # one at a time, which is then still in the cache
+        assert link.poll() == [(RECEIVED, 1, tag)]
+    assert all(sink == tag for tag, sink in sinks.items())
+
+
+@pytest.mark.parametrize("size", [0, 16])
+def test_a_message_that_came_before_it_is_received_wakes_who_receives_it(stranger, size):
+    """Though nothing more comes by which the link would notice it, where it is empty."""
+    link, theirs = stranger
+    memory = np.zeros(size, np.uint8)
+    theirs.send(head(7, size) + b"\1" * size)
+    while not link._connections[1][0].is_held:
+        assert link.poll() == []
+    link.receive(1, 7, memory)
+    assert link.bell.wait(60.0)
+    assert link.poll() == [(RECEIVED, 1, 7)]
+    assert memory.all()
+
+
+def test_what_comes_over_other_connections_is_received_after_one_has_ended():
+    pairs, memory = [tcp_pair(), tcp_pair()], np.zeros(1)
+    link, (whole, ended) = SocketLink(0, {1: [ours for ours, _ in pairs]}), [theirs for _, theirs in pairs]
+    ended.close()
+    link.receive(1, 0, memory)
+    assert link.poll() == link.poll() == []
+    whole.send(head(0, 8) + np.ones(1).tobytes())
+    assert until(1, link) == [[(RECEIVED, 1, 0)]]
+    for begin, tag in ((link.receive, 2), (link.send, 0)):
+        begin(1, tag, memory)
+        with pytest.raises(PeerLost, match="rank 1 is gone: its connection has ended"):
+            until(1, link)
+    link.close()
+    whole.close()
+
+
+def test_a_rank_that_says_farewell_has_closed_its_link(stranger):
+    link, theirs = stranger
+    theirs.send(head(1 << 21, 0))
+    theirs.close()
+    link.receive(1, 6, np.zeros(2))
+    with pytest.raises(PeerLost, match="rank 1 is gone: it has closed its link"):
+        until(1, link)
+
+
+def test_who_closes_in_the_middle_of_a_message_does_not_say_farewell_in_it(stranger):
+    link, theirs = stranger
+    link.send(1, 7, np.zeros(16_000_000))
+    assert link.poll() == []
+    theirs.settimeout(60)
+    came = theirs.recv(12)
+    theirs.setblocking(False)
+    with contextlib.suppress(BlockingIOError):  # so that there is room for more
+        while True:
+            theirs.recv(1 << 20)
+    theirs.settimeout(60)
+    link.close()
+    came += b"".join(iter(lambda: theirs.recv(1 << 20), b""))
+    assert came[:12] == head(7, 128_000_000)
+    assert came[-12:] != head(1 << 21, 0)
+
+
+def test_what_a_link_has_sent_arrives_though_it_is_closed_with_more_to_read(stranger):
+    """A socket that is closed with something unread is reset, which ends what is on its way."""
+    link, theirs = stranger
+    theirs.send(bytes(1 << 17))
+    count, source = 0, np.zeros(1 << 13)
+    link.send(1, 0, source)
+    while link.poll():
+        count += 1
+        link.send(1, count, source)
+    link.close()
+    theirs.settimeout(60)
+    came = sum(iter(lambda: len(theirs.recv(1 << 20)), 0))
+    assert count > 0
+    assert came >= count * (12 + source.nbytes)
+
+
+def test_nothing_is_read_or_written_while_a_link_over_sockets_is_closed_or_after(stranger, monkeypatch):
+    """A receive is in the middle of its copy when another thread closes."""
+    link, theirs = stranger
+    memory, log = np.zeros(2), []
+    link.receive(1, 7, memory)
+    theirs.send(head(7, 16) + b"\1" * 16)
+
+    def close():
+        link.close()
+        log.append("closed")
+
+    def slow(connection):
+        closer.start()
+        closer.join(0.1)  # it ends here if it does not wait
+        read(connection)
+        log.append("read")
+
+    closer, read = threading.Thread(target=close), link._read
+    monkeypatch.setattr(link, "_read", slow)
+    assert link.poll() == [(RECEIVED, 1, 7)]
+    closer.join(60)
+    assert log == ["read", "closed"]
+
+
+@pytest.mark.parametrize("call", ["send", "receive", "ring", "close"])
+def test_a_link_over_sockets_that_is_interrupted_at_any_line_can_be_closed(call):
+    """By another thread too: nothing stays locked; and no descriptor stays open."""
+
+    def begun():
+        ours, theirs = socket.socketpair()
+        link = SocketLink(0, {1: [ours]})
+        theirs.send(head(7, 0))
+        link.receive(1, 8, np.zeros(2))
+        assert link.poll() == []
+        calls = {
+            "send": lambda: link.send(1, 6, np.zeros(2)),
+            "receive": lambda: link.receive(1, 7, np.zeros(0)),
+            "ring": link.bell.ring,
+            "close": link.close,
+        }
+        return link, ours, theirs, calls[call]
+
+    def end(link, ours, theirs):
+        assert outcomes(SocketLink.close, [link]) == [None]
+        assert [each.fileno() for each in (ours, link.bell._bell, link.bell._rope)] == [-1] * 3
+        theirs.close()
+
+    *ends, sound = begun()
+    places = places_of(sound)
+    end(*ends)
+    assert len(places) > 2
+    for at in places:
+        *ends, interrupted = begun()
+        assert interrupted_at(at, interrupted)[0], at
+        end(*ends)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_forked_child_does_not_hide_from_other_ranks_that_a_process_has_ended():
+    script = """
+import os, socket
+from gradengine.exchange.links.sockets import SocketLink
+
+ours, theirs = socket.socketpair()
+link = SocketLink(0, {1: [ours]})
+heard, told = os.pipe()
+child = os.fork()
+if not child:
+    os.close(told)
+    os.read(heard, 1)  # until its parent has seen what it is to see
+    os._exit(0)
+ours.close()  # and no more than that, as at the end of the process
+theirs.settimeout(5.0)
+assert theirs.recv(1) == b""
+os.close(told)
+os.waitpid(child, 0)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60, check=True)
 
 
 def test_without_mpi4py_a_link_over_mpi_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(DeviceUnavailable, match=r"needs mpi4py and an MPI library .* pip install 'gradengine\[mpi\]'"):
         MpiLink()
+
+
+# ---- sums ----
+
+
+@pytest.mark.parametrize(("world_size", "bucket_bytes"), [(2, 1 << 22), (4, 1 << 18)])
+def test_steps_over_any_link_end_with_the_sums_in_rank_order(links, world_size, bucket_bytes):
+    """With gathers between the spans, and shares that are larger than what a socket takes at once."""
+    layout = GradientLayout.of({"layers.0.w": (1000,), "layers.1.w": (1_500_000,), "head": (77,)})
+    numbers = np.random.default_rng(world_size)
+    parts = np.zeros((2, world_size, layout.arena_size), np.float32)
+    for slot in layout.slots:
+        parts[..., slot.offset : slot.stop] = numbers.standard_normal((2, world_size, slot.size))
+
+    def work(link):
+        arena, found = np.empty(layout.arena_size, np.float32), []
+        exchange, progress = LinkedExchange(link, bucket_bytes=bucket_bytes), Progress()
+        exchange.bind(layout, arena, progress, lambda _span, _upto: None)
+        for step in range(2):
+            arena[:] = parts[step, link.rank]
+            for span in layout.spans:
+                exchange.start(span)
+                exchange.gather(bytes(5000))
+            exchange.wait()
+            exchange.gather(b"done")
+            progress.next_step()
+            found.append(arena.tobytes())
+        exchange.close()
+        return found
+
+    expected = [rank_order_sum(step).tobytes() for step in parts]
+    assert outcomes(work, links(world_size)) == [expected] * world_size
 
 
 # ---- small data ----

@@ -12,7 +12,7 @@ import pytest
 import strategies as draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transports import Failing, SlowArena, outcomes, rank_order_sum
+from transports import SOCKET_LINKS, Failing, SlowArena, outcomes, rank_order_sum
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
 from gradengine.exchange.links.threads import thread_links
@@ -77,19 +77,19 @@ def raised(outcomes):
     st.sampled_from([4, 200, 1 << 22]),
     st.booleans(),
     st.sampled_from([0, 8 << 20]),
-    st.booleans(),
+    st.sampled_from(["in place", "copied", *SOCKET_LINKS]),
     st.booleans(),
     st.sets(st.integers(0, 3)),
 )
 @settings(max_examples=60, deadline=None)
 def test_several_steps_end_with_the_sums_in_rank_order(
-    layout, world_size, seed, size, is_star, in_flight, is_polled, reads_in_place, on_devices
+    layout, world_size, seed, size, is_star, in_flight, way, is_polled, on_devices
 ):
     steps = [random_parts(layout, world_size, seed + n) for n in range(3)]
     owner = world_size - 1 if is_star else None
-    options = {"in_flight": in_flight, "reads_in_place": reads_in_place, "on_devices": on_devices}
+    options = {"in_flight": in_flight, "reads_in_place": way == "in place", "on_devices": on_devices}
     ranks = ranks_of(steps[0], layout, size, owner, **options)
-    links = thread_links(world_size)
+    links = SOCKET_LINKS.get(way, thread_links)(world_size)
 
     def work(rank):
         numbers, found = random.Random(seed + rank.rank), []

@@ -76,6 +76,7 @@ ORDER = [
     "exchange.links.threads",
     "exchange.links.mpi",
     "exchange.links.torch_group",
+    "exchange.links.sockets",
     "exchange.links",
     "exchange.shares",
     "exchange.transfers",

@@ -23,6 +23,7 @@ from gradengine.exchange.group import Group
 from gradengine.exchange.handshake import join_of, new_nonce, proof
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.exchange.links.link import Link
+from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.wire import Challenge, Hello
 from gradengine.kernels.device import DeviceArena
@@ -80,15 +81,14 @@ class SlowArena(DeviceArena):
 
 
 class Failing(Link):
-    """A link that closes once so many transfers are over, if that is given; it can wake nobody where it is polled."""
+    """A link that closes once so many transfers are over, if that is given, and is polled if that is said."""
 
     def __init__(self, link, left=None, *, is_polled=False):
         self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
         self.reads_in_place = link.reads_in_place
         self.send, self.receive, self.close = link.send, link.receive, link.close
         self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
-        if not is_polled:
-            self.wake_by = link.wake_by
+        self.bell, self.is_polled = link.bell, is_polled
 
     def send(self, peer, tag, memory):
         raise NotImplementedError
@@ -101,6 +101,29 @@ class Failing(Link):
         over = self.link.poll()
         self.left = None if self.left is None else self.left - len(over)
         return over
+
+
+def tcp_pair():
+    """Two connected sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = socket.create_connection(listener.getsockname())
+        return first, listener.accept()[0]
+
+
+def socket_links(world_size, pair=socket.socketpair, count=1):
+    """Links over so many connections of each pair of ranks."""
+    connections = [{} for _ in range(world_size)]
+    for a in range(world_size):
+        for b in range(a):
+            connections[a][b], connections[b][a] = zip(*[pair() for _ in range(count)], strict=True)
+    return [SocketLink(rank, theirs) for rank, theirs in enumerate(connections)]
+
+
+SOCKET_LINKS = {
+    "unix": socket_links,
+    "tcp": functools.partial(socket_links, pair=tcp_pair),
+    "tcp, 3 connections": functools.partial(socket_links, pair=tcp_pair, count=3),
+}
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ class Pump(NotCopied, instead="make one for each link"):
     def close(self) -> None:
         """End the thread and close the link: nothing writes into the arena any more. May be called twice."""
         self._is_closing = True
-        self._idle.wake()
+        self._link.bell.ring()
         while self._is_running:  # the thread may be reading what the link has borrowed
             self._news.wait(_LOOK_SECONDS)
         try:
@@ -150,7 +150,7 @@ class Pump(NotCopied, instead="make one for each link"):
         if not (self._is_starting or self._is_running) and self._has_work:
             _thread.start_new_thread(self._run, ())
             self._is_starting = True
-        self._idle.wake()
+        self._link.bell.ring()
 
     def _run(self) -> None:
         with self._lock:

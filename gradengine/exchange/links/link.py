@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -43,6 +42,8 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     Attributes:
         rank: This rank, 0..world_size - 1.
         world_size: Ranks in the group.
+        bell: Wakes whoever uses this link; rung, from any thread, when `poll` may have something new.
+        is_polled: Whether nobody rings it then.
         reads_in_place: Whether this link has `borrow`.
         lost: The rank that this one has lost, or has given up to wait for; the others are told when the link closes.
         has_failed: Whether anybody here was told so, or of another error, and not in the background alone. A link that
@@ -51,6 +52,8 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
 
     rank: int
     world_size: int
+    bell: Bell
+    is_polled: bool = False
     reads_in_place: bool = False
     lost: int | None = None
     has_failed: bool = False
@@ -106,34 +109,24 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
             self.lost, what = lost, f"rank {lost} is gone or late: rank {peer} has closed its link for that"
         return PeerLost(what, do="reconnect on all ranks")
 
-    def wake_by(self, wake: Callable[[], None]) -> bool:
-        """Have `wake` called, from any thread, when `poll` may have something new; False if this link cannot."""
-        return False
-
 
 @final
 class Idle:
-    """Rests between the polls of a link: until the link wakes it, or for a few milliseconds where the link cannot."""
+    """Rests between the polls of a link: until its bell rings, or for a few milliseconds where nobody rings it."""
 
     def __init__(self, link: Link) -> None:
-        self._bell = Bell()
-        self._is_woken = link.wake_by(self._bell.ring)
-        self._moved_at = time.monotonic()
-
-    def wake(self) -> None:
-        """End the rest that is being taken, or else the next one."""
-        self._bell.ring()
+        self._link, self._moved_at = link, time.monotonic()
 
     def rest(self, longest: float | None = None, *, is_woken: bool = True) -> None:
-        """Return when woken, or after so many seconds; without a limit perhaps never.
+        """Return when the link's bell rings, or after so many seconds; without a limit perhaps never.
 
         `is_woken` is false where something else is waited for besides, which wakes nobody either.
         """
-        if not (self._is_woken and is_woken):
+        if self._link.is_polled or not is_woken:
             idle = time.monotonic() - self._moved_at
             most = 0.0 if idle < _SPIN_SECONDS else min(idle / 4, _LONGEST_SECONDS)
             longest = most if longest is None else min(longest, most)
-        self._bell.wait(longest)
+        self._link.bell.wait(longest)
 
     def moved(self) -> None:
         """Note that something was over: there may be more soon."""

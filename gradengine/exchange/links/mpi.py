@@ -19,6 +19,7 @@ import numpy as np
 
 from gradengine.errors import CallerError, DeviceUnavailable, PeerLost, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.threads import Bell
 
 _FAREWELL = (1 << 21) - 3  # the tag of a link's last message: above an all-reduce's, below those of a gather
 _TESTS = 20  # in a poll, until something is over: one test moves a piece of a large message at most
@@ -43,6 +44,8 @@ class MpiLink(Link):
         PeerLost: A rank did not make the link in time, or a link has failed before.
     """
 
+    is_polled = True
+
     def __init__(self, communicator: Any = None, *, timeout: float = 60.0) -> None:
         mpi = self._mpi = _mpi()
         theirs = mpi.COMM_WORLD if communicator is None else communicator
@@ -58,7 +61,7 @@ class MpiLink(Link):
             do = "make the link on every rank of the communicator"
             raise PeerLost(f"not all ranks make a link with rank {self.rank}", got=f"nothing for {timeout:g} s", do=do)
         self._ours.Set_errhandler(mpi.ERRORS_RETURN)
-        self._lock = threading.Lock()
+        self._lock, self.bell = threading.Lock(), Bell()
         self._requests: list[Any] = []
         self._transfers: list[tuple[Completion, Memory]] = []  # of the requests
         self._counts: Counter[tuple[Completed, int]] = Counter()  # transfers that are over, with each rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from gradengine.arguments import checked_rank
 from gradengine.errors import PeerLost, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.threads import Bell
 
 
 def thread_links(world_size: int) -> list[ThreadLink]:
@@ -41,6 +42,7 @@ class ThreadLink(Link):
 
     def __init__(self, group: _Group, rank: int) -> None:
         self._group, self.rank, self.world_size = group, rank, len(group.ranks)
+        self.bell = group.ranks[rank].bell
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
         self._begin(Completion(Completed.SENT, peer, tag), memory)
@@ -85,13 +87,9 @@ class ThreadLink(Link):
                 group.ranks[self.rank] = _Rank(is_closed=True, lost=self.lost)
                 for rank in group.ranks:
                     rank.matched = deque(match for match in rank.matched if match.peer != self.rank)
-                    rank.wake()
+                    rank.bell.ring()
             while group.users[self.rank]:
                 group.changed.wait()
-
-    def wake_by(self, wake: Callable[[], None]) -> bool:
-        self._group.ranks[self.rank].wake = wake
-        return True
 
     def _begin(self, transfer: Completion, memory: Memory | None) -> None:
         group, mine = self._group, self._group.ranks[self.rank]
@@ -104,7 +102,7 @@ class ThreadLink(Link):
             counterpart, others = Completion(other, self.rank, tag), group.ranks[peer].open
             if counterpart not in others:
                 if group.ranks[peer].is_closed:
-                    mine.wake()
+                    mine.bell.ring()
                 return
             source, sink = memory, others[counterpart]
             if kind is Completed.RECEIVED:
@@ -112,7 +110,7 @@ class ThreadLink(Link):
             assert source is not None  # noqa: S101  (a send has memory)
             receiver, sender = (peer, self.rank) if kind is Completed.SENT else (self.rank, peer)
             group.ranks[receiver].matched.append(_Match(sender, tag, source, sink))
-            group.ranks[receiver].wake()
+            group.ranks[receiver].bell.ring()
 
     def _take(self, match: _Match) -> None:
         """Note whose memory is used from now on; what is borrowed is received by that."""
@@ -146,7 +144,7 @@ class ThreadLink(Link):
             del rank.open[transfer]
             rank.over.append(transfer)
             if number != self.rank:
-                rank.wake()
+                rank.bell.ring()
 
     def _refuse_closed(self) -> None:
         if self._group.ranks[self.rank].is_closed:
@@ -179,7 +177,7 @@ class _Rank:
         self.matched: deque[_Match] = deque()  # the receives among them that it can make
         self.borrowed: dict[tuple[int, int], Memory] = {}  # what it reads of other ranks, by rank and tag
         self.over: list[Completion] = []
-        self.wake: Callable[[], None] = lambda: None
+        self.bell = Bell()
 
 
 @final

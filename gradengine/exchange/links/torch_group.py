@@ -23,6 +23,7 @@ import numpy as np
 from gradengine.arguments import said
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.threads import Bell
 
 _ALWAYS, _AT_ONCE = timedelta(days=365), timedelta(milliseconds=1)
 _DATA_TAG, _NOBODYS_TAG = 0, 1
@@ -83,7 +84,7 @@ class TorchLink(Link):
         self._open: dict[Completion, Memory] = {}
         self._over: list[Completion] = []
         self._faults: dict[int, PeerLost | ProtocolError] = {}  # why no more comes from a rank, or goes to it
-        self._wake: Callable[[], None] = lambda: None
+        self.bell = Bell()
         self._is_closed, self._has_left, self._closing = False, False, threading.Lock()
         self._process = os.getpid()
         self._outgoing: dict[int, queue.SimpleQueue[Completion | None]] = {}
@@ -137,17 +138,13 @@ class TorchLink(Link):
             self._has_left = True
         atexit.unregister(self.close)
 
-    def wake_by(self, wake: Callable[[], None]) -> bool:
-        self._wake = wake
-        return True
-
     def _begin(self, transfer: Completion, memory: Memory) -> None:
         with self._changed:
             self._refuse_closed()
             self._open[transfer] = memory
             self._changed.notify_all()
             if transfer.peer in self._faults:
-                self._wake()
+                self.bell.ring()
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -199,12 +196,12 @@ class TorchLink(Link):
         with self._changed:
             del self._open[transfer]
             self._over.append(transfer)
-        self._wake()
+        self.bell.ring()
 
     def _fail(self, peer: int, fault: PeerLost | ProtocolError) -> None:
         with self._changed:
             self._faults.setdefault(peer, fault)
-        self._wake()
+        self.bell.ring()
 
 
 def _said(fault: RuntimeError) -> str:

@@ -1,0 +1,321 @@
+"""A link over connected stream sockets, TCP or Unix: from the sender's memory into the receiver's, without a thread.
+
+Before each payload goes a head: its tag and its size, 12 bytes. A receiver reads no further than a head until it
+receives what that head announces: so the socket holds back what nobody receives, and no memory of ours grows by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from selectors import EVENT_READ, EVENT_WRITE
+from typing import final
+
+import numpy as np
+
+from gradengine.errors import PeerLost, ProtocolError
+from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.threads import Bell
+
+_HEAD = struct.Struct("<IQ")  # tag and bytes of the payload
+_FAREWELL = 1 << 21  # the tag of a link's last head, above all others; its size is the rank it has lost plus 1, or 0
+_UNIX_SEND_BYTES = 1 << 20  # Linux's default is 208 KB: four times the wakeups
+_DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no reset, which ends what is on its way
+
+
+@final
+class SocketLink(Link):
+    """One rank's transfers over sockets that are connected, and whose other ends have proved who they are.
+
+    Transfers to one rank go in the order in which they were begun. Where there are several connections with a rank,
+    each tag has its own one: then transfers with different tags pass each other. A forked child has none of them.
+
+    Args:
+        rank: This rank.
+        connections: For each other rank its connections, in the same order on both sides; closed with the link.
+    """
+
+    bell: _SocketBell
+
+    def __init__(self, rank: int, connections: Mapping[int, Sequence[socket.socket]]) -> None:
+        self.rank, self.world_size = rank, len(connections) + 1
+        self._connections = {peer: [_Connection(peer, each) for each in theirs] for peer, theirs in connections.items()}
+        self._open: dict[Completion, Memory] = {}
+        self._over: list[Completion] = []
+        self._faults: dict[int, PeerLost | ProtocolError] = {}  # why transfers with a rank will not be over
+        self._farewells: dict[int, int | None] = {}  # whom a rank that has closed had lost
+        self._unheld: list[_Connection] = []  # that are not watched again yet
+        self._lock = threading.Lock()  # while sockets and memory are used
+        self.bell = _SocketBell(self._lock)
+        for theirs in self._connections.values():
+            for connection in theirs:
+                self._watch(connection)
+
+    def send(self, peer: int, tag: int, memory: Memory) -> None:
+        with self._lock:
+            transfer = Completion(Completed.SENT, peer, tag)
+            self._begin(transfer, memory)
+            if peer not in self._faults:
+                connection = self._connection(peer, tag)
+                connection.outgoing.append(transfer)
+                self._watch(connection)
+
+    def receive(self, peer: int, tag: int, memory: Memory) -> None:
+        with self._lock:
+            self._begin(Completion(Completed.RECEIVED, peer, tag), memory)
+            connection = self._connection(peer, tag)
+            if connection.is_held:  # if what is held is empty, nothing more comes by which the bell would be rung
+                connection.is_held = False
+                self._unheld.append(connection)
+                self.bell.ring()
+
+    def poll(self) -> list[Completion]:
+        with self._lock:
+            self._refuse_closed()
+            # Until something is over, which is then still in the cache, or nothing can be moved.
+            while not self._over and (ready := self._unheld or self.bell.ready()):
+                self._unheld = []
+                for connection in ready:
+                    self._move(connection)
+            over, self._over = self._over, []
+            if not over:
+                self._refuse_lost()
+            return over
+
+    def close(self) -> None:
+        self.bell.end()  # whoever waits for it has the lock
+        with self._lock:
+            for theirs in self._connections.values():
+                for connection in theirs:
+                    self._leave(connection)
+            self._connections = {}
+            self._open.clear()
+            self.bell.close()
+
+    # ---- inside ----
+
+    def _connection(self, peer: int, tag: int) -> _Connection:
+        theirs = self._connections[peer]
+        return theirs[tag // 2 % len(theirs)]  # the lowest bit of a sum's tag is the step's
+
+    def _begin(self, transfer: Completion, memory: Memory) -> None:
+        self._refuse_closed()
+        self._open[transfer] = memory
+        if transfer.peer in self._faults:
+            self.bell.ring()
+
+    def _end(self, transfer: Completion) -> None:
+        del self._open[transfer]
+        self._over.append(transfer)
+
+    def _refuse_closed(self) -> None:
+        if self.bell.has_ended:
+            raise PeerLost(f"the link of rank {self.rank} is closed")
+
+    def _refuse_lost(self) -> None:
+        for kind, peer, tag in self._open:
+            # What a rank sent before is received first, to the end of each connection.
+            if peer in self._faults and (kind is Completed.SENT or self._connection(peer, tag).has_ended):
+                if peer in self._farewells:
+                    raise self.lost_by(peer, self._farewells[peer])
+                self.lost = peer
+                raise self._faults[peer]
+
+    def _watch(self, connection: _Connection) -> None:
+        """Have the bell rung when the connection can be moved."""
+        reads, writes = not (connection.is_held or connection.has_ended), bool(connection.outgoing)
+        self.bell.watch(connection, (EVENT_READ if reads else 0) | (EVENT_WRITE if writes else 0))
+
+    def _move(self, connection: _Connection) -> None:
+        """Receive and send what can be now, until one receive is over."""
+        try:
+            if not (connection.is_held or connection.has_ended):
+                self._read(connection)
+        except BlockingIOError:
+            pass
+        except (OSError, PeerLost, ProtocolError) as fault:
+            connection.has_ended = True
+            self._fail(connection.peer, fault)
+        try:
+            self._write(connection)
+        except BlockingIOError:
+            pass
+        except OSError as fault:  # what came before is still to be received
+            self._fail(connection.peer, fault)
+        self._watch(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        """Receive until there is no more, a payload is whole, or nobody receives the next one."""
+        while True:
+            while connection.missing:
+                count = connection.socket.recv_into(connection.missing)
+                if not count:
+                    raise _ended(connection.peer)
+                connection.missing = connection.missing[count:]
+            if connection.receiving is not None:
+                self._end(connection.receiving)
+                connection.receiving, connection.missing = None, memoryview(connection.head)
+                return
+            self._place(connection)
+            if connection.is_held:
+                return
+
+    def _place(self, connection: _Connection) -> None:
+        """Find the memory for what a head announces."""
+        tag, size = _HEAD.unpack(connection.head)
+        peer, transfer = connection.peer, Completion(Completed.RECEIVED, connection.peer, tag)
+        if tag == _FAREWELL and size <= self.world_size:
+            self._farewells[peer] = size - 1 if size else None
+            raise _ended(peer)
+        if tag >= _FAREWELL:
+            got, expected = f"tag {tag}, {size} bytes", f"a tag below {_FAREWELL}"
+            raise ProtocolError(f"rank {peer} sent rank {self.rank} no head of a message", got=got, expected=expected)
+        if transfer not in self._open:
+            connection.is_held = True
+            return
+        memory = self._open[transfer]
+        if size != memory.nbytes:
+            what = f"rank {peer} sent rank {self.rank} another size with tag {tag}"
+            raise ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
+        connection.receiving, connection.missing = transfer, _view(memory)
+
+    def _write(self, connection: _Connection) -> None:
+        """Send until there is no room."""
+        while connection.outgoing:
+            transfer, parts = connection.outgoing[0], connection.parts
+            if not parts:
+                memory = self._open[transfer]
+                parts += [memoryview(_HEAD.pack(transfer.tag, memory.nbytes)), _view(memory)]
+            sent = connection.socket.sendmsg(parts)
+            while parts and sent >= parts[0].nbytes:
+                sent -= parts.pop(0).nbytes
+            if parts:
+                parts[0] = parts[0][sent:]
+            else:
+                connection.outgoing.popleft()
+                self._end(transfer)
+
+    def _fail(self, peer: int, fault: OSError | PeerLost | ProtocolError) -> None:
+        """Send nothing more to a rank; the first fault is the one that is raised."""
+        if isinstance(fault, OSError):
+            what = f"rank {peer} is gone: the connection with it is lost ({fault.strerror or fault})"
+            fault = PeerLost(what, do="reconnect on all ranks")
+        self._faults.setdefault(peer, fault)
+        for connection in self._connections[peer]:
+            connection.outgoing.clear()
+            self._watch(connection)
+
+    def _leave(self, connection: _Connection) -> None:
+        """Close a connection, after a farewell if it is not in the middle of a message."""
+        with contextlib.suppress(OSError):
+            if not connection.parts:
+                connection.socket.send(_HEAD.pack(_FAREWELL, 0 if self.lost is None else self.lost + 1))
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_WR)
+            left, scratch = _DISCARDED_BYTES, bytearray(1 << 16)
+            while left > 0 and (count := connection.socket.recv_into(scratch)):
+                left -= count
+        connection.socket.close()
+
+
+@final
+class _Connection:
+    """A socket, and what is on its way over it."""
+
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        self.peer, self.socket = peer, connection
+        self.outgoing: deque[Completion] = deque()
+        self.parts: list[memoryview] = []  # what is left of the first of them, once it is being sent
+        self.head = bytearray(_HEAD.size)
+        self.missing = memoryview(self.head)  # what is not received of a head or payload
+        self.receiving: Completion | None = None  # whose payload is received
+        self.is_held = False  # nobody receives what the head announces
+        self.has_ended = False  # nothing is received any more
+        self.events = 0  # that the bell is rung for
+        connection.setblocking(False)
+        if connection.family == socket.AF_UNIX:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _sockets.add(connection)
+
+
+@final
+class _SocketBell(Bell):
+    """Rung by connections too, for as long as they can be moved; whoever waits for it holds the lock."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock, self._rope_lock, self.has_ended = lock, threading.Lock(), False
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._rope = socket.socketpair()
+        for end in (self._bell, self._rope):
+            end.setblocking(False)
+        self._selector.register(self._bell, EVENT_READ)
+
+    def ring(self) -> None:
+        with contextlib.suppress(OSError), self._rope_lock:  # it is full of rings, or closed
+            self._rope.send(b"\0")
+
+    def wait(self, seconds: float | None = None) -> bool:
+        with self._lock:
+            is_rung = self.has_ended or bool(self._selector.select(seconds))
+            with contextlib.suppress(OSError):
+                self._bell.recv(1 << 12)
+            return is_rung
+
+    def watch(self, connection: _Connection, events: int) -> None:
+        """Be rung by these events alone."""
+        if events == connection.events:
+            return
+        if not events:
+            self._selector.unregister(connection.socket)
+        elif not connection.events:
+            self._selector.register(connection.socket, events, connection)
+        else:
+            self._selector.modify(connection.socket, events, connection)
+        connection.events = events
+
+    def ready(self) -> list[_Connection]:
+        """The connections that can be moved now."""
+        return [key.data for key, _ in self._selector.select(0) if key.data is not None]
+
+    def end(self) -> None:
+        """End the wait that is under way, and each one after it."""
+        self.has_ended = True
+        self.ring()
+
+    def close(self) -> None:
+        """Give up what it holds, under the lock."""
+        with self._rope_lock:
+            self._rope.close()
+        self._bell.close()
+        self._selector.close()
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for each in _sockets:
+        each.close()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked child that kept them open would hide the end of this process from the other ranks.
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _view(memory: Memory) -> memoryview:
+    """The bytes of memory."""
+    return memory.reshape(-1).view(np.uint8).data if memory.nbytes else memoryview(b"")
+
+
+def _ended(peer: int) -> PeerLost:
+    return PeerLost(f"rank {peer} is gone: its connection has ended", do="reconnect on all ranks")
