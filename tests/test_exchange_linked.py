@@ -1,6 +1,8 @@
 """Exchanges over links: what the ranks compare when they join, how a lost step goes on, and who is named."""
 
+import itertools
 import os
+import re
 import sys
 import threading
 
@@ -20,6 +22,7 @@ from transports import (
     on_all,
     outcomes,
     rank_order_sum,
+    socket_links,
 )
 
 from gradengine import GradientEngine
@@ -27,6 +30,7 @@ from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, P
 from gradengine.exchange import linked, local_group
 from gradengine.exchange.interface import NonFiniteValue, Progress
 from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links import sockets
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.pump import Pump
 from gradengine.layout import GradientLayout
@@ -274,6 +278,36 @@ def test_a_rank_that_never_comes_is_named():
     exchange = LinkedExchange(first, clock=clock_when(lambda: True), join_timeout=SOON)
     with pytest.raises(PeerLost, match=r"ranks 1, 2 are late for joining, rank 0 waits: got nothing for 60 s; start"):
         Worker(exchange, SMALL, contributions(SMALL, 1)[0]).bind()
+
+
+@pytest.mark.parametrize("message", [0, 3, 8])
+def test_what_was_damaged_is_named_and_comes_again_over_new_links(message, monkeypatch):
+    workers, sound, numbers = over_sockets(), sockets.checksum, itertools.count()
+    with monkeypatch.context() as flips:
+        flips.setattr(sockets, "checksum", lambda tag, memory: sound(tag, memory) ^ (next(numbers) == message))
+        found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+    by_kind = {type(fault): str(fault) for fault in found}
+    assert {*by_kind} == {ProtocolError, PeerLost}
+    words = (
+        r"what rank (\d) sent rank (\d) was damaged on the way: (the \w+ of (share|rank) \d+ in step 0|a gather); reco"
+    )
+    sender, receiver, *_ = re.match(words, by_kind[ProtocolError]).groups()
+    assert isinstance(found[int(receiver)], ProtocolError)
+    assert sender != receiver
+    over_sockets(workers)
+    assert on_all(Worker.sum, workers) == [()] * WORLD
+    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+    close(worker.exchange for worker in workers)
+
+
+def over_sockets(workers=None):
+    """These workers, or new ones, bound to exchanges over sockets."""
+    exchanges = [LinkedExchange(link, bucket_bytes=BUCKET) for link in socket_links(WORLD)]
+    if workers is None:
+        return bound(exchanges, SMALL, contributions(SMALL, WORLD))
+    for worker, exchange in zip(workers, exchanges, strict=True):
+        worker.exchange = exchange
+    return on_all(Worker.bind, workers)
 
 
 @pytest.mark.parametrize("what", ["sum", "gather"])

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
+import msgpack
 import numpy as np
 import pytest
 from interrupts import interrupted_at, places_of
@@ -20,7 +21,7 @@ from gradengine.errors import CallerError, DeadlineExceeded, DeviceUnavailable, 
 from gradengine.exchange.gather import Gather
 from gradengine.exchange.interface import Progress
 from gradengine.exchange.linked import LinkedExchange
-from gradengine.exchange.links import threads
+from gradengine.exchange.links import sockets, threads
 from gradengine.exchange.links.link import Completed, Idle
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.sockets import SocketLink
@@ -100,7 +101,7 @@ def test_many_transfers_are_open_at_a_time_and_each_is_reported_once(links):
         group[a].send(b, tag, np.array([a, b, tag], float))
     reports = until(2 * len(sinks), *group)
     for rank, report in enumerate(reports):
-        expected = {(kind, peer, tag) for kind in Completed for peer in range(4) if peer != rank for tag in tags}
+        expected = {(kind, peer, tag) for kind in (SENT, RECEIVED) for peer in range(4) if peer != rank for tag in tags}
         assert len(report) == len(expected)
         assert {*report} == expected
     assert all(np.array_equal(key, sink) for key, sink in sinks.items())
@@ -421,19 +422,22 @@ def stranger(request):
     theirs.close()
 
 
-def head(tag, size):
-    return struct.pack("<IQ", tag, size)
+def head(tag, size, check=0):
+    return sockets.head(tag, check, size)
+
+
+def message(tag, payload):
+    return head(tag, len(payload), sockets.checksum(tag, np.frombuffer(payload, np.uint8))) + payload
 
 
 @pytest.mark.parametrize(
     ("sent", "what"),
     [
-        (head(1 << 21, 3), "rank 1 sent rank 0 no head of a message: got tag 2097152, 3 bytes, expected a tag below"),
-        (head(1 << 21, 2**64 - 1), "rank 1 sent rank 0 no head of a message"),
-        (head((1 << 21) + 1, 16), "rank 1 sent rank 0 no head of a message"),
-        (b"\xff" * 12, "rank 1 sent rank 0 no head of a message: got tag 4294967295"),
+        (head((1 << 21) + 1, 16), "rank 1 sent rank 0 no head of a message: got 93 ce 00 20 00 01 cf .* below 2097152"),
+        (head(7, 16)[1:] + b"\0", "rank 1 sent rank 0 no head of a message: got ce 00 00 00 07 cf"),
+        (b"\xff" * 20, "rank 1 sent rank 0 no head of a message: got ff ff"),
         (head(7, 17), "another size with tag 7: got 17 bytes, expected 16 bytes"),
-        (head(7, 2**64 - 1), "another size with tag 7"),
+        (head(7, 2**32 - 1), "another size with tag 7"),
         (head(7, 0), "another size with tag 7"),
     ],
 )
@@ -455,7 +459,7 @@ def test_a_connection_that_ends_in_a_message_is_a_lost_rank(stranger, sent):
     link, theirs = stranger
     link.receive(1, 6, np.zeros(2))
     link.receive(1, 7, np.zeros(2))
-    theirs.send(head(6, 16) + bytes(16) + sent)
+    theirs.send(message(6, bytes(16)) + sent)
     theirs.shutdown(socket.SHUT_RDWR)
     assert until(1, link) == [[(RECEIVED, 1, 6)]]
     with pytest.raises(PeerLost, match="rank 1 is gone: its connection has ended"):
@@ -475,12 +479,59 @@ def test_a_connection_that_is_reset_is_a_lost_rank():
     link.close()
 
 
+@pytest.mark.parametrize("bit", range(0, (20 + 16) * 8, 5))
+def test_a_bit_that_was_flipped_is_never_taken_for_what_was_sent(bit):
+    ours, theirs = socket.socketpair()
+    link, memory, payload = SocketLink(0, {1: [ours]}), np.zeros(16, np.uint8), bytes(range(16))
+    sent = bytearray(message(7, payload))
+    sent[bit // 8] ^= 1 << bit % 8
+    link.receive(1, 7, memory)
+    theirs.send(sent)
+    is_in_the_tag, is_in_a_word_of_msgpack_or_the_size = 2 <= bit // 8 < 6, bit // 8 in {0, 1, 6, *range(15, 20)}
+    if is_in_the_tag and (7 ^ 1 << 24 - 8 * (bit // 8 - 2) + bit % 8) <= 1 << 21:
+        with contextlib.suppress(PeerLost):  # a farewell
+            assert link.poll() == []
+    elif is_in_the_tag or is_in_a_word_of_msgpack_or_the_size:
+        with pytest.raises(ProtocolError, match=r"rank 1 sent rank 0 (no head of a message|another size)"):
+            until(1, link)
+    else:
+        assert until(1, link) == [[(Completed.DAMAGED, 1, 7)]]
+    link.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1001])
+def test_a_checksum_is_the_sum_of_words_bytes_tag_and_size(size):
+    payload = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    words = [int.from_bytes(payload[n : n + 8].tobytes(), "little") for n in range(0, size, 8)]
+    assert sockets.checksum(5, payload) == (sum(words) + 5 + size * 2**32) % 2**64
+
+
+def test_what_goes_over_a_socket_is_msgpack(stranger):
+    link, theirs = stranger
+    source = np.arange(1000.0)
+    link.send(1, 7, source)
+    link.send(1, 8, source[:0])
+    until(2, link)
+    link.close()
+    read = msgpack.Unpacker()
+    read.feed(b"".join(iter(lambda: theirs.recv(1 << 16), b"")))
+    expected = [[7, sockets.checksum(7, source), source.tobytes()], [8, 8, b""], [1 << 21, 0, b""]]
+    assert [*read] == expected
+
+
+def test_a_message_of_4_gib_is_refused(stranger):
+    link, _ = stranger
+    with pytest.raises(CallerError, match=r"too long for a link over sockets: got 4294967296 bytes, .* bucket_bytes"):
+        link.send(1, 7, np.broadcast_to(np.uint8(0), 1 << 32))
+
+
 def test_a_message_may_come_byte_by_byte(stranger):
     link, theirs = stranger
     memory, source = np.zeros(2), np.array([3.0, 4.0])
     link.receive(1, 7, memory)
     reports = []
-    for byte in head(7, 16) + source.tobytes():
+    for byte in message(7, source.tobytes()):
         assert reports == []
         theirs.send(bytes([byte]))
         assert link.bell.wait(60.0)
@@ -495,7 +546,7 @@ def test_who_sends_what_nobody_receives_is_held_back_by_the_socket(stranger):
     memory, piece, sent = np.zeros(2), bytes(1 << 20), 0
     link.receive(1, 7, memory)
     theirs.setblocking(False)
-    theirs.send(head(8, 1 << 40))
+    theirs.send(head(8, (1 << 32) - 1))
     with contextlib.suppress(BlockingIOError):
         while sent < 1 << 28:
             sent += theirs.send(piece)
@@ -504,9 +555,9 @@ def test_who_sends_what_nobody_receives_is_held_back_by_the_socket(stranger):
     assert not link.bell.wait(0.01)
     link.send(1, 3, np.ones(1))
     assert until(1, link) == [[(SENT, 1, 3)]]
-    assert theirs.recv(100) == head(3, 8) + np.ones(1).tobytes()
+    assert theirs.recv(100) == message(3, np.ones(1).tobytes())
     link.receive(1, 8, memory)
-    with pytest.raises(ProtocolError, match="another size with tag 8: got 1099511627776 bytes, expected 16 bytes"):
+    with pytest.raises(ProtocolError, match="another size with tag 8: got 4294967295 bytes, expected 16 bytes"):
         until(1, link)
 
 
@@ -514,7 +565,7 @@ def test_a_message_that_comes_before_it_is_received_waits_with_those_after_it(st
     link, theirs = stranger
     sinks = {tag: np.zeros(1) for tag in (5, 6)}
     link.receive(1, 6, sinks[6])
-    theirs.send(b"".join(head(tag, 8) + np.full(1, float(tag)).tobytes() for tag in sinks))
+    theirs.send(b"".join(message(tag, np.full(1, float(tag)).tobytes()) for tag in sinks))
     assert link.poll() == link.poll() == []
     link.receive(1, 5, sinks[5])
     for tag in sinks:  # one at a time, which is then still in the cache
@@ -527,7 +578,7 @@ def test_a_message_that_came_before_it_is_received_wakes_who_receives_it(strange
     """Though nothing more comes by which the link would notice it, where it is empty."""
     link, theirs = stranger
     memory = np.zeros(size, np.uint8)
-    theirs.send(head(7, size) + b"\1" * size)
+    theirs.send(message(7, b"\1" * size))
     while not link._connections[1][0].is_held:
         assert link.poll() == []
     link.receive(1, 7, memory)
@@ -542,7 +593,7 @@ def test_what_comes_over_other_connections_is_received_after_one_has_ended():
     ended.close()
     link.receive(1, 0, memory)
     assert link.poll() == link.poll() == []
-    whole.send(head(0, 8) + np.ones(1).tobytes())
+    whole.send(message(0, np.ones(1).tobytes()))
     assert until(1, link) == [[(RECEIVED, 1, 0)]]
     for begin, tag in ((link.receive, 2), (link.send, 0)):
         begin(1, tag, memory)
@@ -566,7 +617,7 @@ def test_who_closes_in_the_middle_of_a_message_does_not_say_farewell_in_it(stran
     link.send(1, 7, np.zeros(16_000_000))
     assert link.poll() == []
     theirs.settimeout(60)
-    came = theirs.recv(12)
+    came = theirs.recv(20)
     theirs.setblocking(False)
     with contextlib.suppress(BlockingIOError):  # so that there is room for more
         while True:
@@ -574,14 +625,14 @@ def test_who_closes_in_the_middle_of_a_message_does_not_say_farewell_in_it(stran
     theirs.settimeout(60)
     link.close()
     came += b"".join(iter(lambda: theirs.recv(1 << 20), b""))
-    assert came[:12] == head(7, 128_000_000)
-    assert came[-12:] != head(1 << 21, 0)
+    assert came[:20] == head(7, 128_000_000, sockets.checksum(7, np.zeros(16_000_000)))
+    assert came[-20:] != head(1 << 21, 0)
 
 
 def test_what_a_link_has_sent_arrives_though_it_is_closed_with_more_to_read(stranger):
     """A socket that is closed with something unread is reset, which ends what is on its way."""
     link, theirs = stranger
-    theirs.send(bytes(1 << 17))
+    theirs.send(message(5, bytes(1 << 17)))
     count, source = 0, np.zeros(1 << 13)
     link.send(1, 0, source)
     while link.poll():
@@ -591,7 +642,7 @@ def test_what_a_link_has_sent_arrives_though_it_is_closed_with_more_to_read(stra
     theirs.settimeout(60)
     came = sum(iter(lambda: len(theirs.recv(1 << 20)), 0))
     assert count > 0
-    assert came >= count * (12 + source.nbytes)
+    assert came >= count * (20 + source.nbytes)
 
 
 def test_nothing_is_read_or_written_while_a_link_over_sockets_is_closed_or_after(stranger, monkeypatch):
@@ -599,7 +650,7 @@ def test_nothing_is_read_or_written_while_a_link_over_sockets_is_closed_or_after
     link, theirs = stranger
     memory, log = np.zeros(2), []
     link.receive(1, 7, memory)
-    theirs.send(head(7, 16) + b"\1" * 16)
+    theirs.send(message(7, b"\1" * 16))
 
     def close():
         link.close()

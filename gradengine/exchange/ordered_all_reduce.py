@@ -228,8 +228,13 @@ class OrderedAllReduce:
         for transfers, words in ((missing, ""), (self._sends, "its receipt of ")):
             if transfers:
                 peer, tag = min(transfers, key=order)
-                return peer, words + self._described(tag)
+                return peer, words + self.described(tag)
         return None
+
+    def described(self, tag: int) -> str:
+        """What is sent with this tag: "the part of share 3", say."""
+        kind, number = self._meaning(tag)
+        return f"the facts of rank {number}" if kind is _Kind.FACTS else f"the {kind.name.lower()} of share {number}"
 
     def is_started(self, span: Span) -> bool:
         """Whether the span has been started in this step."""
@@ -273,7 +278,7 @@ class OrderedAllReduce:
         kind, number = self._meaning(tag)
         if borrowed is not None:
             if borrowed.size != self._shares[number].size:
-                what = f"rank {peer} lends another size as {self._described(tag)}"
+                what = f"rank {peer} lends another size as {self.described(tag)}"
                 raise ProtocolError(what, got=borrowed.size, expected=self._shares[number].size)
             self._open[number].parts[peer] = borrowed
         if kind is _Kind.FACTS:
@@ -508,12 +513,8 @@ class OrderedAllReduce:
 
     def _out_of_turn(self, what: str, peer: int, tag: int) -> ProtocolError:
         parity = "even" if tag % 2 == 0 else "odd"
-        got, expected = f"{self._described(tag)} of an {parity} step", f"each transfer of step {self.step} once"
+        got, expected = f"{self.described(tag)} of an {parity} step", f"each transfer of step {self.step} once"
         return ProtocolError(f"{what} rank {peer} out of turn", got=got, expected=expected)
-
-    def _described(self, tag: int) -> str:
-        kind, number = self._meaning(tag)
-        return f"the facts of rank {number}" if kind is _Kind.FACTS else f"the {kind.name.lower()} of share {number}"
 
     # ---- facts and frontiers ----
 

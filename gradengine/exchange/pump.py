@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import final
 
 from gradengine.arguments import refuse_other_kind
-from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
+from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, ProtocolError, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Completion, Idle, Link
@@ -94,7 +94,7 @@ class Pump(NotCopied, instead="make one for each link"):
         Raises:
             PeerLost: A rank is gone; names it.
             DeadlineExceeded: Nothing moved for so long; names the rank that this one waits for longest, and for what.
-            ProtocolError: A rank sent what it should not.
+            ProtocolError: A rank sent what it should not, or it was damaged on the way.
             ExchangeError: The thread failed otherwise, for lack of memory perhaps: the error's cause.
         """
         all_reduce = self._sums
@@ -194,6 +194,8 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
+        if kind is Completed.DAMAGED:
+            raise self._damaged(peer, tag)
         if is_of_gather(tag):
             assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)
             self._gather.over(completion)
@@ -284,6 +286,11 @@ class Pump(NotCopied, instead="make one for each link"):
                 raise self._failure
             what = f"the exchange of rank {self._link.rank} failed"
             raise ExchangeError(what, got=repr(self._failure)) from self._failure
+
+    def _damaged(self, peer: int, tag: int) -> ProtocolError:
+        sent = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
+        what = f"what rank {peer} sent rank {self._link.rank} was damaged on the way: {sent}"
+        return ProtocolError(what, do="reconnect on all ranks; test the memory and the network of both hosts")
 
     def _late_for_sums(self) -> tuple[int, str]:
         """Who is late, and the words for it."""

@@ -22,6 +22,7 @@ class Completed(Enum):
 
     SENT = "sent"  # the memory may be overwritten; the other rank need not have it yet
     RECEIVED = "received"  # the memory holds what was sent
+    DAMAGED = "damaged"  # the memory holds something else: a bit was flipped on the way
 
 
 class Completion(NamedTuple):

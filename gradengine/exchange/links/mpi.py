@@ -95,7 +95,7 @@ class MpiLink(Link):
             self.is_closed = True
             for peer in range(self.world_size):
                 if peer != self.rank:
-                    counts = [self._counts[kind, peer] for kind in Completed]
+                    counts = [self._counts[kind, peer] for kind in (Completed.SENT, Completed.RECEIVED)]
                     farewell = np.array([*counts, -1 if self.lost is None else self.lost], "<i8")
                     _farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
             receives = []
