@@ -78,6 +78,8 @@ ORDER = [
     "exchange.links.torch_group",
     "exchange.links.sockets",
     "exchange.links",
+    "exchange.line",
+    "exchange.mesh",
     "exchange.shares",
     "exchange.transfers",
     "exchange.ordered_all_reduce",

@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 
 from gradengine.arguments import as_index, refuse_other_kind, said
 from gradengine.errors import CallerError, PeerLost, ProtocolError
+from gradengine.exchange.rendezvous import LOOPBACK
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
     PREFIX_BYTES,
@@ -28,7 +29,7 @@ from gradengine.exchange.wire import (
 Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
 Kind = TypeVar("Kind", bound=Message)
 
-_RETRY_SECONDS = 0.05
+RETRY_SECONDS = 0.05
 _UNIX_SEND_BYTES = 1 << 20  # Linux's default of 208 KB: four times the wakeups, 55 ms for 100 MB instead of 45
 
 
@@ -142,8 +143,19 @@ def refuse_bad_token(token: str | None) -> None:
         refuse_other_kind("token", token, str)
 
 
-def listen_socket(address: Address) -> socket.socket:
-    """A listening socket; `CallerError` where the address cannot be bound."""
+def refuse_public_address(address: Address, token: str | None) -> None:
+    """Raise `CallerError` for an address that other machines reach, without a token."""
+    if isinstance(address, str) or token or address[0] in LOOPBACK:
+        return
+    raise CallerError(
+        f"{shown(address)} is reachable from other machines and there is no token",
+        expected="a loopback address, or token=",
+        do="give every worker the same token",
+    )
+
+
+def listen_socket(address: Address, *, is_private: bool = False) -> socket.socket:
+    """A listening socket, on request for this user alone; `CallerError` where the address cannot be bound."""
     family = _family(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -152,6 +164,8 @@ def listen_socket(address: Address) -> socket.socket:
         if family != socket.AF_UNIX:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        if is_private and isinstance(address, str):
+            Path(address).chmod(0o600)  # before anybody can connect
         listener.listen(128)
     except (TypeError, ValueError) as fault:
         listener.close()
@@ -164,33 +178,44 @@ def listen_socket(address: Address) -> socket.socket:
             if fault.errno == errno.EADDRINUSE
             else "check the host or path",
         ) from None
+    except BaseException:
+        listener.close()  # interrupted
+        raise
     return listener
 
 
 def connect_socket(address: Address, timeout: float) -> socket.socket:
     """A connection to the coordinator, retried until the timeout; then `PeerLost`."""
-    deadline, family = time.monotonic() + timeout, _family(address)
+    deadline = time.monotonic() + timeout
     while True:  # ranks start in any order, so the coordinator may not listen yet
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.settimeout(max(_RETRY_SECONDS, deadline - time.monotonic()))
         try:
-            connection.connect(address)
-            if connection.getsockname() == connection.getpeername():
-                raise OSError("only itself answers there")  # noqa: TRY301  (our own port: a TCP self-connect)
-        except (TypeError, ValueError) as fault:
-            connection.close()
-            raise _no_address(address, fault) from None
+            return connect_once(address, max(RETRY_SECONDS, deadline - time.monotonic()))
         except OSError as fault:
-            connection.close()
-            if time.monotonic() + _RETRY_SECONDS > deadline:
-                raise PeerLost(
-                    f"no coordinator at {shown(address)} ({fault.strerror or fault})",
-                    got=f"no connection in {timeout:g} s",
-                    do="start rank 0 (it hosts the coordinator), and check host and port",
-                ) from None
-            time.sleep(_RETRY_SECONDS)
-        else:
-            return connection
+            reason = fault.strerror or fault
+        if time.monotonic() + RETRY_SECONDS > deadline:
+            raise PeerLost(
+                f"no coordinator at {shown(address)} ({reason})",
+                got=f"no connection in {timeout:g} s",
+                do="start rank 0 (it hosts the coordinator), and check host and port",
+            )
+        time.sleep(RETRY_SECONDS)
+
+
+def connect_once(address: Address, timeout: float) -> socket.socket:
+    """A connection to whoever listens there; `OSError` if nobody does, `CallerError` if it is no address."""
+    connection = socket.socket(_family(address), socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+        if connection.getsockname() == connection.getpeername():
+            raise OSError("only itself answers there")  # noqa: TRY301  (our own port: a TCP self-connect)
+    except (TypeError, ValueError) as fault:
+        connection.close()
+        raise _no_address(address, fault) from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _no_address(address: Address, fault: Exception) -> CallerError:

@@ -13,7 +13,14 @@ import secrets
 import msgpack
 
 from gradengine.arguments import said
-from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
+from gradengine.errors import (
+    CallerError,
+    DeadlineExceeded,
+    ExchangeError,
+    HandshakeRefused,
+    PeerLost,
+    ProtocolError,
+)
 from gradengine.exchange.interface import Membership, Progress
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Join
 
@@ -25,9 +32,12 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def proof(token: str | None, role: str, hello: Hello, coordinator_nonce: bytes) -> bytes:
-    """The HMAC of this handshake under the token, None being the empty one; `role` is "coordinator" or "worker"."""
-    bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, coordinator_nonce]
+def proof(token: str | None, role: str, hello: Hello, coordinator_nonce: bytes, *more: int | bytes) -> bytes:
+    """The HMAC of this handshake under the token, None being the empty one.
+
+    `role` is "coordinator" or "worker"; in a mesh "caller" or "called", and `more` the called rank and the group.
+    """
+    bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, coordinator_nonce, *more]
     return hmac.new((token or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
 
 
@@ -90,18 +100,25 @@ def answer_hello(token: str | None, hello: Hello) -> Challenge:
 
 def check_challenge(token: str | None, hello: Hello, challenge: Challenge) -> None:
     """Raise `HandshakeRefused` unless the coordinator has the token."""
-    _check(challenge.proof, proof(token, "coordinator", hello, challenge.nonce), "the coordinator")
+    refuse_other_proof(challenge.proof, proof(token, "coordinator", hello, challenge.nonce), "the coordinator")
 
 
 def check_proof(token: str | None, hello: Hello, challenge: Challenge, join: Join) -> None:
     """Raise `HandshakeRefused` unless the worker has the token."""
-    _check(join.proof, proof(token, "worker", hello, challenge.nonce), f"rank {hello.rank}")
+    refuse_other_proof(join.proof, proof(token, "worker", hello, challenge.nonce), f"rank {hello.rank}")
 
 
-def _check(given: bytes, expected: bytes, who: str) -> None:
+def refuse_other_proof(given: bytes, expected: bytes, who: str) -> None:
+    """Raise `HandshakeRefused` unless a proof is the expected one."""
     # Not !=, whose duration shows how many leading bytes of a forged proof are right.
     if not hmac.compare_digest(given, expected):
         raise HandshakeRefused(f"{who} has another token", do="start all with the same token=")
+
+
+def error_told(name: str, text: str) -> ExchangeError:
+    """A peer's error, of its class if that is one of ours."""
+    kinds = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
+    return kinds.get(name, ExchangeError)(text)
 
 
 def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:

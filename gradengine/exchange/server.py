@@ -17,7 +17,6 @@ import numpy as np
 
 from gradengine.arguments import whole_number
 from gradengine.errors import (
-    CallerError,
     ExchangeError,
     GradientError,
     HandshakeRefused,
@@ -32,7 +31,7 @@ from gradengine.exchange.channel import (
     checked_address,
     listen_socket,
     refuse_bad_token,
-    shown,
+    refuse_public_address,
     url_of,
 )
 from gradengine.exchange.group import Group, Member
@@ -55,7 +54,6 @@ from gradengine.exchange.interface import (
     refuse_other_bucket,
     wire_key,
 )
-from gradengine.exchange.rendezvous import LOOPBACK
 from gradengine.exchange.wire import (
     Abort,
     Gather,
@@ -123,7 +121,7 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
     ) -> None:
         address = checked_address(address)
         refuse_bad_token(token)
-        _refuse_public_address(address, token)
+        refuse_public_address(address, token)
         if job is not None:
             refuse_bad_job(job)
         self.group = Group(world_size, timeout, join_timeout, bucket_bytes)
@@ -398,13 +396,3 @@ def _send_refusal(channel: Channel, refusal: GradientError) -> None:
     except PeerLost:
         return  # it left before the refusal
     channel.finish_sending()
-
-
-def _refuse_public_address(address: Address, token: str | None) -> None:
-    if isinstance(address, str) or token or address[0] in LOOPBACK:
-        return
-    raise CallerError(
-        f"{shown(address)} is reachable from other machines and there is no token",
-        expected="a loopback address, or token=",
-        do="give every worker the same token",
-    )

@@ -21,7 +21,7 @@ from gradengine.exchange.channel import (
     url_of,
 )
 from gradengine.exchange.environment import job_or_launchers
-from gradengine.exchange.handshake import check_challenge, join_of, new_nonce, proof
+from gradengine.exchange.handshake import check_challenge, error_told, join_of, new_nonce, proof
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -247,7 +247,7 @@ class WorkerClient(Exchange):
         elif isinstance(message, Gathered):
             self._gathers.append(_parts(data, self.world_size))
         elif isinstance(message, Abort):
-            raise _error_of(message.error, data.decode(errors="replace"))
+            raise error_told(message.error, data.decode(errors="replace"))
         else:
             raise channel.unexpected(message, "a sum")
 
@@ -296,7 +296,7 @@ def _answer(channel: Channel, kind: type[Kind]) -> Kind:
     if isinstance(message, Refused):
         raise HandshakeRefused(f"{channel.peer} refuses: {text}")
     if isinstance(message, Abort) and kind is Welcome:
-        raise _error_of(message.error, text)
+        raise error_told(message.error, text)
     if not isinstance(message, kind):
         raise channel.unexpected(message, kind.kind)
     return message
@@ -320,9 +320,3 @@ def _rows(data: bytes) -> list[Any]:
     if not isinstance(rows, list):
         raise ProtocolError("a payload is no list of rows", got=type(rows).__name__)
     return rows
-
-
-def _error_of(name: str, text: str) -> ExchangeError:
-    """The coordinator's error, of its class if that is one of ours."""
-    kinds = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
-    return kinds.get(name, ExchangeError)(text)

@@ -140,8 +140,44 @@ class Abort(Message):
     error: str
 
 
+@dataclass(frozen=True)
+class Nonce(Message):
+    """From the rank that is called, after the caller's hello: a nonce for its proof, all that a stranger is told."""
+
+    kind = "nonce"
+    nonce: bytes
+
+
+@dataclass(frozen=True)
+class Proof(Message):
+    """From the caller, then from the rank that is called: that it has the token."""
+
+    kind = "proof"
+    proof: bytes
+
+
+@dataclass(frozen=True)
+class Listening(Message):
+    """From a rank to rank 0, after both have proved themselves: the URL at which the rank accepts those above it."""
+
+    kind = "listening"
+    url: str
+
+
+@dataclass(frozen=True)
+class Members(Message):
+    """From rank 0 to each rank, after all are there: the group; the payload is a msgpack array of the others' URLs."""
+
+    kind = "members"
+    group: bytes
+
+
 _KINDS: dict[str, type[Message]] = {
-    cls.kind: cls for cls in (Hello, Challenge, Join, Welcome, Refused, Gradient, Sum, Verdict, Gather, Gathered, Abort)
+    cls.kind: cls
+    for cls in (
+        *(Hello, Challenge, Join, Welcome, Refused, Gradient, Sum, Verdict, Gather, Gathered, Abort),
+        *(Nonce, Proof, Listening, Members),
+    )
 }
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bytes": (bytes,), "Key": (int, str)}
 

@@ -274,7 +274,7 @@ class _Connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _sockets.add(connection)
+        close_in_children(connection)
 
 
 @final
@@ -330,6 +330,11 @@ class _SocketBell(Bell):
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(connection: socket.socket) -> None:
+    """Have a forked child close its copy of a socket."""
+    _sockets.add(connection)
 
 
 def _close_all() -> None:

@@ -1,0 +1,126 @@
+"""One connection between ranks that are not yet a group: messages, and not a byte more, with or without waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import TypeVar, final
+
+from gradengine.errors import ExchangeError, HandshakeRefused, ProtocolError
+from gradengine.exchange.handshake import error_told
+from gradengine.exchange.links.sockets import close_in_children
+from gradengine.exchange.wire import (
+    MAX_SMALL_PAYLOAD,
+    MAX_TEXT_BYTES,
+    PREFIX_BYTES,
+    Abort,
+    Hello,
+    Members,
+    Message,
+    Refused,
+    decode_header,
+    decode_prefix,
+    encode_head,
+    expect_payload,
+)
+
+Kind = TypeVar("Kind", bound=Message)
+
+_PAYLOADS = {Refused: MAX_TEXT_BYTES, Abort: MAX_TEXT_BYTES, Members: MAX_SMALL_PAYLOAD}  # the others have none
+# A machine that vanishes is noticed 20 s after the last byte from it. macOS has TCP_KEEPALIVE for TCP_KEEPIDLE.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+@final
+class Line:
+    """A connection of which no more is read than the message that is awaited: the rest is its link's.
+
+    Args:
+        connection: Connected; whoever makes the line closes it.
+        who: Is at the other end, for errors.
+        left: Seconds for which this end may still wait; None where it never does.
+    """
+
+    hello: Hello  # of the end that called, once it has said it
+    nonce: bytes  # for that end's proof
+
+    def __init__(self, connection: socket.socket, who: str, left: Callable[[], float] | None = None) -> None:
+        self.socket, self.who, self.left = connection, who, left
+        self.awaited: tuple[type[Message], ...] = (Hello,)  # at the end that is called
+        self._read = bytearray()
+        close_in_children(connection)
+        if left is None:
+            connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # macOS: the other end is gone already, as reading will show
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in _KEEP_ALIVE.items():
+                    if hasattr(socket, name):
+                        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def say(self, message: Message, payload: bytes = b"") -> None:
+        """Send a message; `OSError` if it does not go."""
+        self._limit()
+        try:
+            self.socket.sendall(encode_head(message, len(payload)) + payload)
+        except BlockingIOError:
+            raise ConnectionError("nothing is read there") from None
+
+    def expect(self, kind: type[Kind]) -> tuple[Kind, bytes]:
+        """The next message, of this kind, and its payload; raises the other end's refusal if it sends one."""
+        message, payload = self.hear((kind, Refused, Abort))
+        if isinstance(message, kind):
+            return message, payload
+        text = payload.decode(errors="replace")
+        if isinstance(message, Abort):
+            raise error_told(message.error, text)
+        raise HandshakeRefused(f"{self.who} refuses: {text}")
+
+    def hear(self, kinds: tuple[type[Message], ...]) -> tuple[Message, bytes]:
+        """The next message, of one of these kinds, and its payload.
+
+        Raises:
+            BlockingIOError: It has not come whole, and this end does not wait; ask again.
+            OSError: It does not come.
+            ProtocolError: It is another.
+        """
+        self._fill(PREFIX_BYTES)
+        header_bytes, payload_bytes = decode_prefix(bytes(self._read[:PREFIX_BYTES]))
+        start = PREFIX_BYTES + header_bytes
+        self._fill(start)
+        message = decode_header(bytes(self._read[PREFIX_BYTES:start]), payload_bytes)
+        if not isinstance(message, kinds):
+            expected = " or ".join(kind.kind for kind in kinds) or "nothing more"
+            raise ProtocolError(f"{self.who} sent another message", got=message.kind, expected=expected)
+        expect_payload(message, payload_bytes, _PAYLOADS.get(type(message), 0))
+        self._fill(start + payload_bytes)
+        payload, self._read = bytes(self._read[start:]), bytearray()
+        return message, payload
+
+    def leave(self, message: Message, why: ExchangeError) -> None:
+        """Say why and close, without waiting."""
+        with contextlib.suppress(OSError):
+            self.say(message, str(why).encode(errors="replace"))
+            self.socket.shutdown(socket.SHUT_WR)
+            self.socket.recv(1 << 16)  # what is not read resets the connection, and the reason may be lost
+        self.socket.close()
+
+    # ---- inside ----
+
+    def _fill(self, size: int) -> None:
+        while len(self._read) < size:
+            self._limit()
+            data = self.socket.recv(size - len(self._read))
+            if not data:
+                raise ConnectionError("the connection was closed")
+            self._read += data
+
+    def _limit(self) -> None:
+        """Have the next call wait to the end of what is left, however often it is continued."""
+        if self.left is not None:
+            left = self.left()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            self.socket.settimeout(left)

@@ -1,0 +1,377 @@
+"""How ranks over sockets come to be connected, each with each other; without a thread.
+
+Rank 0 listens where all know it. Each other rank calls it, both prove that they have the token, and then the rank
+listens too and says where. When all are there, rank 0 sends each the list of these addresses and the group's random
+identifier; each rank calls those between 0 and itself, accepts those above it, and each pair proves itself again.
+
+The rank that is called proves itself last, and to nobody who has not: a stranger learns a nonce and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import selectors
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, final
+
+import msgpack
+
+from gradengine.arguments import checked_rank
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost, ProtocolError
+from gradengine.exchange.channel import (
+    RETRY_SECONDS,
+    Address,
+    checked_address,
+    connect_once,
+    listen_socket,
+    refuse_bad_token,
+    refuse_public_address,
+    shown,
+    url_of,
+)
+from gradengine.exchange.handshake import (
+    check_hello,
+    new_nonce,
+    proof,
+    refuse_bad_job,
+    refuse_other_job,
+    refuse_other_proof,
+)
+from gradengine.exchange.interface import GROUP_BYTES, checked_seconds
+from gradengine.exchange.line import Line
+from gradengine.exchange.links.sockets import SocketLink, close_in_children
+from gradengine.exchange.rendezvous import LOOPBACK, address_of
+from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
+from gradengine.unpacking import unpack
+
+T = TypeVar("T")
+
+_STRANGERS = 64  # that may be connected at a time, besides one for each rank; the one that came first makes room
+_LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
+_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+@final
+class Listener(NotCopied, instead="make one in the process that listens"):
+    """A socket at which other ranks call; one at a path is for this user alone.
+
+    Args:
+        address: (host, port), port 0 for any free one; or the path of a Unix socket, of which a stale one is removed.
+        token: The group's secret; required beyond loopback.
+
+    Attributes:
+        address: With the port that it has.
+
+    Raises:
+        CallerError: The address cannot be bound, or it is beyond loopback and there is no token.
+    """
+
+    def __init__(self, address: Address, token: str | None = None) -> None:
+        address = checked_address(address)
+        refuse_bad_token(token)
+        refuse_public_address(address, token)
+        self.address = address
+        self.socket = listen_socket(address, is_private=True)
+        try:
+            close_in_children(self.socket)  # which would keep the address
+            self.socket.setblocking(False)
+            if not isinstance(address, str):
+                self.address = self.socket.getsockname()[:2]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the address back; may be called twice."""
+        if self.socket.fileno() < 0:
+            return  # another listener may have the path by now
+        with contextlib.suppress(OSError):
+            if isinstance(self.address, str):
+                Path(self.address).unlink()
+        self.socket.close()
+
+
+def mesh(
+    at: Listener | Address,
+    rank: int,
+    world_size: int,
+    *,
+    token: str | None = None,
+    job: str = "",
+    timeout: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> SocketLink:
+    """A link over a connection with each other rank; returns when this rank has them all.
+
+    Args:
+        at: On rank 0 its listener, which is closed in the end; on the others its address.
+        rank: This rank.
+        world_size: Ranks in the group.
+        token: The group's secret.
+        job: The job's name.
+        timeout: Seconds for the whole.
+        clock: What seconds are counted by.
+
+    Raises:
+        CallerError: An argument is out of range.
+        HandshakeRefused: Ranks have another token, job or world size, or the same rank; or cannot reach each other.
+        PeerLost: Not all ranks were there in time; the error names them.
+        ProtocolError: What answers at the address is no rank.
+    """
+    rank, world_size = checked_rank(rank, world_size)
+    refuse_bad_token(token)
+    refuse_bad_job(job)
+    joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock)
+    try:
+        if isinstance(at, Listener):
+            joining.host(at)
+        else:
+            joining.join(checked_address(at))
+        joining.end()
+        return SocketLink(rank, {peer: [line.socket] for peer, line in joining.lines.items()})
+    except BaseException:
+        for line in joining.lines.values():
+            line.socket.close()
+        joining.end()
+        raise
+
+
+@final
+class _Joining:
+    """One rank's way into its group."""
+
+    def __init__(
+        self, rank: int, world_size: int, token: str | None, job: str, timeout: float, clock: Callable[[], float]
+    ) -> None:
+        self._rank, self._world_size, self._token, self._job = rank, world_size, token, job
+        self._timeout, self._clock, self._deadline = timeout, clock, clock() + timeout
+        self._group = b""  # while ranks meet at rank 0
+        self.lines: dict[int, Line] = {}  # to the ranks that have proved who they are
+        self._strangers: list[Line] = []  # who have not, in the order in which they came
+        self._urls: dict[int, str] = {}  # where those ranks listen, at rank 0
+        self._listener: Listener | None = None
+        self._selector = selectors.DefaultSelector()
+        self._has_not = ""  # done what it is doing, for the error at the deadline
+        self._refused: ExchangeError | None = None  # the last of those that concern one connection alone
+        self._failure: ExchangeError | None = None  # one that ends the group
+
+    def host(self, listener: Listener) -> None:
+        """Rank 0's part."""
+        self._listener, others = listener, range(1, self._world_size)
+        try:
+            self._accept(listener, lambda: [rank for rank in others if rank not in self._urls])
+            urls = [self._urls[rank] for rank in others]
+            _refuse_out_of_reach(urls)
+        except ExchangeError as failure:
+            for line in self.lines.values():
+                line.leave(Abort(type(failure).__name__), failure)
+            raise
+        self._group = secrets.token_bytes(GROUP_BYTES)
+        for line in self.lines.values():
+            line.left = self._left  # long lists may have to wait until they are read
+            with contextlib.suppress(OSError):  # whoever is lost from now on is missed by the link's transfers
+                line.say(Members(self._group), msgpack.packb(urls))
+
+    def join(self, address: Address) -> None:
+        """The part of each other rank."""
+        listener, addresses = self._retried(partial(self._meet, address))
+        # All calls come before any is accepted, and go to lower ranks alone: rank 1 makes none and accepts at once, so
+        # rank 2's call is answered and rank 2 accepts, and so on. No ranks wait for each other in a circle.
+        for rank in range(1, self._rank):
+            self._retried(partial(self._call, rank, addresses[rank - 1]))
+        above = range(self._rank + 1, self._world_size)
+        self._accept(listener, lambda: [rank for rank in above if rank not in self.lines])
+
+    def end(self) -> None:
+        """Close all but the lines."""
+        for stranger in self._strangers:
+            stranger.socket.close()
+        self._selector.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    # ---- as the rank that calls ----
+
+    def _retried(self, attempt: Callable[[], T]) -> T:
+        """What an attempt returns whose connection is not lost: ranks start in any order, and perhaps again."""
+        while True:
+            try:
+                return attempt()
+            except OSError as fault:
+                reason = fault.strerror or str(fault)
+            if self._left() < RETRY_SECONDS:
+                what = f"rank {self._rank} has not {self._has_not} ({reason})"
+                do = "start all ranks, and check host and port of rank 0"
+                raise PeerLost(what, got=f"{self._timeout:g} s", do=do)
+            time.sleep(RETRY_SECONDS)
+
+    def _meet(self, address: Address) -> tuple[Listener, list[Address]]:
+        """Call rank 0, listen, and wait for the others' addresses."""
+        try:
+            line = self._call(0, address)
+            own = f"{address}.{self._rank}" if isinstance(address, str) else (line.socket.getsockname()[0], 0)
+            listener = self._listener = Listener(own, self._token)
+            line.say(Listening(url_of(listener.address)))
+            self._has_not = "heard from rank 0 that all have joined"
+            members, packed = line.expect(Members)
+            self._group, addresses = members.group, _addresses(packed, self._world_size - 1)
+        except BaseException:
+            if self._listener is not None:
+                self._listener.close()
+            if 0 in self.lines:
+                self.lines.pop(0).socket.close()
+            raise
+        return listener, addresses
+
+    def _call(self, rank: int, address: Address) -> Line:
+        """A line to a rank, after both have proved themselves."""
+        self._has_not = f"reached rank {rank} at {shown(address)}"
+        connection = connect_once(address, max(RETRY_SECONDS, self._left()))
+        try:
+            line = Line(connection, f"rank {rank}", self._left)
+            hello = Hello(self._rank, self._world_size, self._job, new_nonce())
+            line.say(hello)
+            nonce, _ = line.expect(Nonce)
+            line.say(Proof(self._proof("caller", hello, nonce.nonce, rank)))
+            answer, _ = line.expect(Proof)
+            refuse_other_proof(answer.proof, self._proof("called", hello, nonce.nonce, rank), line.who)
+            self.lines[rank] = line
+        except BaseException:
+            connection.close()
+            raise
+        return line
+
+    # ---- as the rank that is called ----
+
+    def _accept(self, listener: Listener, missing: Callable[[], list[int]]) -> None:
+        """Let ranks in until none is missing; who says nothing is not waited for."""
+        self._selector.register(listener.socket, selectors.EVENT_READ)
+        while ranks := missing():
+            if self._left() <= 0:
+                raise self._late(ranks)
+            for key, _ in self._selector.select(self._left()):
+                if key.data is None:
+                    self._take_in(listener)
+                elif key.data.socket.fileno() >= 0:  # it may have had to make room just now
+                    self._hear(key.data)
+            if self._failure is not None:
+                raise self._failure
+
+    def _take_in(self, listener: Listener) -> None:
+        try:
+            connection, _ = listener.socket.accept()
+        except OSError as fault:  # for most reasons the caller's: it is gone again
+            if fault.errno in _FULL:
+                if not self._strangers:
+                    what, do = f"rank {self._rank} can have no more connections", "raise the limit: ulimit -n"
+                    raise ExchangeError(f"{what} ({fault.strerror})", do=do) from None
+                self._drop(self._strangers[0])
+            return
+        try:
+            line = Line(connection, "whoever calls")
+            self._strangers.append(line)
+            self._selector.register(connection, selectors.EVENT_READ, line)
+        except BaseException:
+            connection.close()
+            raise
+        if len(self._strangers) > _STRANGERS + self._world_size:
+            self._drop(self._strangers[0])
+
+    def _hear(self, line: Line) -> None:
+        """Answer a line's next message, if it is whole."""
+        try:
+            self._answer(line)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(line)
+        except ExchangeError as refusal:
+            self._refused = refusal
+            self._drop(line, refusal)
+
+    def _answer(self, line: Line) -> None:
+        message, _ = line.hear(line.awaited)
+        if isinstance(message, Hello):
+            line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
+            line.say(Nonce(line.nonce))
+        elif isinstance(message, Proof):
+            self._admit(line, line.hello, message)
+        elif isinstance(message, Listening):
+            _address(message.url)
+            self._urls[line.hello.rank], line.awaited = message.url, ()
+
+    def _admit(self, line: Line, hello: Hello, given: Proof) -> None:
+        line.who = f"rank {hello.rank}"
+        refuse_other_proof(given.proof, self._proof("caller", hello, line.nonce, self._rank), line.who)
+        refuse_other_job(hello, self._job)
+        try:
+            check_hello(hello, self._world_size)
+        except HandshakeRefused as refusal:
+            self._failure = refusal
+            raise
+        if hello.rank == self._rank or hello.rank in self.lines:
+            raise HandshakeRefused(f"{line.who} has joined already", do="give each process its own rank")
+        line.say(Proof(self._proof("called", hello, line.nonce, self._rank)))
+        self.lines[hello.rank], line.awaited = line, (Listening,)
+        self._strangers.remove(line)
+        if self._rank > 0:
+            self._selector.unregister(line.socket)  # what comes now is the link's
+
+    def _drop(self, line: Line, refusal: ExchangeError | None = None) -> None:
+        self._selector.unregister(line.socket)
+        if refusal is None:
+            line.socket.close()
+        else:
+            line.leave(Refused(), refusal)
+        if line in self._strangers:
+            self._strangers.remove(line)
+        else:  # its rank may come again
+            del self.lines[line.hello.rank]
+            self._urls.pop(line.hello.rank, None)
+
+    # ---- both ----
+
+    def _left(self) -> float:
+        return min(self._deadline - self._clock(), _LONGEST_SECONDS)
+
+    def _proof(self, role: str, hello: Hello, nonce: bytes, called: int) -> bytes:
+        # With the rank that is called and the group, or a call could be passed on to another rank, or to another group.
+        return proof(self._token, role, hello, nonce, called, self._group)
+
+    def _late(self, ranks: list[int]) -> PeerLost:
+        named = ", ".join(map(str, ranks))
+        what, do = f"rank {self._rank} waits for ranks that have not joined: {named}", "start all ranks"
+        if self._refused is not None:
+            do += f" (last refused here: {self._refused})"
+        return PeerLost(what, got=f"{self._timeout:g} s", do=do)
+
+
+def _address(url: object) -> Address:
+    """Where a rank says that it listens."""
+    try:
+        return address_of(url)
+    except CallerError as fault:
+        raise ProtocolError("a rank listens at what is no address", got=fault.got) from None
+
+
+def _addresses(packed: bytes, count: int) -> list[Address]:
+    urls = unpack(packed, "the list of ranks")
+    if not isinstance(urls, list) or len(urls) != count:
+        raise ProtocolError("rank 0 sent a list of ranks that cannot be", got=urls, expected=f"{count} URLs")
+    return [_address(url) for url in urls]
+
+
+def _refuse_out_of_reach(urls: list[str]) -> None:
+    """Raise `HandshakeRefused` if some ranks, not all, came by loopback: those on other machines cannot reach them."""
+    hosts = {rank: address[0] for rank, url in enumerate(urls, 1) if not isinstance(address := _address(url), str)}
+    near = [rank for rank, host in hosts.items() if host in LOOPBACK or host.startswith("127.")]
+    far = [rank for rank in hosts if rank not in near]
+    if near and far:
+        what = f"rank {far[0]} cannot reach rank {near[0]}, which came to rank 0 by loopback"
+        do = "give all ranks the address of rank 0 that all machines reach"
+        raise HandshakeRefused(what, got=f"{hosts[near[0]]} and {hosts[far[0]]}", do=do)

@@ -1,0 +1,687 @@
+"""How ranks come to be connected: in any order, whatever strangers do; who is missing or does not belong is named."""
+
+import contextlib
+import errno
+import itertools
+import linecache
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import msgpack
+import pytest
+from interrupts import interrupted_at, places_of
+from transports import (
+    SMALL,
+    SOON,
+    Worker,
+    bound,
+    contributions,
+    free_port,
+    knock,
+    leave_together,
+    on_all,
+    rank_order_sum,
+)
+
+from gradengine import errors
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
+from gradengine.exchange import mesh as mesh_module
+from gradengine.exchange.channel import Channel, connect_once
+from gradengine.exchange.handshake import new_nonce, proof
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links import sockets
+from gradengine.exchange.mesh import Listener, mesh
+from gradengine.exchange.wire import (
+    Abort,
+    Gather,
+    Hello,
+    Listening,
+    Members,
+    Nonce,
+    Proof,
+    Refused,
+    encode_head,
+)
+
+pytestmark = pytest.mark.timeout(150)
+NOWHERE = "tcp://127.0.0.1:9"
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def address(request, tmp_path):
+    """Where rank 0 is to listen."""
+    return ("127.0.0.1", 0) if request.param == "tcp" else str(tmp_path / "s")
+
+
+@pytest.fixture
+def listener():
+    """Rank 0's, with a token."""
+    listener = Listener(("127.0.0.1", 0), "secret")
+    yield listener
+    listener.close()
+
+
+class Started:
+    """A rank that joins in a thread."""
+
+    def __init__(self, at, rank, world_size, *, after=lambda: None, **options):
+        self._at, self._of, self._options = at, (rank, world_size), {"timeout": SOON, "token": "secret"} | options
+        self._found, self._after = [], after
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            self._found.append(mesh(self._at, *self._of, **self._options))
+        except BaseException as fault:
+            self._found.append(fault)
+
+    def _outcome(self):
+        self._thread.join(SOON)
+        assert self._found, "hangs"
+        return self._found[0]
+
+    def link(self):
+        if isinstance(found := self._outcome(), BaseException):
+            raise found
+        return found
+
+    def error(self):
+        found = self._outcome()
+        assert isinstance(found, ExchangeError), found
+        return type(found), str(found)
+
+
+class Clock:
+    """Stands still until the deadline is wanted."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def jump(self, address):
+        """Bring the deadline, and wake whoever still listens there."""
+        self.now = 1e8
+        with contextlib.suppress(OSError):
+            connect_once(address, SOON).close()
+
+
+def start(at, world_size, ranks, **options):
+    """These ranks; `at` is rank 0's listener."""
+    return [Started(at if rank == 0 else at.address, rank, world_size, **options) for rank in ranks]
+
+
+def form(started):
+    """The ranks join, and leave again."""
+    links = [rank.link() for rank in started]
+    for link in links:
+        link.close()
+    return links
+
+
+def call(address, rank, world_size, *, token="secret", job="", called=0, group=b""):
+    """A channel by hand, after both sides have proved themselves."""
+    channel, hello = knock(address), Hello(rank, world_size, job, new_nonce())
+    channel.send(hello)
+    nonce, _ = channel.expect(Nonce)
+    channel.send(Proof(proof(token, "caller", hello, nonce.nonce, called, group)))
+    answer, _ = channel.expect(Proof)
+    assert answer.proof == proof(token, "called", hello, nonce.nonce, called, group)
+    return channel
+
+
+def meet(address, rank, world_size, url=NOWHERE):
+    """A channel to rank 0 by hand, which has said where its rank listens."""
+    channel = call(address, rank, world_size)
+    channel.send(Listening(url))
+    return channel
+
+
+def told_by(channel):
+    """The error with which a channel by hand is dismissed."""
+    with contextlib.closing(channel):
+        abort, why = channel.expect(Abort)
+        return getattr(errors, abort.error), why.decode()
+
+
+def answered(listener):
+    """Rank 0's channel by hand to the rank that calls it, which waits for the others then."""
+    listener.socket.setblocking(True)
+    channel, nonce = Channel(listener.socket.accept()[0], "whoever calls"), new_nonce()
+    hello, _ = channel.expect(Hello)
+    channel.send(Nonce(nonce))
+    given, _ = channel.expect(Proof)
+    assert given.proof == proof("secret", "caller", hello, nonce, 0, b"")
+    channel.send(Proof(proof("secret", "called", hello, nonce, 0, b"")))
+    channel.expect(Listening)
+    return channel
+
+
+def refusal_of(channel):
+    """What a channel hears in place of an answer; it is closed then."""
+    with contextlib.closing(channel):
+        _, why = channel.expect(Refused)
+        with pytest.raises(PeerLost, match="closed the connection"):
+            channel.receive()
+        return why.decode()
+
+
+# ---- ranks ----
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_ranks_that_start_in_any_order_sum_in_rank_order(address, world_size, tmp_path):
+    orders = list(itertools.permutations(range(world_size)))
+    for order in {orders[0], orders[-1], orders[len(orders) // 3]}:
+        listener, started = Listener(address, "secret"), {}
+        for rank in order:
+            [started[rank]] = start(listener, world_size, [rank])
+        links = [started[rank].link() for rank in range(world_size)]
+        assert [(link.rank, link.world_size) for link in links] == [(rank, world_size) for rank in range(world_size)]
+        assert [*tmp_path.iterdir()] == []
+        assert listener.socket.fileno() < 0
+        arenas = contributions(SMALL, world_size)
+        workers = bound([LinkedExchange(link, timeout=SOON) for link in links], SMALL, arenas)
+        on_all(Worker.sum, workers)
+        on_all(leave_together, workers)
+        assert {worker.arena.tobytes() for worker in workers} == {rank_order_sum(arenas).tobytes()}
+
+
+def test_ipv6():
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(socket.create_server(("::1", 0), family=socket.AF_INET6))
+        except OSError:
+            pytest.skip("IPv6 is not installed")
+        form(start(Listener(("::1", 0), "secret"), 3, range(3)))
+
+
+def test_a_rank_calls_until_rank_0_listens(monkeypatch):
+    port, has_failed, connect = free_port(), threading.Event(), mesh_module.connect_once
+
+    def tried(*arguments):
+        try:
+            return connect(*arguments)
+        except OSError:
+            has_failed.set()
+            raise
+
+    monkeypatch.setattr(mesh_module, "connect_once", tried)
+    second = Started(("127.0.0.1", port), 1, 2)
+    assert has_failed.wait(SOON)
+    first = Started(Listener(("127.0.0.1", port), "secret"), 0, 2)
+    form([first, second])
+
+
+@pytest.mark.parametrize("stops", ["connected", "met"])
+def test_a_rank_calls_again_where_rank_0_ends_and_starts_again(tmp_path, stops):
+    """Also where it listens at a path already, which it then does again."""
+    before = Listener(str(tmp_path / "s"))
+    second = Started(before.address, 1, 2)
+    if stops == "met":
+        channel = answered(before)
+        before.close()
+        channel.close()
+    else:
+        before.socket.setblocking(True)
+        connection, _ = before.socket.accept()
+        before.close()
+        connection.close()
+    form([*start(Listener(before.address), 2, [0]), second])
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_rank_that_is_killed_while_it_joins_may_come_again(listener):
+    [first] = start(listener, 3, [0])
+    for stop in (call, meet):
+        stop(listener.address, 1, 3).close()
+    form([first, *start(listener, 3, [1, 2])])
+
+
+def test_connections_are_kept_alive_and_closed_in_children(listener):
+    started = start(listener, 2, range(2))
+    for link in [rank.link() for rank in started]:
+        [connection] = [each.socket for theirs in link._connections.values() for each in theirs]
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 5
+        assert connection in sockets._sockets
+        link.close()
+    assert listener.socket in sockets._sockets
+
+
+# ---- strangers ----
+
+RUBBISH = [
+    b"",
+    b"\x94\xa2GE",
+    b"GET / HTTP/1.1\r\n\r\n",
+    bytes(4096),
+    encode_head(Hello(1, 3, "", bytes(32)))[:-1],
+    encode_head(Hello(1, 3, "", bytes(32)), 1 << 30),
+    encode_head(Hello(1, 3, "", b"")) + encode_head(Proof(b"")),
+    encode_head(Hello(0, 1, "", bytes(32))) + encode_head(Proof(bytes(32))),
+    encode_head(Hello(1 << 62, 1 << 62, "", bytes(32))) + encode_head(Proof(bytes(32))),
+    encode_head(Hello(1, 3, "", bytes(32))) + encode_head(Listening(NOWHERE)),
+    encode_head(Listening(NOWHERE)),
+    encode_head(Gather(), 2**32 - 1),
+    encode_head(Members(bytes(16)), 1 << 20) + bytes(1 << 12),
+    encode_head(Refused(), 5) + b"words",
+]
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["leaves", "stays"])
+def test_strangers_do_no_harm_and_delay_nobody(stays, monkeypatch, address):
+    """At rank 0, and where each other rank listens."""
+    with contextlib.ExitStack() as stack:
+        sound = Listener.__init__
+
+        def listened(listener, *arguments):
+            sound(listener, *arguments)
+            for says in RUBBISH:
+                stranger = knock(listener.address)
+                stack.callback(stranger.close)
+                with contextlib.suppress(PeerLost):
+                    stranger._socket.sendall(says)
+                if not stays:
+                    stranger.close()
+
+        monkeypatch.setattr(Listener, "__init__", listened)
+        form(start(Listener(address, "secret"), 3, range(3)))
+
+
+@pytest.mark.parametrize("says", [RUBBISH[5], *RUBBISH[-3:]])
+def test_what_a_stranger_announces_is_refused_before_it_is_read(listener, says):
+    first = Started(listener, 0, 2)
+    stranger = knock(listener.address)
+    stranger._socket.sendall(says)
+    told = refusal_of(stranger)
+    assert "whoever calls sent another message" in told or "payload of 'hello' is too long" in told
+    form([first, *start(listener, 2, [1])])
+
+
+def test_of_too_many_silent_strangers_the_first_make_room(listener):
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(contextlib.closing(knock(listener.address))) for _ in range(100)]
+        first = Started(listener, 0, 3)
+        with pytest.raises(PeerLost, match="closed the connection"):
+            strangers[100 - 64 - 3 - 1].receive()
+        strangers[-1].send(Hello(1, 3, "", new_nonce()))
+        strangers[-1].expect(Nonce)
+        form([first, *start(listener, 3, [1, 2])])
+
+
+def test_where_descriptors_are_short_strangers_make_room(listener):
+    """There are none while the stranger, who came first, is connected."""
+    taken = []
+
+    class Short:
+        def __init__(self, bare):
+            self.fileno, self.close, self._bare = bare.fileno, bare.close, bare
+
+        def accept(self):
+            if taken and taken[0].fileno() >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            connection, address = self._bare.accept()
+            taken.append(connection)
+            return connection, address
+
+    listener.socket = Short(listener.socket)
+    with contextlib.closing(knock(listener.address)):
+        form(start(listener, 2, range(2)))
+
+
+def test_without_descriptors_and_strangers_the_group_cannot_be(listener, monkeypatch):
+    listener.socket.close()
+
+    def none_left():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with socket.create_server(("127.0.0.1", 0)) as bare, knock(bare.getsockname())._socket:
+        listener.socket = types.SimpleNamespace(fileno=bare.fileno, accept=none_left, close=bare.close)
+        kind, told = Started(listener, 0, 2).error()
+        assert kind is ExchangeError
+        assert told == "rank 0 can have no more connections (Too many open files); raise the limit: ulimit -n"
+
+
+def test_a_stranger_learns_a_nonce_alone(listener):
+    first = Started(listener, 0, 2, job="run 1")
+    channel = knock(listener.address)
+    channel.send(Hello(1, 3, "another", new_nonce()))
+    channel.expect(Nonce)
+    channel.send(Proof(bytes(32)))
+    assert refusal_of(channel) == "rank 1 has another token; start all with the same token="
+    form([first, *start(listener, 2, [1], job="run 1")])
+
+
+def test_a_proof_is_good_for_one_call_to_one_rank_of_one_group(listener):
+    first = Started(listener, 0, 3)
+    for role, changes, called, group in [
+        ("called", {}, 0, b""),
+        ("worker", {}, 0, b""),
+        ("caller", {}, 1, b""),
+        ("caller", {}, 0, bytes(16)),
+        ("caller", {"rank": 2}, 0, b""),
+        ("caller", {"nonce": new_nonce()}, 0, b""),
+    ]:
+        hello = Hello(1, 3, "", new_nonce())
+        channel = knock(listener.address)
+        channel.send(hello)
+        nonce, _ = channel.expect(Nonce)
+        said = Hello(**{**vars(hello), **changes})
+        channel.send(Proof(proof("secret", role, said, nonce.nonce, called, group)))
+        assert "rank 1 has another token" in refusal_of(channel)
+    form([first, *start(listener, 3, [1, 2])])
+
+
+@pytest.mark.parametrize("passed_on_to", [None, 0])
+def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to):
+    """Without the token; also where a call is passed on to another rank, which would answer it as its own."""
+    first, second = start(listener, 3, [0, 2])
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        one = meet(listener.address, 1, 3, f"tcp://127.0.0.1:{place.getsockname()[1]}")
+        impostor = Channel(place.accept()[0], "rank 2")
+        hello, _ = impostor.expect(Hello)
+        nonce = new_nonce()
+        impostor.send(Nonce(nonce))
+        given, _ = impostor.expect(Proof)
+        group = one.expect(Members)[0].group
+        answer = bytes(32) if passed_on_to is None else proof("secret", "called", hello, nonce, passed_on_to, group)
+        assert given.proof == proof("secret", "caller", hello, nonce, 1, group)
+        impostor.send(Proof(answer))
+        assert second.error() == (HandshakeRefused, "rank 1 has another token; start all with the same token=")
+        impostor.close()
+        one.close()
+    first.link().close()
+
+
+# ---- who does not belong ----
+
+
+def test_another_token_is_refused_and_the_group_goes_on(listener):
+    first = Started(listener, 0, 2)
+    [wrong] = start(listener, 2, [1], token="wrong")
+    assert wrong.error() == (
+        HandshakeRefused,
+        "rank 0 refuses: rank 1 has another token; start all with the same token=",
+    )
+    form([first, *start(listener, 2, [1])])
+
+
+def test_another_job_is_refused_by_both_names_and_the_group_goes_on(listener):
+    first = Started(listener, 0, 2, job="run 1")
+    for other in ("run 2", "", "RUN 1"):
+        [stray] = start(listener, 2, [1], job=other)
+        kind, told = stray.error()
+        assert kind is HandshakeRefused
+        assert f"rank 1 belongs to another job: got job={other!r}, expected job='run 1'" in told
+    form([first, *start(listener, 2, [1], job="run 1")])
+
+
+def test_a_rank_that_has_joined_already_is_refused_and_the_group_goes_on(listener):
+    first = Started(listener, 0, 3)
+    joined = call(listener.address, 1, 3)
+    [again] = start(listener, 3, [1])
+    told = (HandshakeRefused, "rank 0 refuses: rank 1 has joined already; give each process its own rank")
+    assert again.error() == told
+    zero = Started(listener.address, 0, 3)
+    assert zero.error() == (told[0], told[1].replace("rank 1", "rank 0"))
+    joined.close()
+    form([first, *start(listener, 3, [1, 2])])
+
+
+def test_another_world_size_ends_the_group_for_all_that_came(listener):
+    first, joined = Started(listener, 0, 3), call(listener.address, 1, 3)
+    said = "rank 2 was started for another world size: got 4, expected 3"
+    other = Started(listener.address, 2, 4)
+    for kind, told in (first.error(), other.error(), told_by(joined)):
+        assert kind is HandshakeRefused
+        assert said in told
+
+
+def test_ranks_that_cannot_reach_each_other_are_refused(listener):
+    first = Started(listener, 0, 3)
+    channels = [
+        meet(listener.address, rank, 3, url) for rank, url in ((1, "tcp://127.0.0.1:5"), (2, "tcp://10.0.0.7:5"))
+    ]
+    said = "rank 2 cannot reach rank 1, which came to rank 0 by loopback: got 127.0.0.1 and 10.0.0.7"
+    for kind, told in (first.error(), *map(told_by, channels)):
+        assert kind is HandshakeRefused
+        assert said in told
+
+
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:5", "tcp://127.0.0.1", "x" * 4000])
+def test_a_rank_that_listens_nowhere_is_refused(listener, url):
+    first = Started(listener, 0, 2)
+    assert "a rank listens at what is no address" in refusal_of(meet(listener.address, 1, 2, url))
+    form([first, *start(listener, 2, [1])])
+
+
+TABLES = [b"", b"\xc1", b"\x91" * 99, *map(msgpack.packb, ([], [7], [["x"]], ["tcp://127.0.0.1:5"] * 2, {"x": "y"}))]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_list_of_ranks_that_cannot_be(listener, table):
+    second = Started(listener.address, 1, 2)
+    channel = answered(listener)
+    channel.send(Members(bytes(16)), table)
+    assert second.error()[0] is ProtocolError
+    channel.close()
+
+
+# ---- who is missing ----
+
+
+def test_at_the_deadline_rank_0_names_who_is_missing_to_those_that_came(listener):
+    clock = Clock()
+    first = Started(listener, 0, 4, clock=clock, timeout=7.0)
+    joined, left = meet(listener.address, 2, 4), meet(listener.address, 3, 4)
+    left.close()
+    stranger = knock(listener.address)
+    stranger.send(Gather())
+    assert "another message" in refusal_of(stranger)  # after this rank 3's leaving has been seen too
+    clock.jump(listener.address)
+    kind, told = first.error()
+    assert kind is PeerLost
+    assert "rank 0 waits for ranks that have not joined: 1, 3: got 7 s; start all ranks (last refused" in told
+    assert told_by(joined) == (kind, told)
+
+
+@pytest.mark.parametrize("kind", [PeerLost, HandshakeRefused])
+def test_a_rank_that_rank_0_dismisses_says_why(listener, kind):
+    second = Started(listener.address, 1, 3)
+    with contextlib.closing(answered(listener)) as channel:
+        channel.send(Abort(kind.__name__), b"rank 2 is missing")
+        assert second.error() == (kind, "rank 2 is missing")
+
+
+@pytest.fixture
+def listeners(monkeypatch):
+    """All that are made."""
+    made, sound = [], Listener.__init__
+
+    def noted(listener, *arguments):
+        sound(listener, *arguments)
+        made.append(listener)
+
+    monkeypatch.setattr(Listener, "__init__", noted)
+    return made
+
+
+def test_a_rank_that_another_does_not_call_names_it(listener, listeners):
+    clock = Clock()
+    [first], [second] = start(listener, 3, [0]), start(listener, 3, [1], clock=clock)
+    with contextlib.closing(meet(listener.address, 2, 3)) as silent:
+        silent.expect(Members)
+        first.link().close()
+        with contextlib.closing(knock(listeners[0].address)) as stranger:
+            stranger.send(Hello(2, 3, "", new_nonce()))
+            stranger.expect(Nonce)  # now rank 1 accepts
+            clock.jump(listeners[0].address)
+        told = "rank 1 waits for ranks that have not joined: 2: got 60 s; start all ranks"
+        assert second.error() == (PeerLost, told)
+
+
+def test_what_a_rank_sends_before_all_are_connected_is_left_for_the_link(listener, listeners):
+    started = start(listener, 4, [0, 1])
+    channels = [meet(listener.address, rank, 4) for rank in (2, 3)]
+    group = channels[0].expect(Members)[0].group
+    [second] = listeners
+    channels.append(call(second.address, 2, 4, called=1, group=group))
+    channels[-1]._socket.sendall(b"early")
+    stranger = knock(second.address)
+    stranger.send(Gather())
+    refusal_of(stranger)  # after what came early has been seen too
+    channels.append(call(second.address, 3, 4, called=1, group=group))
+    links = [rank.link() for rank in started]
+    assert links[1]._connections[2][0].socket.recv(9) == b"early"
+    for each in (*links, *channels):
+        each.close()
+
+
+def test_a_rank_says_that_rank_0_was_not_reached():
+    port = free_port()
+    kind, told = Started(("127.0.0.1", port), 1, 2, timeout=0.1).error()
+    assert kind is PeerLost
+    assert f"rank 1 has not reached rank 0 at 127.0.0.1:{port} (" in told
+
+
+def test_a_rank_says_that_rank_0_waits_for_others(listener):
+    second = Started(listener.address, 1, 3, clock=(clock := Clock()))
+    with contextlib.closing(answered(listener)) as channel:
+        clock.now = 1e8
+        channel._socket.sendall(encode_head(Members(bytes(16)))[:1])
+        kind, told = second.error()
+        assert kind is PeerLost
+        assert "rank 1 has not heard from rank 0 that all have joined (timed out): got 60 s" in told
+
+
+def test_who_answers_byte_by_byte_is_waited_for_to_the_deadline_and_no_longer(listener):
+    listener.socket.setblocking(True)
+    second = Started(listener.address, 1, 2, clock=(clock := Clock()))
+    with listener.socket.accept()[0] as dripping:
+        Channel(dripping, "rank 1").expect(Hello)
+        answer = encode_head(Nonce(bytes(32)))
+        dripping.sendall(answer[:1])
+        clock.now = 1e8
+        dripping.sendall(answer[1:2])
+        kind, told = second.error()
+        assert kind is PeerLost
+        assert "rank 1 has not reached rank 0" in told
+
+
+# ---- the listener ----
+
+
+def test_a_path_is_for_this_user_alone_and_a_stale_one_is_removed(tmp_path):
+    path = tmp_path / "s"
+    before = os.umask(0)
+    try:
+        first = Listener(str(path))
+        first.socket.close()  # as a killed process leaves it
+        second = Listener(str(path))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(CallerError, match="cannot listen at"):
+        Listener(str(path))
+    second.close()
+    assert not path.exists()
+    with contextlib.closing(Listener(str(path))):
+        second.close()
+        assert path.exists()
+
+
+def test_a_path_that_is_too_long_with_the_ranks_number_is_refused_by_name(tmp_path):
+    path = str(tmp_path / "s")
+    path += "s" * ((107 if os.uname().sysname == "Linux" else 103) - len(path))
+    first = Started(Listener(path), 0, 2, clock=(clock := Clock()))
+    with pytest.raises(CallerError, match=r"cannot listen at .*s\.1 \(AF_UNIX path too long\)"):
+        Started(path, 1, 2).link()
+    clock.jump(path)
+    assert first.error()[0] is PeerLost
+
+
+@pytest.mark.parametrize("token", [None, ""])
+def test_an_address_beyond_loopback_needs_a_token(token):
+    with pytest.raises(CallerError, match="reachable from other machines and there is no token"):
+        Listener(("0.0.0.0", 0), token)
+    Listener(("0.0.0.0", 0), "secret").close()
+
+
+def test_arguments_out_of_range(listener):
+    for changes in ({"rank": 2}, {"timeout": 0}, {"job": "two\nlines"}, {"token": 7}):
+        with pytest.raises(CallerError):
+            mesh(listener, **{"rank": 0, "world_size": 2, "timeout": 1.0} | changes)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is not installed")
+def test_a_forked_child_does_not_keep_the_address():
+    script = """
+import os
+from gradengine.exchange.mesh import Listener
+
+listener = Listener(("127.0.0.1", 0))
+(heard, told), (is_there, says) = os.pipe(), os.pipe()
+child = os.fork()
+if not child:
+    os.close(told)
+    os.write(says, b"1")
+    os.read(heard, 1)  # until its parent has seen what it is to see
+    os._exit(0)
+os.read(is_there, 1)
+listener.close()
+Listener(listener.address).close()
+os.close(told)
+os.waitpid(child, 0)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60, check=True)
+
+
+# ---- Ctrl-C ----
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_interrupted_at_any_line_nothing_is_left_open(rank, tmp_path, monkeypatch):
+    """The other rank, which may try again and again, is told at last that its time is over."""
+    made, sound = [], socket.socket.__init__
+
+    def noted(connection, *arguments, **options):
+        sound(connection, *arguments, **options)
+        made.append(connection)
+
+    monkeypatch.setattr(socket.socket, "__init__", noted)
+    monkeypatch.setattr(mesh_module, "RETRY_SECONDS", 0.001)
+    address = str(tmp_path / "s")
+
+    def joined(call):
+        clock, listener = Clock(), Listener(address)
+        places = (listener, address) if rank == 0 else (address, listener)
+        other = Started(places[1], 1 - rank, 2, clock=clock)
+        found = call(lambda: mesh(places[0], rank, 2, token="secret", timeout=SOON).close())
+        if rank == 0:
+            listener.close()
+        clock.jump(address)
+        with contextlib.suppress(PeerLost):
+            other.link().close()
+        left = [each for each in made if each.fileno() >= 0]
+        made.clear()
+        return found, left
+
+    # What a return hands over that is interrupted nobody can close; at a `try` no signal is looked for.
+    files = {"channel.py", "line.py", "mesh.py"}
+    lines = [
+        (file, line, event, time)
+        for file, line, event, time in joined(places_of)[0]
+        if event == "line" and Path(file).name in files and linecache.getline(file, line).strip() != "try:"
+    ]
+    assert len(lines) > 50
+    for at in lines:
+        assert joined(lambda work, at=at: interrupted_at(at, work))[1] == [], at
