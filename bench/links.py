@@ -3,7 +3,7 @@
 Run:    python bench/links.py --ranks 2                threads of one process, beside a coordinator that adds all
         mpiexec -n 2 python bench/links.py --by mpi    processes, beside MPI's own Allreduce
         torchrun --nproc-per-node 2 bench/links.py --by torch    beside torch's all_reduce over gloo
-    torchrun --nproc-per-node 2 bench/links.py --by tcp      or unix: sockets of our own, beside the same
+        torchrun --nproc-per-node 2 bench/links.py --by tcp      or unix: sockets of our own, beside the same
 
 Results are compared first: on small whole numbers every order of adding is exact. Then the ways take turns; the slowest
 rank counts, and medians are shown. `exposed` is what is left of a sum behind a backward that takes as long as the sum
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import tempfile
 import time
@@ -30,14 +29,13 @@ from gradengine import Exchange, GradientLayout, connect, local_group
 from gradengine.exchange.group import Group
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Progress
 from gradengine.exchange.linked import LinkedExchange
-from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.local import LocalExchange
+from gradengine.exchange.mesh import Listener, mesh
 
 Array = npt.NDArray[np.float32]
 Sum = Callable[[], None]
 
 SPANS, SECONDS = 25, 300.0
-FAMILIES = {"tcp": socket.AF_INET, "unix": socket.AF_UNIX}
 
 
 class Rank:
@@ -137,29 +135,20 @@ def over_torch(by: str) -> tuple[Exchange, Callable[[Array], Any]]:
 
 
 def over_sockets(by: str, distributed: Any) -> Exchange:
-    """The exchange of all ranks over a connection of each two, for which torch tells them their addresses."""
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    with tempfile.TemporaryDirectory() as folder, socket.socket(FAMILIES[by]) as listener:
-        listener.bind(("127.0.0.1", 0) if by == "tcp" else f"{folder}/socket")
-        listener.listen(world_size)
-        addresses: list[Any] = [None] * world_size
-        distributed.all_gather_object(addresses, listener.getsockname())
-        connections = {}
-        for peer in range(rank):
-            connections[peer] = [socket.socket(FAMILIES[by])]
-            connections[peer][0].connect(addresses[peer])
-            connections[peer][0].sendall(bytes([rank]))
-        for _ in range(rank + 1, world_size):
-            accepted, _ = listener.accept()
-            connections[accepted.recv(1)[0]] = [accepted]
+    """The exchange of all ranks over a connection of each two; torch tells them where rank 0 listens."""
+    rank, told = distributed.get_rank(), [None]
+    with tempfile.TemporaryDirectory() as folder:
+        at: Any = Listener(("127.0.0.1", 0) if by == "tcp" else f"{folder}/0") if rank == 0 else None
+        distributed.broadcast_object_list(told if at is None else (told := [at.address]))
+        link = mesh(at or told[0], rank, distributed.get_world_size(), timeout=SECONDS)
         distributed.barrier()
-    return LinkedExchange(SocketLink(rank, connections))
+    return LinkedExchange(link)
 
 
 def main() -> None:
     """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--by", choices=["threads", "mpi", "torch", *FAMILIES], default="threads")
+    parser.add_argument("--by", choices=["threads", "mpi", "torch", "tcp", "unix"], default="threads")
     parser.add_argument("--ranks", type=int, default=2, help="threads")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=7)

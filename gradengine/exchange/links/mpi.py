@@ -197,7 +197,7 @@ def _is_over(request: Any, deadline: float) -> bool:
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child that ends does not end its parent's group.
+    # A forked child has no part in its parent's links: `_end` would say farewell for the parent, or abort its job.
     os.register_at_fork(after_in_child=_links.clear)
     os.register_at_fork(after_in_child=_held.clear)
 
