@@ -165,8 +165,11 @@ def figures(result):
     return result.norm, result.scale, float(result.factor), result.weight, result.component_norms, held
 
 
-def steps(exchange, micro_batches=None):
-    """Steps of an engine, with weights; the last rank has no micro-batch in the second, unless it is alone."""
+def steps(exchange, micro_batches=None, before_telling=lambda: None):
+    """Steps of an engine, with weights; the last rank has no micro-batch in the second, unless it is alone.
+
+    Before that rank sends anything of this step it tells something, as a trainer its loss: others behind their spans.
+    """
     engine, found = GradientEngine(LAYOUT, exchange=exchange, micro_batches=micro_batches, max_norm=1.0), []
     for step in range(3):
         if step == 1 and 0 < exchange.rank == exchange.world_size - 1:
@@ -174,6 +177,8 @@ def steps(exchange, micro_batches=None):
         else:
             for k in range(2):
                 engine.add(gradients_of(LAYOUT, step, exchange.rank, k), weight=1 + exchange.rank + 2 * k)
+        before_telling()
+        assert engine.tell_all(f"the step of {step}", step) == [step] * exchange.world_size
         found.append(figures(engine.step()))
     return found
 
@@ -187,7 +192,7 @@ def engine():
                 if expected is None:
                     over_threads = functools.partial(steps, micro_batches=micro_batches)
                     expected = on_ranks(over_threads, exchange.world_size)[exchange.rank]
-                assert steps(exchange, micro_batches) == expected
+                assert steps(exchange, micro_batches, GROUP.barrier) == expected
                 assert exchange.url == ("mpi://" if isinstance(GROUP, OverMpi) else None)
     say("the same")
 

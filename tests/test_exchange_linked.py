@@ -62,6 +62,18 @@ def rejoined(workers, ranks=None, **options):
     return outcomes(Worker.bind, workers)
 
 
+def until(is_so):
+    """Wait for what comes by itself."""
+    never = threading.Event()
+    while not is_so():
+        assert not never.wait(0.001)
+
+
+def is_sending(exchange):
+    """Whether the link has got this rank's parts of all spans."""
+    return all(map(exchange._all_reduce.is_started, ALL)) and not exchange._all_reduce._outbox
+
+
 def half_summed(seed=0):
     """Three workers of which rank 2 has not started its last span."""
     workers = bound(exchanges_of(WORLD), SMALL, contributions(SMALL, WORLD, seed))
@@ -74,10 +86,7 @@ def half_summed(seed=0):
 
     on_all(work, workers)
     # The share that waits for the last span is the last of all: the others are summed everywhere, sooner or later.
-    until_summed = [worker.exchange._all_reduce for worker in workers]
-    ended = threading.Event()
-    while not all(each.may_hold_sums for each in until_summed):
-        assert not ended.wait(0.001)
+    until(lambda: all(worker.exchange._all_reduce.may_hold_sums for worker in workers))
     close(worker.exchange for worker in workers)
     return workers
 
@@ -109,6 +118,28 @@ def test_a_step_that_is_lost_anywhere_is_run_again_to_the_same_bytes(part, links
     assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
     assert on_all(lambda worker: worker.exchange.barrier(), workers) == [None] * WORLD
     close(worker.exchange for worker in workers)
+
+
+@pytest.mark.parametrize("links", LINKS)
+def test_what_a_rank_tells_before_it_begins_a_step_passes_the_sums_that_others_have_begun(links):
+    """As a trainer tells its loss: a rank without a micro-batch before its spans, the others behind theirs."""
+
+    def work(worker):
+        rank = worker.exchange.rank
+        for step in range(3):
+            spans = [] if rank == step else ALL
+            for span in spans:
+                worker.exchange.start(span)
+            if spans:
+                until(lambda: is_sending(worker.exchange))
+            assert worker.exchange.gather(bytes([rank])) == [b"\0", b"\1", b"\2"]
+            worker.sum([span for span in ALL if span not in spans])
+            assert worker.arena.tobytes() == EXPECTED
+            worker.next_step(contributions(SMALL, WORLD)[rank])
+
+    exchanges = exchanges_of(WORLD, links_of=LINKS[links], timeout=SOON)
+    on_all(work, bound(exchanges, SMALL, contributions(SMALL, WORLD)))
+    close(exchanges)
 
 
 def test_what_was_found_before_the_loss_is_not_forgotten():

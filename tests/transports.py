@@ -95,6 +95,10 @@ class Failing(Link):
 
     receive = close = send
 
+    @property
+    def is_holding(self):
+        return self.link.is_holding
+
     def poll(self):
         if self.left is not None and self.left <= 0:
             self.link.close()

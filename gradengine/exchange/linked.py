@@ -119,10 +119,8 @@ class LinkedExchange(Exchange):
         self._started.add(span.key)
         with contextlib.suppress(ExchangeError):  # `wait` raises it
             self._refuse_failed()
-            if self._progress.carrier is not self:  # it has begun another step, or nothing yet
-                if all_reduce.is_begun:
-                    self._to_the_end(pump.next_step)
-                self._progress.carrier = self
+            self._follow(pump, all_reduce)
+            self._progress.carrier = self
             if not all_reduce.is_started(span):  # else over an exchange that was lost
                 if self._arena is not None:
                     self._arena.note(span.key)
@@ -139,9 +137,10 @@ class LinkedExchange(Exchange):
         return tuple(all_reduce.bad)
 
     def gather(self, data: bytes) -> list[bytes]:
-        pump, _ = self._bound()
+        pump, all_reduce = self._bound()
         refuse_long_part(data)
         self._refuse_failed()
+        self._follow(pump, all_reduce)  # what another rank has sent of a new step comes before what it tells
         return self._to_the_end(lambda: pump.gather(data, self._timeout))
 
     def close(self) -> None:
@@ -168,6 +167,11 @@ class LinkedExchange(Exchange):
     def _refuse_failed(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _follow(self, pump: Pump, all_reduce: OrderedAllReduce) -> None:
+        """Begin the next step if the engine has."""
+        if self._progress.carrier is not self and all_reduce.is_begun:
+            self._to_the_end(pump.next_step)
 
     def _to_the_end(self, call: Callable[[], T]) -> T:
         """What a call returns; one that does not come to its end closes the exchange, whose ranks would drift apart."""

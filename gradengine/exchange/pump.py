@@ -218,7 +218,8 @@ class Pump(NotCopied, instead="make one for each link"):
         with self._lock:
             transfers = [] if self._gather is None else self._gather.transfers()
             # Nothing of a step that has not begun: a rank that leaves then would be missed by one still in a gather.
-            if self._all_reduce is not None and self._all_reduce.is_begun:
+            # But where another rank has begun it, what that one tells waits behind the parts that it has sent.
+            if self._all_reduce is not None and (self._all_reduce.is_begun or self._link.is_holding):
                 transfers += self._all_reduce.transfers()
             if not self._has_work or (self._gather is not None and self._gather.is_done):
                 self._news.ring()  # else whoever waits would take the GIL from the sums for nothing

@@ -82,6 +82,11 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         """End the reading of memory that was borrowed of that rank with this tag."""
         raise NotImplementedError
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether a rank's message has come that nobody receives yet: all that this rank sent after it waits behind."""
+        return False
+
     @abstractmethod
     def poll(self) -> list[Completion]:
         """The transfers that are over since the last call; never waits.

@@ -96,6 +96,10 @@ class SocketLink(Link):
                 self._refuse_lost()
             return over
 
+    @property
+    def is_holding(self) -> bool:
+        return any(connection.is_held for theirs in self._connections.values() for connection in theirs)
+
     def close(self) -> None:
         self.bell.end()  # whoever waits for it has the lock
         with self._lock:
