@@ -74,6 +74,29 @@ def is_sending(exchange):
     return all(map(exchange._all_reduce.is_started, ALL)) and not exchange._all_reduce._outbox
 
 
+class Slow(Failing):
+    """A link that sends nothing to one rank until an event is set."""
+
+    def __init__(self, link, peer, event):
+        super().__init__(link)
+        self.peer, self.event, self.has_waited, self.waiting = peer, event, False, []
+        self.send = self.send_later
+
+    def send_later(self, peer, tag, memory):
+        if peer == self.peer and not self.event.is_set():
+            self.waiting.append((peer, tag, memory))
+        else:
+            self.link.send(peer, tag, memory)
+
+    def poll(self):
+        if self.waiting and self.event.is_set():
+            self.has_waited = True
+            for each in self.waiting:
+                self.link.send(*each)
+            self.waiting = []
+        return super().poll()
+
+
 def half_summed(seed=0):
     """Three workers of which rank 2 has not started its last span."""
     workers = bound(exchanges_of(WORLD), SMALL, contributions(SMALL, WORLD, seed))
@@ -139,6 +162,30 @@ def test_what_a_rank_tells_before_it_begins_a_step_passes_the_sums_that_others_h
 
     exchanges = exchanges_of(WORLD, links_of=LINKS[links], timeout=SOON)
     on_all(work, bound(exchanges, SMALL, contributions(SMALL, WORLD)))
+    close(exchanges)
+
+
+@pytest.mark.parametrize("links", LINKS)
+def test_a_rank_that_leaves_after_the_last_gather_is_not_missed_by_one_that_is_still_in_it(links):
+    """What it told was here before the gather began, and so held back: that begins no step."""
+    exchanges, left = exchanges_of(WORLD, links_of=LINKS[links], timeout=SOON), threading.Event()
+    workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+    on_all(lambda worker: [worker.sum(), worker.next_step(worker.arena)], workers)
+    slow = exchanges[2]._pump._link = Slow(exchanges[2]._link, 0, left)
+
+    def work(worker):
+        rank = worker.exchange.rank
+        if rank == 0:
+            until(lambda: exchanges[0]._link.poll() or exchanges[0]._link.held() or links == "threads")
+        parts = worker.exchange.gather(bytes([rank]))
+        if rank == 1:
+            worker.exchange.close()
+            left.set()
+            slow.bell.ring()
+        return parts
+
+    assert on_all(work, workers) == [[b"\0", b"\1", b"\2"]] * WORLD
+    assert slow.has_waited
     close(exchanges)
 
 

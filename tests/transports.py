@@ -95,9 +95,8 @@ class Failing(Link):
 
     receive = close = send
 
-    @property
-    def is_holding(self):
-        return self.link.is_holding
+    def held(self):
+        return self.link.held()
 
     def poll(self):
         if self.left is not None and self.left <= 0:

@@ -219,7 +219,7 @@ class Pump(NotCopied, instead="make one for each link"):
             transfers = [] if self._gather is None else self._gather.transfers()
             # Nothing of a step that has not begun: a rank that leaves then would be missed by one still in a gather.
             # But where another rank has begun it, what that one tells waits behind the parts that it has sent.
-            if self._all_reduce is not None and (self._all_reduce.is_begun or self._link.is_holding):
+            if self._all_reduce is not None and (self._all_reduce.is_begun or self._is_behind):
                 transfers += self._all_reduce.transfers()
             if not self._has_work or (self._gather is not None and self._gather.is_done):
                 self._news.ring()  # else whoever waits would take the GIL from the sums for nothing
@@ -235,6 +235,11 @@ class Pump(NotCopied, instead="make one for each link"):
             else:
                 self._link.release(*transfer)
         return bool(transfers)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether another rank has begun the step."""
+        return not all(map(is_of_gather, self._link.held()))
 
     def _copy(self, copy: Copy) -> None:
         assert self._arena is not None, "run() names it"  # noqa: S101

@@ -82,10 +82,9 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         """End the reading of memory that was borrowed of that rank with this tag."""
         raise NotImplementedError
 
-    @property
-    def is_holding(self) -> bool:
-        """Whether a rank's message has come that nobody receives yet: all that this rank sent after it waits behind."""
-        return False
+    def held(self) -> list[int]:
+        """The tags of messages that have come and that nobody receives yet: what their ranks sent after them waits."""
+        return []
 
     @abstractmethod
     def poll(self) -> list[Completion]:

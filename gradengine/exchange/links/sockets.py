@@ -78,8 +78,10 @@ class SocketLink(Link):
         with self._lock:
             self._begin(Completion(Completed.RECEIVED, peer, tag), memory)
             connection = self._connection(peer, tag)
-            if connection.is_held:  # if what is held is empty, nothing more comes by which the bell would be rung
-                connection.is_held = False
+            if (
+                connection.held is not None
+            ):  # if what is held is empty, nothing more comes by which the bell would be rung
+                connection.held = None
                 self._unheld.append(connection)
                 self.bell.ring()
 
@@ -96,9 +98,9 @@ class SocketLink(Link):
                 self._refuse_lost()
             return over
 
-    @property
-    def is_holding(self) -> bool:
-        return any(connection.is_held for theirs in self._connections.values() for connection in theirs)
+    def held(self) -> list[int]:
+        connections = [connection for theirs in self._connections.values() for connection in theirs]
+        return [connection.held for connection in connections if connection.held is not None]
 
     def close(self) -> None:
         self.bell.end()  # whoever waits for it has the lock
@@ -141,13 +143,13 @@ class SocketLink(Link):
 
     def _watch(self, connection: _Connection) -> None:
         """Have the bell rung when the connection can be moved."""
-        reads, writes = not (connection.is_held or connection.has_ended), bool(connection.outgoing)
+        reads, writes = connection.held is None and not connection.has_ended, bool(connection.outgoing)
         self.bell.watch(connection, (EVENT_READ if reads else 0) | (EVENT_WRITE if writes else 0))
 
     def _move(self, connection: _Connection) -> None:
         """Receive and send what can be now, until one receive is over."""
         try:
-            if not (connection.is_held or connection.has_ended):
+            if connection.held is None and not connection.has_ended:
                 self._read(connection)
         except BlockingIOError:
             pass
@@ -176,7 +178,7 @@ class SocketLink(Link):
                 connection.receiving, connection.missing = None, memoryview(connection.head)
                 return
             self._place(connection)
-            if connection.is_held:
+            if connection.held is not None:
                 return
 
     def _place(self, connection: _Connection) -> None:
@@ -191,7 +193,7 @@ class SocketLink(Link):
             self._farewells[peer] = lost if 0 <= lost < self.world_size else None
             raise _ended(peer)
         if transfer not in self._open:
-            connection.is_held = True
+            connection.held = tag
             return
         memory = self._open[transfer]
         if size != memory.nbytes:
@@ -270,7 +272,7 @@ class _Connection:
         self.missing = memoryview(self.head)  # what is not received of a head or payload
         self.receiving: Completion | None = None  # whose payload is received
         self.checksum = 0  # that its head announces
-        self.is_held = False  # nobody receives what the head announces
+        self.held: int | None = None  # the tag of the head, where nobody receives what it announces
         self.has_ended = False  # nothing is received any more
         self.events = 0  # that the bell is rung for
         connection.setblocking(False)

@@ -83,7 +83,7 @@ class TorchLink(Link):
         self._changed = threading.Condition()
         self._open: dict[Completion, Memory] = {}
         self._over: list[Completion] = []
-        self._held: set[int] = set()  # ranks whose next message nobody receives yet
+        self._held: dict[int, int] = {}  # by rank, the tag of its next message, which nobody receives yet
         self._faults: dict[int, PeerLost | ProtocolError] = {}  # why no more comes from a rank, or goes to it
         self.bell = Bell()
         self._is_closed, self._has_left, self._closing = False, False, threading.Lock()
@@ -120,9 +120,9 @@ class TorchLink(Link):
                     raise self._faults[peer]
             return over
 
-    @property
-    def is_holding(self) -> bool:
-        return bool(self._held)
+    def held(self) -> list[int]:
+        with self._changed:
+            return [*self._held.values()]
 
     def close(self) -> None:
         if os.getpid() != self._process:  # a fork's exit is not the end of the group
@@ -181,11 +181,11 @@ class TorchLink(Link):
             transfer = Completion(Completed.RECEIVED, peer, tag)
             with self._changed:
                 if transfer not in self._open:
-                    self._held.add(peer)
+                    self._held[peer] = tag
                     self.bell.ring()
                 while transfer not in self._open and not self._is_closed:
                     self._changed.wait()
-                self._held.discard(peer)
+                self._held.pop(peer, None)
                 if self._is_closed:
                     return
                 memory = self._open[transfer]
