@@ -385,7 +385,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
         """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
 
-        Close the old exchange first, on rank 0 above all: its coordinator still has the address. Only what was not yet
+        Close the old exchange first: one that has not been joined by all still has its address. Only what was not yet
         summed travels, and the result is the bytes of an undisturbed run.
 
         Args:

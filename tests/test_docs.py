@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from gradengine.errors import DeviceUnavailable
+from gradengine.exchange.links.sockets import checksum, head
 from gradengine.exchange.wire import PREFIX_BYTES, Gradient, decode_header, decode_prefix
 from gradengine.kernels.cuda import cuda_kernels
 from gradengine.kernels.toolchain import load_cupy
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-REFERENCES = {"docs/gpu.md", "docs/numerics.md", "docs/wire.md"}  # the other pages of docs/ answer a question each
+# The other pages of docs/ answer a question each.
+REFERENCES = {"docs/gpu.md", "docs/numerics.md", "docs/wire.md", "docs/wire-ranks.md"}
 ANSWERS = [page for page in PAGES if page.startswith("docs/") and page not in REFERENCES]
 FRAMEWORKS = ("torch", "jax")  # optional; a page that imports one is skipped where it is not installed
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -181,6 +183,15 @@ def test_the_message_in_wire_md_is_what_it_says():
     prefix, fields = stream
     assert prefix == ["GE", 2, 57, 8]
     assert fields["payload"] == message[-8:]
+
+
+def test_the_transfer_in_wire_ranks_md_is_what_it_says():
+    transfer = bytes.fromhex(blocks_of((ROOT / "docs/wire-ranks.md").read_text(), "hex")[0])
+    tag, check, payload = msgpack.unpackb(transfer)
+    facts = np.frombuffer(payload, "<f8")
+    assert (tag, facts.tolist()) == (6 * 1 + 4, [1.0, 2.0])
+    assert transfer == head(tag, checksum(tag, facts), facts.nbytes) + payload
+    assert check == checksum(tag, facts)
 
 
 def test_tests_named_in_numerics_md_exist():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transports import SMALL, SOON, Worker, bound, contributions, leave_together, on_all, rank_order_sum
+from transports import SMALL, SOON, Worker, contributions, leave_together, on_all, rank_order_sum
 
 from gradengine.errors import CallerError, HandshakeRefused
 from gradengine.exchange import GradientServer, WorkerClient, connect
@@ -193,9 +193,8 @@ def test_connect_takes_the_token_of_the_environment_and_a_given_one_wins(environ
     environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
     other = "fedcba9876543210fedcba9876543210"
     with connect("tcp://127.0.0.1:0", 0, 2) as hosting:
-        with connect(hosting.url, 1, 2, token=other, join_timeout=SOON) as stray, pytest.raises(HandshakeRefused):
-            Worker(stray, SMALL, DATA[1]).bind()
-        assert trains([hosting, connect(hosting.url, 1, 2, join_timeout=SOON)])
+        stray, mine = (connect(hosting.url, 1, 2, token=token, join_timeout=SOON) for token in (other, None))
+        assert "rank 1 has another token" in refused_before_they_train(hosting, mine, stray)[0]
 
 
 # ---- its job ----
@@ -270,11 +269,19 @@ def launched(environment, variables, make):
         return make()
 
 
-def trains(exchanges):
-    workers = bound(exchanges, SMALL, DATA)
-    on_all(Worker.sum, workers)
-    on_all(leave_together, workers)
-    return all(worker.arena.tobytes() == rank_order_sum(DATA).tobytes() for worker in workers)
+def refused_before_they_train(hosting, mine, *strays):
+    """What each stray is told before two ranks train together, while rank 0 waits for its rank 1."""
+
+    def work(exchange):
+        worker = Worker(exchange, SMALL, DATA[exchange.rank])
+        told = [refusal_of(stray) for stray in strays] if exchange is mine else []
+        worker.bind()
+        worker.sum()
+        leave_together(worker)
+        assert worker.arena.tobytes() == rank_order_sum(DATA).tobytes()
+        return told
+
+    return on_all(work, [hosting, mine])[1]
 
 
 def refusal_of(exchange):
@@ -288,20 +295,24 @@ def test_two_jobs_of_a_launcher_at_one_port_do_not_train_together(environment, v
     """Nobody passed job=; token, layout and world size agree."""
     mine, other = {variable: "7"}, {variable: "8"}
     with launched(environment, mine, lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
-        for theirs, named in ((other, read_job(other).value), ({}, "")):
-            stray = launched(environment, theirs, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
-            prefix = "" if variable == "GRADENGINE_JOB" else f"{variable}="
-            told = f"rank 1 belongs to another job: got job='{named}', expected job='{prefix}7'"
-            assert told in refusal_of(stray)
-        assert trains([hosting, launched(environment, mine, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
+        others = [
+            launched(environment, each, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
+            for each in (mine, other, {})
+        ]
+        told = refused_before_they_train(hosting, *others)
+    own = read_job(mine).value
+    for named, each in zip((read_job(other).value, ""), told, strict=True):
+        assert f"rank 1 belongs to another job: got job='{named}', expected job='{own}'" in each
 
 
 def test_a_job_that_is_given_does_not_meet_one_of_a_launcher(environment):
     slurm = {"SLURM_JOB_ID": "7"}
     with launched(environment, slurm, lambda: connect("tcp://127.0.0.1:0", 0, 2, job="")) as hosting:
-        named = launched(environment, slurm, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
-        assert "got job='SLURM_JOB_ID=7', expected job=''" in refusal_of(named)
-        assert trains([hosting, launched(environment, {}, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
+        mine, named = (
+            launched(environment, each, lambda: connect(hosting.url, 1, 2, join_timeout=SOON)) for each in ({}, slurm)
+        )
+        (told,) = refused_before_they_train(hosting, mine, named)
+    assert "got job='SLURM_JOB_ID=7', expected job=''" in told
 
 
 def test_two_steps_of_one_allocation_are_one_job(environment):
@@ -309,7 +320,8 @@ def test_two_steps_of_one_allocation_are_one_job(environment):
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step), "PMIX_NAMESPACE": f"slurm.pmix.7.{step}"} for step in range(2)
     ]
     with launched(environment, steps[0], lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
-        assert trains([hosting, launched(environment, steps[1], lambda: connect(hosting.url, 1, 2, join_timeout=SOON))])
+        mine = launched(environment, steps[1], lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
+        assert refused_before_they_train(hosting, mine) == []
 
 
 @pytest.mark.parametrize("around", [{}, {"SLURM_JOB_ID": "1"}], ids=["by hand", "in a job of its own"])

@@ -303,7 +303,7 @@ def hello_of(change):
     """What rank 0 hears from a rank 1 that says something else."""
     first, second = thread_links(2)
     exchange = LinkedExchange(first)
-    told = [*msgpack.unpackb(LinkedExchange(second)._hello(SMALL, Progress()))]
+    told = [*msgpack.unpackb(LinkedExchange(second)._hello(SMALL, Progress(), exchange._link))]
     change(told)
 
     def speak(rank):

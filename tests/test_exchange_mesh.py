@@ -36,7 +36,8 @@ from gradengine.exchange.channel import Channel, connect_once
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.linked import LinkedExchange
 from gradengine.exchange.links import sockets
-from gradengine.exchange.mesh import Listener, mesh
+from gradengine.exchange.mesh import Listener, Meeting, mesh
+from gradengine.exchange.rendezvous import MOST_PATH_BYTES
 from gradengine.exchange.wire import (
     Abort,
     Gather,
@@ -457,6 +458,24 @@ def test_ranks_that_cannot_reach_each_other_are_refused(listener):
         assert said in told
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux all of 127.0.0.0/8 is loopback")
+def test_a_rank_beside_rank_0_that_knows_it_by_a_name_for_loopback_is_found_at_rank_0_s_other_addresses(monkeypatch):
+    """Debian's /etc/hosts has 127.0.1.1 for the host's own name, which is another address on other machines."""
+    called = []
+
+    def resolved(address, timeout):
+        called.append(address)
+        return connect_once(("127.0.1.1" if address[0] == "debian" else address[0], address[1]), timeout)
+
+    monkeypatch.setattr(mesh_module, "connect_once", resolved)
+    listener = Listener(("0.0.0.0", 0), "secret")
+    names = ["debian", "127.0.0.2", "debian"]
+    ranks = [Started((name, listener.address[1]), rank, 4) for rank, name in enumerate(names, 1)]
+    form([Started(listener, 0, 4), *ranks])
+    others = {host for host, port in called if port != listener.address[1]}
+    assert others == {"127.0.0.2", "127.0.1.1", "127.0.0.1"}  # rank 1 from rank 2, ranks 1 and 2 from rank 3
+
+
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:5", "tcp://127.0.0.1", "x" * 4000])
 def test_a_rank_that_listens_nowhere_is_refused(listener, url):
     first = Started(listener, 0, 2)
@@ -599,14 +618,16 @@ def test_a_path_is_for_this_user_alone_and_a_stale_one_is_removed(tmp_path):
         assert path.exists()
 
 
-def test_a_path_that_is_too_long_with_the_ranks_number_is_refused_by_name(tmp_path):
+def test_a_path_that_is_too_long_with_the_last_ranks_number_is_refused_on_all_ranks(tmp_path):
     path = str(tmp_path / "s")
-    path += "s" * ((107 if os.uname().sysname == "Linux" else 103) - len(path))
-    first = Started(Listener(path), 0, 2, clock=(clock := Clock()))
-    with pytest.raises(CallerError, match=r"cannot listen at .*s\.1 \(AF_UNIX path too long\)"):
-        Started(path, 1, 2).link()
-    clock.jump(path)
-    assert first.error()[0] is PeerLost
+    path += "s" * (MOST_PATH_BYTES - len(".10") - len(path))
+    for rank in (0, 1, 10):
+        Meeting(path, rank, 11).close()
+        with pytest.raises(
+            CallerError, match=rf"too long for a Unix socket of each rank: .*s\.100: .* {MOST_PATH_BYTES};"
+        ):
+            Meeting(path, rank, 101)
+    assert not Path(path).exists()
 
 
 @pytest.mark.parametrize("token", [None, ""])

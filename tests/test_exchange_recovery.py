@@ -13,6 +13,7 @@ from transports import (
     BY_A_COORDINATOR,
     SMALL,
     SOON,
+    Failing,
     Transport,
     Worker,
     bound,
@@ -176,15 +177,14 @@ def cut_at(worker, bucket):
     worker.take = take
 
 
-@pytest.mark.parametrize("transport", [Transport.LOCAL, Transport.TCP, Transport.UNIX], ids=lambda each: each.value)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("bucket", [1, 4, COUNT])
-def test_step_that_a_rank_left_is_run_again(transport, rank, bucket):
-    with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+def test_step_that_a_rank_left_is_run_again(rank, bucket):
+    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
         cut_at(workers[rank], bucket)
         outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
-    with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET) as exchanges:
         for worker, exchange in zip(workers, exchanges, strict=True):
             worker.exchange, worker.take = exchange, lambda span, upto: None
         on_all(Worker.bind, workers)
@@ -193,15 +193,14 @@ def test_step_that_a_rank_left_is_run_again(transport, rank, bucket):
     assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
 
 
-@pytest.mark.parametrize("transport", [Transport.LOCAL, Transport.TCP], ids=lambda each: each.value)
-def test_bucket_size_must_stay_while_a_step_is_half_done(transport):
+def test_bucket_size_must_stay_while_a_step_is_half_done():
     """`summed` counts buckets: with other buckets it would mean other elements."""
-    with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
+    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
         cut_at(workers[1], 3)
         outcomes(Worker.sum, workers)
     assert all(worker.progress.summed for worker in workers)
-    with group(transport, WORLD, bucket_bytes=2 * BUCKET) as exchanges:
+    with group(Transport.LOCAL, WORLD, bucket_bytes=2 * BUCKET) as exchanges:
         for worker, exchange in zip(workers, exchanges, strict=True):
             worker.exchange, worker.take = exchange, lambda span, upto: None
         for error in outcomes(Worker.bind, workers):
@@ -228,11 +227,11 @@ def test_reports_of_the_first_try_are_not_forgotten():
     data = contributions(SMALL, WORLD)
     first = SMALL.spans[0].start
     data[2][first] = np.inf
-    with group(Transport.TCP, WORLD, bucket_bytes=BUCKET) as exchanges:
+    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET) as exchanges:
         workers = bound(exchanges, SMALL, data)
         cut_at(workers[1], 2)
         outcomes(Worker.sum, workers)
-    with group(Transport.TCP, WORLD, bucket_bytes=BUCKET) as exchanges:
+    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET) as exchanges:
         for worker, exchange in zip(workers, exchanges, strict=True):
             worker.exchange, worker.take = exchange, lambda span, upto: None
         on_all(Worker.bind, workers)
@@ -270,10 +269,8 @@ def test_server_alone_that_had_summed_nothing_goes_on():
 
 # ---- in another group ----
 
-REGROUPED = [Transport.LOCAL, Transport.TCP, Transport.UNIX]  # where the group's sums outlive it
 
-
-def half_summed(transport=Transport.TCP, data=None):
+def half_summed(transport=Transport.LOCAL, data=None):
     """Three workers that lost their group when some buckets held their sum."""
     with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, WORLD) if data is None else data)
@@ -300,51 +297,47 @@ def refused_alike(errors, says):
     assert len({text.partition("refuses: ")[2] or text for text in texts}) == 1, "all ranks hear the same"
 
 
-@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
-def test_half_summed_step_is_not_taken_up_by_a_smaller_group(transport):
+def test_half_summed_step_is_not_taken_up_by_a_smaller_group():
     """Some buckets hold three ranks' sum; the others would get two ranks'."""
-    workers = half_summed(transport)
+    workers = half_summed()
     before = [(worker.arena.tobytes(), worker.progress.summed) for worker in workers]
-    refused_alike(rejoined(workers[:2], transport, [0, 1]), "step 0 is half summed and rank 0 took part in it as")
-    refused_alike(rejoined(workers[:1], transport, [0]), "got rank 0 of 1 in group")
+    refused_alike(rejoined(workers[:2], Transport.LOCAL, [0, 1]), "step 0 is half summed and rank 0 took part in it as")
+    refused_alike(rejoined(workers[:1], Transport.LOCAL, [0]), "got rank 0 of 1 in group")
     assert [(worker.arena.tobytes(), worker.progress.summed) for worker in workers] == before
 
 
 def test_half_summed_step_is_not_taken_up_by_a_larger_group():
     workers = half_summed()
     fresh = Worker(None, SMALL, contributions(SMALL, 1)[0])
-    refused_alike(rejoined([*workers, fresh], Transport.TCP, [0, 1, 2, 3]), "got rank 0 of 4 in group")
+    refused_alike(rejoined([*workers, fresh], Transport.LOCAL, [0, 1, 2, 3]), "got rank 0 of 4 in group")
 
 
-@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
 @pytest.mark.parametrize("ranks", [[1, 0, 2], [0, 2, 1], [1, 2, 0]], ids=str)
-def test_half_summed_step_is_not_taken_up_by_ranks_in_another_order(transport, ranks):
-    workers = half_summed(transport)
+def test_half_summed_step_is_not_taken_up_by_ranks_in_another_order(ranks):
+    workers = half_summed()
     moved = next(rank for rank in range(WORLD) if ranks[rank] != rank)
-    refused_alike(rejoined(workers, transport, ranks), "step 0 is half summed and rank ")
+    refused_alike(rejoined(workers, Transport.LOCAL, ranks), "step 0 is half summed and rank ")
     membership = workers[moved].progress.membership
     assert (membership.rank, membership.world_size) == (moved, WORLD)
 
 
-@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
-def test_half_summed_step_takes_nobody_of_another_group_in(transport):
+def test_half_summed_step_takes_nobody_of_another_group_in():
     """Rank 2 of another group stands at the same step: its gradients are in no sum of this one."""
-    ours = half_summed(transport)
-    theirs = half_summed(transport, contributions(SMALL, WORLD, seed=9))
+    ours = half_summed()
+    theirs = half_summed(data=contributions(SMALL, WORLD, seed=9))
     names = [workers[0].progress.membership.group[:4].hex() for workers in (ours, theirs)]
     assert names[0] != names[1]
-    errors = rejoined([*ours[:2], theirs[2]], transport, [0, 1, 2])
+    errors = rejoined([*ours[:2], theirs[2]], Transport.LOCAL, [0, 1, 2])
     refused_alike(errors, f"got rank 2 of 3 in group {names[0]}, expected rank 2 of 3 in group {names[1]}")
 
 
-@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
-def test_rank_whose_own_buckets_are_all_local_belongs_to_the_half_summed_step_too(transport):
+def test_rank_whose_own_buckets_are_all_local_belongs_to_the_half_summed_step_too():
     """It has given to the sums that the others hold, and lacks them."""
-    ours = half_summed(transport)
-    theirs = half_summed(transport, contributions(SMALL, WORLD, seed=9))
+    ours = half_summed()
+    theirs = half_summed(data=contributions(SMALL, WORLD, seed=9))
     theirs[2].arena[:] = contributions(SMALL, WORLD, seed=9)[2]
     theirs[2].progress.summed, theirs[2].progress.partially_written = 0, False
-    errors = rejoined([*ours[:2], theirs[2]], transport, [0, 1, 2])
+    errors = rejoined([*ours[:2], theirs[2]], Transport.LOCAL, [0, 1, 2])
     refused_alike(errors, "step 0 is half summed and rank 2 took part in it as another")
 
 
@@ -378,16 +371,15 @@ def test_ranks_may_come_together_anew_where_nothing_is_half_summed(transport, ho
     assert workers[0].arena.tobytes() == workers[2].arena.tobytes() == rank_order_sum([data[2], data[0]]).tobytes()
 
 
-@pytest.mark.parametrize("transport", REGROUPED, ids=lambda each: each.value)
-def test_group_keeps_its_name_until_its_step_is_summed(transport):
-    workers = half_summed(transport)
+def test_group_keeps_its_name_until_its_step_is_summed():
+    workers = half_summed()
     names = {worker.progress.membership.group for worker in workers}
     for _ in range(2):  # joined and lost again, and joined
-        assert rejoined(workers, transport, [0, 1, 2]) == [None] * WORLD
+        assert rejoined(workers, Transport.LOCAL, [0, 1, 2]) == [None] * WORLD
         assert {worker.progress.membership.group for worker in workers} == names
     for worker in workers:
         worker.progress.restart()
-    rejoined(workers, transport, [0, 1, 2])
+    rejoined(workers, Transport.LOCAL, [0, 1, 2])
     after = {worker.progress.membership.group for worker in workers}
     assert (len(names), len(after), len(names & after)) == (1, 1, 0)
 
@@ -417,8 +409,8 @@ def undisturbed():
 
 @pytest.mark.parametrize("scheme", ["tcp", "unix"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["at step()", "while adding"])
-@pytest.mark.parametrize("bucket", [1, 5])
-def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed, bucket, tmp_path):
+@pytest.mark.parametrize("lost_after", [1, 9])
+def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed, lost_after, tmp_path):
     """Each rank closes, connects and steps again as soon as it hears of the failure; nobody waits for the others."""
     url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"unix://{tmp_path}/s"
     micro_batches = 2 if streamed else None
@@ -429,15 +421,8 @@ def test_engine_reconnects_at_the_same_address_and_steps_again(scheme, streamed,
 
         engine = GradientEngine(SMALL, exchange=join(), micro_batches=micro_batches, max_norm=1.0)
         if rank == 1:
-            land, landed = engine._reducer._on_reduced, []
-
-            def take(span, upto):
-                land(span, upto)
-                landed.append(upto)
-                if len(landed) == bucket:
-                    engine.exchange._channel.close()
-
-            engine.exchange._on_reduced = take
+            pump = engine.exchange._pump
+            pump._link = Failing(pump._link, lost_after)
         for seed in (1, 2):
             engine.add(gradients(rank, seed))
         with pytest.raises(ExchangeError):

@@ -136,22 +136,21 @@ def test_replayed_and_reflected_proofs_are_refused_and_the_group_goes_on(hosted)
 def refusal_of(url, job):
     """What a worker of this job hears there; at once, not when its time to join is over."""
     began = time.monotonic()
-    with connect(url, 1, 2, job=job, join_timeout=2 * SOON) as stray, pytest.raises(HandshakeRefused) as refused:
+    stray = connect(url, 1, 2, job=job, join_timeout=2 * SOON, served=True)
+    with stray, pytest.raises(HandshakeRefused) as refused:
         Worker(stray, SMALL, contributions(SMALL, 1)[0]).bind()
     assert time.monotonic() - began < SOON
     return str(refused.value)
 
 
 def test_worker_of_another_job_is_refused_by_both_names_and_the_group_goes_on():
-    """Two runs of one script were given one port: the second one's rank 0 found it taken, its rank 1 came here."""
-    with connect("tcp://127.0.0.1:0", 0, 2, job="run 1") as hosting:
-        with pytest.raises(CallerError, match="another process may have it"):
-            connect(hosting.url, 0, 2, job="run 2")
+    with GradientServer(2, job="run 1") as server:
         for other in ("run 2", "", "RUN 1"):
             told = f"rank 1 belongs to another job: got job={other!r}, expected job='run 1'; two jobs came to one"
-            assert told in refusal_of(hosting.url, other)
-        workers = bound([hosting, connect(hosting.url, 1, 2, job="run 1")], SMALL, contributions(SMALL, 2))
-        assert "belongs to another job" in refusal_of(hosting.url, "run 2")  # also where the group is complete
+            assert told in refusal_of(server.url, other)
+        mine = [connect(server.url, rank, 2, job="run 1", served=True) for rank in (0, 1)]
+        workers = bound(mine, SMALL, contributions(SMALL, 2))
+        assert "belongs to another job" in refusal_of(server.url, "run 2")  # also where the group is complete
         on_all(Worker.sum, workers)
         on_all(leave_together, workers)
         assert workers[1].arena.tobytes() == rank_order_sum(contributions(SMALL, 2)).tobytes()

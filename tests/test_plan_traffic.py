@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine import GradientLayout, connect
-from gradengine.exchange import Progress
+from gradengine import GradientLayout
+from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient
 from gradengine.exchange.channel import Channel
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, buckets_of
 from gradengine.exchange.wire import Gradient, Sum
@@ -328,9 +328,10 @@ REAL = GradientLayout.of({"head": (100,), "layers.0.w": (3 << 19,), "layers.1.w"
 
 
 def exchanged(world, watch):
-    """One step of the real exchange over TCP, a thread for each rank; what `watch` says of rank 0's end before it."""
-    first = connect("tcp://127.0.0.1:0", 0, world)
-    exchanges = [first, *(connect(first.url, rank, world) for rank in range(1, world))]
+    """One step of the real star over TCP, a thread for each rank; what `watch` says of rank 0's end before it."""
+    server = GradientServer(world)
+    first = LocalExchange(server.group, 0, on_close=server.close)
+    exchanges = [first, *(WorkerClient(server.address, rank, world) for rank in range(1, world))]
 
     def work(exchange):
         arena, progress = np.full(REAL.arena_size, exchange.rank + 1, np.float32), Progress()

@@ -154,9 +154,7 @@ class TestDropped:
             ranks = [first, Rank(1)]
 
             def join(exchange):
-                with pytest.raises(
-                    HandshakeRefused, match=r"rank 1 has not contributed to what step 0 has summed: got 0 buckets"
-                ):
+                with pytest.raises(HandshakeRefused, match=r"rank 1 has not contributed to what step 0 has summed"):
                     ranks[exchange.rank].join(exchange)
                 return True
 
@@ -170,7 +168,7 @@ def test_a_group_that_nobody_joined_in_time_gives_its_address_back_to_the_next_t
     if started:
         ranks[0].sum.started.add(LAYOUT.spans[0].key)
     for _ in range(2):
-        with pytest.raises(PeerLost, match="rank 1 is late for joining"):
+        with pytest.raises(PeerLost, match="rank 0 waits for ranks that have not joined: 1"):
             ranks[0].join(connect(url, 0, 2, join_timeout=0.05))
         assert ranks[0].sum.exchange is None
 

@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,12 +37,12 @@ class Transport(enum.Enum):
 
     THREADS = "threads"  # of one process
     LOCAL = "local"  # the same with a coordinator
-    TCP = "tcp"  # rank 0 hosts the coordinator, the others reach it over TCP
-    UNIX = "unix"  # the same over a Unix socket, by connect()
+    TCP = "tcp"  # by connect(): a connection of each two ranks
+    UNIX = "unix"  # the same over Unix sockets
     SERVER = "server"  # a GradientServer alone, all ranks reach it over TCP
 
 
-BY_A_COORDINATOR = [each for each in Transport if each is not Transport.THREADS]
+BY_A_COORDINATOR = [Transport.LOCAL, Transport.SERVER]
 OVER_SOCKETS = [Transport.TCP, Transport.UNIX, Transport.SERVER]
 
 
@@ -145,18 +144,18 @@ def _exchanges(stack, transport, world_size, token, options):
         return local_group(world_size, **options)
     if transport is Transport.LOCAL:
         return coordinated(world_size, **options)
-    worker_options = {name: value for name, value in options.items() if name != "bucket_bytes"}
+    if transport is Transport.SERVER:
+        server = GradientServer(world_size, token=token, **options)
+        stack.callback(server.close)
+        worker_options = {name: value for name, value in options.items() if name != "bucket_bytes"}
+        return [
+            WorkerClient(server.address, rank, world_size, token=token, **worker_options) for rank in range(world_size)
+        ]
+    url = "tcp://127.0.0.1:0"
     if transport is Transport.UNIX:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ge"))) / "s"
-        return [connect(f"unix://{path}", rank, world_size, token=token, **options) for rank in range(world_size)]
-    server = GradientServer(world_size, token=token, **options)
-    stack.callback(server.close)
-    first = 1 if transport is Transport.TCP else 0
-    hosted = [LocalExchange(server.group, 0, on_close=server.close)] if transport is Transport.TCP else []
-    return hosted + [
-        WorkerClient(server.address, rank, world_size, token=token, **worker_options)
-        for rank in range(first, world_size)
-    ]
+        url = f"unix://{stack.enter_context(tempfile.TemporaryDirectory(prefix='ge'))}/s"
+    hosted = connect(url, 0, world_size, token=token, **options)
+    return [hosted] + [connect(hosted.url, rank, world_size, token=token, **options) for rank in range(1, world_size)]
 
 
 def coordinated(world_size, *, timeout=SOON, join_timeout=SOON, bucket_bytes=DEFAULT_BUCKET_BYTES):

@@ -1,10 +1,10 @@
 """Ordered all-reduce over workers: one interface, the transports of it, the same bytes from each.
 
 In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `interface.py`
-is what an exchange is, and there are two. `linked.py` goes over threads, MPI or a torch process group: `links/` moves
-bytes between any two ranks, `gather.py` small data over them; `ordered_all_reduce.py` adds the shares that `shares.py`
-cuts, each at its owner; `pump.py` runs it over a link. Over sockets rank 0 adds all, in `group.py`: `local.py` is its
-own side, `server.py` and `tcp.py` are the others'. Imports `layout` and `kernels`.
+is what an exchange is, and there are two. `linked.py` goes over threads, sockets, MPI or a process group of torch:
+`links/` moves bytes between any two ranks, `gather.py` small data over them; `ordered_all_reduce.py` adds the shares
+that `shares.py` cuts, each at its owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets. Where a
+server adds all, `group.py` does it, and `server.py` and `tcp.py` are its two ends. Imports `layout` and `kernels`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from gradengine.arguments import as_index, checked_rank, said, truth_value
 from gradengine.errors import CallerError
 from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.interface import (
-    DEFAULT_BUCKET_BYTES,
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
     Exchange,
@@ -23,11 +22,12 @@ from gradengine.exchange.interface import (
     Progress,
     checked_seconds,
 )
-from gradengine.exchange.linked import LinkedExchange, local_group
+from gradengine.exchange.linked import DEFAULT_SHARE_BYTES, LinkedExchange, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.torch_group import torch_link
 from gradengine.exchange.local import LocalExchange
+from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.rendezvous import MPI_URL, address_of, is_over_mpi, joining
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tcp import WorkerClient
@@ -53,25 +53,26 @@ def connect(
     job: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     join_timeout: float = DEFAULT_JOIN_TIMEOUT,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = DEFAULT_SHARE_BYTES,
     served: bool = False,
     process_group: Any = None,
     communicator: Any = None,
 ) -> Exchange:
-    """This rank's exchange in a process group. Rank 0 hosts the coordinator, unless a server does; the others connect.
+    """This rank's exchange in a process group, for one engine; each rank sums a share for all, unless a server does.
 
     What is not given is what the launcher says (torchrun, mpiexec, srun, or GRADENGINE_RANK, GRADENGINE_WORLD_SIZE and
-    GRADENGINE_ADDRESS); `gradengine env` prints it. Over sockets nothing is sent before the engine binds a layout, so
-    workers may start in any order.
+    GRADENGINE_ADDRESS); `gradengine env` prints it.
 
-    Over MPI or a process group of torch there is no coordinator: each rank sums a share. Rank and world size are those
-    of the group, of which a private duplicate is made, so all of its ranks call this together. Such an exchange is for
-    one engine.
+    Over sockets rank 0 listens from now on, and nothing is sent before the engine binds a layout: workers may start in
+    any order. Then each rank listens, at a port of its own, until all are connected with each other.
+
+    Over MPI or a process group of torch, rank and world size are those of the group, of which a private duplicate is
+    made: all of its ranks call this together.
 
     Args:
-        url: "tcp://host:port", the same on all ranks; or "unix:///path" on one machine; or "mpi://", all ranks that
-            mpiexec has started (needs mpi4py). None: GRADENGINE_ADDRESS, or where the launcher's ranks meet: a Unix
-            socket on one host, else a port of the first one.
+        url: "tcp://host:port" of rank 0, the same on all ranks; or "unix:///path" on one machine; or "mpi://", all
+            ranks that mpiexec has started (needs mpi4py). None: GRADENGINE_ADDRESS, or where the launcher's ranks meet:
+            a Unix socket on one host, else a port of the first one.
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
         token: A secret that all workers share; required unless the host is loopback. None: that of GRADENGINE_TOKEN, or
@@ -81,9 +82,9 @@ def connect(
             "": none.
         timeout: Seconds without any progress after which waiting ranks fail.
         join_timeout: Seconds to wait for all ranks to join.
-        bucket_bytes: Bytes of one message, or those that the ranks share out; rank 0's value is used, and changes no
-            bit of the result.
-        served: True if `gradengine serve` runs the coordinator: then rank 0 connects like the others.
+        bucket_bytes: Bytes that a rank sums at a time; rank 0's value is used, or the server's, and changes no bit of
+            the result.
+        served: True if all connect to `gradengine serve`, which sums for them: needs one port that all reach.
         process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is its default one,
             which is None before `init_process_group`. The bytes go over gloo. Without url, token, job and served.
         communicator: An mpi4py communicator, of which "mpi://" takes MPI.COMM_WORLD. Without url, token, job and
@@ -111,21 +112,13 @@ def connect(
     url, rank, world_size, token = joining(url, rank, world_size, token, job, served=served)
     rank, world_size = checked_rank(rank, world_size)
     address = address_of(url)
-    if served or rank > 0:
+    if served:
         return WorkerClient(address, rank, world_size, token=token, job=job, timeout=timeout, join_timeout=join_timeout)
-    server = GradientServer(
-        world_size,
-        address,
-        token=token,
-        job=job_or_launchers(job),
-        timeout=timeout,
-        join_timeout=join_timeout,
-        bucket_bytes=bucket_bytes,
-    )
+    meeting = Meeting(address, rank, world_size, token=token, job=job_or_launchers(job))
     try:
-        return LocalExchange(server.group, 0, on_close=server.close, url=server.url)
+        return LinkedExchange(meeting, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
     except BaseException:
-        server.close()  # interrupted: the caller has no reference to it
+        meeting.close()  # the caller has no reference to it
         raise
 
 

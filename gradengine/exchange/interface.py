@@ -107,7 +107,7 @@ class Exchange(NotCopied, ABC, instead="make one in each process, with connect()
     Attributes:
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
-        url: The coordinator's address, with the actual port if port 0 was requested; "mpi://" over MPI; None for
+        url: Rank 0's address, or a server's, with the actual port if port 0 was requested; "mpi://" over MPI; None for
             threads of one process, and for a process group of torch.
         copies_shares: Whether `bind` also takes a device's arena, and copies a few shares of it at a time.
     """

@@ -41,6 +41,7 @@ from gradengine.exchange.interface import (
 )
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
+from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import shares_of
@@ -60,7 +61,7 @@ class LinkedExchange(Exchange):
     """One rank's exchange over a link to each other rank.
 
     Args:
-        link: This rank's, closed with the exchange.
+        link: This rank's, closed with the exchange; or where it comes to one as it binds.
         url: For `Exchange.url`.
         timeout: Seconds without any progress after which a waiting rank fails.
         join_timeout: Seconds for which a rank that binds waits for the others.
@@ -75,7 +76,7 @@ class LinkedExchange(Exchange):
 
     def __init__(
         self,
-        link: Link,
+        link: Link | Meeting,
         *,
         url: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
@@ -86,7 +87,8 @@ class LinkedExchange(Exchange):
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
         self._bucket_bytes, self._clock = whole_number("bucket_bytes", bucket_bytes, 4), clock
-        self._link, self.rank, self.world_size, self.url = link, link.rank, link.world_size, url
+        self._link, self.rank, self.world_size = link, link.rank, link.world_size
+        self.url = link.url if isinstance(link, Meeting) else url
         self._pump: Pump | None = None
         self._all_reduce: OrderedAllReduce | None = None
         self._arena: DeviceArena | None = None  # where it is not the host's
@@ -106,8 +108,7 @@ class LinkedExchange(Exchange):
         self._refuse_failed()
         if progress.carrier is not None:
             progress.carrier.close()  # nothing else may touch the sums that it has
-        self._pump = pump = Pump(self._link, clock=self._clock)
-        self._to_the_end(lambda: self._join(pump, layout, arena, progress))
+        self._to_the_end(lambda: self._join(layout, arena, progress))
         self._progress = progress
         self._arena = arena if isinstance(arena, DeviceArena) else None
 
@@ -187,8 +188,11 @@ class LinkedExchange(Exchange):
             self.close()
             raise
 
-    def _join(self, pump: Pump, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
-        hellos = self._meet(pump, layout, progress)
+    def _join(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
+        if isinstance(self._link, Meeting):
+            self._link = self._link.link(self._join_timeout, self._clock)
+        self._pump = pump = Pump(self._link, clock=self._clock)
+        hellos = self._meet(pump, layout, progress, self._link)
         group = _group_to_resume(hellos)
         bucket_bytes = hellos[0].bucket_bytes
         if group:
@@ -209,12 +213,12 @@ class LinkedExchange(Exchange):
         self._all_reduce = all_reduce
         pump.run(all_reduce, arena if isinstance(arena, DeviceArena) else None)
 
-    def _meet(self, pump: Pump, layout: GradientLayout, progress: Progress) -> list[_Hello]:
+    def _meet(self, pump: Pump, layout: GradientLayout, progress: Progress, link: Link) -> list[_Hello]:
         """What each rank says of itself; refuses what must be alike and is not."""
         try:
             hellos = [
                 _read(rank, part)
-                for rank, part in enumerate(pump.gather(self._hello(layout, progress), self._join_timeout))
+                for rank, part in enumerate(pump.gather(self._hello(layout, progress, link), self._join_timeout))
             ]
             if any(hello.layout != hellos[0].layout for hello in hellos):
                 _refuse_other_layout(pump.gather(layout.table(), self._join_timeout))
@@ -229,11 +233,11 @@ class LinkedExchange(Exchange):
                 raise other_way(rank)
         return hellos
 
-    def _hello(self, layout: GradientLayout, progress: Progress) -> bytes:
+    def _hello(self, layout: GradientLayout, progress: Progress, link: Link) -> bytes:
         membership = progress.membership
         carrier = progress.carrier if isinstance(progress.carrier, LinkedExchange) else None
         all_reduce = carrier and carrier._all_reduce
-        is_other = carrier is not None and carrier._link.reads_in_place != self._link.reads_in_place
+        is_other = all_reduce is not None and all_reduce.reads_in_place != link.reads_in_place
         hello = _Hello(
             version=_VERSION,
             layout=layout.fingerprint,

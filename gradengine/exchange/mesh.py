@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import selectors
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +47,7 @@ from gradengine.exchange.handshake import (
 from gradengine.exchange.interface import GROUP_BYTES, checked_seconds
 from gradengine.exchange.line import Line
 from gradengine.exchange.links.sockets import SocketLink, close_in_children
-from gradengine.exchange.rendezvous import LOOPBACK, address_of
+from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES, address_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 from gradengine.unpacking import unpack
 
@@ -53,6 +55,7 @@ T = TypeVar("T")
 
 _STRANGERS = 64  # that may be connected at a time, besides one for each rank; the one that came first makes room
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
+_EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is beside rank 0)
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -94,6 +97,47 @@ class Listener(NotCopied, instead="make one in the process that listens"):
             if isinstance(self.address, str):
                 Path(self.address).unlink()
         self.socket.close()
+
+
+@final
+class Meeting(NotCopied, instead="connect in the process that steps"):
+    """Where one rank comes to a mesh; rank 0 listens from the beginning, so that others may come before it waits.
+
+    Args:
+        address: Rank 0's.
+        rank: This rank.
+        world_size: Ranks in the group.
+        token: The group's secret.
+        job: The job's name.
+
+    Attributes:
+        url: Rank 0's address, on rank 0 with the port that it has.
+
+    Raises:
+        CallerError: An argument is out of range, or rank 0 cannot listen there.
+    """
+
+    def __init__(
+        self, address: Address, rank: int, world_size: int, *, token: str | None = None, job: str = ""
+    ) -> None:
+        self.rank, self.world_size = checked_rank(rank, world_size)
+        refuse_bad_token(token)
+        refuse_bad_job(job)
+        self._token, self._job, self._at = token, job, checked_address(address)
+        if isinstance(self._at, str) and self.world_size > 1:
+            _refuse_long_path(f"{self._at}.{self.world_size - 1}")
+        self._listener = Listener(self._at, token) if self.rank == 0 else None
+        self.url = url_of(self._at if self._listener is None else self._listener.address)
+
+    def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
+        """This rank's link, once it is connected with all others; once only. Raises as `mesh`."""
+        at = self._listener or self._at
+        return mesh(at, self.rank, self.world_size, token=self._token, job=self._job, timeout=timeout, clock=clock)
+
+    def close(self) -> None:
+        """Listen no more; may be called twice."""
+        if self._listener is not None:
+            self._listener.close()
 
 
 def mesh(
@@ -214,12 +258,12 @@ class _Joining:
         """Call rank 0, listen, and wait for the others' addresses."""
         try:
             line = self._call(0, address)
-            own = f"{address}.{self._rank}" if isinstance(address, str) else (line.socket.getsockname()[0], 0)
+            own = f"{address}.{self._rank}" if isinstance(address, str) else (_own_host(address[0], line.socket), 0)
             listener = self._listener = Listener(own, self._token)
             line.say(Listening(url_of(listener.address)))
             self._has_not = "heard from rank 0 that all have joined"
             members, packed = line.expect(Members)
-            self._group, addresses = members.group, _addresses(packed, self._world_size - 1)
+            self._group, addresses = members.group, _addresses(packed, self._world_size - 1, line.socket)
         except BaseException:
             if self._listener is not None:
                 self._listener.close()
@@ -351,6 +395,13 @@ class _Joining:
         return PeerLost(what, got=f"{self._timeout:g} s", do=do)
 
 
+def _refuse_long_path(path: str) -> None:
+    """Raise `CallerError` for a path of the last rank that a Unix socket cannot have: on all ranks alike."""
+    if len(os.fsencode(path)) > MOST_PATH_BYTES:
+        what, do = f"the path is too long for a Unix socket of each rank: {path}", "choose a shorter one"
+        raise CallerError(what, got=f"{len(os.fsencode(path))} bytes", expected=f"at most {MOST_PATH_BYTES}", do=do)
+
+
 def _address(url: object) -> Address:
     """Where a rank says that it listens."""
     try:
@@ -359,18 +410,35 @@ def _address(url: object) -> Address:
         raise ProtocolError("a rank listens at what is no address", got=fault.got) from None
 
 
-def _addresses(packed: bytes, count: int) -> list[Address]:
+def _own_host(called: str, connection: socket.socket) -> str:
+    """Where a rank listens that has called rank 0: at the address from which it did.
+
+    Everywhere, where a name that may be known to other machines is this one's own loopback, as Debian's /etc/hosts has
+    it: this rank is beside rank 0, and whoever else is not finds it at rank 0's address.
+    """
+    host = str(connection.getsockname()[0])
+    if not _is_loopback(host) or _is_loopback(called):
+        return host
+    return "::" if ":" in host else "0.0.0.0"  # noqa: S104  (beyond loopback a listener has a token)
+
+
+def _addresses(packed: bytes, count: int, to_rank_0: socket.socket) -> list[Address]:
     urls = unpack(packed, "the list of ranks")
     if not isinstance(urls, list) or len(urls) != count:
         raise ProtocolError("rank 0 sent a list of ranks that cannot be", got=urls, expected=f"{count} URLs")
-    return [_address(url) for url in urls]
+    beside = to_rank_0.getpeername()
+    return [(beside[0], int(address[1])) if address[0] in _EVERYWHERE else address for address in map(_address, urls)]
+
+
+def _is_loopback(host: str) -> bool:
+    return host in LOOPBACK or host.startswith("127.")
 
 
 def _refuse_out_of_reach(urls: list[str]) -> None:
     """Raise `HandshakeRefused` if some ranks, not all, came by loopback: those on other machines cannot reach them."""
     hosts = {rank: address[0] for rank, url in enumerate(urls, 1) if not isinstance(address := _address(url), str)}
-    near = [rank for rank, host in hosts.items() if host in LOOPBACK or host.startswith("127.")]
-    far = [rank for rank in hosts if rank not in near]
+    near = [rank for rank, host in hosts.items() if _is_loopback(host)]
+    far = [rank for rank, host in hosts.items() if rank not in near and host not in _EVERYWHERE]
     if near and far:
         what = f"rank {far[0]} cannot reach rank {near[0]}, which came to rank 0 by loopback"
         do = "give all ranks the address of rank 0 that all machines reach"

@@ -88,6 +88,7 @@ class OrderedAllReduce:
 
     Attributes:
         step: The number of the open step.
+        reads_in_place: As given.
 
     Raises:
         CallerError: The arena does not fit the layout, or an argument is out of range.
@@ -126,7 +127,7 @@ class OrderedAllReduce:
         self._is_copied = isinstance(arena, DeviceArena)
         self._arena: Float32 | None = None if isinstance(arena, DeviceArena) else arena
         self._others = [other for other in range(self.world_size) if other != self.rank]
-        self._weights, self._reads_in_place = [np.float32(1)] * self.world_size, reads_in_place
+        self._weights, self.reads_in_place = [np.float32(1)] * self.world_size, reads_in_place
 
         self._indices: dict[int, list[int]] = {}  # of each owner's chunks among the partial sums, in its facts' order
         for share in shares:
@@ -158,7 +159,7 @@ class OrderedAllReduce:
         """Make the memory for the parts that are received, and the rows of shares that are on their way."""
         largest, largest_of_all = _largest(mine), _largest(self._shares)
         room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest, largest_of_all))
-        rows = 0 if self._reads_in_place else len(self._others)
+        rows = 0 if self.reads_in_place else len(self._others)
         self._free = [np.empty((rows, largest), np.float32) for _ in range(min(room, len(mine)))]
         # The row of a share of another owner is free when the sum is in the arena, that of an own one when all have it.
         self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
@@ -432,7 +433,7 @@ class OrderedAllReduce:
             return
         parts = incoming.parts | {self.rank: self._memory(share)}
         self._sum(share, [parts[rank] for rank in range(self.world_size)])
-        if self._reads_in_place:
+        if self.reads_in_place:
             tag = self._tag(_Kind.PART, share.number)
             self._outbox += [Release(other, tag) for other in self._others]
         self._free.append(self._open.pop(share.number).memory)

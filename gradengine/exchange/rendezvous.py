@@ -28,7 +28,8 @@ MPI_URL = "mpi://"  # no address: all ranks that MPI has started
 _ADDRESS = "GRADENGINE_ADDRESS"
 _DO = f"set {_ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
 _ANOTHER_FOLDER = f"set TMPDIR to another folder, or {_ADDRESS}=unix:///path, on all ranks"
-_MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket
+MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket
+_RANK_BYTES = len(".65535")  # that each other rank's path has more
 _FIRST_PORT, _PORTS = 20_000, 9_000  # below those that systems give to connections, and torchrun's 29400 and 29500
 _HOST = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,252}|[0-9a-f:.]{2,45}", re.IGNORECASE | re.ASCII)
 _FIRST_NODE = re.compile(r"((?:[a-z0-9_.-]|\[[0-9][0-9,-]*\])+)(,|\Z)", re.IGNORECASE | re.ASCII)
@@ -200,8 +201,8 @@ def _socket_path(environment: Mapping[str, str], name: str) -> str:
         raise CallerError("this system has no Unix sockets", got=sys.platform, expected="Linux or macOS", do=_DO)
     folder = Path(environment.get("TMPDIR") or "/tmp") / f"gradengine-{os.getuid()}"  # noqa: S108  (made private)
     path, do = str(folder.absolute() / name), _ANOTHER_FOLDER
-    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
-        got, expected = f"{len(os.fsencode(path))} bytes", f"at most {_MOST_PATH_BYTES}"
+    if len(os.fsencode(path)) > MOST_PATH_BYTES - _RANK_BYTES:
+        got, expected = f"{len(os.fsencode(path))} bytes", f"at most {MOST_PATH_BYTES - _RANK_BYTES}"
         raise CallerError(f"TMPDIR is too long for a Unix socket: {path}", got=got, expected=expected, do=do)
     if urlsplit(f"unix://{path}").path != path:
         raise CallerError("TMPDIR has a character that a URL cannot have", got=said(path), do=do)
