@@ -17,10 +17,6 @@ import pytest
 from ranks import on_grid, on_ranks
 
 from gradengine import GradientEngine, TensorParallelConfig, connect
-from gradengine.demo.model import LlamaConfig
-from gradengine.demo.settings import Settings
-from gradengine.demo.text import Texts, split, standard_library_text
-from gradengine.demo.worker import Finished, Step, train_as_threads, train_at
 from gradengine.errors import CallerError, ExchangeError, PeerLost
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
@@ -239,22 +235,6 @@ def reconnects():
     say("the same")
 
 
-def demo():
-    """The demo's workers, joined by MPI, find what they find as threads."""
-    model = LlamaConfig(num_blocks=1, hidden_size=16, intermediate_size=32, sequence_length=16)
-    size = GROUP.world.size
-    settings = Settings(workers=size, steps=6, batch_size=2, compared_steps=4, evaluations=2, model=model)
-    texts = Texts(*split(standard_library_text(100_000)), "the standard library")
-    ours, theirs = [], []
-    train_at(settings, texts, GROUP.rank, ["mpi://"], None, ours.append)
-    train_as_threads(settings, texts, theirs.append)
-    (digest,) = {report.digest for report in ours + theirs if isinstance(report, Finished)}
-    losses = [[report.loss for report in reports if isinstance(report, Step)] for reports in (ours, theirs)]
-    assert len(losses[1]) == settings.steps
-    assert losses[0] == (losses[1] if GROUP.rank == 0 else [])
-    say(f"the same {digest}")
-
-
 def arguments():
     """What contradicts the group, or is no group, is refused on all ranks; then it is as if nothing had been given."""
     size = GROUP.connect().world_size
@@ -381,7 +361,7 @@ if __name__ == "__main__":
     GROUP, what, who = (OverMpi(), sys.argv[2], sys.argv[3:]) if sys.argv[1] == "mpi" else forked()
     try:
         works = {"sums": sums, "part": part, "moves": moves, "other-size": other_size}
-        works |= {"engine": engine, "grid": grid, "arguments": arguments, "demo": demo, "reconnects": reconnects}
+        works |= {"engine": engine, "grid": grid, "arguments": arguments, "reconnects": reconnects}
         if what in works:
             works[what]()
         elif what.startswith("step-"):

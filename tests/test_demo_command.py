@@ -1,4 +1,4 @@
-"""`gradengine demo --tp`: what it shows, what it refuses before it starts anything, and how it ends."""
+"""`gradengine demo`, in shards and as launched ranks: what it shows, what it refuses at once, and how it ends."""
 
 import os
 import re
@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from transports import SOON
+from transports import SOON, free_port
 
 import gradengine
 from gradengine.__main__ import main
 from gradengine.demo import command
+from gradengine.demo.run import ENVIRONMENT
 from gradengine.demo.settings import Settings, Transport
+from gradengine.exchange.environment import LAUNCHERS
 from gradengine.processes import ProcessPool
 
 SMALL = [
@@ -129,6 +131,107 @@ def test_ports_beyond_the_last_are_refused_before_anything_is_started(monkeypatc
 def test_ports_up_to_the_last_are_not_refused(port, tp, transport):
     settings = Settings(port=port, tensor_parallel=tp, transport=Transport(transport))
     command._refuse_ports_beyond_last(settings)
+
+
+# ---- as one of the ranks that were launched ----
+
+
+def place(rank, world_size, address="tcp://127.0.0.1:0"):
+    """What says to a process that it is a rank, as whoever starts it by hand would."""
+    return {"GRADENGINE_RANK": str(rank), "GRADENGINE_WORLD_SIZE": str(world_size), "GRADENGINE_ADDRESS": address}
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """So many ranks, started by hand."""
+    started = []
+
+    def start(ranks, *arguments):
+        address = f"tcp://127.0.0.1:{free_port()}"
+        line = [*PYTHON, "--compared-steps", "4", "--transport", "launcher", *arguments]
+        started.extend(
+            subprocess.Popen(
+                line, cwd=tmp_path, env=environment() | place(rank, ranks, address), stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(ranks)
+        )  # fmt: skip
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def digests(output):
+    return re.findall(r"^ (?:1|3b) .* sha256 ([0-9a-f]{12}) .* yes *$", output, re.MULTILINE)
+
+
+def test_ranks_that_were_launched_prove_what_workers_that_the_demo_starts_prove(tmp_path, launched):
+    first, *others = launched(3, "--steps", "20")
+    output, error = first.communicate(timeout=4 * SOON)
+    assert (first.returncode, error) == (0, "")
+    assert [(*other.communicate(timeout=SOON), other.returncode) for other in others] == [("", "", 0)] * 2
+    assert re.search(r"^workers  3 ranks that were launched, over tcp://127\.0\.0\.1:\d+$", output, re.MULTILINE)
+    own = run("--compared-steps", "4", "--steps", "20", "--workers", "3", "--transport", "local", cwd=tmp_path)
+    assert len(digests(own.stdout)) == 2
+    assert digests(output) == digests(own.stdout)
+
+
+def test_only_rank_0_fails_where_a_proof_does(launched):
+    first, second = launched(2, "--steps", "4", "--learning-rate", "1e-30")
+    output, error = first.communicate(timeout=4 * SOON)
+    assert (first.returncode, error) == (1, "")
+    assert re.findall(r"^ (\w+) .* NO *$", output, re.MULTILINE) == ["2", "3a"]
+    assert (*second.communicate(timeout=SOON), second.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_launched_rank_that_is_killed_is_an_error_of_the_other(launched, who):
+    ranks = launched(2, "--steps", "100000")
+    while "norm" not in (line := ranks[0].stdout.readline()):  # above the first step
+        assert line, ranks[0].stderr.read()
+    ranks[who].kill()
+    (_, error), _ = (ranks[rank].communicate(timeout=2 * SOON) for rank in (1 - who, who))
+    assert ranks[1 - who].returncode == 1
+    assert re.fullmatch(rf"gradengine: .*{'coordinator' if who == 0 else 'rank 1'}.*\n", error), error
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "message"),
+    [
+        ([], 2, "GRADENGINE_WORLD_SIZE=2: each of these ranks would start .*; pass --transport launcher or mpi for"),
+        (["--transport", "launcher"], None, "no launcher started this process"),
+        (["--transport", "launcher", "--workers", 2], 1, "--workers is not what was launched: got 2, expected 1"),
+        (["--transport", "launcher", "--tp", 2], 1, "with --transport launcher each rank .* got --tp 2, expected --tp"),
+        (["--transport", "mpi", "--tp", 2], None, "with --transport mpi each rank .* got --tp 2, expected --tp 1"),
+    ],
+)
+def test_what_launched_ranks_cannot_do_is_refused(monkeypatch, capsys, options, world_size, message):
+    for variable in (name for each in LAUNCHERS for name in (each.rank, each.world_size)):
+        monkeypatch.delenv(variable, raising=False)
+    for name, value in (ENVIRONMENT | (place(0, world_size) if world_size else {})).items():
+        monkeypatch.setenv(name, value)
+    code, error = fails(monkeypatch, capsys, *options)
+    assert code == 2
+    assert re.search(message, error)
+    assert "Traceback" not in error
+
+
+def test_a_launched_rank_begins_anew_before_it_joins_the_others(monkeypatch):
+    monkeypatch.setattr(command, "begin_anew", lambda: sys.exit("anew"))
+    monkeypatch.setattr(command, "join_launched", lambda _: pytest.fail("it has joined them"))
+    with pytest.raises(SystemExit, match="anew"):
+        command._run_launched(Settings(transport=Transport.MPI), None, None, None)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("0", "1"), ("2", "2"), ("0", "many")])
+def test_workers_are_started_where_no_others_were_launched(monkeypatch, rank, world_size):
+    """Also where the variables say nothing of sense: nobody has asked for them."""
+    for name, value in place(rank, world_size).items():
+        monkeypatch.setenv(name, value)
+    assert command._default_transport() is Transport.TCP
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -4,7 +4,10 @@ import dataclasses
 import os
 import re
 import signal
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +20,15 @@ from gradengine.demo.plot import drawn
 from gradengine.demo.proofs import distance, prove
 from gradengine.demo.run import Record, train
 from gradengine.demo.settings import Settings, Transport
-from gradengine.demo.shards import tensor_parallel_group
+from gradengine.demo.shards import run_threads, tensor_parallel_group
 from gradengine.demo.text import Texts, split, standard_library_text
-from gradengine.demo.worker import Finished, Learner, Step, layout_of, replay, train_as_threads
-from gradengine.errors import DeadlineExceeded
+from gradengine.demo.worker import Finished, Learner, Step, layout_of, replay, train_as_threads, train_launched
+from gradengine.errors import DeadlineExceeded, PeerLost
+from gradengine.exchange import local_group
 from gradengine.processes import ProcessPool
 from gradengine.trainer import weights_digest
 
+ROOT = Path(__file__).parent.parent
 MODEL = LlamaConfig(num_blocks=1, hidden_size=16, intermediate_size=32, sequence_length=16)
 SETTINGS = Settings(steps=6, batch_size=2, compared_steps=4, evaluations=2, model=MODEL)
 TEXTS = Texts(*split(standard_library_text(100_000)), "the standard library")
@@ -67,6 +72,40 @@ def test_every_transport_gives_the_same_bytes(record, transport):
 
 def digests_of(record):
     return {rank: end.digest for rank, end in record.ends.items()}
+
+
+def test_ranks_that_were_launched_give_the_same_bytes_and_rank_0_is_told_how_each_ended(record):
+    """Threads take the place of processes here."""
+    first, second = local_group(2)
+    told = []
+    works = [
+        partial(train, SETTINGS, TEXTS, silent, first),
+        partial(train_launched, SETTINGS, TEXTS, second, told.append),
+    ]
+    launched, _ = run_threads(works)
+    assert digests_of(launched) == digests_of(record)
+    assert {report.rank: report.digest for report in told if isinstance(report, Finished)} == digests_of(record)
+    assert [(step.loss, step.norm) for step in launched.steps] == [(step.loss, step.norm) for step in record.steps]
+    assert weights_digest(launched.ends[0].compared) == weights_digest(record.ends[0].compared)
+    assert launched.ends[1].compared == {}
+    for exchange in (first, second):
+        with pytest.raises(PeerLost, match="left the group"):
+            exchange.barrier()
+
+
+@pytest.mark.parametrize("missing", [None, "OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_"])
+def test_a_program_begins_anew_where_numpy_was_loaded_without_the_environment(missing):
+    script = "import os, sys; print(os.getpid(), *sys.argv[1:])\n"
+    script += "from gradengine.demo.run import ENVIRONMENT, begin_anew; begin_anew()\n"
+    script += "assert ENVIRONMENT.items() <= os.environ.items() and 'numpy' in sys.modules; print('goes on')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | run.ENVIRONMENT
+    if missing:
+        environment[missing] = "4"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", script, "an", "argument"], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert output == f"{process.pid} an argument\n" * (2 if missing else 1) + "goes on\n"
 
 
 def test_stopped_ranks_that_are_threads_end_the_run_too(monkeypatch):

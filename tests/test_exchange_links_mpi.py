@@ -18,6 +18,8 @@ SOON = 120.0
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_", "SLURM_", "TEST_MPI")
 PAGE, EXAMPLE = ((ROOT / path).read_text() for path in ("docs/clusters.md", "examples/any_launcher.py"))
 SHOWN = sorted({*re.findall(r"^ *mpiexec -n 2 python (examples/any_launcher.py .*)$", PAGE + EXAMPLE, re.MULTILINE)})
+(DEMO,) = re.findall(r"^mpiexec -n 2 gradengine (demo .*)$", PAGE, re.MULTILINE)
+SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--learning-rate", "0.03"]
 OF_OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -80,11 +82,28 @@ def test_engines_over_communicators_of_workers_and_of_parts_find_what_they_find_
     assert (status, output) == (0, "the same\n" * 4), error
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_demo_s_workers_end_with_the_weights_of_threads(ranks):
-    status, output, error = ranks_that_run(ranks, "demo")
-    assert status == 0, error
-    assert re.fullmatch(rf"(the same [0-9a-f]+\n)\1{{{ranks - 1}}}", output), output
+@pytest.mark.parametrize(("command", "ranks"), [(DEMO, 2), (DEMO, 3), ("demo --transport launcher", 2)])
+def test_the_demo_s_ranks_prove_what_workers_that_it_starts_prove(command, ranks, tmp_path):
+    small = [*SMALL, "--steps", "20", "--compared-steps", "4", "--plot", tmp_path / "loss.png"]
+    status, output, error = mpiexec(ranks, "-m", "gradengine", *command.split(), *small)
+    assert status == 0, output + error
+    assert f"workers  {ranks} ranks that were launched, over {'mpi://' if 'mpi' in command else 'unix:///'}" in output
+    own = [sys.executable, "-m", "gradengine", "demo", "--workers", str(ranks), *map(str, small)]
+    theirs = subprocess.run(own, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert len(digests(theirs.stdout)) == 2
+    assert digests(output) == digests(theirs.stdout)
+
+
+def digests(output):
+    return re.findall(r"sha256 [0-9a-f]{12}", output)
+
+
+def test_a_proof_of_the_demo_s_that_fails_fails_the_job(tmp_path):
+    options = ["--steps", "4", "--learning-rate", "1e-30", "--plot", tmp_path / "loss.png"]
+    status, output, error = mpiexec(2, "-m", "gradengine", *DEMO.split(), *SMALL, *options)
+    assert status == 1, output + error
+    assert "NO" in output
+    assert not re.search("Traceback|gradengine:", output + error)
 
 
 def test_what_contradicts_the_group_is_refused_and_the_group_is_used_after_that():

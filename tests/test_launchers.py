@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PAGE, EXAMPLE = ((ROOT / path).read_text() for path in ("docs/clusters.md", "examples/any_launcher.py"))
 SHOWN = sorted({*re.findall(r"^ *torchrun (.* examples/any_launcher.py .*)$", PAGE + EXAMPLE, re.MULTILINE)})
+(DEMO,) = re.findall(r"^torchrun (.* -m gradengine demo .*?) *#.*$", PAGE, re.MULTILINE)
+SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--learning-rate", "0.03"]
 SCRIPT = """
 import os
 import sys
@@ -146,6 +148,17 @@ def test_a_command_that_is_shown_ends_well(command):
     output = said([*TORCHRUN, *command.replace("examples", str(ROOT / "examples")).split()])
     where = "a process group" if command.endswith("torch") else r"unix://\S+"
     assert re.search(rf"^2 ranks over {where}: the same weights on all$", output, re.MULTILINE), output
+
+
+def test_the_demo_that_is_shown_ends_with_the_digests_of_workers_that_it_starts(tmp_path):
+    small = [*SMALL, "--steps", "20", "--compared-steps", "4", "--plot", tmp_path / "loss.png"]
+    launched, own = (
+        said([*how, *small]) for how in ([*TORCHRUN, *DEMO.split()], [sys.executable, "-m", "gradengine", "demo"])
+    )
+    digests = re.findall(r"sha256 [0-9a-f]{12}", launched)
+    assert len(digests) == 2
+    assert digests == re.findall(r"sha256 [0-9a-f]{12}", own)
+    assert re.search(r"^workers  2 ranks that were launched, over unix:///", launched, re.MULTILINE)
 
 
 @pytest.mark.parametrize("function", ["main", "main_over_torch"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +20,13 @@ from rich.text import Text
 
 from gradengine.demo.model import LlamaConfig, initial_weights
 from gradengine.demo.proofs import Proof, prove
-from gradengine.demo.run import Record, replay_all, train
+from gradengine.demo.run import Record, begin_anew, replay_all, train
 from gradengine.demo.settings import Settings, Transport, counted
 from gradengine.demo.text import Texts, read_texts, unigram_entropy
+from gradengine.demo.worker import join_launched, train_launched
 from gradengine.errors import CallerError
+from gradengine.exchange import Exchange
+from gradengine.exchange.environment import read_world
 from gradengine.options import refuse_bad_plot, save, speaking_of
 
 __all__ = ["demo"]
@@ -42,11 +47,22 @@ def _above_zero(value: float) -> float:
 
 
 def demo(
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Data-parallel workers, each of --tp ranks.")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Data-parallel workers, each of --tp ranks; else 2, or as many as were launched."
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, max=64, help="Shards of each worker's model (tensor parallelism).")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each worker in each step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
-    transport: Annotated[Transport, typer.Option(help="local: threads of one process.")] = Transport.TCP,
+    transport: Annotated[
+        Transport | None,
+        typer.Option(
+            help="local: threads of one process; launcher, mpi: as one of the ranks that torchrun, srun or mpiexec "
+            "started, over sockets or MPI; else tcp."
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=_LAST_PORT, help="Of rank 0 on 127.0.0.1; 0: any free one.")] = 0,
     text: Annotated[Path | None, typer.Option(help="File to learn; else Python's standard library.")] = None,
     plot: Annotated[
@@ -77,12 +93,30 @@ def demo(
         )  # fmt: skip
         _refuse_uncut(model, tp)
     settings = Settings(
-        workers, tp, micro_batches, steps, batch_size, learning_rate, seed=seed, transport=transport, port=port,
-        compared_steps=min(compared_steps, steps), model=model,
+        workers or 2, tp, micro_batches, steps, batch_size, learning_rate, seed=seed, port=port,
+        transport=transport or _default_transport(), compared_steps=min(compared_steps, steps), model=model,
     )  # fmt: skip
     _refuse_ports_beyond_last(settings)
-    if not all(proof.holds for proof in _run(settings, read_texts(text, sequence_length), plot)):
+    if settings.transport.joins_launched:
+        proofs = _run_launched(settings, workers, text, plot)
+    else:
+        proofs = _run(settings, read_texts(text, sequence_length), plot)
+    if not all(proof.holds for proof in proofs):
         raise typer.Exit(1)
+
+
+def _default_transport() -> Transport:
+    """TCP; refused where this is one of several ranks, each of which would start workers."""
+    try:
+        world = read_world(os.environ)
+    except CallerError:  # none was launched
+        return Transport.TCP
+    if world.world_size > 1:
+        raise CallerError(
+            f"{world.launcher.world_size}={world.world_size}: each of these ranks would start workers of its own",
+            do="pass --transport launcher or mpi for the ranks to be the workers, or tcp to start them all the same",
+        )
+    return Transport.TCP
 
 
 def _refuse_uncut(model: LlamaConfig, tp: int) -> None:
@@ -108,11 +142,29 @@ def _refuse_ports_beyond_last(settings: Settings) -> None:
         )
 
 
-def _run(settings: Settings, texts: Texts, plot: Path | None) -> list[Proof]:
+def _run_launched(settings: Settings, workers: int | None, text: Path | None, plot: Path | None) -> list[Proof]:
+    """Be one of the ranks that were launched, of which rank 0 speaks and proves; the others have nothing to prove."""
+    if settings.tensor_parallel > 1:
+        what = f"with --transport {settings.transport.value} each rank has the whole model"
+        raise CallerError(what, got=f"--tp {settings.tensor_parallel}", expected="--tp 1")
+    begin_anew()
+    with join_launched(settings.transport) as exchange:  # before what may fail: MPI waits for who ends without it
+        if workers not in {None, exchange.world_size}:
+            do = "leave --workers out"
+            raise CallerError("--workers is not what was launched", got=workers, expected=exchange.world_size, do=do)
+        settings = replace(settings, workers=exchange.world_size)
+        texts = read_texts(text, settings.model.sequence_length)
+        if exchange.rank == 0:
+            return _run(settings, texts, plot, exchange)
+        train_launched(settings, texts, exchange, lambda _: None)
+        return []
+
+
+def _run(settings: Settings, texts: Texts, plot: Path | None, exchange: Exchange | None = None) -> list[Proof]:
     save_plot, begin = _plotter(plot), time.perf_counter()
     initial, entropy = initial_weights(settings.model, settings.seed), unigram_entropy(texts.held_out)
     _introduce(settings, texts, sum(weight.size for weight in initial.values()), entropy)
-    record = train(settings, texts, _say)
+    record = train(settings, texts, _say, exchange)
     _say("plot", save_plot(record, entropy))
     _say("replay", f"{counted(settings.compared_steps, 'step')} again, in one process")
     proofs = prove(record, replay_all(settings, texts), initial, entropy)

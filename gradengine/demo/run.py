@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,10 +14,11 @@ from functools import partial
 
 from gradengine.demo.settings import Settings, Transport, counted
 from gradengine.demo.text import Texts
-from gradengine.demo.worker import Finished, Listening, Step, replay, train_as_threads, train_at
+from gradengine.demo.worker import Finished, Listening, Step, replay, train_as_threads, train_at, train_launched
+from gradengine.exchange import Exchange
 from gradengine.processes import Job, ProcessPool
 
-__all__ = ["Record", "Say", "replay_all", "train"]
+__all__ = ["Record", "Say", "begin_anew", "replay_all", "train"]
 
 Say = Callable[[str, str], None]  # a name and what there is to say of it, one line
 
@@ -45,15 +48,41 @@ class Record:
         return {step.number: step.held_out for step in self.steps if step.held_out is not None}
 
 
-def train(settings: Settings, texts: Texts, say: Say) -> Record:
-    """Train on all workers, and say how it goes.
+def begin_anew() -> None:
+    """Start this program again, as the same process, where it lacks `ENVIRONMENT`, which is read as NumPy is loaded.
+
+    To be called before anything is joined: MPI would not begin a second time.
+    """
+    if not ENVIRONMENT.items() <= os.environ.items():
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **ENVIRONMENT})  # noqa: S606  (there is nothing for a shell)
+
+
+def train(settings: Settings, texts: Texts, say: Say, exchange: Exchange | None = None) -> Record:
+    """Train on all workers, and say how it goes; they are started, or are there: the exchange is then rank 0's.
 
     Raises:
         PeerLost: A worker died.
         DeadlineExceeded: The workers reported nothing for too long.
         ExchangeError: A worker gave up.
     """
-    record, is_local = Record(settings), settings.transport is Transport.LOCAL
+    record, begin = Record(settings), time.perf_counter()
+    note = partial(_note, record, say)
+    if exchange is None:
+        _train_started(settings, texts, say, note)
+    else:
+        say("workers", f"{counted(settings.workers, 'rank')} that were launched, over {exchange.url}")
+        train_launched(settings, texts, exchange, note)
+    record.seconds = time.perf_counter() - begin
+    wait = 1e3 * statistics.median(step.exchange_seconds for step in record.steps)
+    steps = counted(len(record.steps), "step")
+    say("\ntrained ", f" {steps} in {record.seconds:.1f} s; the median step waited {wait:.1f} ms for the exchange")
+    return record
+
+
+def _train_started(settings: Settings, texts: Texts, say: Say, note: Callable[[object], None]) -> None:
+    """Train on workers that are processes of a pool, or threads of one."""
+    is_local = settings.transport is Transport.LOCAL
     names = ["all ranks"] if is_local else [f"rank {rank}" for rank in range(settings.workers)]
     with tempfile.TemporaryDirectory(prefix="gradengine-") as folder, ProcessPool(environment=ENVIRONMENT) as pool:
         first, *others = [pool.start(name) for name in names]
@@ -61,22 +90,13 @@ def train(settings: Settings, texts: Texts, say: Say) -> Record:
         token, urls = secrets.token_hex(), _urls(settings, folder)
         as_rank_0 = partial(train_at, settings, texts, 0, urls, token)
         pool.give(first, partial(train_as_threads, settings, texts) if is_local else as_rank_0)
-        begin = time.perf_counter()
         for report in pool.reports():
             if isinstance(report, Listening):
                 say("", "over " + ", ".join(report.urls))
                 for rank, worker in enumerate(others, 1):
                     pool.give(worker, partial(train_at, settings, texts, rank, report.urls, token))
-            elif isinstance(report, Step):
-                record.steps.append(report)
-                _say_step(settings, report, say)
-            elif isinstance(report, Finished):
-                record.ends[report.rank] = report
-    record.seconds = time.perf_counter() - begin
-    wait = 1e3 * statistics.median(step.exchange_seconds for step in record.steps)
-    steps = counted(len(record.steps), "step")
-    say("\ntrained ", f" {steps} in {record.seconds:.1f} s; the median step waited {wait:.1f} ms for the exchange")
-    return record
+            else:
+                note(report)
 
 
 def _urls(settings: Settings, folder: str) -> list[str]:
@@ -85,6 +105,14 @@ def _urls(settings: Settings, folder: str) -> list[str]:
     if settings.transport is Transport.UNIX:
         return [f"unix://{folder}/exchange-{tp_rank}" for tp_rank in shards]
     return [f"tcp://127.0.0.1:{settings.port and settings.port + tp_rank}" for tp_rank in shards]
+
+
+def _note(record: Record, say: Say, report: object) -> None:
+    if isinstance(report, Step):
+        record.steps.append(report)
+        _say_step(record.settings, report, say)
+    elif isinstance(report, Finished):
+        record.ends[report.rank] = report
 
 
 def _say_step(settings: Settings, step: Step, say: Say) -> None:

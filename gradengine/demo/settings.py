@@ -11,11 +11,21 @@ __all__ = ["Settings", "Transport", "counted"]
 
 
 class Transport(str, Enum):
-    """How gradients travel: `TCP` and `UNIX` start one process for each rank, `LOCAL` one thread for each shard."""
+    """How gradients travel: `TCP` and `UNIX` start one process for each rank, `LOCAL` one thread for each shard.
+
+    With `LAUNCHER` and `MPI` this process is one of the ranks that torchrun, srun or mpiexec has started.
+    """
 
     TCP = "tcp"
     UNIX = "unix"
     LOCAL = "local"
+    LAUNCHER = "launcher"  # over sockets
+    MPI = "mpi"
+
+    @property
+    def joins_launched(self) -> bool:
+        """Whether the ranks are there already."""
+        return self in {Transport.LAUNCHER, Transport.MPI}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradengine.demo.adamw import AdamW, warmup_cosine
 from gradengine.demo.model import Array, GradientStream, Weights, forward_backward, initial_weights, stream_gradients
-from gradengine.demo.settings import Settings
+from gradengine.demo.settings import Settings, Transport
 from gradengine.demo.shards import TensorParallelRank, cut, replicated_part, run_threads, tensor_parallel_group, united
 from gradengine.demo.text import Texts, Tokens, micro_batch
 from gradengine.errors import WindowError
@@ -27,8 +27,8 @@ from gradengine.result import StepResult
 from gradengine.trainer import DistributedTrainer, weights_digest
 
 __all__ = [
-    "Finished", "Learner", "Listening", "Report", "Step", "layout_of", "replay", "result_of", "train_as_threads",
-    "train_at",
+    "Finished", "Learner", "Listening", "Report", "Step", "join_launched", "layout_of", "replay", "result_of",
+    "train_as_threads", "train_at", "train_launched",
 ]  # fmt: skip
 
 _TIMEOUT_SECONDS = 60.0  # a step takes a twentieth of a second; a worker that is stopped shall not stop the others long
@@ -162,6 +162,21 @@ def train_as_threads(settings: Settings, texts: Texts, report: Report) -> None:
     _train(settings, texts, list(zip(*groups, strict=True)), report)
 
 
+def join_launched(transport: Transport) -> Exchange:
+    """The exchange of this process, a rank, with the others that a launcher has started."""
+    return connect("mpi://" if transport is Transport.MPI else None, timeout=_TIMEOUT_SECONDS)
+
+
+def train_launched(settings: Settings, texts: Texts, exchange: Exchange, report: Report) -> None:
+    """Train as the exchange's rank, leave, and report how every rank ended: of the others no more than the digest."""
+    (tp,) = tensor_parallel_group(1)
+    with exchange:
+        end = _finished(settings, exchange.rank, [_make_steps(settings, texts, exchange, tp, report)])
+        digests = exchange.gather(end.digest.encode())
+    for rank, digest in enumerate(digests):
+        report(end if rank == end.rank else Finished(rank, digest.decode(), (), {}, {}))
+
+
 def replay(name: str, settings: Settings, texts: Texts, report: Report) -> None:
     """Replay on threads, and report under a name the first step and how rank 0 ended."""
     found: dict[type, Any] = {}
@@ -189,22 +204,28 @@ def _train(settings: Settings, texts: Texts, workers: Sequence[Sequence[Exchange
 def _train_shard(
     settings: Settings, texts: Texts, exchange: Exchange, tp: TensorParallelRank, report: Report
 ) -> tuple[Weights, Weights, Weights]:
-    """Make all steps as one shard of one rank; return its parts of what `Finished` is of."""
     with exchange, tp:
-        learner = Learner(settings, texts, tp, report)
-        trainer = DistributedTrainer(
-            learner, exchange, layout_of(settings, tp.tp_rank), max_norm=settings.max_norm, tp_exchange=tp.exchange,
-            micro_batches=None if settings.is_replay else settings.micro_batches,  # of a known number the last streams
-        )  # fmt: skip
-        for number in range(1, 1 + (settings.compared_steps if settings.is_replay else settings.steps)):
-            loss = trainer.train_batch(settings.share(number, exchange.rank))
-            if exchange.rank == 0:
-                held_out = learner.held_out_loss() if settings.is_evaluated(number) else None
-                if tp.tp_rank == 0:
-                    made = result_of(trainer)
-                    report(Step(number, loss, float(made.norm), float(made.scale), learner.exchange_seconds, held_out))
-            if number == settings.compared_steps:
-                compared = _copied(learner.weights)
+        return _make_steps(settings, texts, exchange, tp, report)
+
+
+def _make_steps(
+    settings: Settings, texts: Texts, exchange: Exchange, tp: TensorParallelRank, report: Report
+) -> tuple[Weights, Weights, Weights]:
+    """Make all steps as one shard of one rank; return its parts of what `Finished` is of."""
+    learner = Learner(settings, texts, tp, report)
+    trainer = DistributedTrainer(
+        learner, exchange, layout_of(settings, tp.tp_rank), max_norm=settings.max_norm, tp_exchange=tp.exchange,
+        micro_batches=None if settings.is_replay else settings.micro_batches,  # of a known number the last streams
+    )  # fmt: skip
+    for number in range(1, 1 + (settings.compared_steps if settings.is_replay else settings.steps)):
+        loss = trainer.train_batch(settings.share(number, exchange.rank))
+        if exchange.rank == 0:
+            held_out = learner.held_out_loss() if settings.is_evaluated(number) else None
+            if tp.tp_rank == 0:
+                made = result_of(trainer)
+                report(Step(number, loss, float(made.norm), float(made.scale), learner.exchange_seconds, held_out))
+        if number == settings.compared_steps:
+            compared = _copied(learner.weights)
     return learner.weights, compared, learner.first
 
 
