@@ -2,6 +2,7 @@
 
 import struct
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -86,3 +87,59 @@ def test_tags_of_a_gather_are_no_all_reduces():
     assert 6 * MOST_SHARES <= _HEAD_TAG < _REST_TAG < 1 << 21
     assert is_of_gather(_HEAD_TAG)
     assert is_of_gather(_REST_TAG)
+
+
+# ---- through a server ----
+
+
+def through_a_server(parts, own=b"the server's"):
+    ranks = len(parts)
+    return [*(Gather(rank, ranks, part, ranks) for rank, part in enumerate(parts)), Gather(ranks, ranks, own, ranks)]
+
+
+@given(st.lists(sizes, min_size=1, max_size=5), sizes, st.randoms(use_true_random=False))
+def test_through_a_server_every_rank_has_every_part_and_the_servers_own(sizes, own, rng):
+    parts = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
+    gathers = through_a_server(parts, b"\xff" * own)
+    run(gathers, rng)
+    assert all(gather.is_done for gather in gathers)
+    assert [gather.parts for gather in gathers] == [[*parts, b"\xff" * own]] * len(gathers)
+
+
+def test_a_rank_waits_for_the_server_alone_and_the_server_for_who_is_missing():
+    first, _, server = through_a_server([b"x", b"y"])
+    assert first.awaited == [2]
+    assert server.awaited == [0, 1]
+    receive = server.transfers()[0]
+    receive.memory[:] = 0
+    server.over(Completion(Completed.RECEIVED, 0, _HEAD_TAG))
+    assert server.awaited == [1]
+    assert server.transfers() == []
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (msgpack.packb([b"", b""]), "got 2 parts, expected 3 of bytes"),
+        (msgpack.packb([b"", b"", "text"]), "got 3 parts, expected 3 of bytes"),
+        (msgpack.packb(7), "got 7, expected 3 of bytes"),
+        (b"", "what the server has gathered cannot be read"),
+        (b"\x91" * 1000 + b"\xc0", "what the server has gathered is nested too deep"),
+    ],
+)
+def test_what_a_server_cannot_have_gathered_is_refused(data, says):
+    gather = Gather(1, 2, b"x", 2)
+    gather._heads[2][:] = 0
+    gather._heads[2][: 8 + len(data)] = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8)
+    with pytest.raises(ProtocolError, match=says):
+        gather.over(Completion(Completed.RECEIVED, 2, _HEAD_TAG))
+
+
+def test_a_server_may_send_as_much_as_all_ranks_and_it_have():
+    gather = Gather(1, 2, b"x", 2)
+    most = 3 * (MAX_SMALL_PAYLOAD + 8)
+    gather._heads[2][:8] = np.frombuffer(struct.pack("<q", most), np.uint8)
+    assert len(msgpack.packb([bytes(MAX_SMALL_PAYLOAD)] * 3)) <= most
+    gather._heads[2][:8] = np.frombuffer(struct.pack("<q", most + 1), np.uint8)
+    with pytest.raises(ProtocolError, match=f"the server announces too much to gather: got {most + 1} bytes"):
+        gather.over(Completion(Completed.RECEIVED, 2, _HEAD_TAG))

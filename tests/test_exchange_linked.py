@@ -27,7 +27,8 @@ from transports import (
 
 from gradengine import GradientEngine
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange import linked, local_group
+from gradengine.exchange import local_group
+from gradengine.exchange.comparison import Hello, packed
 from gradengine.exchange.interface import NonFiniteValue, Progress
 from gradengine.exchange.linked import LinkedExchange
 from gradengine.exchange.links import sockets
@@ -303,7 +304,7 @@ def hello_of(change):
     """What rank 0 hears from a rank 1 that says something else."""
     first, second = thread_links(2)
     exchange = LinkedExchange(first)
-    told = [*msgpack.unpackb(LinkedExchange(second)._hello(SMALL, Progress(), exchange._link))]
+    told = [*msgpack.unpackb(packed(LinkedExchange(second)._hello(SMALL, Progress(), exchange._link)))]
     change(told)
 
     def speak(rank):
@@ -326,7 +327,7 @@ def test_another_version_is_refused():
     )
 
 
-@pytest.mark.parametrize("field", range(1, len(linked._Hello._fields)))
+@pytest.mark.parametrize("field", range(1, 1 + len(Hello._fields)))
 def test_what_cannot_be_read_is_refused(field):
     error = hello_of(lambda told: told.__setitem__(field, [1]))
     assert isinstance(error, ProtocolError)

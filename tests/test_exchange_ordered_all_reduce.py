@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError, WindowError
-from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, State
+from gradengine.exchange.frontiers import State
+from gradengine.exchange.links.link import Completed, Completion
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.transfers import Borrow, Copy, Release, Send
 from gradengine.kernels import CHUNK, HostKernels
@@ -79,15 +81,16 @@ class Group:
         self.layout, self.steps, self.random = layout, steps, random.Random(seed)
         self.arenas = [part.copy() for part in steps[0]]
         size = len(self.arenas)
+        is_served = any(share.owner == size for share in shares)
         self.rows = {rank: Rows() for rank in on_devices}
         options = {"in_flight": in_flight, "reads_in_place": reads_in_place}
         self.ranks = [
             OrderedAllReduce(rank, size, layout, shares, self.rows.get(rank, arena), KERNELS, **options)
-            for rank, arena in enumerate(self.arenas)
+            for rank, arena in enumerate([*self.arenas, None][: size + is_served])
         ]
         self.unstarted = [self.in_some_order() for _ in self.ranks]
         self.buffers, self.stalled, self.waits_for_all, self.reads_in_place = {}, set(), False, reads_in_place
-        links = [(a, b) for a in range(size) for b in range(size)]
+        links = [(a, b) for a in range(size + 1) for b in range(size + 1)]
         self.early = {link for link in links if self.random.random() < 0.3}  # those that buffer what is sent
         self.are_streams = self.random.random() < 0.5
         self.connect()
@@ -229,7 +232,8 @@ class Group:
         for n in range(len(self.ranks)) if self.waits_for_all else [number]:
             self.check(n)
             self.ranks[n].next_step()
-            self.arenas[n][:] = self.steps[self.ranks[n].step][n]
+            if n < len(self.arenas):
+                self.arenas[n][:] = self.steps[self.ranks[n].step][n]
             self.unstarted[n] = self.in_some_order()
 
     def lose(self):
@@ -265,7 +269,8 @@ class Group:
         """One rank has the sums of its step, and their facts."""
         rank, parts = self.ranks[number], self.steps[self.ranks[number].step]
         assert rank.is_done
-        draw.assert_same_values(self.arenas[number], sum_of(parts))
+        if number < len(self.arenas):
+            draw.assert_same_values(self.arenas[number], sum_of(parts))
         expected = squares_of(self.layout, sum_of(parts))
         assert np.array_equal(rank.squares, expected, equal_nan=True)
         found = [
@@ -275,12 +280,16 @@ class Group:
         assert [repr(bad.value) for bad in rank.bad] == [repr(float(parts[rank, index])) for index, rank in found]
 
 
+KINDS = ("mesh", "star", "any", "served")
+
+
 @st.composite
-def groups(draws, steps=1):
+def groups(draws, steps=1, kinds=KINDS):
     layout, world_size = draws(draw.uneven_layouts(CHUNK)), draws(st.integers(1, 6))
     bucket_bytes, seed = draws(st.sampled_from([4, 200, 1000, 1 << 22])), draws(draw.seeds)
-    kind = draws(st.sampled_from(["mesh", "star", "any"]))
-    shares = shares_of(layout, world_size, bucket_bytes, owner=world_size - 1 if kind == "star" else None)
+    kind = draws(st.sampled_from(kinds))
+    owner = {"star": world_size - 1, "served": world_size}.get(kind)
+    shares = shares_of(layout, world_size, bucket_bytes, owner=owner)
     if kind == "any":
         numbers = random.Random(seed)
         shares = owned_by(lambda _: numbers.randrange(world_size), layout, world_size, bucket_bytes)
@@ -293,7 +302,8 @@ def groups(draws, steps=1):
         parts[0][rank, index] = draws(st.sampled_from([np.nan, np.inf, -np.inf, 3.4e38]))
     in_flight = draws(st.sampled_from([0, 500, 8 << 20]))
     on_devices = draws(st.sets(st.integers(0, world_size - 1)))
-    return Group(layout, shares, parts, seed, in_flight, reads_in_place=draws(st.booleans()), on_devices=on_devices)
+    reads_in_place = kind != "served" and draws(st.booleans())
+    return Group(layout, shares, parts, seed, in_flight, reads_in_place=reads_in_place, on_devices=on_devices)
 
 
 @given(groups())
@@ -308,7 +318,7 @@ def test_a_faster_ranks_next_step_is_not_taken_for_this_one(group):
     group.run()
 
 
-@given(groups(steps=2), st.lists(st.integers(0, 150), max_size=4))
+@given(groups(steps=2, kinds=KINDS[:-1]), st.lists(st.integers(0, 150), max_size=4))
 @settings(max_examples=300)
 def test_a_step_that_loses_its_links_ends_with_the_same_bytes(group, losses):
     group.waits_for_all = True
@@ -411,6 +421,83 @@ def test_a_devices_arena_has_rows_for_the_shares_that_are_on_their_way(in_flight
     group.run()
     rows = {rank: [len(rows) for rows in each.given] for rank, each in group.rows.items()}
     assert rows == {0: [shares, 0], 1: [0, shares], 2: [shares, 0]}
+
+
+# ---- a server beside the ranks ----
+
+
+def served(world_size=2, **options):
+    return small_group(world_size, owners=lambda _: world_size, **options)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_over_streams_to_a_server_nobody_waits_for_ever(seed):
+    numbers, world_size = random.Random(seed), 1 + seed % 4
+    layout = GradientLayout.of({f"layers.{n}.w": (40, 1 + n % 3) for n in range(14)})
+    parts = [random_parts(layout, world_size, [seed, n]) for n in range(3)]
+    on_devices = [rank for rank in range(world_size) if numbers.random() < 0.3]
+    shares = owned_by(lambda _: world_size, layout, world_size)
+    group = Group(layout, shares, parts, seed, in_flight=numbers.choice([0, 400]), on_devices=on_devices)
+    group.are_streams = True
+    group.run()
+
+
+@pytest.mark.parametrize(("in_flight", "shares"), [(0, 1), (512, 2), (1200, 4), (1 << 30, 12)])
+def test_a_servers_memory_is_that_of_the_shares_in_flight(in_flight, shares):
+    layout = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
+    parts = [random_parts(layout, 3, [n]) for n in range(2)]
+    group = Group(layout, owned_by(lambda _: 3, layout, 3), parts, 1, in_flight)
+    group.run()
+    assert {rank: len(addresses) for rank, addresses in group.buffers.items()} == {3: 3 * shares}
+    assert [len(rows) for rows in group.ranks[3]._free_rows] == [0, shares]
+
+
+def test_padding_of_a_servers_sums_is_zero():
+    """Whatever its row held before: another share, that has elements there."""
+    layout = GradientLayout.of({"layers.0.w": (96,), "a": (1,), "b": (1,), "c": (1,)})
+    parts = [random_parts(layout, 2, [n]) for n in range(2)]
+    group = Group(layout, shares_of(layout, 2, 400, owner=2), parts, 0, in_flight=0)
+    group.ranks[2]._free_rows[1][0][:] = np.nan
+    group.run()
+    for arena, part in zip(group.arenas, [sum_of(parts[1])] * 2, strict=True):
+        assert arena.tobytes() == part.tobytes()
+
+
+def test_a_server_waits_for_a_part_once_another_is_there_and_then_for_who_takes_no_sum():
+    group = served()
+    server = group.ranks[2]
+    server_starts = group.unstarted[2]
+    while server_starts:
+        group.start(2)
+    assert server.awaited is None
+    group.stalled = {(1, 2)}
+    while group.turn():
+        pass
+    assert server.awaited == (1, "the part of share 0")
+    assert group.ranks[0].awaited == (2, "the sum of share 0")
+    group.stalled = {(2, 0)}
+    group.early = set()
+    while group.turn():
+        pass
+    assert server.awaited == (0, "its receipt of the sum of share 0")
+    assert group.ranks[0].described(tag(FACTS, 2)) == "the facts of the server"
+
+
+def test_shares_whose_sum_has_not_begun_to_arrive_hold_parts_when_the_links_end():
+    group = served()
+    group.stalled, group.early = {(2, 0)}, set()
+    while group.turn():
+        pass
+    rank = group.ranks[0]
+    assert [*map(State, rank.frontier()[HEADER:KNOWN])] == [State.RECEIVING] * 4
+    assert rank.may_hold_sums
+    assert not served().ranks[0].may_hold_sums
+    unwritten = [Completion(Completed.RECEIVED, 2, tag(SUM, n)) for n in (0, 2, 3)]
+    rank.keep_parts([*unwritten, Completion(Completed.RECEIVED, 2, (1 << 21) - 2)])
+    assert [*map(State, rank.frontier()[HEADER:KNOWN])] == [State.SENT, State.RECEIVING, State.SENT, State.SENT]
+    assert rank.may_hold_sums
+    rank.keep_parts([Completion(Completed.RECEIVED, 2, tag(SUM, 1))])
+    assert not rank.may_hold_sums
 
 
 def test_a_sum_is_nowhere_else_before_its_owners_device_has_it():
@@ -598,7 +685,8 @@ def test_bad_arguments():
     for other in (parts[:-1], parts.astype(np.float64), np.repeat(parts, 2)[::2]):
         with pytest.raises(CallerError, match="arena does not fit the layout"):
             OrderedAllReduce(0, 1, SMALL, shares, other, KERNELS)
-    with pytest.raises(CallerError, match=r"a share's owner is outside of the group: expected 0\.\.0"):
-        OrderedAllReduce(0, 1, SMALL, owned_by(lambda _: 1, SMALL, 1), parts, KERNELS)
+    for owners in (lambda _: 2, lambda number: number % 2):  # all or nothing is the server's
+        with pytest.raises(CallerError, match=r"a share's owner is outside of the group: got ., expected 0\.\.0"):
+            OrderedAllReduce(0, 1, SMALL, owned_by(owners, SMALL, 1), parts, KERNELS)
     with pytest.raises(WindowError, match="has been started already"):
         started().start(SMALL.spans[0])

@@ -112,8 +112,8 @@ def test_a_bucket_without_an_element_is_refused(bucket_bytes):
 
 
 def test_an_owner_outside_of_the_group_is_refused():
-    with pytest.raises(CallerError, match="rank of world_size=2"):
-        shares_of(EVEN, 2, 1 << 22, owner=2)
+    with pytest.raises(CallerError, match=r"owner is out of range: got 3, expected a whole number in 0..2"):
+        shares_of(EVEN, 2, 1 << 22, owner=3)
 
 
 def test_more_shares_than_there_are_tags_are_refused(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import final
 
+import msgpack
 import numpy as np
 
 from gradengine.errors import ProtocolError
@@ -12,9 +13,11 @@ from gradengine.exchange.interface import refuse_long_part
 from gradengine.exchange.links.link import Completed, Completion, Memory
 from gradengine.exchange.transfers import Receive, Send, Transfer
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
+from gradengine.unpacking import unpack
 
 _HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1
 _LENGTH = struct.Struct("<q")
+_BIN_HEAD = 8  # bytes before a part in what a hub sends, at most, with those before all
 _ROOM = 4096 - _LENGTH.size  # bytes of data that go with their length, which is most of what is told in a step
 
 
@@ -22,10 +25,14 @@ _ROOM = 4096 - _LENGTH.size  # bytes of data that go with their length, which is
 class Gather:
     """One rank's side of an all-gather: which transfers to make, and what came; no I/O, no threads, no clock.
 
+    With a hub, the server of the group, each rank sends its part there, and gets all parts from there, the server's own
+    last: a msgpack array of bin.
+
     Args:
-        rank: This rank.
+        rank: This rank, or the hub.
         world_size: Ranks in the group.
         data: This rank's part, at most 16 MiB.
+        hub: The number of the server through which all goes, the world size.
 
     Raises:
         CallerError: More than that.
@@ -35,23 +42,22 @@ class Gather:
         [b'mine']
     """
 
-    def __init__(self, rank: int, world_size: int, data: bytes) -> None:
+    def __init__(self, rank: int, world_size: int, data: bytes, hub: int | None = None) -> None:
         refuse_long_part(data)
-        head = np.zeros(_LENGTH.size + _ROOM, np.uint8)
-        head[: _LENGTH.size + len(data)] = np.frombuffer(_LENGTH.pack(len(data)) + data[:_ROOM], np.uint8)
-        rest = np.frombuffer(data, np.uint8, offset=min(_ROOM, len(data)))
+        self._rank, self._hub, self._count = rank, hub, world_size + (hub is not None)
         self._parts = {rank: data}
         self._heads: dict[int, Memory] = {}
         self._rests: dict[int, Memory] = {}
         self._outbox: list[Transfer] = []
         self._open: set[Completion] = set()
-        for other in range(world_size):
-            if other != rank:
-                self._heads[other] = np.empty_like(head)
-                self._begin(Receive(other, _HEAD_TAG, self._heads[other]))
-                self._begin(Send(other, _HEAD_TAG, head))
-                if rest.size:
-                    self._begin(Send(other, _REST_TAG, rest))
+        is_by_hub = hub is not None and rank != hub
+        self._others = [world_size] if is_by_hub else [other for other in range(world_size) if other != rank]
+        self._most = self._count * (MAX_SMALL_PAYLOAD + _BIN_HEAD) if is_by_hub else MAX_SMALL_PAYLOAD
+        for other in self._others:
+            self._heads[other] = np.empty(_LENGTH.size + _ROOM, np.uint8)
+            self._begin(Receive(other, _HEAD_TAG, self._heads[other]))
+        if rank != hub:
+            self._send(data)
 
     @property
     def is_done(self) -> bool:
@@ -60,7 +66,7 @@ class Gather:
 
     @property
     def parts(self) -> list[bytes]:
-        """Every rank's data, in rank order; once `is_done`."""
+        """Every rank's data, in rank order, and then the server's if there is one; once `is_done`."""
         return [self._parts[rank] for rank in sorted(self._parts)]
 
     @property
@@ -80,18 +86,44 @@ class Gather:
         if kind is Completed.RECEIVED and tag == _HEAD_TAG:
             self._read(peer, self._heads[peer].tobytes())
         elif kind is Completed.RECEIVED:
-            self._parts[peer] += self._rests[peer].tobytes()
+            self._take(peer, self._heads[peer][_LENGTH.size :].tobytes() + self._rests[peer].tobytes())
         self._open.remove(completion)
+
+    def _send(self, data: bytes) -> None:
+        head = np.zeros(_LENGTH.size + _ROOM, np.uint8)
+        head[: _LENGTH.size + len(data)] = np.frombuffer(_LENGTH.pack(len(data)) + data[:_ROOM], np.uint8)
+        rest = np.frombuffer(data, np.uint8, offset=min(_ROOM, len(data)))
+        for other in self._others:
+            self._begin(Send(other, _HEAD_TAG, head))
+            if rest.size:
+                self._begin(Send(other, _REST_TAG, rest))
 
     def _read(self, peer: int, head: bytes) -> None:
         (length,) = _LENGTH.unpack_from(head)
-        if not 0 <= length <= MAX_SMALL_PAYLOAD:
-            got, most = f"{length} bytes", f"at most {MAX_SMALL_PAYLOAD}"
-            raise ProtocolError(f"rank {peer} announces too much to gather", got=got, expected=most)
-        self._parts[peer] = head[_LENGTH.size :][:length]
+        if not 0 <= length <= self._most:
+            who = "the server" if peer == self._hub else f"rank {peer}"
+            got, most = f"{length} bytes", f"at most {self._most}"
+            raise ProtocolError(f"{who} announces too much to gather", got=got, expected=most)
         if length > _ROOM:
             self._rests[peer] = np.empty(length - _ROOM, np.uint8)
             self._begin(Receive(peer, _REST_TAG, self._rests[peer]))
+        else:
+            self._take(peer, head[_LENGTH.size :][:length])
+
+    def _take(self, peer: int, data: bytes) -> None:
+        """All that a rank has sent is here."""
+        if peer == self._hub:
+            parts = unpack(data, "what the server has gathered")
+            if not isinstance(parts, list) or [*map(type, parts)] != [bytes] * self._count:
+                got, expected = f"{len(parts)} parts" if isinstance(parts, list) else parts, f"{self._count} of bytes"
+                raise ProtocolError(
+                    "what the server has gathered is not a part of each rank", got=got, expected=expected
+                )
+            self._parts = dict(enumerate(parts))
+            return
+        self._parts[peer] = data
+        if self._rank == self._hub and len(self._parts) == self._count:
+            self._send(msgpack.packb(self.parts))
 
     def _begin(self, transfer: Transfer) -> None:
         kind = Completed.SENT if isinstance(transfer, Send) else Completed.RECEIVED

@@ -108,10 +108,14 @@ def check_proof(token: str | None, hello: Hello, challenge: Challenge, join: Joi
     refuse_other_proof(join.proof, proof(token, "worker", hello, challenge.nonce), f"rank {hello.rank}")
 
 
+def is_same_proof(given: bytes, expected: bytes) -> bool:
+    """Whether a proof is the expected one."""
+    return hmac.compare_digest(given, expected)  # not ==, whose duration shows how many leading bytes are right
+
+
 def refuse_other_proof(given: bytes, expected: bytes, who: str) -> None:
     """Raise `HandshakeRefused` unless a proof is the expected one."""
-    # Not !=, whose duration shows how many leading bytes of a forged proof are right.
-    if not hmac.compare_digest(given, expected):
+    if not is_same_proof(given, expected):
         raise HandshakeRefused(f"{who} has another token", do="start all with the same token=")
 
 

@@ -6,22 +6,21 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar, final
-
-import msgpack
+from collections.abc import Callable
+from typing import TypeVar, final
 
 from gradengine.arguments import refuse_other_kind, whole_number
-from gradengine.errors import (
-    CallerError,
-    DeadlineExceeded,
-    ExchangeError,
-    HandshakeRefused,
-    PeerLost,
-    ProtocolError,
-    WindowError,
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
+from gradengine.exchange.comparison import (
+    Hello,
+    group_to_resume,
+    hellos_of,
+    packed,
+    refuse_differing,
+    refuse_lost_sums,
+    refuse_other_cut,
+    server_hello_of,
 )
-from gradengine.exchange.handshake import differing_rows
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -35,7 +34,6 @@ from gradengine.exchange.interface import (
     checked_seconds,
     not_bound,
     nothing_started,
-    other_way,
     refuse_bad_arena,
     refuse_long_part,
 )
@@ -48,12 +46,11 @@ from gradengine.exchange.shares import shares_of
 from gradengine.kernels import HostKernels
 from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout, Span
-from gradengine.unpacking import unpack
 
 T = TypeVar("T")
 
 DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as long
-_VERSION = 1  # of what the ranks tell each other; all of them need the same
+_GRACE_SECONDS = 5.0  # that a rank waits longer than its server, which knows who is late
 
 
 @final
@@ -65,7 +62,7 @@ class LinkedExchange(Exchange):
         url: For `Exchange.url`.
         timeout: Seconds without any progress after which a waiting rank fails.
         join_timeout: Seconds for which a rank that binds waits for the others.
-        bucket_bytes: Bytes of a share, which one rank sums for all; rank 0's value is used.
+        bucket_bytes: Bytes of a share, which one rank sums for all; rank 0's value is used, or the server's.
         clock: What seconds are counted by.
 
     Raises:
@@ -142,7 +139,7 @@ class LinkedExchange(Exchange):
         refuse_long_part(data)
         self._refuse_failed()
         self._follow(pump, all_reduce)  # what another rank has sent of a new step comes before what it tells
-        return self._to_the_end(lambda: pump.gather(data, self._timeout))
+        return self._to_the_end(lambda: pump.gather(data, self._timeout))[: self.world_size]
 
     def close(self) -> None:
         if os.getpid() != self._process:  # the group is the parent's
@@ -191,19 +188,23 @@ class LinkedExchange(Exchange):
     def _join(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
         if isinstance(self._link, Meeting):
             self._link = self._link.link(self._join_timeout, self._clock)
-        self._pump = pump = Pump(self._link, clock=self._clock)
-        hellos = self._meet(pump, layout, progress, self._link)
-        group = _group_to_resume(hellos)
-        bucket_bytes = hellos[0].bucket_bytes
-        if group:
-            _refuse_other_cut(hellos, bucket_bytes)
+        link, self._pump = self._link, Pump(self._link, clock=self._clock)
+        hellos, bucket_bytes = self._meet(self._pump, layout, progress, link)
+        group = group_to_resume(hellos)
+        if link.hub is not None:
+            self._timeout += _GRACE_SECONDS
+            refuse_lost_sums(hellos)
+        elif group:
+            refuse_other_cut(hellos, bucket_bytes)
         carrier = progress.carrier
         all_reduce = carrier._all_reduce if group and isinstance(carrier, LinkedExchange) else None
         if all_reduce is None:
-            shares = shares_of(layout, self.world_size, self.world_size * bucket_bytes)
+            # A server's share is a whole bucket; of each bucket of a mesh every rank has one.
+            size = bucket_bytes * (self.world_size if link.hub is None else 1)
+            shares = shares_of(layout, self.world_size, size, owner=link.hub)
             all_reduce = OrderedAllReduce(
                 self.rank, self.world_size, layout, shares, arena, HostKernels(),
-                step=progress.step, reads_in_place=self._link.reads_in_place,
+                step=progress.step, reads_in_place=link.reads_in_place,
             )  # fmt: skip
         if group:
             all_reduce.resume([hello.frontier for hello in hellos])
@@ -211,35 +212,32 @@ class LinkedExchange(Exchange):
         progress.bucket_bytes = bucket_bytes
         progress.carrier = self if group else None
         self._all_reduce = all_reduce
-        pump.run(all_reduce, arena if isinstance(arena, DeviceArena) else None)
+        self._pump.run(all_reduce, arena if isinstance(arena, DeviceArena) else None)
 
-    def _meet(self, pump: Pump, layout: GradientLayout, progress: Progress, link: Link) -> list[_Hello]:
-        """What each rank says of itself; refuses what must be alike and is not."""
+    def _meet(self, pump: Pump, layout: GradientLayout, progress: Progress, link: Link) -> tuple[list[Hello], int]:
+        """What each rank says of itself, and the bytes of a share; refuses what must be alike and is not."""
         try:
-            hellos = [
-                _read(rank, part)
-                for rank, part in enumerate(pump.gather(self._hello(layout, progress, link), self._join_timeout))
-            ]
-            if any(hello.layout != hellos[0].layout for hello in hellos):
-                _refuse_other_layout(pump.gather(layout.table(), self._join_timeout))
+            told = pump.gather(packed(self._hello(layout, progress, link)), self._join_timeout)
+            hellos, bucket_bytes = hellos_of(told[: self.world_size])
+            if link.hub is not None:
+                bucket_bytes = server_hello_of(told[-1], layout).bucket_bytes
+            differ = any(hello.layout != hellos[0].layout for hello in hellos)
+            tables: list[bytes] = []
+            if differ or link.hub is not None:  # a server cuts by rank 0's table
+                tables = pump.gather(layout.table() if differ or self.rank == 0 else b"", self._join_timeout)
         except DeadlineExceeded as late:
             what = late.what.replace("for a gather (end of step or barrier)", "for joining")
             raise PeerLost(what, got=late.got, do="start all ranks") from None
-        for rank, hello in enumerate(hellos):
-            if hello.step != hellos[0].step:
-                what, do = f"rank {rank} is at another step", "restart all from one checkpoint"
-                raise HandshakeRefused(what, got=hello.step, expected=hellos[0].step, do=do)
-            if hello.is_over_another_kind:
-                raise other_way(rank)
-        return hellos
+        refuse_differing(hellos, tables[: self.world_size])
+        return hellos, bucket_bytes
 
-    def _hello(self, layout: GradientLayout, progress: Progress, link: Link) -> bytes:
+    def _hello(self, layout: GradientLayout, progress: Progress, link: Link) -> Hello:
         membership = progress.membership
         carrier = progress.carrier if isinstance(progress.carrier, LinkedExchange) else None
         all_reduce = carrier and carrier._all_reduce
-        is_other = all_reduce is not None and all_reduce.reads_in_place != link.reads_in_place
-        hello = _Hello(
-            version=_VERSION,
+        ways = (link.reads_in_place, link.hub is not None)
+        is_other = all_reduce is not None and (all_reduce.reads_in_place, all_reduce.is_served) != ways
+        return Hello(
             layout=layout.fingerprint,
             bucket_bytes=self._bucket_bytes,
             step=progress.step,
@@ -252,8 +250,6 @@ class LinkedExchange(Exchange):
             may_hold_sums=all_reduce is not None and all_reduce.may_hold_sums,
             frontier=b"" if all_reduce is None else all_reduce.frontier(),
         )
-        packed: bytes = msgpack.packb(list(hello))
-        return packed
 
 
 def local_group(
@@ -282,73 +278,3 @@ def local_group(
         LinkedExchange(link, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
         for link in thread_links(world_size)
     ]
-
-
-class _Hello(NamedTuple):
-    """What a rank says when it joins."""
-
-    version: int
-    layout: str  # its fingerprint
-    bucket_bytes: int
-    step: int
-    is_over_another_kind: bool  # the step is half summed, and not over links
-    nonce: bytes  # rank 0's names the group
-    group: bytes  # the rest: where the step was begun
-    group_rank: int
-    group_size: int
-    cut: int  # its bucket_bytes
-    may_hold_sums: bool
-    frontier: bytes  # empty where no span was started
-
-
-def _read(rank: int, part: bytes) -> _Hello:
-    told = unpack(part, f"the hello of rank {rank}")
-    if not isinstance(told, list) or told[:1] != [_VERSION] or len(told) != len(_Hello._fields):
-        version = told[0] if isinstance(told, list) and told else told
-        what, do = f"rank {rank} speaks another version", "install one version of gradengine on all ranks"
-        raise HandshakeRefused(what, got=version, expected=_VERSION, do=do)
-    hello = _Hello(*told)
-    defaults = _Hello(_VERSION, "", 4, 0, False, b"", b"", 0, 0, 0, False, b"")
-    if any(type(mine) is not type(its) for mine, its in zip(hello, defaults, strict=True)) or hello.bucket_bytes < 4:
-        raise ProtocolError(f"the hello of rank {rank} is invalid", got=repr(told)[:200])
-    return hello
-
-
-def _refuse_other_layout(tables: Sequence[bytes]) -> None:
-    """Raise `HandshakeRefused` with the rows in which the first other table differs from rank 0's."""
-    rank = next(rank for rank, table in enumerate(tables) if table != tables[0])
-    raise HandshakeRefused(
-        f"layouts differ between rank {rank} (here) and rank 0 (there):\n{differing_rows(tables[rank], tables[0])}",
-        do="build the layout from the same model on every rank",
-    )
-
-
-def _group_to_resume(hellos: Sequence[_Hello]) -> bytes:
-    """The identifier of the group in which a half-summed step must be resumed; empty if there is no such step.
-
-    `HandshakeRefused` for a rank that began the step as another rank or in another group: its part would be missing
-    from some sums, or counted twice.
-    """
-    group = next((hello.group for hello in hellos if hello.may_hold_sums), b"")
-    for rank, hello in enumerate(hellos):
-        as_it_was = Membership(group, rank, len(hellos))
-        membership = Membership(hello.group, hello.group_rank, hello.group_size)
-        if group and hello.frontier and membership != as_it_was:
-            raise HandshakeRefused(
-                f"step {hello.step} is half summed and rank {rank} took part in it as another",
-                got=as_it_was,
-                expected=membership,
-                do="reconnect all ranks as they were, or discard() the window on every rank",
-            )
-    return group
-
-
-def _refuse_other_cut(hellos: Sequence[_Hello], bucket_bytes: int) -> None:
-    for rank, hello in enumerate(hellos):
-        if hello.frontier and hello.cut != bucket_bytes:
-            raise HandshakeRefused(
-                f"rank {rank} is in the middle of a step cut into other buckets",
-                got=f"bucket_bytes={bucket_bytes}",
-                expected=f"bucket_bytes={hello.cut}",
-                do="reconnect with the same bucket_bytes, or discard() the window on every rank",
-            )

@@ -1,8 +1,10 @@
-"""How ranks over sockets come to be connected, each with each other; without a thread.
+"""How ranks over sockets come to be connected, each with each other, or all with one server; without a thread.
 
 Rank 0 listens where all know it. Each other rank calls it, both prove that they have the token, and then the rank
 listens too and says where. When all are there, rank 0 sends each the list of these addresses and the group's random
 identifier; each rank calls those between 0 and itself, accepts those above it, and each pair proves itself again.
+
+A server listens as rank 0 does, and each rank calls it; when all are there, it says so, and they stay as they are.
 
 The rank that is called proves itself last, and to nobody who has not: a stranger learns a nonce and nothing else.
 """
@@ -11,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, final
@@ -38,6 +41,7 @@ from gradengine.exchange.channel import (
 )
 from gradengine.exchange.handshake import (
     check_hello,
+    is_same_proof,
     new_nonce,
     proof,
     refuse_bad_job,
@@ -54,6 +58,8 @@ from gradengine.unpacking import unpack
 T = TypeVar("T")
 
 _STRANGERS = 64  # that may be connected at a time, besides one for each rank; the one that came first makes room
+_GRACE_SECONDS = 5.0
+_LOOK_SECONDS = 0.1  # until a server that waits looks whether it is to end
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is beside rank 0)
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -101,38 +107,51 @@ class Listener(NotCopied, instead="make one in the process that listens"):
 
 @final
 class Meeting(NotCopied, instead="connect in the process that steps"):
-    """Where one rank comes to a mesh; rank 0 listens from the beginning, so that others may come before it waits.
+    """Where one rank comes to its group; rank 0 listens from the beginning, so that others may come before it waits.
 
     Args:
-        address: Rank 0's.
+        address: Rank 0's, or the server's.
         rank: This rank.
         world_size: Ranks in the group.
         token: The group's secret.
         job: The job's name.
+        is_served: Whether a server listens at the address, and no rank.
 
     Attributes:
-        url: Rank 0's address, on rank 0 with the port that it has.
+        url: The address, on rank 0 with the port that it has.
 
     Raises:
         CallerError: An argument is out of range, or rank 0 cannot listen there.
     """
 
     def __init__(
-        self, address: Address, rank: int, world_size: int, *, token: str | None = None, job: str = ""
+        self,
+        address: Address,
+        rank: int,
+        world_size: int,
+        *,
+        token: str | None = None,
+        job: str = "",
+        is_served: bool = False,
     ) -> None:
         self.rank, self.world_size = checked_rank(rank, world_size)
         refuse_bad_token(token)
         refuse_bad_job(job)
         self._token, self._job, self._at = token, job, checked_address(address)
-        if isinstance(self._at, str) and self.world_size > 1:
+        self._is_served = is_served
+        if isinstance(self._at, str) and self.world_size > 1 and not is_served:
             _refuse_long_path(f"{self._at}.{self.world_size - 1}")
-        self._listener = Listener(self._at, token) if self.rank == 0 else None
+        self._listener = Listener(self._at, token) if self.rank == 0 and not is_served else None
         self.url = url_of(self._at if self._listener is None else self._listener.address)
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
-        """This rank's link, once it is connected with all others; once only. Raises as `mesh`."""
+        """This rank's link, once it is connected with all others, or with the server; once only. Raises as `mesh`."""
+        own, (rank, ranks) = (self._token, self._job, timeout, clock), (self.rank, self.world_size)
+        if self._is_served:
+            joining = _Joining(rank, ranks, *own)
+            return joining.link(partial(joining.find_server, self._at))
         at = self._listener or self._at
-        return mesh(at, self.rank, self.world_size, token=self._token, job=self._job, timeout=timeout, clock=clock)
+        return mesh(at, rank, ranks, token=self._token, job=self._job, timeout=timeout, clock=clock)
 
     def close(self) -> None:
         """Listen no more; may be called twice."""
@@ -171,29 +190,51 @@ def mesh(
     refuse_bad_token(token)
     refuse_bad_job(job)
     joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock)
-    try:
-        if isinstance(at, Listener):
-            joining.host(at)
-        else:
-            joining.join(checked_address(at))
-        joining.end()
-        return SocketLink(rank, {peer: [line.socket] for peer, line in joining.lines.items()})
-    except BaseException:
-        for line in joining.lines.values():
-            line.socket.close()
-        joining.end()
-        raise
+    return joining.link(partial(joining.host, at) if isinstance(at, Listener) else partial(joining.join, at))
+
+
+def link_to_ranks(
+    listener: Listener,
+    world_size: int,
+    *,
+    token: str | None,
+    job: str | None,
+    timeout: float,
+    is_closing: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> SocketLink:
+    """A server's link to the ranks of its next group; returns when all are there.
+
+    Args:
+        listener: The server's, which goes on listening.
+        world_size: Ranks in the group.
+        token: The group's secret.
+        job: The job's name; None for that of the first rank that comes.
+        timeout: Seconds that the first rank waits for the others; there is no limit to the wait for it.
+        is_closing: Looked at while ranks are waited for: whether the server ends.
+        clock: What seconds are counted by.
+
+    Raises:
+        PeerLost: As `mesh`; or the server ends.
+        HandshakeRefused: A rank with the token has another world size.
+    """
+    joining = _Joining(world_size, world_size, token, job, timeout, clock)
+    joining.is_closing = is_closing
+    return joining.link(partial(joining.host, listener))
 
 
 @final
 class _Joining:
-    """One rank's way into its group."""
+    """One rank's way into its group, or the server's, whose number is the world size."""
 
     def __init__(
-        self, rank: int, world_size: int, token: str | None, job: str, timeout: float, clock: Callable[[], float]
+        self, rank: int, world_size: int, token: str | None, job: str | None, timeout: float, clock: Callable[[], float]
     ) -> None:
-        self._rank, self._world_size, self._token, self._job = rank, world_size, token, job
-        self._timeout, self._clock, self._deadline = timeout, clock, clock() + timeout
+        self._rank, self._world_size, self._token, self._given_job = rank, world_size, token, job
+        self._timeout, self._clock = timeout, clock
+        self._is_server = rank == world_size
+        self.is_closing: Callable[[], bool] = lambda: False
+        self._begin()
         self._group = b""  # while ranks meet at rank 0
         self.lines: dict[int, Line] = {}  # to the ranks that have proved who they are
         self._strangers: list[Line] = []  # who have not, in the order in which they came
@@ -204,12 +245,34 @@ class _Joining:
         self._refused: ExchangeError | None = None  # the last of those that concern one connection alone
         self._failure: ExchangeError | None = None  # one that ends the group
 
-    def host(self, listener: Listener) -> None:
-        """Rank 0's part."""
-        self._listener, others = listener, range(1, self._world_size)
+    def _begin(self) -> None:
+        """Nobody is there yet; a server waits without a deadline, and may be of any job."""
+        self._job = self._given_job
+        self._deadline = math.inf if self._is_server else self._clock() + self._timeout
+
+    def link(self, join: Callable[[], None]) -> SocketLink:
+        """The link over the lines that `join` makes."""
         try:
-            self._accept(listener, lambda: [rank for rank in others if rank not in self._urls])
-            urls = [self._urls[rank] for rank in others]
+            join()
+            self.end()
+            hub = self._world_size if self._is_server or self._world_size in self.lines else None
+            return SocketLink(self._rank, {peer: [line.socket] for peer, line in self.lines.items()}, hub=hub)
+        except BaseException:
+            for line in self.lines.values():
+                line.socket.close()
+            self.end()
+            raise
+
+    def host(self, listener: Listener) -> None:
+        """Rank 0's part, or a server's."""
+        met: Container[int]
+        if self._is_server:
+            others, met = range(self._world_size), self.lines
+        else:
+            self._listener, others, met = listener, range(1, self._world_size), self._urls
+        try:
+            self._accept(listener, lambda: [rank for rank in others if rank not in met])
+            urls = [self._urls[rank] for rank in sorted(self._urls)]  # at a server nobody says any
             _refuse_out_of_reach(urls)
         except ExchangeError as failure:
             for line in self.lines.values():
@@ -223,13 +286,17 @@ class _Joining:
 
     def join(self, address: Address) -> None:
         """The part of each other rank."""
-        listener, addresses = self._retried(partial(self._meet, address))
+        listener, addresses = self._retried(partial(self._meet, checked_address(address)))
         # All calls come before any is accepted, and go to lower ranks alone: rank 1 makes none and accepts at once, so
         # rank 2's call is answered and rank 2 accepts, and so on. No ranks wait for each other in a circle.
         for rank in range(1, self._rank):
             self._retried(partial(self._call, rank, addresses[rank - 1]))
         above = range(self._rank + 1, self._world_size)
         self._accept(listener, lambda: [rank for rank in above if rank not in self.lines])
+
+    def find_server(self, address: Address) -> None:
+        """The part of each rank where there is a server."""
+        self._retried(partial(self._meet_server, address))
 
     def end(self) -> None:
         """Close all but the lines."""
@@ -251,6 +318,8 @@ class _Joining:
             if self._left() < RETRY_SECONDS:
                 what = f"rank {self._rank} has not {self._has_not} ({reason})"
                 do = "start all ranks, and check host and port of rank 0"
+                if "the server" in self._has_not:
+                    do = "start the server and all ranks, and check its host and port; it serves one group at a time"
                 raise PeerLost(what, got=f"{self._timeout:g} s", do=do)
             time.sleep(RETRY_SECONDS)
 
@@ -272,13 +341,26 @@ class _Joining:
             raise
         return listener, addresses
 
+    def _meet_server(self, address: Address) -> None:
+        """Call the server, and wait until all have."""
+        line = self._call(self._world_size, address)
+        # The server knows who is missing, and is to say so before this rank's own time is over.
+        line.left = lambda: self._left() + _GRACE_SECONDS
+        self._has_not = "heard from the server that all have joined"
+        try:
+            line.expect(Members)
+        except BaseException:
+            self.lines.pop(self._world_size).socket.close()
+            raise
+
     def _call(self, rank: int, address: Address) -> Line:
-        """A line to a rank, after both have proved themselves."""
-        self._has_not = f"reached rank {rank} at {shown(address)}"
+        """A line to a rank or the server, after both have proved themselves."""
+        who = "the server" if rank == self._world_size else f"rank {rank}"
+        self._has_not = f"reached {who} at {shown(address)}"
         connection = connect_once(address, max(RETRY_SECONDS, self._left()))
         try:
-            line = Line(connection, f"rank {rank}", self._left)
-            hello = Hello(self._rank, self._world_size, self._job, new_nonce())
+            line = Line(connection, who, self._left)
+            hello = Hello(self._rank, self._world_size, self._job or "", new_nonce())
             line.say(hello)
             nonce, _ = line.expect(Nonce)
             line.say(Proof(self._proof("caller", hello, nonce.nonce, rank)))
@@ -296,9 +378,11 @@ class _Joining:
         """Let ranks in until none is missing; who says nothing is not waited for."""
         self._selector.register(listener.socket, selectors.EVENT_READ)
         while ranks := missing():
+            if self.is_closing():
+                raise PeerLost("the server was closed", do="reconnect on all ranks")
             if self._left() <= 0:
                 raise self._late(ranks)
-            for key, _ in self._selector.select(self._left()):
+            for key, _ in self._selector.select(min(self._left(), _LOOK_SECONDS if self._is_server else math.inf)):
                 if key.data is None:
                     self._take_in(listener)
                 elif key.data.socket.fileno() >= 0:  # it may have had to make room just now
@@ -312,8 +396,8 @@ class _Joining:
         except OSError as fault:  # for most reasons the caller's: it is gone again
             if fault.errno in _FULL:
                 if not self._strangers:
-                    what, do = f"rank {self._rank} can have no more connections", "raise the limit: ulimit -n"
-                    raise ExchangeError(f"{what} ({fault.strerror})", do=do) from None
+                    who, do = "the server" if self._is_server else f"rank {self._rank}", "raise the limit: ulimit -n"
+                    raise ExchangeError(f"{who} can have no more connections ({fault.strerror})", do=do) from None
                 self._drop(self._strangers[0])
             return
         try:
@@ -351,7 +435,12 @@ class _Joining:
 
     def _admit(self, line: Line, hello: Hello, given: Proof) -> None:
         line.who = f"rank {hello.rank}"
-        refuse_other_proof(given.proof, self._proof("caller", hello, line.nonce, self._rank), line.who)
+        own, other = (hello.world_size, 0) if self._is_server else (self._rank, hello.world_size)
+        if is_same_proof(given.proof, self._proof("caller", hello, line.nonce, other)):
+            what = f"{line.who} looks for {'rank 0' if self._is_server else 'a server'} here"
+            raise HandshakeRefused(what, do="pass served=True on all ranks where there is a server, or else on none")
+        refuse_other_proof(given.proof, self._proof("caller", hello, line.nonce, own), line.who)
+        self._job = hello.job if self._job is None else self._job
         refuse_other_job(hello, self._job)
         try:
             check_hello(hello, self._world_size)
@@ -360,10 +449,12 @@ class _Joining:
             raise
         if hello.rank == self._rank or hello.rank in self.lines:
             raise HandshakeRefused(f"{line.who} has joined already", do="give each process its own rank")
-        line.say(Proof(self._proof("called", hello, line.nonce, self._rank)))
-        self.lines[hello.rank], line.awaited = line, (Listening,)
+        if self._is_server and not self.lines:
+            self._deadline = self._clock() + self._timeout
+        line.say(Proof(self._proof("called", hello, line.nonce, own)))
+        self.lines[hello.rank], line.awaited = line, () if self._is_server else (Listening,)
         self._strangers.remove(line)
-        if self._rank > 0:
+        if self._group:
             self._selector.unregister(line.socket)  # what comes now is the link's
 
     def _drop(self, line: Line, refusal: ExchangeError | None = None) -> None:
@@ -377,6 +468,8 @@ class _Joining:
         else:  # its rank may come again
             del self.lines[line.hello.rank]
             self._urls.pop(line.hello.rank, None)
+            if self._is_server and not self.lines:
+                self._begin()
 
     # ---- both ----
 
@@ -389,7 +482,8 @@ class _Joining:
 
     def _late(self, ranks: list[int]) -> PeerLost:
         named = ", ".join(map(str, ranks))
-        what, do = f"rank {self._rank} waits for ranks that have not joined: {named}", "start all ranks"
+        who, do = "the server" if self._is_server else f"rank {self._rank}", "start all ranks"
+        what = f"{who} waits for ranks that have not joined: {named}"
         if self._refused is not None:
             do += f" (last refused here: {self._refused})"
         return PeerLost(what, got=f"{self._timeout:g} s", do=do)

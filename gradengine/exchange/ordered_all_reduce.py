@@ -12,23 +12,25 @@ Only so many shares of a rank are on their way at a time. They start in their or
 waits for ever: the first share that is not summed everywhere has its row on every rank, so its owner gets all parts,
 and whoever has sent a part receives its sum. An owner has rows of its own, and makes room for as many shares as a rank
 sends parts of, so that no part ever waits for room before a sum.
+
+A server beside the ranks, its number the world size, may own all shares. It contributes nothing, so that it has no
+arena: it starts all spans as a step begins, and a sum is in a row until all ranks have it.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, final
 
 import numpy as np
-import numpy.typing as npt
 
 from gradengine.arguments import checked_rank, whole_number
-from gradengine.errors import CallerError, HandshakeRefused, ProtocolError, WindowError
+from gradengine.errors import CallerError, ProtocolError, WindowError
+from gradengine.exchange.frontiers import State, frontier_of, frontiers_of
 from gradengine.exchange.interface import Float32, NonFiniteValue, refuse_bad_arena
-from gradengine.exchange.links.link import Memory
+from gradengine.exchange.links.link import Completion, Memory
 from gradengine.exchange.shares import ReadyShares, Share
 from gradengine.exchange.transfers import Borrow, Copy, Receive, Release, Send, Transfer
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
@@ -38,17 +40,7 @@ from gradengine.kernels.host import first_non_finite
 from gradengine.layout import GradientLayout, Span
 
 IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
-_HEADER = struct.Struct("<q")  # of a frontier: the step
 _NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element where there is none
-
-
-class State(IntEnum):
-    """What a rank's arena holds of a share, and how far the share has come."""
-
-    LOCAL = 0  # this rank's part
-    SENT = 1  # this rank's part, which is on its way to the owner; at the owner: which counts in the sum
-    RECEIVING = 2  # this rank's part, or some of the sum over it: torn if the links end; never at the owner
-    SUMMED = 3  # the sum over all ranks
 
 
 class _Kind(IntEnum):
@@ -75,11 +67,12 @@ class OrderedAllReduce:
     Calls must not overlap. After lost links the ranks tell each other their `frontier()`, and `resume`.
 
     Args:
-        rank: This worker's rank.
+        rank: This worker's rank; the world size for a server.
         world_size: Ranks in the group.
         layout: The same on all ranks.
         shares: What `shares_of` makes of the layout, the same on all ranks.
-        arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; a device's through copies.
+        arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; a device's through copies; a
+            server's is None.
         kernels: Kernels of the host, which sum and measure.
         step: The number of the first step.
         in_flight: Bytes that are received of each other rank's parts at a time, and sent of this rank's; one share
@@ -89,6 +82,7 @@ class OrderedAllReduce:
     Attributes:
         step: The number of the open step.
         reads_in_place: As given.
+        is_served: Whether a server owns all shares.
 
     Raises:
         CallerError: The arena does not fit the layout, or an argument is out of range.
@@ -110,19 +104,22 @@ class OrderedAllReduce:
         world_size: int,
         layout: GradientLayout,
         shares: Sequence[Share],
-        arena: Float32 | DeviceArena,
+        arena: Float32 | DeviceArena | None,
         kernels: Kernels,
         *,
         step: int = 0,
         in_flight: int = IN_FLIGHT,
         reads_in_place: bool = False,
     ) -> None:
-        if not isinstance(arena, DeviceArena):
+        if not (arena is None or isinstance(arena, DeviceArena)):
             refuse_bad_arena(layout, arena)
-        self.rank, self.world_size = checked_rank(rank, world_size)
+        _, self.world_size = checked_rank(0, world_size)
+        self.rank = self.world_size if arena is None else checked_rank(rank, world_size)[0]
         self._owners = np.array([share.owner for share in shares], np.intp)
-        if shares and not 0 <= self._owners.min() <= self._owners.max() < self.world_size:
-            raise CallerError("a share's owner is outside of the group", expected=f"0..{self.world_size - 1}")
+        self.is_served = bool(shares) and {*self._owners.tolist()} == {self.world_size}
+        if shares and not (self.is_served or 0 <= self._owners.min() <= self._owners.max() < self.world_size):
+            what, expected = "a share's owner is outside of the group", f"0..{self.world_size - 1}, or a server for all"
+            raise CallerError(what, got=int(self._owners.max()), expected=expected)
         self._shares, self._kernels, self._size = tuple(shares), kernels, layout.arena_size
         self._is_copied = isinstance(arena, DeviceArena)
         self._arena: Float32 | None = None if isinstance(arena, DeviceArena) else arena
@@ -155,7 +152,7 @@ class OrderedAllReduce:
             first += len(targets)
         return places
 
-    def _make_room(self, mine: Sequence[Share], arena: Float32 | DeviceArena, in_flight: int) -> None:
+    def _make_room(self, mine: Sequence[Share], arena: Float32 | DeviceArena | None, in_flight: int) -> None:
         """Make the memory for the parts that are received, and the rows of shares that are on their way."""
         largest, largest_of_all = _largest(mine), _largest(self._shares)
         room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest, largest_of_all))
@@ -164,7 +161,9 @@ class OrderedAllReduce:
         # The row of a share of another owner is free when the sum is in the arena, that of an own one when all have it.
         self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
         sent = min(window, len(self._shares) - len(mine))
-        if not isinstance(arena, DeviceArena):
+        if arena is None:
+            self._free_rows = [[], [*np.empty((min(window, len(mine)), largest), np.float32)]]
+        elif not isinstance(arena, DeviceArena):
             self._free_rows = [[None] * sent, [None] * len(mine)]
         else:
             self._free_rows = [[*arena.rows(count, largest_of_all)] for count in (sent, min(window, len(mine)))]
@@ -213,15 +212,17 @@ class OrderedAllReduce:
         """The rank that this one waits for longest, and for what; None where it has to start a span itself.
 
         A part that is missing comes first, since it waits for nothing else; then sums, facts, and what is to be taken.
+        A server waits for a share's parts as soon as one is there.
         """
         if self._ready.count < len(self._shares):
             return None
+        untouched = [n for n, each in self._open.items() if self.rank == self.world_size == len(each.missing)]
 
         def order(transfer: tuple[int, int]) -> tuple[int, int, int]:
             kind, number = self._meaning(transfer[1])
             return kind, number, transfer[0]
 
-        missing = set(self._receives)
+        missing = {(peer, tag) for peer, tag in self._receives if tag // 6 not in untouched}
         for peer, tag in self._sends:
             kind, number = self._meaning(tag)
             if kind is _Kind.PART:  # which may be lent until it is summed
@@ -235,7 +236,9 @@ class OrderedAllReduce:
     def described(self, tag: int) -> str:
         """What is sent with this tag: "the part of share 3", say."""
         kind, number = self._meaning(tag)
-        return f"the facts of rank {number}" if kind is _Kind.FACTS else f"the {kind.name.lower()} of share {number}"
+        if kind is _Kind.FACTS:
+            return f"the facts of {self._named(number)}"
+        return f"the {kind.name.lower()} of share {number}"
 
     def is_started(self, span: Span) -> bool:
         """Whether the span has been started in this step."""
@@ -279,7 +282,7 @@ class OrderedAllReduce:
         kind, number = self._meaning(tag)
         if borrowed is not None:
             if borrowed.size != self._shares[number].size:
-                what = f"rank {peer} lends another size as {self.described(tag)}"
+                what = f"{self._named(peer)} lends another size as {self.described(tag)}"
                 raise ProtocolError(what, got=borrowed.size, expected=self._shares[number].size)
             self._open[number].parts[peer] = borrowed
         if kind is _Kind.FACTS:
@@ -305,10 +308,15 @@ class OrderedAllReduce:
         self.step += 1
         self._begin()
 
+    def keep_parts(self, unwritten: Iterable[Completion]) -> None:
+        """Report that the links have ended, and the receives that had written nothing: those shares are parts still."""
+        for _, peer, tag in unwritten:
+            if (peer, tag) in self._receives and self._meaning(tag)[0] is _Kind.SUM:
+                self._states[self._meaning(tag)[1]] = State.SENT
+
     def frontier(self) -> bytes:
         """How far the step has come on this rank, as bytes for the other ranks' `resume`."""
-        known = bytes([rank in self._known for rank in range(self.world_size)])
-        return _HEADER.pack(self.step) + self._states + known
+        return frontier_of(self.step, self._states, [rank in self._known for rank in range(self.world_size)])
 
     def resume(self, frontiers: Sequence[bytes]) -> None:
         """Go on with the step over new links to the same ranks, after the old links were closed.
@@ -322,7 +330,7 @@ class OrderedAllReduce:
             HandshakeRefused: A rank has not contributed to what is summed: it dropped its window, or is a new process.
             ProtocolError: The frontiers cannot be of one step; names rank and share, and nothing has changed.
         """
-        states, known = self._read(frontiers)
+        states, known = frontiers_of(frontiers, self.rank, self.frontier(), self._owners, self.world_size)
         is_summed = states[self._owners, range(len(self._shares))] == State.SUMMED
         for number in np.flatnonzero(~is_summed).tolist():
             self._states[number] = State.LOCAL  # RECEIVING too: an owner that has no sum has sent none
@@ -460,12 +468,14 @@ class OrderedAllReduce:
                     index = share.chunks[column][0] + found[0]
                     if not 0 <= finds[rank, 0] <= index:
                         finds[rank] = index, found[1]
-        memory = self._memory(share)
+        memory, end = self._memory(share), share.start
         for (start, stop, _), target in zip(share.chunks, arena.targets, strict=True):
-            memory[start - share.start : stop - share.start] = target.data  # the padding between them stays zero
+            memory[end - share.start : start - share.start] = 0  # padding: a server's row holds what was there before
+            memory[start - share.start : stop - share.start] = target.data
+            end = stop
 
     def _memory(self, share: Share) -> Float32:
-        """What holds this rank's part of a share, and then its sum: the arena itself, or a row beside a device's."""
+        """What holds this rank's part of a share, and then its sum: the arena itself, or a row where there is none."""
         row = self._rows[share.number]
         if row is not None:
             return row[: share.size]
@@ -508,6 +518,9 @@ class OrderedAllReduce:
         # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another.
         return 6 * number + 2 * kind + self.step % 2
 
+    def _named(self, peer: int) -> str:
+        return "the server" if self.is_served and peer == self.world_size else f"rank {peer}"
+
     @staticmethod
     def _meaning(tag: int) -> tuple[_Kind, int]:
         return _Kind(tag % 6 // 2), tag // 6
@@ -515,7 +528,7 @@ class OrderedAllReduce:
     def _out_of_turn(self, what: str, peer: int, tag: int) -> ProtocolError:
         parity = "even" if tag % 2 == 0 else "odd"
         got, expected = f"{self.described(tag)} of an {parity} step", f"each transfer of step {self.step} once"
-        return ProtocolError(f"{what} rank {peer} out of turn", got=got, expected=expected)
+        return ProtocolError(f"{what} {self._named(peer)} out of turn", got=got, expected=expected)
 
     # ---- facts and frontiers ----
 
@@ -532,50 +545,8 @@ class OrderedAllReduce:
         indices = self._finds(owner)[:, 0]
         is_index = (indices == -1) | ((indices >= 0) & (indices < self._size))  # written so that NaN is none
         if not is_index.all():
-            raise ProtocolError(f"rank {owner} found what is not finite outside of the arena", got=indices.tolist())
-
-    def _read(self, frontiers: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Every rank's states of the shares, and whose facts it has; refuses those that cannot be of one step."""
-        size = _HEADER.size + len(self._shares) + self.world_size
-        if len(frontiers) != self.world_size:
-            raise ProtocolError("another number of frontiers", got=len(frontiers), expected=self.world_size)
-        frontiers = [frontier or _HEADER.pack(self.step) + bytes(size - _HEADER.size) for frontier in frontiers]
-        for rank, frontier in enumerate(frontiers):
-            if len(frontier) != size:
-                got, expected = f"{len(frontier)} bytes", f"{size} bytes, as of the same shares"
-                raise ProtocolError(f"rank {rank} sent another frontier", got=got, expected=expected)
-            (step,) = _HEADER.unpack_from(frontier)
-            if step != self.step:
-                raise ProtocolError(f"rank {rank} is in another step", got=step, expected=self.step)
-        if frontiers[self.rank] != self.frontier():
-            raise ProtocolError(f"the frontier of rank {self.rank} is not its own", do="pass them in rank order")
-        table = np.frombuffer(b"".join(frontiers), np.uint8).reshape(self.world_size, size)[:, _HEADER.size :]
-        states, known = table[:, : len(self._shares)], table[:, len(self._shares) :]
-        self._refuse_impossible(states, known)
-        return states, known
-
-    def _refuse_impossible(self, states: npt.NDArray[np.uint8], known: npt.NDArray[np.uint8]) -> None:
-        ranks = np.arange(self.world_size)
-        is_summed = states[self._owners, range(len(self._shares))] == State.SUMMED  # as each share's owner says
-        is_summed_by_one = (states == State.SUMMED).any(axis=0)
-        for rank in np.flatnonzero((is_summed_by_one & (states == State.LOCAL)).any(axis=1))[:1].tolist():
-            raise HandshakeRefused(
-                f"rank {rank} has not contributed to what step {self.step} has summed",
-                do="a new process, or one that dropped its window: discard() it on every rank, and accumulate it again",
-            )
-        impossible = (
-            (states > State.SUMMED)
-            | (~is_summed & (states == State.SUMMED))  # a sum that its owner does not have
-            | ((self._owners == ranks[:, None]) & (states == State.RECEIVING))
-        )
-        for rank, number in np.argwhere(impossible)[:1].tolist():
-            owner = self._owners[number]
-            got = f"state {states[rank, number]}, and state {states[owner, number]} at its owner, rank {owner}"
-            raise ProtocolError(f"rank {rank} says of share {number} what cannot be", got=got)
-        is_whole = np.array([owner in self._facts and is_summed[self._owners == owner].all() for owner in ranks])
-        impossible = (known > is_whole) | (np.eye(self.world_size, dtype=np.bool_) & (known != is_whole))
-        for rank, owner in np.argwhere(impossible)[:1].tolist():
-            raise ProtocolError(f"rank {rank} says of the facts of rank {owner} what cannot be", got=known[rank, owner])
+            what = f"{self._named(owner)} found what is not finite outside of the arena"
+            raise ProtocolError(what, got=indices.tolist())
 
 
 def _largest(shares: Sequence[Share]) -> int:

@@ -101,7 +101,7 @@ class Pump(NotCopied, instead="make one for each link"):
         self._wait_until(lambda: all_reduce.is_done, checked_seconds("timeout", timeout), self._late_for_sums)
 
     def gather(self, data: bytes, timeout: float) -> list[bytes]:
-        """Every rank's `data`, in rank order, on every rank; spans may be on their way meanwhile.
+        """Every rank's `data`, in rank order, then the server's if there is one; spans may be on their way meanwhile.
 
         Args:
             data: This rank's, at most 16 MiB.
@@ -112,7 +112,8 @@ class Pump(NotCopied, instead="make one for each link"):
             DeadlineExceeded: Some ranks were late; names them.
             PeerLost, ProtocolError, ExchangeError: As `wait`; a rank announces more than 16 MiB.
         """
-        gather, seconds = Gather(self._link.rank, self._link.world_size, data), checked_seconds("timeout", timeout)
+        link, seconds = self._link, checked_seconds("timeout", timeout)
+        gather = Gather(link.rank, link.world_size, data, link.hub)
         with self._lock:
             self._refuse_failed()
             if self._gather is not None:
@@ -142,6 +143,7 @@ class Pump(NotCopied, instead="make one for each link"):
             self._end_copies()
         finally:
             self._link.close()
+            self._keep_parts()
 
     # ---- the pump's thread ----
 
@@ -254,10 +256,18 @@ class Pump(NotCopied, instead="make one for each link"):
                 for completion in self._arena.poll(waits=True):
                     self._report(completion)
 
+    def _keep_parts(self) -> None:
+        """Tell the all-reduce which sums had not begun to arrive as the link was closed; once, as it may go on."""
+        unwritten, self._link.unwritten = self._link.unwritten, ()
+        if self._all_reduce is not None:
+            with self._lock:
+                self._all_reduce.keep_parts(unwritten)
+
     def _fail(self, fault: BaseException) -> None:
         self._failure = fault
         try:
             self._link.close()  # the other ranks wait for this one in vain
+            self._keep_parts()
             self._end_copies()  # nothing is told of them any more, and the rows may go
         finally:
             self._is_running = False
@@ -295,7 +305,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _damaged(self, peer: int, tag: int) -> ProtocolError:
         sent = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
-        what = f"what rank {peer} sent rank {self._link.rank} was damaged on the way: {sent}"
+        what = f"what {self._link.named(peer)} sent rank {self._link.rank} was damaged on the way: {sent}"
         return ProtocolError(what, do="reconnect on all ranks; test the memory and the network of both hosts")
 
     def _late_for_sums(self) -> tuple[int, str]:
@@ -304,9 +314,9 @@ class Pump(NotCopied, instead="make one for each link"):
         if late is None:
             return rank, f"rank {rank} waits for step {step} and has not started all of its spans"
         peer, missing = late
-        return peer, f"rank {peer} is late: rank {rank} waits for {missing} in step {step}"
+        return peer, f"{self._link.named(peer)} is late: rank {rank} waits for {missing} in step {step}"
 
     def _late_for(self, gather: Gather) -> tuple[int, str]:
         late = gather.awaited
-        who = f"rank {late[0]} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
+        who = f"{self._link.named(late[0])} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
         return late[0], f"{who} late for a gather (end of step or barrier), rank {self._link.rank} waits"

@@ -28,7 +28,7 @@ class Share:
     """A range of the arena that one rank, the owner, sums for all ranks; `start` and `stop` count elements."""
 
     number: int  # in backward order
-    owner: int  # the rank
+    owner: int  # the rank; the world size is the server's
     start: int
     stop: int
     chunks: tuple[PlacedChunk, ...]  # in arena order; between them there is padding only
@@ -49,7 +49,8 @@ def shares_of(
         layout: What is reduced.
         world_size: Ranks in the group.
         bucket_bytes: Buckets have at most so many bytes, or one chunk.
-        owner: The rank that owns all (a star); None gives each rank about an equal share of each bucket (a mesh).
+        owner: Who owns all, a rank or the server, whose number is the world size; None gives each rank about an equal
+            share of each bucket.
 
     Raises:
         CallerError: An argument is out of range, or the buckets are so small that there would be too many shares.
@@ -59,7 +60,8 @@ def shares_of(
         [(0, 0, 262144), (1, 262144, 524288)]
     """
     refuse_other_kind("layout", layout, GradientLayout)
-    hub, ranks = checked_rank(0 if owner is None else owner, world_size)
+    _, ranks = checked_rank(0, world_size)
+    hub = whole_number("owner", 0 if owner is None else owner, 0, ranks)
     size = whole_number("bucket_bytes", bucket_bytes, 4) // 4
     shares: list[Share] = []
     for first, (spans, bucket) in enumerate(_buckets(layout, size)):

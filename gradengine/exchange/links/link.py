@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -46,9 +47,12 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         bell: Wakes whoever uses this link; rung, from any thread, when `poll` may have something new.
         is_polled: Whether nobody rings it then.
         reads_in_place: Whether this link has `borrow`.
+        hub: The number of the server through which all goes, the world size: this rank has a link to nobody else, and
+            the server's own `rank` is that. None where each rank has one to each other.
         lost: The rank that this one has lost, or has given up to wait for; the others are told when the link closes.
         has_failed: Whether anybody here was told so, or of another error, and not in the background alone. A link that
             joins processes ends all of them then, when this one ends.
+        unwritten: Once this is closed, open receives that had certainly not begun to write into their memory.
     """
 
     rank: int
@@ -56,8 +60,10 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     bell: Bell
     is_polled: bool = False
     reads_in_place: bool = False
+    hub: int | None = None
     lost: int | None = None
     has_failed: bool = False
+    unwritten: Sequence[Completion] = ()
 
     @abstractmethod
     def send(self, peer: int, tag: int, memory: Memory) -> None:
@@ -104,14 +110,18 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         of this rank is waited for. May be called twice.
         """
 
+    def named(self, peer: int) -> str:
+        """Who that is, for errors."""
+        return "the server" if peer == self.hub else f"rank {peer}"
+
     def lost_by(self, peer: int, lost: int | None) -> PeerLost:
         """The error for a transfer with a rank that has closed its link, after it lost that one or none."""
         if lost is None or lost == peer:
-            self.lost, what = peer, f"rank {peer} is gone: it has closed its link"
+            self.lost, what = peer, f"{self.named(peer)} is gone: it has closed its link"
         elif lost == self.rank:
-            self.lost, what = peer, f"rank {peer} has closed its link: it waited for this rank ({lost}) too long"
+            self.lost, what = peer, f"{self.named(peer)} has closed its link: it waited for this rank ({lost}) too long"
         else:
-            self.lost, what = lost, f"rank {lost} is gone or late: rank {peer} has closed its link for that"
+            self.lost, what = lost, f"rank {lost} is gone or late: {self.named(peer)} has closed its link for that"
         return PeerLost(what, do="reconnect on all ranks")
 
 

@@ -44,12 +44,15 @@ class SocketLink(Link):
     Args:
         rank: This rank.
         connections: For each other rank its connections, in the same order on both sides; closed with the link.
+        hub: See `Link`: a rank's connections are with the server alone, and the server's with all ranks.
     """
 
     bell: _SocketBell
 
-    def __init__(self, rank: int, connections: Mapping[int, Sequence[socket.socket]]) -> None:
-        self.rank, self.world_size = rank, len(connections) + 1
+    def __init__(
+        self, rank: int, connections: Mapping[int, Sequence[socket.socket]], *, hub: int | None = None
+    ) -> None:
+        self.rank, self.hub, self.world_size = rank, hub, len(connections) + 1 if hub is None else hub
         self._connections = {peer: [_Connection(peer, each) for each in theirs] for peer, theirs in connections.items()}
         self._open: dict[Completion, Memory] = {}
         self._over: list[Completion] = []
@@ -102,9 +105,17 @@ class SocketLink(Link):
         connections = [connection for theirs in self._connections.values() for connection in theirs]
         return [connection.held for connection in connections if connection.held is not None]
 
+    def gone(self) -> list[int]:
+        """The ranks that have closed their links, or whose connections are lost."""
+        return [peer for peer, theirs in self._connections.items() if all(each.has_ended for each in theirs)]
+
     def close(self) -> None:
         self.bell.end()  # whoever waits for it has the lock
         with self._lock:
+            if self._connections:
+                written = [each.receiving for theirs in self._connections.values() for each in theirs]
+                open_now = [each for each in self._open if each.kind is Completed.RECEIVED]
+                self.unwritten = [each for each in open_now if each not in written]
             for theirs in self._connections.values():
                 for connection in theirs:
                     self._leave(connection)
@@ -170,7 +181,7 @@ class SocketLink(Link):
             while connection.missing:
                 count = connection.socket.recv_into(connection.missing)
                 if not count:
-                    raise _ended(connection.peer)
+                    raise self._ended(connection.peer)
                 connection.missing = connection.missing[count:]
             if (transfer := connection.receiving) is not None:
                 found = checksum(transfer.tag, self._open[transfer])
@@ -186,18 +197,21 @@ class SocketLink(Link):
         array, uint32, tag, uint64, connection.checksum, bin32, size = _HEAD.unpack(connection.head)
         peer, transfer = connection.peer, Completion(Completed.RECEIVED, connection.peer, tag)
         if (array, uint32, uint64, bin32) != _FORM or tag > _FAREWELL:
-            what, got = f"rank {peer} sent rank {self.rank} no head of a message", connection.head.hex(" ")
+            what, got = (
+                f"{self.named(peer)} sent {self.named(self.rank)} no head of a message",
+                connection.head.hex(" "),
+            )
             raise ProtocolError(what, got=got, expected=f"93 ce .. cf .. c6 .. with a tag below {_FAREWELL}")
         if tag == _FAREWELL:
             lost = connection.checksum - 1
             self._farewells[peer] = lost if 0 <= lost < self.world_size else None
-            raise _ended(peer)
+            raise self._ended(peer)
         if transfer not in self._open:
             connection.held = tag
             return
         memory = self._open[transfer]
         if size != memory.nbytes:
-            what = f"rank {peer} sent rank {self.rank} another size with tag {tag}"
+            what = f"{self.named(peer)} sent {self.named(self.rank)} another size with tag {tag}"
             raise ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
         connection.receiving, connection.missing = transfer, _view(memory)
 
@@ -220,12 +234,15 @@ class SocketLink(Link):
     def _fail(self, peer: int, fault: OSError | PeerLost | ProtocolError) -> None:
         """Send nothing more to a rank; the first fault is the one that is raised."""
         if isinstance(fault, OSError):
-            what = f"rank {peer} is gone: the connection with it is lost ({fault.strerror or fault})"
+            what = f"{self.named(peer)} is gone: the connection with it is lost ({fault.strerror or fault})"
             fault = PeerLost(what, do="reconnect on all ranks")
         self._faults.setdefault(peer, fault)
         for connection in self._connections[peer]:
             connection.outgoing.clear()
             self._watch(connection)
+
+    def _ended(self, peer: int) -> PeerLost:
+        return PeerLost(f"{self.named(peer)} is gone: its connection has ended", do="reconnect on all ranks")
 
     def _leave(self, connection: _Connection) -> None:
         """Close a connection, after a farewell if it is not in the middle of a message."""
@@ -356,7 +373,3 @@ if hasattr(os, "register_at_fork"):
 def _view(memory: Memory) -> memoryview:
     """The bytes of memory."""
     return memory.reshape(-1).view(np.uint8).data if memory.nbytes else memoryview(b"")
-
-
-def _ended(peer: int) -> PeerLost:
-    return PeerLost(f"rank {peer} is gone: its connection has ended", do="reconnect on all ranks")

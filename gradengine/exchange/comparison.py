@@ -1,0 +1,137 @@
+"""What ranks tell each other when they join, and what must be alike on all of them; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from gradengine.errors import HandshakeRefused, ProtocolError
+from gradengine.exchange.handshake import differing_rows
+from gradengine.exchange.interface import Membership, other_way
+from gradengine.layout import GradientLayout
+from gradengine.unpacking import unpack
+
+_VERSION = 1  # of what is told; all ranks need the same
+
+
+class Hello(NamedTuple):
+    """What a rank tells of itself."""
+
+    layout: str = ""  # its fingerprint
+    bucket_bytes: int = 4
+    step: int = 0
+    is_over_another_kind: bool = False  # the step is half summed, and not over links like these
+    nonce: bytes = b""  # rank 0's names the group
+    group: bytes = b""  # the rest: where the step was begun
+    group_rank: int = 0
+    group_size: int = 0
+    cut: int = 0  # its bucket_bytes
+    may_hold_sums: bool = False
+    frontier: bytes = b""  # empty where no span was started
+
+
+class ServerHello(NamedTuple):
+    """What a server tells of itself."""
+
+    bucket_bytes: int = 4
+    most_bytes: int = 0  # of a layout's arena
+
+
+def packed(hello: Hello | ServerHello) -> bytes:
+    """A hello as bytes for the others."""
+    data: bytes = msgpack.packb([_VERSION, *hello])
+    return data
+
+
+def hellos_of(parts: Sequence[bytes]) -> tuple[list[Hello], int]:
+    """What each rank tells, and rank 0's bucket_bytes; `HandshakeRefused` where a rank speaks another version."""
+    hellos = [Hello(*_fields(f"rank {rank}", part, Hello())) for rank, part in enumerate(parts)]
+    return hellos, hellos[0].bucket_bytes
+
+
+def server_hello_of(part: bytes, layout: GradientLayout) -> ServerHello:
+    """What the server tells; `HandshakeRefused` where it speaks another version, or the layout is too large for it."""
+    hello = ServerHello(*_fields("the server", part, ServerHello()))
+    refuse_large(layout, hello.most_bytes)
+    return hello
+
+
+def refuse_large(layout: GradientLayout, most_bytes: int) -> None:
+    """Raise `HandshakeRefused` for a layout whose arena is larger than a server takes."""
+    if layout.nbytes > most_bytes:
+        what, expected = "the layout is larger than this server takes", f"at most {most_bytes}"
+        raise HandshakeRefused(what, got=f"{layout.nbytes} bytes", expected=expected)
+
+
+def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
+    """Raise `HandshakeRefused` for ranks with other layouts or steps; `tables` are the layouts', where they differ."""
+    for rank, hello in enumerate(hellos):
+        if hello.layout != hellos[0].layout:
+            rows = differing_rows(tables[rank], tables[0])
+            raise HandshakeRefused(
+                f"layouts differ between rank {rank} (here) and rank 0 (there):\n{rows}",
+                do="build the layout from the same model on every rank",
+            )
+    for rank, hello in enumerate(hellos):
+        if hello.step != hellos[0].step:
+            what, do = f"rank {rank} is at another step", "restart all from one checkpoint"
+            raise HandshakeRefused(what, got=hello.step, expected=hellos[0].step, do=do)
+        if hello.is_over_another_kind:
+            raise other_way(rank)
+
+
+def group_to_resume(hellos: Sequence[Hello]) -> bytes:
+    """The identifier of the group in which a half-summed step must be resumed; empty if there is no such step.
+
+    `HandshakeRefused` for a rank that began the step as another rank or in another group: its part would be missing
+    from some sums, or counted twice.
+    """
+    group = next((hello.group for hello in hellos if hello.may_hold_sums), b"")
+    for rank, hello in enumerate(hellos):
+        as_it_was = Membership(group, rank, len(hellos))
+        membership = Membership(hello.group, hello.group_rank, hello.group_size)
+        if group and hello.frontier and membership != as_it_was:
+            raise HandshakeRefused(
+                f"step {hello.step} is half summed and rank {rank} took part in it as another",
+                got=as_it_was,
+                expected=membership,
+                do="reconnect all ranks as they were, or discard() the window on every rank",
+            )
+    return group
+
+
+def refuse_lost_sums(hellos: Sequence[Hello]) -> None:
+    """Raise `HandshakeRefused` for a rank with sums of the open step, over a server, which keeps none."""
+    for rank, hello in enumerate(hellos):
+        if hello.may_hold_sums:
+            raise HandshakeRefused(
+                f"rank {rank} has sums of step {hello.step} that the server lost",
+                do="the local contributions are gone: discard() the window on every rank and accumulate it again",
+            )
+
+
+def refuse_other_cut(hellos: Sequence[Hello], bucket_bytes: int) -> None:
+    """Raise `HandshakeRefused` for a rank whose half-summed step was cut into other buckets."""
+    for rank, hello in enumerate(hellos):
+        if hello.frontier and hello.cut != bucket_bytes:
+            raise HandshakeRefused(
+                f"rank {rank} is in the middle of a step cut into other buckets",
+                got=f"bucket_bytes={bucket_bytes}",
+                expected=f"bucket_bytes={hello.cut}",
+                do="reconnect with the same bucket_bytes, or discard() the window on every rank",
+            )
+
+
+def _fields(who: str, part: bytes, like: Hello | ServerHello) -> list[Any]:
+    """The fields of a hello, each of its type."""
+    told = unpack(part, f"the hello of {who}")
+    if not isinstance(told, list) or told[:1] != [_VERSION] or len(told) != 1 + len(like):
+        version = told[0] if isinstance(told, list) and told else told
+        what, do = f"{who} speaks another version", "install one version of gradengine on all ranks"
+        raise HandshakeRefused(what, got=version, expected=_VERSION, do=do)
+    fields = told[1:]
+    if [*map(type, fields)] != [*map(type, like)] or fields[like._fields.index("bucket_bytes")] < 4:
+        raise ProtocolError(f"the hello of {who} is invalid", got=repr(told)[:200])
+    return fields

@@ -1,0 +1,215 @@
+"""A served group at its server: all of its ranks send their parts here, each share is summed and sent to all.
+
+One thread, and memory for the shares that are in flight alone. What the ranks tell each other goes through here too;
+first they compare themselves, as all ranks do, and rank 0 tells its layout, which the server cuts into shares.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+from gradengine.errors import (
+    DeadlineExceeded,
+    ExchangeError,
+    LayoutMismatch,
+    NotCopied,
+    PeerLost,
+    ProtocolError,
+)
+from gradengine.exchange.comparison import (
+    Hello,
+    ServerHello,
+    group_to_resume,
+    hellos_of,
+    packed,
+    refuse_differing,
+    refuse_large,
+    refuse_lost_sums,
+)
+from gradengine.exchange.gather import Gather, is_of_gather
+from gradengine.exchange.links.link import Completed, Completion
+from gradengine.exchange.links.sockets import SocketLink
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.shares import shares_of
+from gradengine.exchange.transfers import Receive, Send
+from gradengine.kernels import HostKernels
+from gradengine.layout import GradientLayout, Span, layout_from_table
+
+_LOOK_SECONDS = 0.1  # until a server that waits looks at the clock again
+
+
+@final
+class Hub(NotCopied, instead="make one for each group"):
+    """Serves one group over a link to all of its ranks.
+
+    Args:
+        link: The server's; closed in the end.
+        timeout: Seconds without a transfer that is over after which a rank that others wait for is given up.
+        bucket_bytes: Bytes of a share.
+        most_bytes: Of a layout's arena.
+        clock: What seconds are counted by.
+    """
+
+    def __init__(
+        self,
+        link: SocketLink,
+        *,
+        timeout: float,
+        bucket_bytes: int,
+        most_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link, self._timeout, self._clock = link, timeout, clock
+        self._bucket_bytes, self._most_bytes = bucket_bytes, most_bytes
+        self._hellos: list[Hello] = []
+        self._spans: Sequence[Span] = ()
+        self._all_reduce: OrderedAllReduce | None = None  # once the ranks have been compared
+        self._gather, self._is_gathering = self._next_gather(), False
+        self._is_summing = False  # whether a rank has begun the step
+        self._moved_at = clock()
+
+    def serve(self, is_closing: Callable[[], bool] = lambda: False) -> None:
+        """Return when all ranks have left, between two steps; or when `is_closing`, which is looked at now and then.
+
+        Raises:
+            PeerLost: A rank left that others wait for; names it.
+            DeadlineExceeded: A rank that others wait for was too late; names it.
+            HandshakeRefused: The ranks differ in what must be alike.
+            ProtocolError: A rank sent what it should not, or it was damaged on the way.
+        """
+        try:
+            while not (is_closing() or self._is_over()):
+                if not self._turn():
+                    self._refuse_late()
+                    self._link.bell.wait(min(self._timeout, _LOOK_SECONDS))
+        finally:
+            self._link.close()
+
+    def _turn(self) -> bool:
+        """Report what is over, and begin what follows; whether there was anything."""
+        over = self._link.poll()
+        for completion in over:
+            self._moved_at = self._clock()
+            try:
+                self._report(completion)
+            except ProtocolError:
+                self._link.lost = completion.peer  # the others are told whose fault it is
+                raise
+            if self._gather.is_done:
+                parts, self._gather, self._is_gathering = self._gather.parts, self._next_gather(), False
+                self._look_at(parts[:-1])
+            self._begin()
+        return self._begin() or bool(over)
+
+    def _report(self, completion: Completion) -> None:
+        kind, peer, tag = completion
+        if kind is Completed.DAMAGED:
+            raise self._damaged(peer, tag)
+        if is_of_gather(tag):
+            self._gather.over(completion)
+            return
+        all_reduce = self._sums
+        if kind is Completed.SENT:
+            all_reduce.sent(peer, tag)
+        else:
+            all_reduce.received(peer, tag)
+        if all_reduce.is_done:
+            all_reduce.next_step()
+            self._begin_step()
+
+    def _begin(self) -> bool:
+        """Begin the transfers that are to be made now; whether there were any.
+
+        Nothing is received of a gather or step that no rank has begun: one that leaves before it is not missed.
+        """
+        held = [is_of_gather(tag) for tag in self._link.held()]
+        self._is_gathering = self._is_gathering or True in held
+        self._is_summing = self._is_summing or (False in held and self._all_reduce is not None)
+        transfers = self._gather.transfers() if self._is_gathering else []
+        if self._is_summing:
+            transfers += self._sums.transfers()
+        if transfers:
+            self._moved_at = self._clock()
+        for transfer in transfers:
+            if isinstance(transfer, Send):
+                self._link.send(*transfer)
+            else:
+                assert isinstance(transfer, Receive)  # noqa: S101  (there is no arena, and nothing is read in place)
+                self._link.receive(*transfer)
+        return bool(transfers)
+
+    # ---- the group ----
+
+    def _next_gather(self) -> Gather:
+        own = packed(ServerHello(self._bucket_bytes, self._most_bytes)) if not self._hellos else b""
+        return Gather(self._link.rank, self._link.world_size, own, self._link.hub)
+
+    def _look_at(self, parts: list[bytes]) -> None:
+        """Compare the ranks by what they gather first, as each of them does; the rest is theirs."""
+        if self._all_reduce is not None:
+            return
+        if not self._hellos:
+            self._hellos, _ = hellos_of(parts)
+            return
+        refuse_differing(self._hellos, parts)
+        group_to_resume(self._hellos)
+        refuse_lost_sums(self._hellos)
+        layout = self._layout_of(parts[0])
+        ranks = self._link.world_size
+        shares = shares_of(layout, ranks, self._bucket_bytes, owner=ranks)
+        step, self._spans = self._hellos[0].step, layout.spans
+        self._all_reduce = OrderedAllReduce(ranks, ranks, layout, shares, None, HostKernels(), step=step)
+        self._begin_step()
+
+    def _layout_of(self, table: bytes) -> GradientLayout:
+        try:
+            layout = layout_from_table(table)
+        except LayoutMismatch as fault:
+            raise ProtocolError(f"rank 0: {fault}") from None
+        if layout.fingerprint != self._hellos[0].layout:
+            what, expected = "rank 0 sent the table of another layout", self._hellos[0].layout
+            raise ProtocolError(what, got=layout.fingerprint, expected=expected)
+        refuse_large(layout, self._most_bytes)
+        return layout
+
+    def _begin_step(self) -> None:
+        self._is_summing = False
+        for span in self._spans:
+            self._sums.start(span)
+
+    @property
+    def _sums(self) -> OrderedAllReduce:
+        assert self._all_reduce is not None, "nothing of a step is received before"  # noqa: S101
+        return self._all_reduce
+
+    def _is_over(self) -> bool:
+        """Whether all ranks have left."""
+        if len(self._link.gone()) < self._link.world_size:
+            return False
+        if self._all_reduce is None:
+            raise PeerLost("all ranks left before they had been compared", do="see what they say")
+        return not (self._is_gathering or self._is_summing)
+
+    # ---- who is late ----
+
+    def _refuse_late(self) -> None:
+        seconds = self._clock() - self._moved_at
+        if seconds <= self._timeout:
+            return
+        late = self._all_reduce.awaited if self._all_reduce is not None and self._is_summing else None
+        if late is not None:
+            rank, what = late[0], f"{late[1]} in step {self._sums.step}"
+        elif self._is_gathering:
+            rank, what = self._gather.awaited[0], "a gather (end of step or barrier)"
+        else:
+            return  # nobody waits for another
+        self._link.lost = rank
+        what = f"rank {rank} is late: others wait for {what}"
+        raise DeadlineExceeded(what, got=f"nothing for {self._timeout:g} s", do="see what the late ranks do")
+
+    def _damaged(self, peer: int, tag: int) -> ExchangeError:
+        sent = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
+        what = f"what rank {peer} sent the server was damaged on the way: {sent}"
+        return ProtocolError(what, do="reconnect on all ranks; test the memory and the network of both hosts")
