@@ -1,6 +1,6 @@
 """How long ranks that are joined by links take for a sum, beside what they would use instead.
 
-Run:    python bench/links.py --ranks 2                threads of one process, beside a coordinator that adds all
+Run:    python bench/links.py --ranks 2                threads of one process, beside one that adds all by NumPy
         mpiexec -n 2 python bench/links.py --by mpi    processes, beside MPI's own Allreduce
         torchrun --nproc-per-node 2 bench/links.py --by torch    beside torch's all_reduce over gloo
         torchrun --nproc-per-node 2 bench/links.py --by tcp      or unix: sockets of our own, beside the same
@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine import Exchange, GradientLayout, connect, local_group
-from gradengine.exchange.group import Group
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, Progress
+from gradengine.exchange.interface import Progress
 from gradengine.exchange.linked import LinkedExchange
-from gradengine.exchange.local import LocalExchange
 from gradengine.exchange.mesh import Listener, mesh
 
 Array = npt.NDArray[np.float32]
@@ -91,19 +90,27 @@ def compared(ours: Rank, theirs: Rank, other: Sum, repeats: int) -> dict[str, fl
 
 
 def threads(ranks: int, megabytes: int, repeats: int) -> dict[str, float]:
-    """Seconds of `local_group`, and of ranks in one process with a coordinator."""
-    group = Group(ranks, SECONDS, SECONDS, DEFAULT_BUCKET_BYTES)
-    pairs = zip(local_group(ranks), [LocalExchange(group, rank) for rank in range(ranks)], strict=True)
+    """Seconds of `local_group`, and of one thread that adds all arenas by NumPy and copies the sum to each."""
+    arenas, meet = [np.empty(0, np.float32)] * ranks, threading.Barrier(ranks)
 
-    def work(pair: tuple[Exchange, Exchange]) -> dict[str, float]:
-        ours, theirs = (Rank(exchange, megabytes) for exchange in pair)
-        found = compared(ours, theirs, theirs.sum, repeats)
-        ours.exchange.gather(b"")
-        ours.exchange.close()
+    def by_numpy() -> None:
+        if meet.wait() == 0:
+            for other in arenas[1:]:
+                np.add(arenas[0], other, out=arenas[0])
+            for other in arenas[1:]:
+                np.copyto(other, arenas[0])
+        meet.wait()
+
+    def work(exchange: Exchange) -> dict[str, float]:
+        rank = Rank(exchange, megabytes)
+        arenas[exchange.rank] = rank.arena
+        found = compared(rank, rank, by_numpy, repeats)
+        exchange.gather(b"")
+        exchange.close()
         return found
 
     with ThreadPoolExecutor(ranks) as pool:
-        return next(iter(list(pool.map(work, pairs))))
+        return next(iter(list(pool.map(work, local_group(ranks)))))
 
 
 def processes(by: str, megabytes: int, repeats: int) -> dict[str, float]:

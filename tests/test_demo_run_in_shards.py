@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from test_demo_run import TEXTS, ended, replayed, silent
-from transports import SOON, coordinated, deadline_when, outcomes
+from transports import SOON, outcomes
 
 from gradengine.demo import worker
 from gradengine.demo.model import LlamaConfig, initial_weights
@@ -18,7 +18,8 @@ from gradengine.demo.run import replay_all, train
 from gradengine.demo.settings import Settings, Transport
 from gradengine.demo.worker import Learner, Listening
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost, WindowError
-from gradengine.exchange import GradientServer
+from gradengine.exchange import GradientServer, local_group
+from gradengine.exchange.linked import LinkedExchange
 from gradengine.trainer import weights_digest
 
 MODEL = LlamaConfig(num_blocks=1, hidden_size=16, num_kv_heads=4, intermediate_size=32, sequence_length=16)
@@ -261,19 +262,21 @@ def test_a_port_that_is_taken_is_said_before_any_door_is_named():
 
 def test_a_silent_worker_is_named_and_not_the_shards_that_wait_for_each_other(monkeypatch):
     """Shards wait longer for each other than workers do, so that it is the workers' deadline that passes."""
-    sound = worker.DistributedTrainer.train_batch
+    sound, now = worker.DistributedTrainer.train_batch, [0.0, 0.0]  # the clock, and what it goes by at each look
 
     def silent_at_two(self, shard):
         if (self.rank, self.engine.layout.tp_rank, self.step) == (1, 1, 2):
-            workers = exchanges[1][1]._group
-            with workers.lock:
-                assert workers.changed.wait_for(lambda: workers.failure is not None, SOON)
+            now[1] = 10 * SOON
+            while exchanges[1][0]._failure is None:  # within the test's own time
+                threading.Event().wait(0.01)
         return sound(self, shard)
 
+    def clock():
+        now[0] += now[1]
+        return now[0]
+
     monkeypatch.setattr(worker.DistributedTrainer, "train_batch", silent_at_two)
-    with deadline_when(
-        monkeypatch, (1,), (0,), "of step 2", number=1
-    ):  # of the two shards' groups of workers the second
-        exchanges = [coordinated(2) for _ in range(2)]
-        with pytest.raises(DeadlineExceeded, match=r"^rank 1 is late for .*rank 0 is waiting"):
-            worker._train(SETTINGS, TEXTS, list(zip(*exchanges, strict=True)), lambda report: None)
+    exchanges = [local_group(2, timeout=SOON, join_timeout=SOON) for _ in range(2)]
+    exchanges[1][0] = LinkedExchange(exchanges[1][0]._link, timeout=SOON, clock=clock)  # of the second shard's group
+    with pytest.raises(DeadlineExceeded, match=r"^rank 1 is late.* rank 0 waits"):
+        worker._train(SETTINGS, TEXTS, list(zip(*exchanges, strict=True)), lambda report: None)

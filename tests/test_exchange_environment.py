@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from transports import SMALL, SOON, Worker, contributions, leave_together, on_all, rank_order_sum
 
 from gradengine.errors import CallerError, HandshakeRefused
-from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange import GradientServer, WorkerClient, connect, mesh
 from gradengine.exchange.environment import (
     JOBS,
     LAUNCHERS,
@@ -325,7 +326,14 @@ def test_two_steps_of_one_allocation_are_one_job(environment):
 
 
 @pytest.mark.parametrize("around", [{}, {"SLURM_JOB_ID": "1"}], ids=["by hand", "in a job of its own"])
-def test_a_coordinator_outside_takes_its_first_rank_s_job(environment, around):
+def test_a_server_outside_takes_its_first_rank_s_job(environment, around, monkeypatch):
+    has_joined, admit = threading.Event(), mesh._Joining._admit
+
+    def admitted(joining, line, hello, given):
+        admit(joining, line, hello, given)
+        has_joined.set()
+
+    monkeypatch.setattr(mesh._Joining, "_admit", admitted)
     with launched(environment, around, lambda: GradientServer(2)) as server:
         first, other, second = (
             launched(
@@ -337,8 +345,7 @@ def test_a_coordinator_outside_takes_its_first_rank_s_job(environment, around):
         )
 
         def second_after_another_job_s():
-            with server.group.lock:
-                assert server.group.changed.wait_for(lambda: 0 in server.group.members, SOON)
+            assert has_joined.wait(SOON)
             return refusal_of(other), Worker(second, SMALL, DATA[1]).bind()
 
         with first, second:

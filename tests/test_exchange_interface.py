@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transports import LARGE, SMALL, coordinated
+from transports import LARGE, SMALL
 
 from gradengine.errors import CallerError, WindowError
 from gradengine.exchange import local_group
@@ -100,7 +100,6 @@ def test_next_step_forgets_the_last():
 
 def test_sizes_are_integers_of_any_kind_and_times_are_numbers():
     assert type(checked_seconds("timeout", np.float32(2))) is float
-    assert type(coordinated(1, bucket_bytes=np.int32(4096))[0]._group.bucket_bytes) is int
     exchanges = local_group(np.int64(2), timeout=np.float32(5), bucket_bytes=np.int64(64))
     assert [(exchange.rank, exchange.world_size) for exchange in exchanges] == [(0, 2), (1, 2)]
 

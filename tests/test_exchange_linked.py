@@ -286,12 +286,12 @@ def test_a_healthy_exchange_is_left_for_another():
 
 def test_a_step_begun_over_links_goes_on_over_links_and_another_does_not():
     over_links = half_summed()
-    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET, join_timeout=SOON) as exchanges:
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET, join_timeout=SOON) as exchanges:
         for worker, exchange in zip(over_links, exchanges, strict=True):
             worker.exchange = exchange
         errors = outcomes(Worker.bind, over_links)
     assert all("begun over another kind of exchange" in str(error) for error in errors)
-    with group(Transport.LOCAL, WORLD, bucket_bytes=BUCKET) as exchanges:
+    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
         others = bound(exchanges, SMALL, contributions(SMALL, WORLD))
         on_all(Worker.sum, others)
     refused_alike(rejoined(others), "rank 0 is in the middle of a step that was begun over another kind of exchange")
@@ -522,13 +522,13 @@ def engine_steps(exchange, *, seeds=(1, 2, 3), streamed=False, average="weighted
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("average", ["weighted", "per_worker"])
-def test_an_engine_over_links_hands_back_what_one_over_a_coordinator_does(streamed, average):
+def test_an_engine_over_links_hands_back_what_one_over_a_server_does(streamed, average):
     def steps(transport):
         with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
             return on_all(lambda exchange: engine_steps(exchange, streamed=streamed, average=average), exchanges)
 
     over_links = steps(Transport.THREADS)
-    assert over_links == steps(Transport.LOCAL)
+    assert over_links == steps(Transport.SERVER)
     assert over_links[0] == over_links[1] == over_links[2]
 
 

@@ -8,16 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from transports import LARGE, SOON, Worker, contributions, on_all, outcomes, package_threads
+from transports import LARGE, SOON, Worker, contributions, on_all, outcomes, package_threads, rank_order_sum
 
-from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
-from gradengine.exchange import GradientServer, LocalExchange, WorkerClient
-from gradengine.exchange.coordinator import Stall
-from gradengine.exchange.interface import buckets_of
+from gradengine.errors import CallerError, ExchangeError, PeerLost
+from gradengine.exchange import GradientServer, WorkerClient
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
 WORLD = 3
@@ -44,112 +41,76 @@ def says(running, line):
 
 @contextlib.contextmanager
 def two_ranks_and_a_process(spans, **options):
-    """Ranks 0 (hosting) and 2 as threads of this process, bound; rank 1 as a process that started some spans."""
+    """Ranks 0 and 2 as threads of this process, bound, and a server; rank 1 as a process that started some spans."""
     server = GradientServer(WORLD, bucket_bytes=1000, **options)
     address = "{}:{}".format(*server.address)
-    exchanges = [LocalExchange(server.group, 0, on_close=server.close), WorkerClient(server.address, 2, WORLD)]
+    exchanges = [WorkerClient(server.address, rank, WORLD) for rank in (0, 2)]
     data = contributions(LARGE, WORLD)
     workers = [Worker(exchange, LARGE, data[exchange.rank]) for exchange in exchanges]
     try:
         with process("worker", address, 1, spans) as running:
             on_all(Worker.bind, workers)
-            says(running, "joined")
             says(running, "started")
             yield workers, running
     finally:
-        for exchange in reversed(exchanges):
+        for exchange in exchanges:
             exchange.close()
+        server.close()
 
 
-def sum_of_all(workers, spans, meanwhile):
-    """What each worker's step ends with and how long after `meanwhile()`.
-
-    That runs once the others wait for what rank 1 has not started: all that it did has come.
-    """
-    began, first = [], sum(bucket.span in LARGE.spans[:spans] for bucket in buckets_of(LARGE, 1000))
-
-    def strike():
-        coordinator = workers[0].exchange._group
-        wanted = Stall(late=(1,), waiting=(0, 2), what=f"bucket {first} of step 0")
-        with coordinator.lock:
-            coordinator.changed.wait_for(lambda: coordinator.coordinator.stall() == wanted, SOON)
-        began.append(time.monotonic())
-        meanwhile()
-
-    def step(worker):
-        error = outcomes(Worker.sum, [worker])[0]
-        return error, time.monotonic()
-
-    thread = threading.Thread(target=strike)
-    thread.start()
-    results = on_all(step, workers)
-    thread.join(SOON)
-    return [(error, ended - began[0]) for error, ended in results]
+def wait_for_sums(workers):
+    """Return once these ranks have all sums of what all three have started."""
+    for worker in workers:
+        for span in LARGE.spans:
+            worker.exchange.start(span)
+    started = LARGE.spans[0]
+    total = rank_order_sum(contributions(LARGE, WORLD))[started.start : started.stop].tobytes()
+    for worker in workers:
+        while worker.arena[started.start : started.stop].tobytes() != total:
+            threading.Event().wait(0.01)  # within the test's own time
 
 
 def test_killed_worker_is_an_error_on_all_others_at_once():
     with two_ranks_and_a_process(spans=2) as (workers, running):
-        results = sum_of_all(workers, 2, running.kill)
-        for error, seconds in results:
+        wait_for_sums(workers)
+        running.kill()
+        for error in outcomes(lambda worker: worker.exchange.wait(), workers):
             assert isinstance(error, PeerLost), error
-            assert "rank 1" in str(error)
-            assert seconds < SOON
-        print(f"from kill to error: {max(seconds for _, seconds in results):.3f} s")
-        assert workers[0].progress.summed > 0, "it was in the middle of a step"  # what rank 2 was sent may be lost
+            assert "rank 1 is gone or late: the server has closed its link for that" in str(error)
     assert not package_threads()
 
 
 def test_stopped_worker_is_named_after_the_deadline():
-    with two_ranks_and_a_process(spans=1, timeout=1.0) as (workers, running):
-        results = sum_of_all(workers, 1, lambda: running.send_signal(signal.SIGSTOP))
-        late = sum(bucket.span is LARGE.spans[0] for bucket in buckets_of(LARGE, 1000))  # all of the span it started
-        for error, seconds in results:
-            assert isinstance(error, DeadlineExceeded), error
-            assert f"rank 1 is late for bucket {late} of step 0, ranks 0, 2 are waiting: got nothing for 1 s" in str(
-                error
-            )
-            assert 0.5 < seconds < SOON
-
-
-def test_dead_coordinator_is_an_error_on_all_workers_at_once():
-    with process("coordinator", "127.0.0.1:0", 0, 2) as running:
-        host, _, port = running.stdout.readline().strip().rpartition(":")
-        exchanges = [WorkerClient((host, int(port)), rank, WORLD) for rank in (1, 2)]
-        data = contributions(LARGE, WORLD)
-        workers = [Worker(exchange, LARGE, data[exchange.rank]) for exchange in exchanges]
-        on_all(Worker.bind, workers)
-        landed = threading.Event()
-        workers[1].take = lambda span, upto: landed.set()
-        killed = []
-
-        def kill():
-            landed.wait(SOON)
-            killed.append(time.monotonic())
-            running.kill()
-
-        threading.Thread(target=kill).start()
-        for error in outcomes(Worker.sum, workers):
-            assert isinstance(error, PeerLost), error
-            assert f"coordinator {host}:{port}" in str(error)
-        assert time.monotonic() - killed[0] < SOON
-        for exchange in exchanges:
-            exchange.close()
-    assert not package_threads()
-
-
-def test_stopped_coordinator_is_found_by_the_workers(monkeypatch):
-    monkeypatch.setattr("gradengine.exchange.tcp._GRACE_SECONDS", 0.2)
-    with process("coordinator", "127.0.0.1:0", 0, 1) as running:
-        host, _, port = running.stdout.readline().strip().rpartition(":")
-        exchanges = [WorkerClient((host, int(port)), rank, WORLD, timeout=1.0) for rank in (1, 2)]
-        data = contributions(LARGE, WORLD)
-        workers = [Worker(exchange, LARGE, data[exchange.rank]) for exchange in exchanges]
-        on_all(Worker.bind, workers)
-        says(running, "joined")
+    with two_ranks_and_a_process(spans=2, timeout=1.0) as (workers, running):
         running.send_signal(signal.SIGSTOP)
-        for error in outcomes(Worker.sum, workers):
-            assert isinstance(error, DeadlineExceeded), error
-            assert "waits for the sums and the coordinator is silent" in str(error)
+        for worker in workers:
+            for span in LARGE.spans:
+                worker.exchange.start(span)
+        for error in outcomes(lambda worker: worker.exchange.wait(), workers):
+            assert isinstance(error, PeerLost), error
+            assert "rank 1 is gone or late: the server has closed its link for that" in str(error)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_lost_server_is_an_error_on_all_workers(how, monkeypatch):
+    monkeypatch.setattr("gradengine.exchange.linked._GRACE_SECONDS", 0.2)
+    with process("server", "127.0.0.1:0", 0, 0) as running:
+        host, _, port = running.stdout.readline().strip().rpartition(":")
+        options = {"timeout": SOON if how == "killed" else 1.0}
+        exchanges = [WorkerClient((host, int(port)), rank, WORLD, **options) for rank in range(WORLD)]
+        data = contributions(LARGE, WORLD)
+        workers = [Worker(exchange, LARGE, data[exchange.rank]) for exchange in exchanges]
+        on_all(Worker.bind, workers)
+        for worker in workers:
+            worker.exchange.start(LARGE.spans[0])
+        running.kill() if how == "killed" else running.send_signal(signal.SIGSTOP)
+        for worker in workers:
+            for span in LARGE.spans[1:]:
+                worker.exchange.start(span)
+        for error in outcomes(lambda worker: worker.exchange.wait(), workers):
+            kind, says = (PeerLost, "the server is gone") if how == "killed" else (ExchangeError, "the server is late")
+            assert isinstance(error, kind), error
+            assert says in str(error)
         for exchange in exchanges:
             exchange.close()
     assert not package_threads()

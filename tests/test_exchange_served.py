@@ -549,6 +549,26 @@ def test_a_step_with_sums_is_refused_with_what_to_do():
         assert "discard() the window on every rank and accumulate it again" in str(error)
 
 
+def test_a_half_summed_step_is_refused_as_another_group_first():
+    with working() as (_, workers):
+        on_all(Worker.sum, workers)
+    for error in again(workers[:2]):
+        assert "step 0 is half summed and rank 0 took part in it as another: got rank 0 of 2 in group" in str(error)
+
+
+@pytest.mark.parametrize("how", ["dropped", "finished"])
+def test_ranks_may_come_together_anew_where_nothing_is_half_summed(how):
+    data = contributions(SMALL, WORLD)
+    with working() as (_, workers):
+        on_all(Worker.sum, workers)
+    for worker, contribution in zip(workers, data, strict=True):
+        worker.arena[:] = contribution
+        worker.progress.next_step() if how == "finished" else worker.progress.restart()
+    others = [workers[2], workers[0]]
+    assert again(others) == [None] * 2
+    assert {worker.arena.tobytes() for worker in others} == {rank_order_sum([data[2], data[0]]).tobytes()}
+
+
 def test_a_step_that_was_begun_over_a_server_is_not_resumed_without_one(tmp_path):
     with working(world_size=1) as (_, workers):
         on_all(Worker.sum, workers)

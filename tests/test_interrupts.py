@@ -573,5 +573,5 @@ class TestJoining:
                 user.engine.reconnect(user.spares.pop(0))
             return user.train()
 
-        with group(Transport.LOCAL, 2, **times) as first, group(Transport.LOCAL, 2, **times) as second:
+        with group(Transport.THREADS, 2, **times) as first, group(Transport.THREADS, 2, **times) as second:
             return on_all(work, [0, 1]), places

@@ -1,26 +1,18 @@
-"""What each algorithm sends, beside counts by hand, by playing it, and by the real exchange."""
+"""What each algorithm sends, beside counts by hand, and by playing it."""
 
 import itertools
 import json
 import math
 import statistics
-import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine import GradientLayout
-from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient
-from gradengine.exchange.channel import Channel
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, buckets_of
-from gradengine.exchange.wire import Gradient, Sum
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.plan.models import NAMED, load_model
-from gradengine.plan.prediction import coordinator_bytes
 from gradengine.plan.traffic import (
     ALGORITHMS,
     SOCKETS,
@@ -117,9 +109,8 @@ def test_even_algorithms_send_what_playing_them_sends(algorithm, messages, world
 @pytest.mark.parametrize("world", [2, 3, 4, 7])
 def test_the_star_sends_what_its_code_sends(world):
     """A bucket of each other rank to rank 0, and its sum to each."""
-    buckets = buckets_of(LAYOUT, DEFAULT_BUCKET_BYTES)
-    nbytes = [4 * (bucket.stop - bucket.start) for bucket in buckets]
-    sends = [message for i in range(len(buckets)) for r in range(1, world) for message in ((r, 0, i), (0, r, i))]
+    nbytes = [min(DEFAULT_BUCKET_BYTES, size - at) for size in SPANS for at in range(0, size, DEFAULT_BUCKET_BYTES)]
+    sends = [message for i in range(len(nbytes)) for r in range(1, world) for message in ((r, 0, i), (0, r, i))]
     out, into = played(world, nbytes, sends)
     traffic = star(SPANS, world, network())
     assert out[0] == into[0] == traffic.busiest_link_bytes == max(out)
@@ -320,65 +311,3 @@ def test_without_a_backward_all_is_exposed():
 def test_a_span_too_many_is_a_fault_of_the_program():
     with pytest.raises(ValueError, match="zip"):
         overlapped([1.0], 1.0, [1.0, 1.0], 0.0)
-
-
-# ---- the real exchange ----
-
-REAL = GradientLayout.of({"head": (100,), "layers.0.w": (3 << 19,), "layers.1.w": (1 << 18,)})
-
-
-def exchanged(world, watch):
-    """One step of the real star over TCP, a thread for each rank; what `watch` says of rank 0's end before it."""
-    server = GradientServer(world)
-    first = LocalExchange(server.group, 0, on_close=server.close)
-    exchanges = [first, *(WorkerClient(server.address, rank, world) for rank in range(1, world))]
-
-    def work(exchange):
-        arena, progress = np.full(REAL.arena_size, exchange.rank + 1, np.float32), Progress()
-        exchange.bind(REAL, arena, progress, lambda *_: None)
-        seen = watch(first) if exchange.rank == 0 else None
-        for span in REAL.spans:
-            exchange.start(span)
-        exchange.wait()
-        assert (arena == world * (world + 1) // 2).all()
-        return seen
-
-    try:
-        with ThreadPoolExecutor(world) as pool:
-            seen, *_ = pool.map(work, exchanges)
-            return seen
-    finally:
-        for exchange in reversed(exchanges):
-            exchange.close()
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_real_exchange_sends_the_bytes_and_messages_that_are_counted(world, monkeypatch):
-    sent, messages, lock, send = Counter(), Counter(), threading.Lock(), Channel.send
-
-    def counted(self, message, payload=b""):
-        with lock:
-            sent[type(message)] += memoryview(payload).nbytes * isinstance(message, (Gradient, Sum))
-            messages[type(message)] += 1
-        send(self, message, payload)
-
-    monkeypatch.setattr(Channel, "send", counted)
-    exchanged(world, watch=lambda _: None)
-    traffic = star(span_bytes(REAL), world, network())
-    assert sent[Sum] == sent[Gradient] == traffic.busiest_link_bytes
-    assert sent[Sum] + sent[Gradient] == traffic.total_bytes
-    assert messages[Sum] == messages[Gradient] == traffic.messages
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_real_coordinator_takes_the_memory_that_is_counted(world):
-    def buffers(exchange):
-        members = [exchange._group.members[rank] for rank in range(1, world)]
-        kept = [[*member._free, *member._arrived] for member in members]
-        return max(len(each) for each in kept), sum(array.nbytes for each in kept for array in each)
-
-    most, nbytes = exchanged(world, watch=buffers)
-    assert most <= 8
-    assert 0 < nbytes <= coordinator_bytes(REAL, world)
-    # One that is being filled or summed just then is in neither list.
-    assert nbytes >= coordinator_bytes(REAL, world) - 2 * (world - 1) * DEFAULT_BUCKET_BYTES

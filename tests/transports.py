@@ -11,20 +11,14 @@ import socket
 import sys
 import tempfile
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 
-from gradengine.exchange import GradientServer, LocalExchange, Progress, WorkerClient, connect, local_group
+from gradengine.exchange import GradientServer, Progress, WorkerClient, connect, local_group
 from gradengine.exchange.channel import Channel, connect_socket
-from gradengine.exchange.environment import job_or_launchers
-from gradengine.exchange.group import Group
-from gradengine.exchange.handshake import join_of, new_nonce, proof
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.pump import Pump
-from gradengine.exchange.wire import Challenge, Hello
 from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout
 
@@ -36,13 +30,11 @@ class Transport(enum.Enum):
     """Every way in which workers can be joined on one machine."""
 
     THREADS = "threads"  # of one process
-    LOCAL = "local"  # the same with a coordinator
     TCP = "tcp"  # by connect(): a connection of each two ranks
     UNIX = "unix"  # the same over Unix sockets
     SERVER = "server"  # a GradientServer alone, all ranks reach it over TCP
 
 
-BY_A_COORDINATOR = [Transport.LOCAL, Transport.SERVER]
 OVER_SOCKETS = [Transport.TCP, Transport.UNIX, Transport.SERVER]
 
 
@@ -84,7 +76,7 @@ class Failing(Link):
 
     def __init__(self, link, left=None, *, is_polled=False):
         self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
-        self.reads_in_place = link.reads_in_place
+        self.reads_in_place, self.hub = link.reads_in_place, link.hub
         self.send, self.receive, self.close = link.send, link.receive, link.close
         self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
         self.bell, self.is_polled = link.bell, is_polled
@@ -142,8 +134,6 @@ def group(transport, world_size, *, token=None, **options):
 def _exchanges(stack, transport, world_size, token, options):
     if transport is Transport.THREADS:
         return local_group(world_size, **options)
-    if transport is Transport.LOCAL:
-        return coordinated(world_size, **options)
     if transport is Transport.SERVER:
         server = GradientServer(world_size, token=token, **options)
         stack.callback(server.close)
@@ -156,51 +146,6 @@ def _exchanges(stack, transport, world_size, token, options):
         url = f"unix://{stack.enter_context(tempfile.TemporaryDirectory(prefix='ge'))}/s"
     hosted = connect(url, 0, world_size, token=token, **options)
     return [hosted] + [connect(hosted.url, rank, world_size, token=token, **options) for rank in range(1, world_size)]
-
-
-def coordinated(world_size, *, timeout=SOON, join_timeout=SOON, bucket_bytes=DEFAULT_BUCKET_BYTES):
-    """Exchanges of ranks that all are in their coordinator's process, as rank 0 of a group over sockets is."""
-    group = Group(world_size, timeout, join_timeout, bucket_bytes)
-    return [LocalExchange(group, rank) for rank in range(world_size)]
-
-
-@contextlib.contextmanager
-def deadline_when(monkeypatch, late, waiting, what, number=0):
-    """The clock of coordinators stands still, and jumps when exactly these ranks are late for it and these wait.
-
-    Who is named is then no matter of seconds. `number` says which of the groups that are made within is meant.
-    """
-    now, groups, sound = [0.0], [], Group.__init__
-
-    def noting(self, *arguments):
-        sound(self, *arguments)
-        groups.append(self)
-
-    def is_so():
-        watched = groups[number] if len(groups) > number else None
-        if watched is None or watched.coordinator is None:
-            return False
-        with watched.lock:
-            stall = watched.coordinator.stall([rank for rank, each in watched.members.items() if not each.has_all])
-        return stall and (stall.late, stall.waiting) == (late, waiting) and what in stall.what
-
-    def jump():
-        while not is_so():  # within the test's own time
-            if ended.wait(0.001):
-                return
-        now[0] += 10 * SOON
-        groups[number].fail_if_late(caller_waits=True)
-
-    ended, thread = threading.Event(), threading.Thread(target=jump)
-    with monkeypatch.context() as patch:
-        patch.setattr("gradengine.exchange.group.time", SimpleNamespace(monotonic=lambda: now[0]))
-        patch.setattr(Group, "__init__", noting)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
 
 
 def outcomes(work, arguments):
@@ -342,15 +287,4 @@ def knock(address):
     """A channel to a server that has not said anything yet."""
     channel = Channel(connect_socket(address, 5.0), "the server")
     channel.set_deadline(10.0)
-    return channel
-
-
-def join_by_hand(server, rank, world_size, layout=SMALL, *, token=None, progress=None, table=None):
-    """A channel that has joined as a worker does, up to the point where it waits for its welcome."""
-    channel, progress = knock(server.address), progress or Progress()
-    hello = Hello(rank, world_size, job_or_launchers(None), new_nonce())
-    channel.send(hello)
-    challenge, _ = channel.expect(Challenge)
-    own_proof = proof(token, "worker", hello, challenge.nonce)
-    channel.send(join_of(progress, own_proof), layout.table() if table is None else table)
     return channel

@@ -1,10 +1,11 @@
 """Ordered all-reduce over workers: one interface, the transports of it, the same bytes from each.
 
 In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `interface.py`
-is what an exchange is, and there are two. `linked.py` goes over threads, sockets, MPI or a process group of torch:
-`links/` moves bytes between any two ranks, `gather.py` small data over them; `ordered_all_reduce.py` adds the shares
-that `shares.py` cuts, each at its owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets. Where a
-server adds all, `group.py` does it, and `server.py` and `tcp.py` are its two ends. Imports `layout` and `kernels`.
+is what an exchange is, `linked.py` the only one, over threads, sockets, MPI or a process group of torch: `links/` moves
+bytes between any two ranks, `gather.py` small data over them, and `comparison.py` what must be alike;
+`ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its owner; `pump.py` runs it over a link;
+`mesh.py` connects ranks over sockets. In a group with a server, `server.py`, that owns all shares: `hub.py` runs it
+there. Imports `layout` and `kernels`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,17 @@ from gradengine.exchange.interface import (
     Progress,
     checked_seconds,
 )
-from gradengine.exchange.linked import DEFAULT_SHARE_BYTES, LinkedExchange, local_group
+from gradengine.exchange.linked import DEFAULT_SHARE_BYTES, LinkedExchange, WorkerClient, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.torch_group import torch_link
-from gradengine.exchange.local import LocalExchange
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.rendezvous import MPI_URL, address_of, is_over_mpi, joining
 from gradengine.exchange.server import GradientServer
-from gradengine.exchange.tcp import WorkerClient
 
 __all__ = [
     "Exchange",
     "GradientServer",
-    "LocalExchange",
     "NonFiniteValue",
     "Progress",
     "WorkerClient",
@@ -133,7 +131,7 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, *
         "url": "who the ranks are, and how they reach each other, is the group's",
         "token": "nobody can join who is not in the group already",
         "job": "the ranks are those of one group, whatever runs beside it",
-        "served": "there is no coordinator, each rank sums a share",
+        "served": "there is no server, each rank sums a share",
     }
     for name, value in given.items():
         if value is not None:

@@ -11,6 +11,7 @@ from typing import TypeVar, final
 
 from gradengine.arguments import refuse_other_kind, whole_number
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
+from gradengine.exchange.channel import Address
 from gradengine.exchange.comparison import (
     Hello,
     group_to_resume,
@@ -21,6 +22,7 @@ from gradengine.exchange.comparison import (
     refuse_other_cut,
     server_hello_of,
 )
+from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -53,9 +55,8 @@ DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as
 _GRACE_SECONDS = 5.0  # that a rank waits longer than its server, which knows who is late
 
 
-@final
 class LinkedExchange(Exchange):
-    """One rank's exchange over a link to each other rank.
+    """One rank's exchange over a link to each other rank, or to the server of its group.
 
     Args:
         link: This rank's, closed with the exchange; or where it comes to one as it binds.
@@ -233,8 +234,7 @@ class LinkedExchange(Exchange):
 
     def _hello(self, layout: GradientLayout, progress: Progress, link: Link) -> Hello:
         membership = progress.membership
-        carrier = progress.carrier if isinstance(progress.carrier, LinkedExchange) else None
-        all_reduce = carrier and carrier._all_reduce
+        all_reduce = progress.carrier._all_reduce if isinstance(progress.carrier, LinkedExchange) else None
         ways = (link.reads_in_place, link.hub is not None)
         is_other = all_reduce is not None and (all_reduce.reads_in_place, all_reduce.is_served) != ways
         return Hello(
@@ -250,6 +250,36 @@ class LinkedExchange(Exchange):
             may_hold_sums=all_reduce is not None and all_reduce.may_hold_sums,
             frontier=b"" if all_reduce is None else all_reduce.frontier(),
         )
+
+
+@final
+class WorkerClient(LinkedExchange):
+    """Exchange of a worker whose group has a `GradientServer`.
+
+    Args:
+        address: The server's: (host, port), or the path of a Unix socket.
+        rank: This worker's rank, 0..world_size - 1.
+        world_size: Workers in the group.
+        token: The group's secret.
+        job: As for `connect`; so are timeout and join_timeout.
+
+    Raises:
+        CallerError: The rank is out of range, or the job's name is too long or not printable.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        rank: int,
+        world_size: int,
+        *,
+        token: str | None = None,
+        job: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        join_timeout: float = DEFAULT_JOIN_TIMEOUT,
+    ) -> None:
+        meeting = Meeting(address, rank, world_size, token=token, job=job_or_launchers(job), is_served=True)
+        super().__init__(meeting, timeout=timeout, join_timeout=join_timeout)
 
 
 def local_group(

@@ -11,7 +11,6 @@ from typing import Any
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, refuse_unknown, whole_number
 from gradengine.errors import CallerError
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
-from gradengine.exchange.server import BUCKETS_IN_FLIGHT
 from gradengine.layout import GradientLayout
 from gradengine.plan.machine import TRANSPORTS, Rates, on_one_machine, overlap_on_one_machine
 from gradengine.plan.models import Model
@@ -34,6 +33,7 @@ __all__ = [
     "enough_micro_batches", "memory_of", "predict",
 ]  # fmt: skip
 
+BUCKETS_IN_FLIGHT = 8  # that a star's coordinator has received of one worker and not yet summed
 DEVICES = ("cpu", "cuda")
 DTYPES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "lion": 4, "momentum": 4, "sgd": 0}  # bytes of fp32 state for a weight
