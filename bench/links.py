@@ -44,7 +44,7 @@ class Rank:
         self.layout = GradientLayout.of({f"layers.{n}.w": (megabytes * 250_000 // SPANS,) for n in range(SPANS)})
         self.exchange, self.progress = exchange, Progress()
         self.arena = np.zeros(self.layout.arena_size, np.float32)
-        exchange.bind(self.layout, self.arena, self.progress, lambda _span, _upto: None)
+        exchange.bind(self.layout, self.arena, self.progress)
 
     def sum(self, backward: float = 0.0) -> None:
         """Sum the arena, whose spans come at even shares of so many seconds."""

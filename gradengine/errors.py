@@ -149,7 +149,7 @@ class ProtocolError(ExchangeError):
 
 
 class PeerLost(ExchangeError):
-    """A peer or the coordinator that closed its connection, died, or never connected."""
+    """A peer or the server that closed its connection, died, or never connected."""
 
 
 class DeadlineExceeded(ExchangeError):

@@ -544,23 +544,6 @@ class TestByBlock:
         assert accumulator.total_weight == 3.5
         assert_window(closed(accumulator), expected_window(SMALL, batches, weights))
 
-    @given(st.lists(st.integers(-1, 230), min_size=2, max_size=2, unique=True).map(sorted))
-    def test_the_slots_of_a_part_of_a_span(self, ends):
-        start, stop = ends
-        layout = GradientLayout.of({f"layers.0.w{i}": (size,) for i, size in enumerate((3, 0, 0, 70, 32, 0, 5))})
-        accumulator, (span,) = PerBlockGradientAccumulator(layout), layout.spans
-        assert list(accumulator.slots_within(span, start, stop)) == [
-            (i, slot) for i, slot in enumerate(layout.slots) if slot.offset < stop and start < slot.stop
-        ]
-
-    def test_the_end_of_a_span_is_found_without_what_comes_before_it(self):
-        def work_of(size):
-            layout = GradientLayout.of({f"layers.0.w{i}": (1,) for i in range(size)})
-            accumulator, (span,) = PerBlockGradientAccumulator(layout), layout.spans
-            return lambda: list(accumulator.slots_within(span, span.stop - 32, span.stop))
-
-        assert growth(work_of, 100) < 1.3
-
     @pytest.mark.parametrize("wholes", [0, 3])
     def test_a_block_costs_the_same_however_many_there_are(self, wholes):
         """Four micro-batches held, the last of them, or all, block by block: nothing that other blocks hold is read."""

@@ -236,7 +236,7 @@ def closing(make):
 
 def bound(layout=LAYOUT, arena=np.zeros(LAYOUT.arena_size, np.float32)):  # noqa: B008  (nobody writes to it)
     (exchange,) = local_group(1)
-    exchange.bind(layout, arena, Progress(), lambda span, stop: None)
+    exchange.bind(layout, arena, Progress())
     return exchange
 
 
@@ -423,7 +423,7 @@ CALLS = {
     "WorkerClient(rank)": closing(lambda v: WorkerClient(("127.0.0.1", 1), v, 3)),
     "WorkerClient(host)": closing(
         lambda v: WorkerClient((v, 1), 0, 1, join_timeout=0.01).bind(
-            LAYOUT, np.zeros(LAYOUT.arena_size, np.float32), Progress(), print
+            LAYOUT, np.zeros(LAYOUT.arena_size, np.float32), Progress()
         )
     ),
     "WorkerClient(token)": closing(lambda v: WorkerClient(("127.0.0.1", 1), 0, 1, token=v)),

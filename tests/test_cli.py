@@ -468,7 +468,7 @@ def sums_of_two(url, token=None, job=""):
 def test_serve_sums_until_its_workers_have_gone(tmp_path, where, job):
     process, url = start_server(tmp_path, "--world-size", "2", "--job", job, *where)
     with pytest.raises(HandshakeRefused, match=f"rank 0 belongs to another job: got job='run 2', expected job='{job}'"):
-        WorkerClient(address_of(url), 0, 2, job="run 2").bind(LAYOUT, ARENA, Progress(), lambda *_: None)
+        WorkerClient(address_of(url), 0, 2, job="run 2").bind(LAYOUT, ARENA, Progress())
     assert sums_of_two(url, job=job) == [[1.5] * 3] * 2
     _, error = process.communicate(timeout=2 * SOON)
     assert process.returncode == 0, error
@@ -476,7 +476,7 @@ def test_serve_sums_until_its_workers_have_gone(tmp_path, where, job):
 
 
 def test_serve_without_a_job_s_name_serves_its_first_rank_s_job(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the coordinator alone: it is another job's
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the server alone: it is another job's
     process, url = start_server(tmp_path, "--world-size", "2")
     assert sums_of_two(url, job="SLURM_JOB_ID=7") == [[1.5] * 3] * 2
     assert process.communicate(timeout=2 * SOON)[1] == "all 2 workers have come and gone\n"

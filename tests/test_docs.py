@@ -12,14 +12,14 @@ import pytest
 
 from gradengine.errors import DeviceUnavailable
 from gradengine.exchange.links.sockets import checksum, head
-from gradengine.exchange.wire import PREFIX_BYTES, Gradient, decode_header, decode_prefix
+from gradengine.exchange.wire import PREFIX_BYTES, Abort, decode_header, decode_prefix
 from gradengine.kernels.cuda import cuda_kernels
 from gradengine.kernels.toolchain import load_cupy
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 # The other pages of docs/ answer a question each.
-REFERENCES = {"docs/gpu.md", "docs/numerics.md", "docs/wire.md", "docs/wire-ranks.md"}
+REFERENCES = {"docs/gpu.md", "docs/numerics.md", "docs/wire.md"}
 ANSWERS = [page for page in PAGES if page.startswith("docs/") and page not in REFERENCES]
 FRAMEWORKS = ("torch", "jax")  # optional; a page that imports one is skipped where it is not installed
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -177,16 +177,16 @@ def test_the_message_in_wire_md_is_what_it_says():
     message = bytes.fromhex(shown)
     header_bytes, payload_bytes = decode_prefix(message[:PREFIX_BYTES])
     header = message[PREFIX_BYTES : PREFIX_BYTES + header_bytes]
-    assert decode_header(header, payload_bytes) == Gradient(step=3, key=1, offset=0, dtype="<f4")
+    assert decode_header(header, payload_bytes) == Abort("PeerLost")
     stream = msgpack.Unpacker()
     stream.feed(message)
     prefix, fields = stream
-    assert prefix == ["GE", 2, 57, 8]
-    assert fields["payload"] == message[-8:]
+    assert prefix == ["GE", 3, 40, 11]
+    assert fields["payload"] == b"rank 1 left"
 
 
-def test_the_transfer_in_wire_ranks_md_is_what_it_says():
-    transfer = bytes.fromhex(blocks_of((ROOT / "docs/wire-ranks.md").read_text(), "hex")[0])
+def test_the_transfer_in_wire_md_is_what_it_says():
+    transfer = bytes.fromhex(blocks_of((ROOT / "docs/wire.md").read_text(), "hex")[1])
     tag, check, payload = msgpack.unpackb(transfer)
     facts = np.frombuffer(payload, "<f8")
     assert (tag, facts.tolist()) == (6 * 1 + 4, [1.0, 2.0])

@@ -1,4 +1,4 @@
-"""Who may join: proofs that hold for one role, one connection, one group and one token, and for nothing else."""
+"""Who may join: proofs that hold for one role, one connection, one called end, one group and one token alone."""
 
 from __future__ import annotations
 
@@ -10,73 +10,56 @@ import msgpack
 import pytest
 
 from gradengine.errors import HandshakeRefused, ProtocolError
-from gradengine.exchange.handshake import answer_hello, check_challenge, check_hello, check_proof, new_nonce, proof
-from gradengine.exchange.wire import Challenge, Hello, Join
+from gradengine.exchange.handshake import check_hello, is_same_proof, new_nonce, proof, refuse_other_proof
+from gradengine.exchange.wire import Hello
 
 HELLO = Hello(rank=1, world_size=4, job="pretrain", nonce=new_nonce())
+NONCE = bytes(range(32))
 
 
-def join(token, hello, challenge):
-    return Join(proof(token, "worker", hello, challenge.nonce), 0, 0, 0, 0, b"", 0, 0)
+def proven(token="secret", role="caller", hello=HELLO, nonce=NONCE, called=0, group=b""):
+    return proof(token, role, hello, nonce, called, group)
 
 
 @pytest.mark.parametrize("token", ["secret", "", None, "ключ"])
-def test_both_sides_accept_each_other(token):
-    challenge = answer_hello(token, HELLO)
-    check_challenge(token, HELLO, challenge)
-    check_proof(token, HELLO, challenge, join(token, HELLO, challenge))
+def test_both_sides_make_the_same_proof(token):
+    refuse_other_proof(proven(token), proven(token), "rank 1")
+    assert is_same_proof(proven(""), proven(None))
 
 
 def test_proof_is_the_documented_hmac():
-    facts = ["worker", 2, "pretrain", 1, 4, HELLO.nonce, bytes(32)]
+    facts = ["caller", 3, "pretrain", 1, 4, HELLO.nonce, NONCE, 4, b"group"]
     expected = hmac.new(b"secret", msgpack.packb(facts), hashlib.sha256).digest()
-    assert proof("secret", "worker", HELLO, bytes(32)) == expected
+    assert proven(called=4, group=b"group") == expected
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [("a", "b"), ("a", None), (None, "b"), ("a", "A")])
-def test_another_token_is_refused_by_both_sides(mine, theirs):
-    challenge = answer_hello(theirs, HELLO)
-    with pytest.raises(HandshakeRefused, match="the coordinator has another token; start all with the same token="):
-        check_challenge(mine, HELLO, challenge)
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"token": token} for token in ("a", "Secret", "", None)),
+        {"role": "called"},
+        {"nonce": bytes(32)},
+        {"called": 4},
+        {"group": bytes(16)},
+        *(
+            {"hello": dataclasses.replace(HELLO, **{name: value})}
+            for name, value in (("rank", 2), ("world_size", 5), ("job", "finetune"), ("nonce", bytes(32)))
+        ),
+    ],
+)
+def test_proof_holds_for_nothing_else(change):
     with pytest.raises(HandshakeRefused, match="rank 1 has another token; start all with the same token="):
-        check_proof(theirs, HELLO, challenge, join(mine, HELLO, challenge))
-
-
-def test_proof_of_an_earlier_connection_is_refused():
-    earlier = answer_hello("secret", HELLO)
-    replayed = join("secret", HELLO, earlier)
-    with pytest.raises(HandshakeRefused, match="another token"):
-        check_proof("secret", HELLO, answer_hello("secret", HELLO), replayed)
-    with pytest.raises(HandshakeRefused, match="another token"):
-        check_challenge("secret", dataclasses.replace(HELLO, nonce=new_nonce()), earlier)
-
-
-def test_own_proof_reflected_is_refused():
-    challenge = answer_hello("secret", HELLO)
-    with pytest.raises(HandshakeRefused, match="another token"):
-        check_proof("secret", HELLO, challenge, Join(challenge.proof, 0, 0, 0, 0, b"", 0, 0))
-    worker_proof = join("secret", HELLO, challenge).proof
-    with pytest.raises(HandshakeRefused, match="another token"):
-        check_challenge("secret", HELLO, Challenge(challenge.nonce, worker_proof))
-
-
-@pytest.mark.parametrize("change", [{"rank": 2}, {"world_size": 5}, {"job": "finetune"}, {"nonce": bytes(32)}])
-def test_proof_holds_for_no_other_hello(change):
-    challenge = answer_hello("secret", HELLO)
-    with pytest.raises(HandshakeRefused, match="another token"):
-        check_proof("secret", dataclasses.replace(HELLO, **change), challenge, join("secret", HELLO, challenge))
+        refuse_other_proof(proven(**change), proven(), "rank 1")
 
 
 @pytest.mark.parametrize("cut", [b"", b"x", bytes(31), bytes(33)])
 def test_proof_of_another_length_is_refused(cut):
-    challenge = answer_hello("secret", HELLO)
     with pytest.raises(HandshakeRefused, match="another token"):
-        check_proof("secret", HELLO, challenge, Join(cut, 0, 0, 0, 0, b"", 0, 0))
+        refuse_other_proof(cut, proven(), "rank 1")
 
 
 def test_nonces_are_fresh():
     assert len({new_nonce() for _ in range(100)}) == 100
-    assert answer_hello("secret", HELLO).nonce != answer_hello("secret", HELLO).nonce
 
 
 def test_another_group_is_refused():

@@ -746,7 +746,7 @@ def test_steps_over_any_link_end_with_the_sums_in_rank_order(links, world_size, 
     def work(link):
         arena, found = np.empty(layout.arena_size, np.float32), []
         exchange, progress = LinkedExchange(link, bucket_bytes=bucket_bytes), Progress()
-        exchange.bind(layout, arena, progress, lambda _span, _upto: None)
+        exchange.bind(layout, arena, progress)
         for step in range(2):
             arena[:] = parts[step, link.rank]
             for span in layout.spans:

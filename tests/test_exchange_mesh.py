@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from channel import Channel, knock
 from interrupts import interrupted_at, places_of
 from transports import (
     SMALL,
@@ -23,7 +24,6 @@ from transports import (
     bound,
     contributions,
     free_port,
-    knock,
     leave_together,
     on_all,
     rank_order_sum,
@@ -32,7 +32,7 @@ from transports import (
 from gradengine import errors
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import mesh as mesh_module
-from gradengine.exchange.channel import Channel, connect_once
+from gradengine.exchange.addresses import connect_once
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.linked import LinkedExchange
 from gradengine.exchange.links import sockets
@@ -40,7 +40,6 @@ from gradengine.exchange.mesh import Listener, Meeting, mesh
 from gradengine.exchange.rendezvous import MOST_PATH_BYTES
 from gradengine.exchange.wire import (
     Abort,
-    Gather,
     Hello,
     Listening,
     Members,
@@ -272,7 +271,7 @@ RUBBISH = [
     encode_head(Hello(1 << 62, 1 << 62, "", bytes(32))) + encode_head(Proof(bytes(32))),
     encode_head(Hello(1, 3, "", bytes(32))) + encode_head(Listening(NOWHERE)),
     encode_head(Listening(NOWHERE)),
-    encode_head(Gather(), 2**32 - 1),
+    encode_head(Abort(""), 2**32 - 1),
     encode_head(Members(bytes(16)), 1 << 20) + bytes(1 << 12),
     encode_head(Refused(), 5) + b"words",
 ]
@@ -504,7 +503,7 @@ def test_at_the_deadline_rank_0_names_who_is_missing_to_those_that_came(listener
     joined, left = meet(listener.address, 2, 4), meet(listener.address, 3, 4)
     left.close()
     stranger = knock(listener.address)
-    stranger.send(Gather())
+    stranger.send(Abort(""))
     assert "another message" in refusal_of(stranger)  # after this rank 3's leaving has been seen too
     clock.jump(listener.address)
     kind, told = first.error()
@@ -556,7 +555,7 @@ def test_what_a_rank_sends_before_all_are_connected_is_left_for_the_link(listene
     channels.append(call(second.address, 2, 4, called=1, group=group))
     channels[-1]._socket.sendall(b"early")
     stranger = knock(second.address)
-    stranger.send(Gather())
+    stranger.send(Abort(""))
     refusal_of(stranger)  # after what came early has been seen too
     channels.append(call(second.address, 3, 4, called=1, group=group))
     links = [rank.link() for rank in started]

@@ -116,7 +116,7 @@ def test_lost_server_is_an_error_on_all_workers(how, monkeypatch):
     assert not package_threads()
 
 
-def test_unix_socket_of_a_killed_coordinator_is_taken_over(tmp_path):
+def test_unix_socket_of_a_killed_server_is_taken_over(tmp_path):
     path = str(tmp_path / "s")
     code = f"from gradengine.exchange import GradientServer; GradientServer(1, {path!r}); print(flush=True); input()"
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}

@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 import strategies as draw
+from channel import knock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exchange_mesh import RUBBISH, call, told_by
@@ -20,7 +21,6 @@ from transports import (
     Worker,
     bound,
     contributions,
-    knock,
     leave_together,
     on_all,
     outcomes,

@@ -66,7 +66,7 @@ ORDER = [
     "exchange.handshake",
     "exchange.environment",
     "exchange.rendezvous",
-    "exchange.channel",
+    "exchange.addresses",
     "exchange.links.link",
     "exchange.links.threads",
     "exchange.links.mpi",

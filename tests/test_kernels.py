@@ -586,23 +586,6 @@ class TestSquaredSums:
             assert limits[-1] == size
             assert all(0 < stop - start <= CHUNK for _, _, start, stop in target)
 
-    @given(
-        st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]),
-        st.lists(st.integers(-2, 3 * CHUNK + 2), max_size=5),
-    )
-    def test_chunks_completed_piece_by_piece_are_all_chunks(self, size, cuts):
-        sums = sums_on_host([7, size])
-        limits = [0, *sorted(min(max(cut, 0), size) for cut in cuts), size]
-        pieces = [sums.completed(1, start, stop) for start, stop in itertools.pairwise(limits) if start < stop]
-        assert [chunk for piece in pieces for chunk in piece] == sums.chunks([1])
-
-    def test_the_last_chunks_are_found_without_those_before_them(self):
-        def work_of(chunks):
-            sums = sums_on_host([chunks * CHUNK])
-            return lambda: sums.completed(0, (chunks - 1) * CHUNK, chunks * CHUNK)
-
-        assert growth(work_of, 20) < 1.1
-
     def test_of_no_targets(self, backend):
         assert totals_of(backend.kernels, backend.kernels.partial_sums([])).tolist() == []
         assert totals_of(backend.kernels, backend.kernels.partial_sums([0, 0])).tolist() == [0, 0]

@@ -47,7 +47,7 @@ def test_all_are_told_in_rank_order(fact):
 
 def test_through_an_exchange():
     def work(exchange):
-        exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32), Progress(), lambda *_: None)
+        exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32), Progress())
         first = tell_all(exchange, "rank", exchange.rank)
         return first, tell_all(exchange, "square", exchange.rank**2)
 
@@ -71,7 +71,7 @@ def test_a_rank_that_is_elsewhere_is_named(theirs, message):
 
 def test_all_ranks_name_the_same_one():
     def work(exchange):
-        exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32), Progress(), lambda *_: None)
+        exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32), Progress())
         tell_all(exchange, "loss" if exchange.rank == 2 else "tally", None)
 
     assert len({str(error) for error in on_ranks(work, 3)}) == 1

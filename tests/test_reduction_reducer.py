@@ -11,12 +11,9 @@ from devices import bits_of, on_host, put_all, synchronize
 from ranks import may_hold_sums, on_links, on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
-from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.errors import ExchangeError, PeerLost, WindowError
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.kernels.cuda_runtime import CudaRuntime
-from gradengine.reduction.reducer import Reducer
-from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
 LAYOUT = GradientLayout.transformer(2, 8, 4, 12, 16)
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
@@ -287,13 +284,6 @@ class TestOverLinks:
         assert mixed == on_links(lambda e: train(e, backend_on_host, **options), 3, bucket_bytes=84)
         assert all(isinstance(outcome, list) for outcome in mixed), mixed
 
-    def test_the_sums_are_those_of_a_coordinator(self, device):
-        over_links = on_links(lambda e: train(e, device, max_norm=None), 2)
-        wanted = on_ranks(lambda e: train(e, device, max_norm=None), 2)
-        assert [outcome[-1] for step in over_links for outcome in step] == [
-            outcome[-1] for step in wanted for outcome in step
-        ]
-
     @pytest.mark.parametrize("lost_after", range(14, 55, 10))
     def test_a_step_that_is_lost_anywhere_is_gone_on_with(self, kernels_of, backend_on_host, lost_after):
         def first(exchange):
@@ -397,18 +387,8 @@ class TestMirror:
         assert record.pinned_allocations == []
         assert record.allocations == []
 
-    def test_there_is_one_for_all_exchanges_of_an_engine(self, backend):
-        """What has landed in it is nowhere else until the sum is whole."""
-        accumulator = PerBlockGradientAccumulator(SMALL, backend.kernels)
-        parts = TensorParallelGroup(accumulator, "same")
-        reducer = Reducer(accumulator, average="weighted", settings={}, parts=parts)
-        assert reducer._staging is reducer._staging
-        assert reducer._staging.is_arena == backend.is_host
-        assert reducer._staging.data.shape == (SMALL.arena_size,)
-
     def test_an_engine_alone_has_none(self, emulated):
         with cuda_emulator.recorded() as record:
             engine = GradientEngine(SMALL, emulated.kernels, max_norm=1.0)
         assert sum(record.pinned_allocations) < SMALL.nbytes + 4096
         assert engine.exchange is None
-        assert "_mirror" not in vars(engine._reducer)

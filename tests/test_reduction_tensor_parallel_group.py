@@ -735,7 +735,6 @@ class Faulty:
     def __init__(self, exchange, call, count=1):
         self.exchange, self.call, self.left = exchange, call, count
         self.rank, self.world_size, self.url = exchange.rank, exchange.world_size, exchange.url
-        self.copies_shares = exchange.copies_shares
 
     def bind(self, *arguments):
         self.exchange.bind(*arguments)

@@ -505,7 +505,6 @@ def test_a_comparison_that_was_lost_is_made_by_finish_step(who):
 
         def __init__(self, exchange):
             self.exchange, self.rank, self.world_size, self.url = exchange, exchange.rank, exchange.world_size, None
-            self.copies_shares = exchange.copies_shares
             self.bind, self.start, self.wait, self.close = exchange.bind, exchange.start, exchange.wait, exchange.close
 
         def gather(self, data):

@@ -15,7 +15,6 @@ import threading
 import numpy as np
 
 from gradengine.exchange import GradientServer, Progress, WorkerClient, connect, local_group
-from gradengine.exchange.channel import Channel, connect_socket
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.pump import Pump
@@ -177,21 +176,15 @@ def on_all(work, arguments):
 
 
 class Worker:
-    """One rank at the level of the exchange: an arena, how far its step is, and what landed."""
+    """One rank at the level of the exchange: an arena, and how far its step is."""
 
     def __init__(self, exchange, layout, contribution):
         self.exchange, self.layout, self.arena = exchange, layout, contribution.copy()
-        self.progress, self.landed = Progress(), []
+        self.progress = Progress()
 
     def bind(self, exchange=None):
         self.exchange = exchange or self.exchange
-        self.exchange.bind(self.layout, self.arena, self.progress, self._landed)
-
-    def _landed(self, span, upto):
-        self.take(span, upto)  # looked up now, so that a test may replace it
-
-    def take(self, span, upto):
-        self.landed.append((span.key, upto))
+        self.exchange.bind(self.layout, self.arena, self.progress)
 
     def sum(self, order=None):
         for span in self.layout.spans if order is None else order:
@@ -201,7 +194,6 @@ class Worker:
     def next_step(self, contribution):
         self.exchange.barrier()
         self.progress.next_step()
-        self.landed.clear()
         self.arena[:] = contribution
 
 
@@ -278,13 +270,3 @@ SMALL = GradientLayout.of(
     }
 )
 LARGE = GradientLayout.of({"layers.0.w": (101, 97), "layers.1.w": (20011,), "embedding": (5, 1009), "norm": (17,)})
-
-
-# ---- one end of the wire by hand ----
-
-
-def knock(address):
-    """A channel to a server that has not said anything yet."""
-    channel = Channel(connect_socket(address, 5.0), "the server")
-    channel.set_deadline(10.0)
-    return channel

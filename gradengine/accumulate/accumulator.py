@@ -7,7 +7,6 @@ the same bits, less traffic.
 
 from __future__ import annotations
 
-import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -296,16 +295,6 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     def target_of(self, slot: Slot) -> Buffer:
         """A slot's part of the arena."""
         return self.arena.targets[self._position[slot.name]]
-
-    def slots_within(self, span: Span, start: int, stop: int) -> Iterator[tuple[int, Slot]]:
-        """Position and slot of those of a span with an element in start..stop - 1; no other is looked at."""
-        first = bisect.bisect_right(span.slots, start, key=lambda slot: slot.offset) - 1
-        for number in range(max(first, 0), len(span.slots)):
-            slot = span.slots[number]
-            if slot.offset >= stop:
-                return
-            if start < slot.stop:
-                yield self._position[slot.name], slot
 
     def non_block_span(self, name: str | int) -> Span:
         """The span of a component that lies in no block, by name or id; `LayoutMismatch` where there is none."""

@@ -10,6 +10,7 @@ import importlib
 import os
 import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from gradengine.bench.device import Case, Host
 from gradengine.bench.harness import Variant, relative_error
 from gradengine.exchange import Exchange, Progress, connect, local_group
-from gradengine.exchange.channel import Address, connect_socket, listen_socket
+from gradengine.exchange.addresses import RETRY_SECONDS, Address, connect_once, listen_socket
 from gradengine.layout import GradientLayout
 from gradengine.processes import ProcessPool, Reporter
 
@@ -77,7 +78,7 @@ class ExchangeReduction(Reduction):
     def __init__(self, exchange: Exchange, elements: int) -> None:
         super().__init__(exchange.rank, exchange.world_size, elements)
         self._exchange, self._layout, self._progress = exchange, span_layout(elements), Progress()
-        exchange.bind(self._layout, self.arena, self._progress, lambda *_: None)
+        exchange.bind(self._layout, self.arena, self._progress)
 
     @staticmethod
     def over(url: str, world_size: int, elements: int, rank: int) -> ExchangeReduction:
@@ -156,13 +157,25 @@ class GlooReduction(Reduction):
 def sockets_of(address: Address, world_size: int, rank: int) -> list[socket.socket]:
     """Plain connections: of rank 0, which listens at the address, one with each other rank; of those one with it."""
     if rank:
-        connections = [connect_socket(address, _JOIN_SECONDS)]
+        connections = [_connected(address)]
     else:
         with listen_socket(address) as listener:
             connections = [listener.accept()[0] for _ in range(world_size - 1)]
     for connection in connections:
         connection.settimeout(_JOIN_SECONDS)
     return connections
+
+
+def _connected(address: Address) -> socket.socket:
+    """A connection with rank 0, which may not listen yet."""
+    deadline = time.monotonic() + _JOIN_SECONDS
+    while True:
+        try:
+            return connect_once(address, _JOIN_SECONDS)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_SECONDS)
 
 
 def receive_all(connection: socket.socket, memory: npt.NDArray[np.float32]) -> None:

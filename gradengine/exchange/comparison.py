@@ -9,7 +9,7 @@ import msgpack
 
 from gradengine.errors import HandshakeRefused, ProtocolError
 from gradengine.exchange.handshake import differing_rows
-from gradengine.exchange.interface import Membership, other_way
+from gradengine.exchange.interface import Membership
 from gradengine.layout import GradientLayout
 from gradengine.unpacking import unpack
 
@@ -22,7 +22,7 @@ class Hello(NamedTuple):
     layout: str = ""  # its fingerprint
     bucket_bytes: int = 4
     step: int = 0
-    is_over_another_kind: bool = False  # the step is half summed, and not over links like these
+    is_over_another_kind: bool = False  # the step was begun over links unlike these
     nonce: bytes = b""  # rank 0's names the group
     group: bytes = b""  # the rest: where the step was begun
     group_rank: int = 0
@@ -79,7 +79,10 @@ def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
             what, do = f"rank {rank} is at another step", "restart all from one checkpoint"
             raise HandshakeRefused(what, got=hello.step, expected=hellos[0].step, do=do)
         if hello.is_over_another_kind:
-            raise other_way(rank)
+            raise HandshakeRefused(
+                f"rank {rank} is in the middle of a step that was begun over another kind of exchange",
+                do="reconnect with the same kind, or discard() the window on every rank",
+            )
 
 
 def group_to_resume(hellos: Sequence[Hello]) -> bytes:

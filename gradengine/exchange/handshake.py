@@ -1,7 +1,7 @@
-"""Mutual authentication of worker and coordinator by a shared token, and comparison of job and world size; no I/O.
+"""Mutual authentication by a shared token, and comparison of job and world size; no I/O.
 
-Each proof is an HMAC-SHA256 over the prover's role, both nonces, the protocol version, job, rank and world size, so
-that it can be neither replayed nor reflected. The token is never sent.
+Each proof is an HMAC-SHA256 over the prover's role, both nonces, the protocol version, job, rank, world size, who is
+called and the group, so that it can be neither replayed, reflected nor passed on. The token is never sent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from gradengine.errors import (
     PeerLost,
     ProtocolError,
 )
-from gradengine.exchange.interface import Membership, Progress
-from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Join
+from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Hello
 
 MAX_JOB_CHARACTERS = 256
 
@@ -32,12 +31,12 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def proof(token: str | None, role: str, hello: Hello, coordinator_nonce: bytes, *more: int | bytes) -> bytes:
+def proof(token: str | None, role: str, hello: Hello, nonce: bytes, called: int, group: bytes) -> bytes:
     """The HMAC of this handshake under the token, None being the empty one.
 
-    `role` is "coordinator" or "worker"; in a mesh "caller" or "called", and `more` the called rank and the group.
+    `role` is "caller" or "called", `nonce` that of who is called: `called`, the world size for a server.
     """
-    bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, coordinator_nonce, *more]
+    bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, called, group]
     return hmac.new((token or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
 
 
@@ -50,7 +49,7 @@ def check_hello(hello: Hello, world_size: int) -> None:
             f"rank {hello.rank} was started for another world size",
             got=hello.world_size,
             expected=world_size,
-            do="give every worker and the coordinator the same world_size, and each job its own job=",
+            do="give every worker, and the server if there is one, the same world_size, and each job its own job=",
         )
     if not hello.rank < world_size:
         raise HandshakeRefused("rank is out of range", got=hello.rank, expected=f"0..{world_size - 1}")
@@ -76,36 +75,6 @@ def refuse_other_job(hello: Hello, job: str) -> None:
             expected=f"job={job!r}",
             do="two jobs came to one address: give each an address of its own, or all ranks of one the same job=",
         )
-
-
-def join_of(progress: Progress, own_proof: bytes) -> Join:
-    """A worker's second message."""
-    reached = (progress.step, progress.summed, progress.contributed, int(progress.partially_written))
-    membership = progress.membership
-    return Join(own_proof, *reached, membership.group, membership.rank, membership.world_size)
-
-
-def progress_of(join: Join) -> Progress:
-    """The progress that a worker has sent."""
-    membership = Membership(join.group, join.group_rank, join.group_size)
-    partially_written, contributed = bool(join.torn), join.contributed
-    return Progress(join.step, join.summed, partially_written, contributed=contributed, membership=membership)
-
-
-def answer_hello(token: str | None, hello: Hello) -> Challenge:
-    """The coordinator's challenge."""
-    nonce = new_nonce()
-    return Challenge(nonce=nonce, proof=proof(token, "coordinator", hello, nonce))
-
-
-def check_challenge(token: str | None, hello: Hello, challenge: Challenge) -> None:
-    """Raise `HandshakeRefused` unless the coordinator has the token."""
-    refuse_other_proof(challenge.proof, proof(token, "coordinator", hello, challenge.nonce), "the coordinator")
-
-
-def check_proof(token: str | None, hello: Hello, challenge: Challenge, join: Join) -> None:
-    """Raise `HandshakeRefused` unless the worker has the token."""
-    refuse_other_proof(join.proof, proof(token, "worker", hello, challenge.nonce), f"rank {hello.rank}")
 
 
 def is_same_proof(given: bytes, expected: bytes) -> bool:

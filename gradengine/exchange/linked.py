@@ -11,7 +11,7 @@ from typing import TypeVar, final
 
 from gradengine.arguments import refuse_other_kind, whole_number
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
-from gradengine.exchange.channel import Address
+from gradengine.exchange.addresses import Address
 from gradengine.exchange.comparison import (
     Hello,
     group_to_resume,
@@ -31,7 +31,6 @@ from gradengine.exchange.interface import (
     Float32,
     Membership,
     NonFiniteValue,
-    OnReduced,
     Progress,
     checked_seconds,
     not_bound,
@@ -70,8 +69,6 @@ class LinkedExchange(Exchange):
         CallerError: A time or size is out of range.
     """
 
-    copies_shares = True
-
     def __init__(
         self,
         link: Link | Meeting,
@@ -95,9 +92,7 @@ class LinkedExchange(Exchange):
         self._failure: BaseException | None = None  # what is raised from now on
         self._process = os.getpid()
 
-    def bind(
-        self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, on_reduced: OnReduced
-    ) -> None:
+    def bind(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
         if not isinstance(arena, DeviceArena):
             refuse_bad_arena(layout, arena)
         self._refuse_forked()
@@ -241,7 +236,7 @@ class LinkedExchange(Exchange):
             layout=layout.fingerprint,
             bucket_bytes=self._bucket_bytes,
             step=progress.step,
-            is_over_another_kind=progress.is_half_summed or is_other,
+            is_over_another_kind=is_other,
             nonce=secrets.token_bytes(GROUP_BYTES),
             group=membership.group,
             group_rank=membership.rank,

@@ -28,7 +28,7 @@ import msgpack
 
 from gradengine.arguments import checked_rank
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost, ProtocolError
-from gradengine.exchange.channel import (
+from gradengine.exchange.addresses import (
     RETRY_SECONDS,
     Address,
     checked_address,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 from gradengine.arguments import checked_rank, whole_number
 from gradengine.errors import ExchangeError, GradientError, NotCopied, PeerLost
-from gradengine.exchange.channel import RETRY_SECONDS, Address, url_of
+from gradengine.exchange.addresses import RETRY_SECONDS, Address, url_of
 from gradengine.exchange.handshake import refuse_bad_job
 from gradengine.exchange.hub import Hub
 from gradengine.exchange.interface import (

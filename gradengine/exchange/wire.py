@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import msgpack
 
 from gradengine.errors import ProtocolError
 from gradengine.unpacking import refuse_unbounded
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_HEADER_BYTES = 4096
-MAX_SMALL_PAYLOAD = 16 << 20  # layout tables and gathers; gradients are bounded by their bucket
+MAX_SMALL_PAYLOAD = 16 << 20  # of a list of ranks; and of what is gathered, layout tables for example
 MAX_TEXT_BYTES = 1 << 16  # of the text of a refusal or an abort
 NONCE_BYTES = 32
 
 _PREFIX = struct.Struct(">BB2sBBBIBQ")  # fixarray(4): "GE", uint8 version, uint32 header bytes, uint64 payload bytes
 PREFIX_BYTES = _PREFIX.size
 _BIN32 = struct.Struct(">BI")
-
-Key: TypeAlias = int | str
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Worker to coordinator, first: rank, world size, job, and a nonce for the coordinator's proof."""
+    """From the rank that calls, first: rank, world size, job, and a nonce for the proof of who is called."""
 
     kind = "hello"
     rank: int
@@ -48,93 +46,15 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class Challenge(Message):
-    """Coordinator to worker: its proof, and a nonce for the worker's."""
-
-    kind = "challenge"
-    nonce: bytes
-    proof: bytes
-
-
-@dataclass(frozen=True)
-class Join(Message):
-    """Worker to coordinator: its proof, `Progress` and `Membership`; the payload is the layout table."""
-
-    kind = "join"
-    proof: bytes
-    step: int
-    summed: int
-    contributed: int
-    torn: int
-    group: bytes
-    group_rank: int
-    group_size: int
-
-
-@dataclass(frozen=True)
-class Welcome(Message):
-    """Coordinator to worker, after all have joined: buckets already summed, bucket size and group."""
-
-    kind = "welcome"
-    summed: int
-    bucket_bytes: int
-    group: bytes
-
-
-@dataclass(frozen=True)
 class Refused(Message):
-    """Coordinator to worker: the join is rejected. The payload is the reason, in UTF-8."""
+    """From who is called: the caller is rejected. The payload is the reason, in UTF-8."""
 
     kind = "refused"
 
 
 @dataclass(frozen=True)
-class Gradient(Message):
-    """Worker to coordinator: its contribution to one bucket; the payload is little-endian fp32."""
-
-    kind = "gradient"
-    step: int
-    key: Key
-    offset: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Sum(Message):
-    """Coordinator to worker: the sum of one bucket over all ranks."""
-
-    kind = "sum"
-    step: int
-    key: Key
-    offset: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Verdict(Message):
-    """Coordinator to worker, after a step's last sum: non-finite values, as payload rows [rank, index, value]."""
-
-    kind = "verdict"
-    step: int
-
-
-@dataclass(frozen=True)
-class Gather(Message):
-    """Worker to coordinator: its part of an all-gather."""
-
-    kind = "gather"
-
-
-@dataclass(frozen=True)
-class Gathered(Message):
-    """Coordinator to worker: all parts in rank order, as a msgpack array of bin."""
-
-    kind = "gathered"
-
-
-@dataclass(frozen=True)
 class Abort(Message):
-    """Coordinator to worker: the group has failed. The payload is the reason, in UTF-8; `error` its class."""
+    """From who is called: the group has failed. The payload is the reason, in UTF-8; `error` its class."""
 
     kind = "abort"
     error: str
@@ -142,7 +62,7 @@ class Abort(Message):
 
 @dataclass(frozen=True)
 class Nonce(Message):
-    """From the rank that is called, after the caller's hello: a nonce for its proof, all that a stranger is told."""
+    """From who is called, after the caller's hello: a nonce for its proof, all that a stranger is told."""
 
     kind = "nonce"
     nonce: bytes
@@ -150,7 +70,7 @@ class Nonce(Message):
 
 @dataclass(frozen=True)
 class Proof(Message):
-    """From the caller, then from the rank that is called: that it has the token."""
+    """From the caller, then from who is called: that it has the token."""
 
     kind = "proof"
     proof: bytes
@@ -166,20 +86,16 @@ class Listening(Message):
 
 @dataclass(frozen=True)
 class Members(Message):
-    """From rank 0 to each rank, after all are there: the group; the payload is a msgpack array of the others' URLs."""
+    """From rank 0 or the server, after all are there: the group; the payload is a msgpack array of the others' URLs."""
 
     kind = "members"
     group: bytes
 
 
 _KINDS: dict[str, type[Message]] = {
-    cls.kind: cls
-    for cls in (
-        *(Hello, Challenge, Join, Welcome, Refused, Gradient, Sum, Verdict, Gather, Gathered, Abort),
-        *(Nonce, Proof, Listening, Members),
-    )
+    cls.kind: cls for cls in (*(Hello, Nonce, Proof, Listening, Members, Refused, Abort),)
 }
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bytes": (bytes,), "Key": (int, str)}
+_TYPES = {"int": int, "str": str, "bytes": bytes}
 
 
 def encode_head(message: Message, payload_bytes: int = 0) -> bytes:
@@ -262,7 +178,7 @@ def _checked(cls: type[Message], values: dict[Any, Any]) -> Message:
         )
     for name, type_name in expected.items():
         value = values[name]
-        if type(value) not in _TYPES[type_name]:  # a bool is not an int here
+        if type(value) is not _TYPES[type_name]:  # a bool is not an int here
             raise ProtocolError(f"'{cls.kind}.{name}' has a wrong type", got=type(value).__name__, expected=type_name)
         if isinstance(value, int) and not 0 <= value < 1 << 63:
             raise ProtocolError(f"'{cls.kind}.{name}' is out of range", got=value, expected="0..2**63 - 1")

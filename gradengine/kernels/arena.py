@@ -82,16 +82,6 @@ class PartialSums:
             totals[position] = sum_in_order(values[first : first + self.counts[position]])
         return totals
 
-    def completed(self, position: int, start: int, stop: int) -> list[Chunk]:
-        """The chunks of one target whose last element lies in start..stop - 1 of it."""
-        first = max(start, 0) // self.chunk
-        last = self.counts[position] if stop >= self.sizes[position] else max(stop, 0) // self.chunk
-        size, index = self.sizes[position], self.first[position]
-        return [
-            (position, index + k, k * self.chunk, min(size, (k + 1) * self.chunk))
-            for k in range(first, max(first, last))
-        ]
-
 
 @final
 @dataclass(frozen=True, eq=False)

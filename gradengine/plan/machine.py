@@ -1,9 +1,9 @@
 """The exchange within one machine: no link limits it, but the copies that all workers make on shared cores.
 
 Copies counted in the code, for N bytes and W workers: each of the W - 1 gradients and W - 1 sums is copied into the
-kernel by `sendmsg` and out of it by `recv_into` (exchange/channel.py). One thread at a time checks W contributions and
-makes W - 1 additions in rank 0's arena (exchange/group.py). Threads of one process send nothing: the sum is copied to
-each of the W - 1 other arenas (exchange/local.py). `--one-machine` and `bench/plan_check.py` measure the rates alike.
+kernel by `sendmsg` and out of it by `recv_into`. One thread at a time checks W contributions and makes W - 1 additions
+in rank 0's arena. Threads of one process send nothing: the sum is copied to each of the W - 1 other arenas.
+`--one-machine` and `bench/plan_check.py` measure the rates alike.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import numpy as np
 from gradengine.arguments import as_float, said
 from gradengine.bench.workers import Crew, Reduction, contribution, free_port, receive_all, sockets_of
 from gradengine.errors import CallerError
-from gradengine.exchange.channel import Address, Channel
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES, find_non_finite
+from gradengine.exchange.addresses import Address
+from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
+from gradengine.exchange.links.sockets import set_options
+from gradengine.kernels.host_sums import squared_sum
 from gradengine.kernels.host_threads import available_cpus
 from gradengine.plan.traffic import Overlap, Traffic, buckets_in, overlapped
 
@@ -123,7 +125,7 @@ class Duplex(Reduction):
     def __init__(self, address: Address, elements: int, rank: int) -> None:
         super().__init__(rank, 2, elements)
         (self._socket,) = sockets_of(address, 2, rank)
-        Channel(self._socket, "the other process")  # the options that the exchange sets
+        set_options(self._socket)
 
     def run(self) -> None:
         """Send and receive at once."""
@@ -154,7 +156,7 @@ class Sum:
         spent = dict.fromkeys(_OF_A_SUM, 0.0)
         for start in range(0, self._part.size, _BUCKET):
             total, part, copy = (array[start : start + _BUCKET] for array in (self._total, self._part, self._copy))
-            spent["check"] += _seconds(partial(find_non_finite, 1, part, start))
+            spent["check"] += _seconds(partial(squared_sum, part))
             spent["add"] += _seconds(partial(np.add, total, part, out=total))
             spent["copy"] += _seconds(partial(np.copyto, copy, total))
         return spent

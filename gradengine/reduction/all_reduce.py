@@ -1,6 +1,6 @@
 """All-reduce over one group that outlives the exchange it began with: another of the same ranks takes it up.
 
-Which spans have left and whose sums have come is kept here; `exchange/group.py` adds them.
+Which spans have left and whose sums have come is kept here; `exchange/ordered_all_reduce.py` adds them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, final
 
 from gradengine.errors import CallerError, PeerLost
-from gradengine.exchange.interface import Exchange, OnReduced, Progress
+from gradengine.exchange.interface import Exchange, Progress
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import gathered, packed
@@ -35,13 +35,13 @@ class AllReduce:
         self.state = GroupState.SUMMING
         self._gathered: dict[str, list[bytes]] = {}  # what was told, kept: the others are past it
 
-    def join(self, exchange: Exchange, layout: GradientLayout, arena: Any, on_reduced: OnReduced) -> None:
+    def join(self, exchange: Exchange, layout: GradientLayout, arena: Any) -> None:
         """Join the group, and contribute again what had left through another exchange. One that fails is closed.
 
         `arena` is what that exchange's `bind` takes.
         """
         try:
-            exchange.bind(layout, arena, self.progress, on_reduced)
+            exchange.bind(layout, arena, self.progress)
             is_alone = exchange.world_size == 1
             self.exchange, self.is_alone, self.state, self._gathered = exchange, is_alone, GroupState.SUMMING, {}
             for span in layout.spans:

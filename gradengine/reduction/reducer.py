@@ -1,8 +1,7 @@
 """Reducer: spans of an accumulator leave as they are complete, their sums come back, and all ranks agree on stats.
 
-The exchange works in host memory. On the CPU that is the arena itself. Of a GPU's arena an exchange over links copies a
-few shares at a time there and back; for the others it has a staging in pinned memory, to which a span is copied when it
-is complete, and whose sums go back as a whole once they are whole.
+The exchange works in host memory. On the CPU that is the arena itself; of a GPU's arena it copies a few shares at a
+time there and back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from gradengine.errors import CallerError, NonFiniteGradient
 from gradengine.exchange.interface import Exchange
 from gradengine.kernels import Decision, Float64
 from gradengine.kernels.arena import PartialSums
-from gradengine.kernels.device import StagingBuffer
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_reduce import AllReduce
@@ -62,7 +60,6 @@ class Reducer:
         self._kernels = accumulator.kernels
         self.agreed: StepStats | None = None  # what all ranks know, in a step that is AGREED
         self._state = accumulator.state
-        self._measured_upto: dict[int | str, int] = {}
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
 
     @property
@@ -80,20 +77,14 @@ class Reducer:
         """The arena, or on a GPU what copies its shares: kept, as an exchange's rows of it are."""
         return self._kernels.device.in_parts(self._accumulator.memory)
 
-    @cached_property
-    def _staging(self) -> StagingBuffer:
-        """Made when a group is first joined, and kept: after a lost exchange it holds the sums that have come."""
-        return self._kernels.device.staging(self._accumulator.memory)
-
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
         """Join groups, and let leave again what had left through other exchanges."""
         self._state.enter(Call.RECONNECT)
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
-            arena = self._in_parts if exchange.copies_shares else self._staging.data
             with self._accumulator.arena.in_order():
-                self.workers.join(exchange, self._layout, arena, self._on_reduced)
+                self.workers.join(exchange, self._layout, self._in_parts)
 
     def start(self, spans: Iterable[Span]) -> None:
         """The spans hold all that this worker contributes: they may leave."""
@@ -104,8 +95,6 @@ class Reducer:
                 self._accumulator.close_span(span)
                 self._to_mean(span)
                 with self._accumulator.arena.in_order():
-                    if not self._copies_shares:
-                        self._staging.fetch(span.start, span.stop)
                     self._state.enter(Event.SEND)
                     self.workers.start(span)
 
@@ -172,16 +161,12 @@ class Reducer:
         for group in (self.workers, self.parts.group):
             if group.exchange is not None:
                 group.restart()
-        self._measured_upto, self._means, self.agreed = {}, set(), None
+        self._means, self.agreed = set(), None
         self._accumulator.drop_window()
         self.workers.progress.step = self.parts.group.progress.step = step
         self._state.now = State.EMPTY  # last: before it the step is what it was, or BROKEN
 
     # ---- inside ----
-
-    @property
-    def _copies_shares(self) -> bool:
-        return self.workers.exchange is not None and self.workers.exchange.copies_shares
 
     @property
     def _is_on_host(self) -> bool:
@@ -209,7 +194,6 @@ class Reducer:
             return
         self.start(self._layout.spans)
         self.workers.wait()
-        self._measure_sums()
 
     def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
         for bad in self.workers.progress.bad:
@@ -240,26 +224,6 @@ class Reducer:
                 self._kernels.scale(targets, factor, targets)
             self._means.add(span.key)
 
-    def _on_reduced(self, span: Span, upto: int) -> None:
-        """Measure the chunks that a sum completed, while they are in the cache of the thread that received it."""
-        if self._is_on_host:
-            first = self._measured_upto.get(span.key, span.start)
-            self._measure(span, first, upto)
-            self._measured_upto[span.key] = upto
-
-    def _measure_sums(self) -> None:
-        if not (self._is_on_host or self._copies_shares):
-            with self._accumulator.arena.in_order():
-                self._staging.put_back()
-        if self.workers.progress.squares is not None:
-            return
-        if self._is_on_host:
-            for span in self._layout.spans:
-                self._on_reduced(span, span.stop)
-        else:
-            self._accumulator.forget_measured()
-            self._accumulator.measure_rest()
-
     def _totals(self) -> Float64:
         """The squared sum of each component: of what the exchange has measured, the same on all devices, or else here.
 
@@ -273,15 +237,6 @@ class Reducer:
         """Where the host's squared sums of the components are."""
         partials = self._accumulator.arena.partials
         return partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
-
-    def _measure(self, span: Span, first: int, upto: int) -> None:
-        partials = self._accumulator.arena.partials
-        chunks = [
-            chunk
-            for position, slot in self._accumulator.slots_within(span, first, upto)
-            for chunk in partials.completed(position, first - slot.offset, upto - slot.offset)
-        ]
-        self._kernels.measure_chunks(self._accumulator.arena, chunks)
 
 
 @final

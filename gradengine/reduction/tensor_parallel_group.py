@@ -63,8 +63,8 @@ class TensorParallelGroup:
                 expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
                 do="connect each rank as its tp_rank of its TensorParallelConfig",
             )
-        with _named():  # nothing is done as sums come: they are few, and measured when all have
-            self.group.join(exchange, self._layout, self._replicas.data, lambda _span, _upto: None)
+        with _named():
+            self.group.join(exchange, self._layout, self._replicas.data)
 
     def agree(self, mine: StepStats) -> StepStats:
         """The whole model's stats from this rank's: the same on all ranks of the group."""

@@ -257,6 +257,14 @@ class SocketLink(Link):
         connection.socket.close()
 
 
+def set_options(connection: socket.socket) -> None:
+    """Set the options by which a socket is fast."""
+    if connection.family == socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
+    else:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 def checksum(tag: int, memory: Memory) -> int:
     """A message's: the sum of the payload's 64-bit words, of what is left, of tag and size; one flipped bit changes it.
 
@@ -293,10 +301,7 @@ class _Connection:
         self.has_ended = False  # nothing is received any more
         self.events = 0  # that the bell is rung for
         connection.setblocking(False)
-        if connection.family == socket.AF_UNIX:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
-        else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_options(connection)
         close_in_children(connection)
 
 

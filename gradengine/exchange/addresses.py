@@ -1,0 +1,138 @@
+"""Addresses of sockets: what is one, what is refused, and sockets that listen at one or are connected with it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+from pathlib import Path
+from typing import TypeAlias
+
+from gradengine.arguments import as_index, refuse_other_kind, said
+from gradengine.errors import CallerError
+from gradengine.exchange.rendezvous import LOOPBACK
+
+Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
+
+RETRY_SECONDS = 0.05
+
+
+def checked_address(address: Address) -> Address:
+    """The address as (host, port) or the path of a Unix socket; `CallerError` for anything else."""
+    if isinstance(address, str):
+        if address and "\0" not in address:
+            return address
+    elif isinstance(address, (tuple, list)) and len(address) == 2 and isinstance(address[0], str):
+        port = as_index(address[1])
+        if port is not None and 0 <= port < 1 << 16:
+            return address[0], port
+    raise CallerError("not a valid address", got=said(address), expected="(host, port) or the path of a Unix socket")
+
+
+def refuse_bad_token(token: str | None) -> None:
+    """Raise `CallerError` unless the token is text or None."""
+    if token is not None:
+        refuse_other_kind("token", token, str)
+
+
+def refuse_public_address(address: Address, token: str | None) -> None:
+    """Raise `CallerError` for an address that other machines reach, without a token."""
+    if isinstance(address, str) or token or address[0] in LOOPBACK:
+        return
+    raise CallerError(
+        f"{shown(address)} is reachable from other machines and there is no token",
+        expected="a loopback address, or token=",
+        do="give every worker the same token",
+    )
+
+
+def listen_socket(address: Address, *, is_private: bool = False) -> socket.socket:
+    """A listening socket, on request for this user alone; `CallerError` where the address cannot be bound."""
+    family = _family(address)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if isinstance(address, str):
+            _remove_stale(address)
+        if family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        if is_private and isinstance(address, str):
+            Path(address).chmod(0o600)  # before anybody can connect
+        listener.listen(128)
+    except (TypeError, ValueError) as fault:
+        listener.close()
+        raise _no_address(address, fault) from None
+    except OSError as fault:
+        listener.close()
+        raise CallerError(
+            f"cannot listen at {shown(address)} ({fault.strerror or fault})",
+            do="another process may have it: choose another port, or port 0 for any free one"
+            if fault.errno == errno.EADDRINUSE
+            else "check the host or path",
+        ) from None
+    except BaseException:
+        listener.close()  # interrupted
+        raise
+    return listener
+
+
+def connect_once(address: Address, timeout: float) -> socket.socket:
+    """A connection to whoever listens there; `OSError` if nobody does, `CallerError` if it is no address."""
+    connection = socket.socket(_family(address), socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+        if connection.getsockname() == connection.getpeername():
+            raise OSError("only itself answers there")  # noqa: TRY301  (our own port: a TCP self-connect)
+    except (TypeError, ValueError) as fault:
+        connection.close()
+        raise _no_address(address, fault) from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _no_address(address: Address, fault: Exception) -> CallerError:
+    """The error for text that cannot be encoded as a host or path, or is too long."""
+    return CallerError(f"not a valid address: {shown(address)}", got=said(fault), do="check the host or path")
+
+
+def shown(address: Address) -> str:
+    """An address as in a URL: "127.0.0.1:5000"."""
+    if isinstance(address, str):
+        return address
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(address: Address) -> str:
+    """An address as a URL for `connect`."""
+    return f"unix://{address}" if isinstance(address, str) else f"tcp://{shown(address)}"
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a stale Unix socket; with one that still answers, bind fails."""
+    if not Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+        except OSError:
+            return  # bind gives the error
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    """The address family, on a system with Unix sockets and `sendmsg`, which Windows has not."""
+    if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
+        raise CallerError(
+            f"no exchange over {url_of(address)}: this system's sockets are not POSIX",
+            got=sys.platform,
+            expected="Linux or macOS",
+            do="use WSL on Windows; threads of one process need no sockets: local_group",
+        )
+    if isinstance(address, str):
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET

@@ -1,0 +1,102 @@
+"""Where sockets listen: an address that is taken, left over, too long or of no system is said so by name."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import pytest
+from transports import SOON, free_port
+
+from gradengine.errors import CallerError
+from gradengine.exchange import addresses
+from gradengine.exchange.addresses import connect_once, listen_socket, shown
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def test_port_in_use_is_named():
+    with contextlib.closing(listen_socket(("127.0.0.1", 0))) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(CallerError, match=rf"cannot listen at 127\.0\.0\.1:{port} \(.*in use\); .* port 0 for any"):
+            listen_socket(("127.0.0.1", port))
+
+
+def test_port_can_be_used_again_at_once():
+    with contextlib.closing(listen_socket(("127.0.0.1", 0))) as first:
+        address = first.getsockname()
+        client = connect_once(address, 1.0)
+        connection, _ = first.accept()
+        connection.close()
+        client.close()
+    listen_socket(address).close()
+
+
+def test_unix_path_in_use_is_named_and_one_left_over_is_taken(tmp_path):
+    path = str(tmp_path / "socket")
+    first = listen_socket(path)
+    with pytest.raises(CallerError, match=r"cannot listen at .*socket \(.*in use\)"):
+        listen_socket(path)
+    first.close()  # as a killed process leaves it: the path stays
+    assert (tmp_path / "socket").is_socket()
+    with contextlib.closing(listen_socket(path)), contextlib.closing(connect_once(path, 1.0)):
+        pass
+
+
+def test_file_in_the_way_is_not_removed(tmp_path):
+    (tmp_path / "precious").write_text("data")
+    with pytest.raises(CallerError, match="cannot listen"):
+        listen_socket(str(tmp_path / "precious"))
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize("path", ["/nowhere/socket", "/tmp/" + "x" * 200])
+def test_unix_path_that_cannot_be(path):
+    with pytest.raises(CallerError, match=r"cannot listen at .* [(](?!None)"):
+        listen_socket(path)
+    with pytest.raises(OSError, match=r"."):
+        connect_once(path, 0.1)
+
+
+def test_nobody_there():
+    with pytest.raises(ConnectionRefusedError):
+        connect_once(("127.0.0.1", free_port()), SOON)
+
+
+def test_connection_with_itself_is_none(monkeypatch):
+    address = ("127.0.0.1", free_port())
+
+    class GivenThatPort(socket.socket):
+        """What the kernel does once in many tries where nobody listens at an ephemeral port."""
+
+        def connect(self, there):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(there)
+            super().connect(there)
+
+    monkeypatch.setattr(addresses.socket, "socket", GivenThatPort)
+    with pytest.raises(OSError, match="only itself answers there"):
+        connect_once(address, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("address", "text"), [(("::1", 5000), "[::1]:5000"), (("host", 1), "host:1"), ("/tmp/socket", "/tmp/socket")]
+)
+def test_addresses_are_shown_as_urls_write_them(address, text):
+    assert shown(address) == text
+
+
+# ---- systems ----
+
+
+@pytest.mark.parametrize("missing", ["AF_UNIX", "sendmsg"])
+@pytest.mark.parametrize(("address", "url"), [("/run/x", "unix:///run/x"), (("127.0.0.1", 1), "tcp://127.0.0.1:1")])
+def test_a_system_without_posix_sockets_is_refused_by_name(monkeypatch, missing, address, url):
+    """As Windows is: no AttributeError of Python's."""
+    if missing == "AF_UNIX":
+        monkeypatch.delattr(socket, "AF_UNIX")
+    else:
+        monkeypatch.setattr(socket, "socket", object)
+    for use in (listen_socket, lambda given: connect_once(given, 0.1)):
+        with pytest.raises(CallerError, match=f"no exchange over {url}: this system's sockets are not POSIX: got"):
+            use(address)
