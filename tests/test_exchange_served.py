@@ -393,11 +393,12 @@ def test_a_hello_that_cannot_be_read_ends_the_group():
 
 
 class Clock:
-    """Stands still until somebody is late."""
+    """Stands still until somebody is late; then a day goes by each time that it is looked at."""
 
-    now = 0.0
+    now = step = 0.0
 
     def __call__(self):
+        self.now += self.step
         return self.now
 
 
@@ -421,7 +422,7 @@ def test_a_rank_that_starts_nothing_is_named_to_all():
             for span in SMALL.spans:
                 worker.exchange.start(span)
         waits_for(server, (1, "the part of share 0"))
-        clock.now = 2e6
+        clock.step = 86400.0
         found = outcomes(lambda worker: worker.exchange.wait(), [workers[0], workers[2]])
         for error in found:
             assert isinstance(error, PeerLost)
@@ -441,7 +442,7 @@ def test_a_rank_that_is_late_for_a_gather_is_named_to_all():
         threads = [threading.Thread(target=outcomes, args=(lambda w: w.exchange.barrier(), workers[:2]))]
         threads[0].start()
         waits_for(server, ([2], "a gather"))
-        clock.now = 2e6
+        clock.step = 86400.0
         failure = server.end()
         assert "rank 2 is late: others wait for a gather (end of step or barrier)" in str(failure)
         threads[0].join(SOON)
