@@ -290,3 +290,4 @@ def test_silent_server_is_found_by_the_worker_itself(monkeypatch):
         for error in outcomes(Worker.sum, workers):
             assert type(error).__name__ == "DeadlineExceeded", error
             assert "the server is late: rank" in str(error)
+            assert "got nothing for 0.2 s" in str(error), "longer than the server waits, which knows who is late"
