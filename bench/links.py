@@ -3,7 +3,7 @@
 Run:    python bench/links.py --ranks 2                threads of one process, beside one that adds all by NumPy
         mpiexec -n 2 python bench/links.py --by mpi    processes, beside MPI's own Allreduce
         torchrun --nproc-per-node 2 bench/links.py --by torch    beside torch's all_reduce over gloo
-        torchrun --nproc-per-node 2 bench/links.py --by tcp      or unix: sockets of our own, beside the same
+        torchrun --nproc-per-node 2 bench/links.py --by tcp      or unix, or shared_memory: of our own, beside the same
 
 Results are compared first: on small whole numbers every order of adding is exact. Then the ways take turns; the slowest
 rank counts, and medians are shown. `exposed` is what is left of a sum behind a backward that takes as long as the sum
@@ -27,8 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine import Exchange, GradientLayout, connect, local_group
+from gradengine.arrays.shared import shared_array
 from gradengine.exchange.interface import Progress
 from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.shared_memory import SharedMemoryLink
+from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.mesh import Listener, mesh
 
 Array = npt.NDArray[np.float32]
@@ -40,10 +43,11 @@ SPANS, SECONDS = 25, 300.0
 class Rank:
     """One rank's arena, and its sum over an exchange."""
 
-    def __init__(self, exchange: Exchange, megabytes: int) -> None:
+    def __init__(self, exchange: Exchange, megabytes: int, *, is_shared: bool = False) -> None:
         self.layout = GradientLayout.of({f"layers.{n}.w": (megabytes * 250_000 // SPANS,) for n in range(SPANS)})
         self.exchange, self.progress = exchange, Progress()
-        self.arena = np.zeros(self.layout.arena_size, np.float32)
+        size = self.layout.arena_size
+        self.arena = shared_array(size) if is_shared else np.zeros(size, np.float32)
         exchange.bind(self.layout, self.arena, self.progress)
 
     def sum(self, backward: float = 0.0) -> None:
@@ -114,10 +118,10 @@ def threads(ranks: int, megabytes: int, repeats: int) -> dict[str, float]:
 
 
 def processes(by: str, megabytes: int, repeats: int) -> dict[str, float]:
-    """Seconds over MPI, a torch process group or sockets, and of MPI's or torch's own sum; nothing but on rank 0."""
+    """Seconds over one of the ways between processes, and of MPI's or torch's own sum; nothing but on rank 0."""
     exchange, other = over_mpi() if by == "mpi" else over_torch(by)
     with exchange:
-        rank = Rank(exchange, megabytes)
+        rank = Rank(exchange, megabytes, is_shared=by == "shared_memory")
         found = compared(rank, rank, lambda: other(rank.arena), repeats)
         exchange.gather(b"")
     return found if exchange.rank == 0 else {}
@@ -131,7 +135,7 @@ def over_mpi() -> tuple[Exchange, Callable[[Array], Any]]:
 
 
 def over_torch(by: str) -> tuple[Exchange, Callable[[Array], Any]]:
-    """The exchange of all ranks over their process group or over sockets, and torch's own sum in place."""
+    """The exchange of all ranks over their process group or over links of our own, and torch's own sum in place."""
     import torch  # noqa: PLC0415  (no other way needs it)
 
     distributed: Any = torch.distributed
@@ -147,7 +151,8 @@ def over_sockets(by: str, distributed: Any) -> Exchange:
     with tempfile.TemporaryDirectory() as folder:
         at: Any = Listener(("127.0.0.1", 0) if by == "tcp" else f"{folder}/0") if rank == 0 else None
         distributed.broadcast_object_list(told if at is None else (told := [at.address]))
-        link = mesh(at or told[0], rank, distributed.get_world_size(), timeout=SECONDS)
+        kind = SharedMemoryLink if by == "shared_memory" else SocketLink
+        link = mesh(at or told[0], rank, distributed.get_world_size(), timeout=SECONDS, link=kind)
         distributed.barrier()
     return LinkedExchange(link)
 
@@ -155,7 +160,7 @@ def over_sockets(by: str, distributed: Any) -> Exchange:
 def main() -> None:
     """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--by", choices=["threads", "mpi", "torch", "tcp", "unix"], default="threads")
+    parser.add_argument("--by", choices=["threads", "mpi", "torch", "tcp", "unix", "shared_memory"], default="threads")
     parser.add_argument("--ranks", type=int, default=2, help="threads")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=7)

@@ -1,26 +1,44 @@
 """One rank, or a server, as a process of its own, for the tests that kill or stop it: says what it has done."""
 
+import hashlib
 import sys
 import threading
 
-from transports import LARGE, Worker, contributions
+from transports import LARGE, SOON, Worker, contributions, shared
 
 from gradengine.exchange import GradientServer, WorkerClient
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.shared_memory import SharedMemoryLink
+from gradengine.exchange.mesh import mesh
 
 
 def main(role, address, rank, world_size, spans):
-    """Serve; or join, start the first `spans` spans, and stay."""
+    """Serve; or join, start the first `spans` spans, and stay; over shared memory sum them, if they are all."""
+    part = contributions(LARGE, world_size)[rank]
+    if role == "shared memory":
+        link = mesh(address, rank, world_size, timeout=SOON, link=SharedMemoryLink)
+        stay(LinkedExchange(link, bucket_bytes=4), shared(part), spans)
+        return
     host, _, port = address.rpartition(":")
     if role == "server":
         server = GradientServer(world_size, (host, int(port)), bucket_bytes=1000)
         print(server.url.removeprefix("tcp://"), flush=True)
     else:
-        exchange = WorkerClient((host, int(port)), rank, world_size)
-        worker = Worker(exchange, LARGE, contributions(LARGE, world_size)[rank])
-        worker.bind()
-        for span in LARGE.spans[:spans]:
-            exchange.start(span)
-        print("started", flush=True)
+        stay(WorkerClient((host, int(port)), rank, world_size), part, spans)
+    threading.Event().wait()
+
+
+def stay(exchange, part, spans):
+    """Start the first `spans` spans, and stay."""
+    worker = Worker(exchange, LARGE, part)
+    worker.bind()
+    for span in LARGE.spans[:spans]:
+        exchange.start(span)
+    print("started", flush=True)
+    if spans == len(LARGE.spans):
+        exchange.wait()
+        exchange.barrier()
+        print(hashlib.sha256(worker.arena).hexdigest(), flush=True)
     threading.Event().wait()
 
 

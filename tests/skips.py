@@ -24,7 +24,7 @@ ASKED_FOR = r"set TEST_(PACKAGE|MPI)=1|CuPy is installed"  # a target of its own
 OLD = r"NumPy 2\.0 exports none"
 SYSTEM = (
     r"no IPv6 here|children are counted in /proc|there is no /dev/full|this system keeps no peak|"
-    r"no (fork|affinity) on this platform|signals of POSIX"
+    r"no (fork|affinity|memfd) on this platform|signals of POSIX"
 )
 
 

@@ -10,10 +10,12 @@ import msgpack
 import numpy as np
 import pytest
 from transports import (
+    HAS_SHARED_MEMORY,
     SMALL,
     SOCKET_LINKS,
     SOON,
     Failing,
+    SlowArena,
     Transport,
     Worker,
     bound,
@@ -22,6 +24,7 @@ from transports import (
     on_all,
     outcomes,
     rank_order_sum,
+    shared,
     socket_links,
 )
 
@@ -98,9 +101,9 @@ class Slow(Failing):
         return super().poll()
 
 
-def half_summed(seed=0):
+def half_summed(seed=0, copy=np.copy, **options):
     """Three workers of which rank 2 has not started its last span."""
-    workers = bound(exchanges_of(WORLD), SMALL, contributions(SMALL, WORLD, seed))
+    workers = bound(exchanges_of(WORLD, **options), SMALL, [*map(copy, contributions(SMALL, WORLD, seed))])
 
     def work(worker):
         for span in ALL if worker.exchange.rank < 2 else ALL[:-1]:
@@ -115,17 +118,22 @@ def half_summed(seed=0):
     return workers
 
 
-def transfers_of_a_step(links_of):
+def contributions_over(links):
+    """In shared memory, where parts are to be read in it."""
+    return [shared(part) if links == "shared memory" else part for part in contributions(SMALL, WORLD)]
+
+
+def transfers_of_a_step(links):
     """How many transfers of rank 1 are over after a whole step, its hello among them."""
-    exchanges = exchanges_of(WORLD, lost_after=1 << 30, links_of=links_of)
-    on_all(Worker.sum, bound(exchanges, SMALL, contributions(SMALL, WORLD)))
+    exchanges = exchanges_of(WORLD, lost_after=1 << 30, links_of=LINKS[links])
+    on_all(Worker.sum, bound(exchanges, SMALL, contributions_over(links)))
     close(exchanges)
     return (1 << 30) - exchanges[1]._link.left
 
 
 HELLO = 2 * (WORLD - 1)
 LINKS = {"threads": thread_links, **SOCKET_LINKS}
-WHOLES = {name: transfers_of_a_step(links_of) for name, links_of in LINKS.items()}
+WHOLES = {links: transfers_of_a_step(links) for links in LINKS}
 WHOLE = WHOLES["threads"]
 
 
@@ -134,7 +142,7 @@ WHOLE = WHOLES["threads"]
 def test_a_step_that_is_lost_anywhere_is_run_again_to_the_same_bytes(part, links):
     lost_after = HELLO + (WHOLES[links] - HELLO) * part // 8
     exchanges = exchanges_of(WORLD, lost_after=lost_after, links_of=LINKS[links])
-    workers = bound(exchanges, SMALL, contributions(SMALL, WORLD))
+    workers = bound(exchanges, SMALL, contributions_over(links))
     found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
     assert all(isinstance(error, PeerLost) for error in found), found
     assert rejoined(workers, links_of=LINKS[links]) == [None] * WORLD
@@ -162,7 +170,7 @@ def test_what_a_rank_tells_before_it_begins_a_step_passes_the_sums_that_others_h
             worker.next_step(contributions(SMALL, WORLD)[rank])
 
     exchanges = exchanges_of(WORLD, links_of=LINKS[links], timeout=SOON)
-    on_all(work, bound(exchanges, SMALL, contributions(SMALL, WORLD)))
+    on_all(work, bound(exchanges, SMALL, contributions_over(links)))
     close(exchanges)
 
 
@@ -297,6 +305,35 @@ def test_a_step_begun_over_links_goes_on_over_links_and_another_does_not():
     refused_alike(rejoined(others), "rank 0 is in the middle of a step that was begun over another kind of exchange")
 
 
+@pytest.mark.parametrize("first", LINKS)
+@pytest.mark.parametrize("then", LINKS)
+def test_a_step_goes_on_over_another_kind_of_link(first, then):
+    workers = half_summed(links_of=LINKS[first], copy=shared)
+    assert rejoined(workers, links_of=LINKS[then]) == [None] * WORLD
+    on_all(Worker.sum, workers)
+    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+    close(worker.exchange for worker in workers)
+
+
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="no memfd on this platform")
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_parts_are_read_in_place_where_all_arenas_lie_in_shared_memory_only(is_on_device):
+    exchanges = exchanges_of(WORLD, links_of=LINKS["shared memory"])
+    workers = bound(exchanges, SMALL, contributions_over("shared memory"))
+    assert all(exchange._all_reduce.reads_in_place for exchange in exchanges)
+    close(exchanges)
+    for worker, exchange in zip(workers, exchanges_of(WORLD, links_of=LINKS["shared memory"]), strict=True):
+        worker.exchange, worker.progress = exchange, Progress()
+    arena = workers[1].arena.copy()
+    workers[1].arena = SlowArena(arena) if is_on_device else arena
+    on_all(Worker.bind, workers)
+    assert not any(worker.exchange._all_reduce.reads_in_place for worker in workers)
+    on_all(Worker.sum, workers)
+    workers[1].arena = arena
+    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+    close(worker.exchange for worker in workers)
+
+
 # ---- what a rank says of itself ----
 
 
@@ -304,7 +341,11 @@ def hello_of(change):
     """What rank 0 hears from a rank 1 that says something else."""
     first, second = thread_links(2)
     exchange = LinkedExchange(first)
-    told = [*msgpack.unpackb(packed(LinkedExchange(second)._hello(SMALL, Progress(), exchange._link)))]
+    told = [
+        *msgpack.unpackb(
+            packed(LinkedExchange(second)._hello(SMALL, contributions(SMALL, 1)[0], Progress(), exchange._link))
+        )
+    ]
     change(told)
 
     def speak(rank):

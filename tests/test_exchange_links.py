@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 from interrupts import interrupted_at, places_of
-from transports import SOCKET_LINKS, outcomes, rank_order_sum, tcp_pair
+from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, rank_order_sum, shared, tcp_pair
 
 from gradengine.errors import CallerError, DeadlineExceeded, DeviceUnavailable, PeerLost, ProtocolError
 from gradengine.exchange.gather import Gather
@@ -47,10 +47,17 @@ def torch_links(world_size):
     return [TorchLink(group, rank, range(world_size)) for rank, group in enumerate(groups)]
 
 
+def lending_links(world_size):
+    """Over shared memory, in which all lies that is sent."""
+    return [Lending(link) for link in SOCKET_LINKS["shared memory"](world_size)]
+
+
 TRANSPORTS = {"threads": thread_links, "torch": torch_links} | SOCKET_LINKS
+if HAS_SHARED_MEMORY:
+    TRANSPORTS["shared memory, lent"] = lending_links
 
 over_sockets = pytest.mark.parametrize("links", SOCKET_LINKS, indirect=True)
-over_all_but_torch = pytest.mark.parametrize("links", ["threads", *SOCKET_LINKS], indirect=True)
+over_all_but_torch = pytest.mark.parametrize("links", [each for each in TRANSPORTS if each != "torch"], indirect=True)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -744,7 +751,7 @@ def test_steps_over_any_link_end_with_the_sums_in_rank_order(links, world_size, 
         parts[..., slot.offset : slot.stop] = numbers.standard_normal((2, world_size, slot.size))
 
     def work(link):
-        arena, found = np.empty(layout.arena_size, np.float32), []
+        arena, found = shared(np.empty(layout.arena_size, np.float32)), []
         exchange, progress = LinkedExchange(link, bucket_bytes=bucket_bytes), Progress()
         exchange.bind(layout, arena, progress)
         for step in range(2):

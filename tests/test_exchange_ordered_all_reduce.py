@@ -14,7 +14,7 @@ from gradengine.exchange.frontiers import State
 from gradengine.exchange.links.link import Completed, Completion
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.shares import shares_of
-from gradengine.exchange.transfers import Borrow, Copy, Release, Send
+from gradengine.exchange.transfers import Borrow, Copy, Receive, Release, Send
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout
@@ -498,6 +498,24 @@ def test_shares_whose_sum_has_not_begun_to_arrive_hold_parts_when_the_links_end(
     assert rank.may_hold_sums
     rank.keep_parts([Completion(Completed.RECEIVED, 2, tag(SUM, 1))])
     assert not rank.may_hold_sums
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_parts_are_on_their_way_where_they_are_read_in_place_and_few_where_not(rank):
+    """Also if the step goes on over links of the other kind, and back."""
+    layout = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
+    shares, arena = owned_by(lambda _: 1, layout, 2), random_parts(layout, 1, [0])[0]
+    all_reduce = OrderedAllReduce(rank, 2, layout, shares, arena, KERNELS, in_flight=512, reads_in_place=True)
+    for span in layout.spans:
+        all_reduce.start(span)
+    kinds = [(True, 12), (False, 2), (True, 12), (None, 12), (False, 2), (None, 2)]
+    for reads_in_place, count in kinds:
+        frontiers = [all_reduce.frontier(), b""]
+        all_reduce.resume(frontiers if rank == 0 else frontiers[::-1], reads_in_place=reads_in_place)
+        parts = [transfer for transfer in all_reduce.transfers() if transfer.tag % 6 // 2 == PART]
+        assert len(parts) == count
+        kind = Send if rank == 0 else Borrow if count == 12 else Receive
+        assert {*map(type, parts)} == {kind}
 
 
 def test_a_sum_is_nowhere_else_before_its_owners_device_has_it():

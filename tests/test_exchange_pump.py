@@ -12,7 +12,7 @@ import pytest
 import strategies as draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transports import SOCKET_LINKS, Failing, SlowArena, outcomes, rank_order_sum
+from transports import SOCKET_LINKS, Failing, SlowArena, outcomes, rank_order_sum, shared
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
 from gradengine.exchange.links.threads import thread_links
@@ -47,8 +47,8 @@ def random_parts(layout, world_size, seed):
 class Rank:
     """One rank's arena and all-reduce."""
 
-    def __init__(self, rank, parts, layout, shares, on_devices=(), **options):
-        self.rank, self.layout, self.arena = rank, layout, parts[rank].copy()
+    def __init__(self, rank, parts, layout, shares, on_devices=(), copy=np.copy, **options):
+        self.rank, self.layout, self.arena = rank, layout, copy(parts[rank])
         self.on_device = SlowArena(self.arena) if rank in on_devices else None
         arena = self.on_device or self.arena
         self.all_reduce = OrderedAllReduce(rank, len(parts), layout, shares, arena, KERNELS, **options)
@@ -88,6 +88,8 @@ def test_several_steps_end_with_the_sums_in_rank_order(
     steps = [random_parts(layout, world_size, seed + n) for n in range(3)]
     owner = world_size - 1 if is_star else None
     options = {"in_flight": in_flight, "reads_in_place": way == "in place", "on_devices": on_devices}
+    if way == "shared memory":  # in which a device's rows are not
+        options |= {"copy": shared, "reads_in_place": not on_devices}
     ranks = ranks_of(steps[0], layout, size, owner, **options)
     links = SOCKET_LINKS.get(way, thread_links)(world_size)
 

@@ -14,8 +14,10 @@ import threading
 
 import numpy as np
 
+from gradengine.arrays.shared import place_of, shared_array
 from gradengine.exchange import GradientServer, Progress, WorkerClient, connect, local_group
 from gradengine.exchange.links.link import Link
+from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.pump import Pump
 from gradengine.kernels.device import DeviceArena
@@ -77,7 +79,7 @@ class Failing(Link):
         self.link, self.rank, self.world_size, self.left = link, link.rank, link.world_size, left
         self.reads_in_place, self.hub = link.reads_in_place, link.hub
         self.send, self.receive, self.close = link.send, link.receive, link.close
-        self.borrow, self.borrowed, self.release = link.borrow, link.borrowed, link.release
+        self.lends, self.borrow, self.borrowed, self.release = link.lends, link.borrow, link.borrowed, link.release
         self.bell, self.is_polled = link.bell, is_polled
 
     def send(self, peer, tag, memory):
@@ -96,6 +98,29 @@ class Failing(Link):
         return over
 
 
+class Lending(Failing):
+    """A link over shared memory that has all that it sends in there."""
+
+    def __init__(self, link):
+        super().__init__(link)
+        self.send, self.room = self.lend, shared_array(0)
+
+    def lend(self, peer, tag, memory):
+        size = -(-memory.nbytes // 64) * 16
+        if size > self.room.size:
+            self.room = shared_array(max(size, 1 << 18))
+        lent, self.room = self.room[:size].view(np.uint8)[: memory.nbytes].view(memory.dtype), self.room[size:]
+        lent[:] = memory
+        self.link.send(peer, tag, lent)
+
+
+def shared(array):
+    """A copy of an array of fp32 in shared memory, where this system has any."""
+    copy = shared_array(array.size) if HAS_SHARED_MEMORY else np.empty_like(array)
+    copy[:] = array
+    return copy
+
+
 def tcp_pair():
     """Two connected sockets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -103,20 +128,23 @@ def tcp_pair():
         return first, listener.accept()[0]
 
 
-def socket_links(world_size, pair=socket.socketpair, count=1):
+def socket_links(world_size, pair=socket.socketpair, count=1, link=SocketLink):
     """Links over so many connections of each pair of ranks."""
     connections = [{} for _ in range(world_size)]
     for a in range(world_size):
         for b in range(a):
             connections[a][b], connections[b][a] = zip(*[pair() for _ in range(count)], strict=True)
-    return [SocketLink(rank, theirs) for rank, theirs in enumerate(connections)]
+    return [link(rank, theirs) for rank, theirs in enumerate(connections)]
 
 
+HAS_SHARED_MEMORY = hasattr(os, "memfd_create")
 SOCKET_LINKS = {
     "unix": socket_links,
     "tcp": functools.partial(socket_links, pair=tcp_pair),
     "tcp, 3 connections": functools.partial(socket_links, pair=tcp_pair, count=3),
 }
+if HAS_SHARED_MEMORY:
+    SOCKET_LINKS["shared memory"] = functools.partial(socket_links, link=SharedMemoryLink)
 
 
 @contextlib.contextmanager
@@ -179,8 +207,9 @@ class Worker:
     """One rank at the level of the exchange: an arena, and how far its step is."""
 
     def __init__(self, exchange, layout, contribution):
-        self.exchange, self.layout, self.arena = exchange, layout, contribution.copy()
-        self.progress = Progress()
+        is_shared = place_of(contribution) is not None
+        self.exchange, self.layout, self.progress = exchange, layout, Progress()
+        self.arena = shared(contribution) if is_shared else contribution.copy()
 
     def bind(self, exchange=None):
         self.exchange = exchange or self.exchange

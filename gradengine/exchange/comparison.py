@@ -22,6 +22,7 @@ class Hello(NamedTuple):
     layout: str = ""  # its fingerprint
     bucket_bytes: int = 4
     step: int = 0
+    lends: bool = False  # whether parts may be read in its arena
     is_over_another_kind: bool = False  # the step was begun over links unlike these
     nonce: bytes = b""  # rank 0's names the group
     group: bytes = b""  # the rest: where the step was begun

@@ -185,7 +185,8 @@ class LinkedExchange(Exchange):
         if isinstance(self._link, Meeting):
             self._link = self._link.link(self._join_timeout, self._clock)
         link, self._pump = self._link, Pump(self._link, clock=self._clock)
-        hellos, bucket_bytes = self._meet(self._pump, layout, progress, link)
+        hellos, bucket_bytes = self._meet(self._pump, layout, arena, progress, link)
+        reads_in_place = all(hello.lends for hello in hellos)
         group = group_to_resume(hellos)
         if link.hub is not None:
             self._timeout += _GRACE_SECONDS
@@ -200,20 +201,22 @@ class LinkedExchange(Exchange):
             shares = shares_of(layout, self.world_size, size, owner=link.hub)
             all_reduce = OrderedAllReduce(
                 self.rank, self.world_size, layout, shares, arena, HostKernels(),
-                step=progress.step, reads_in_place=link.reads_in_place,
+                step=progress.step, reads_in_place=reads_in_place,
             )  # fmt: skip
         if group:
-            all_reduce.resume([hello.frontier for hello in hellos])
+            all_reduce.resume([hello.frontier for hello in hellos], reads_in_place=reads_in_place)
         progress.membership = Membership(group or hellos[0].nonce, self.rank, self.world_size)
         progress.bucket_bytes = bucket_bytes
         progress.carrier = self if group else None
         self._all_reduce = all_reduce
         self._pump.run(all_reduce, arena if isinstance(arena, DeviceArena) else None)
 
-    def _meet(self, pump: Pump, layout: GradientLayout, progress: Progress, link: Link) -> tuple[list[Hello], int]:
+    def _meet(
+        self, pump: Pump, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link
+    ) -> tuple[list[Hello], int]:
         """What each rank says of itself, and the bytes of a share; refuses what must be alike and is not."""
         try:
-            told = pump.gather(packed(self._hello(layout, progress, link)), self._join_timeout)
+            told = pump.gather(packed(self._hello(layout, arena, progress, link)), self._join_timeout)
             hellos, bucket_bytes = hellos_of(told[: self.world_size])
             if link.hub is not None:
                 bucket_bytes = server_hello_of(told[-1], layout).bucket_bytes
@@ -227,15 +230,15 @@ class LinkedExchange(Exchange):
         refuse_differing(hellos, tables[: self.world_size])
         return hellos, bucket_bytes
 
-    def _hello(self, layout: GradientLayout, progress: Progress, link: Link) -> Hello:
+    def _hello(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link) -> Hello:
         membership = progress.membership
         all_reduce = progress.carrier._all_reduce if isinstance(progress.carrier, LinkedExchange) else None
-        ways = (link.reads_in_place, link.hub is not None)
-        is_other = all_reduce is not None and (all_reduce.reads_in_place, all_reduce.is_served) != ways
+        is_other = all_reduce is not None and all_reduce.is_served != (link.hub is not None)
         return Hello(
             layout=layout.fingerprint,
             bucket_bytes=self._bucket_bytes,
             step=progress.step,
+            lends=link.lends(None if isinstance(arena, DeviceArena) else arena),
             is_over_another_kind=is_other,
             nonce=secrets.token_bytes(GROUP_BYTES),
             group=membership.group,

@@ -168,6 +168,7 @@ def mesh(
     job: str = "",
     timeout: float,
     clock: Callable[[], float] = time.monotonic,
+    link: type[SocketLink] = SocketLink,
 ) -> SocketLink:
     """A link over a connection with each other rank; returns when this rank has them all.
 
@@ -179,6 +180,7 @@ def mesh(
         job: The job's name.
         timeout: Seconds for the whole.
         clock: What seconds are counted by.
+        link: Its kind, the same on all ranks.
 
     Raises:
         CallerError: An argument is out of range.
@@ -190,7 +192,7 @@ def mesh(
     refuse_bad_token(token)
     refuse_bad_job(job)
     joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock)
-    return joining.link(partial(joining.host, at) if isinstance(at, Listener) else partial(joining.join, at))
+    return joining.link(partial(joining.host, at) if isinstance(at, Listener) else partial(joining.join, at), link)
 
 
 def link_to_ranks(
@@ -250,13 +252,13 @@ class _Joining:
         self._job = self._given_job
         self._deadline = math.inf if self._is_server else self._clock() + self._timeout
 
-    def link(self, join: Callable[[], None]) -> SocketLink:
-        """The link over the lines that `join` makes."""
+    def link(self, join: Callable[[], None], kind: type[SocketLink] = SocketLink) -> SocketLink:
+        """The link of this kind over the lines that `join` makes."""
         try:
             join()
             self.end()
             hub = self._world_size if self._is_server or self._world_size in self.lines else None
-            return SocketLink(self._rank, {peer: [line.socket] for peer, line in self.lines.items()}, hub=hub)
+            return kind(self._rank, {peer: [line.socket] for peer, line in self.lines.items()}, hub=hub)
         except BaseException:
             for line in self.lines.values():
                 line.socket.close()

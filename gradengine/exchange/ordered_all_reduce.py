@@ -76,7 +76,7 @@ class OrderedAllReduce:
         kernels: Kernels of the host, which sum and measure.
         step: The number of the first step.
         in_flight: Bytes that are received of each other rank's parts at a time, and sent of this rank's; one share
-            always is.
+            always is, and of a host's arena all are where they are read in place.
         reads_in_place: Whether the links lend parts to their owner, which copies none then.
 
     Attributes:
@@ -124,7 +124,7 @@ class OrderedAllReduce:
         self._is_copied = isinstance(arena, DeviceArena)
         self._arena: Float32 | None = None if isinstance(arena, DeviceArena) else arena
         self._others = [other for other in range(self.world_size) if other != self.rank]
-        self._weights, self.reads_in_place = [np.float32(1)] * self.world_size, reads_in_place
+        self._weights = [np.float32(1)] * self.world_size
 
         self._indices: dict[int, list[int]] = {}  # of each owner's chunks among the partial sums, in its facts' order
         for share in shares:
@@ -132,11 +132,11 @@ class OrderedAllReduce:
         self._facts = {owner: np.zeros(len(indices) + 2 * self.world_size) for owner, indices in self._indices.items()}
         mine = [share for share in shares if share.owner == self.rank]
         self._sums = self._places_of_sums(mine)
-        self._make_room(mine, arena, whole_number("in_flight", in_flight, 0))
+        self._make_rows(mine, arena, whole_number("in_flight", in_flight, 0))
+        self._make_room(reads_in_place)
         self._behind: dict[int, int | str] = {}  # by share: see `Copy`
 
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
-        self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
         self._outbox: list[Transfer] = []
         self.step = whole_number("step", step, 0)
         self._begin()
@@ -152,22 +152,30 @@ class OrderedAllReduce:
             first += len(targets)
         return places
 
-    def _make_room(self, mine: Sequence[Share], arena: Float32 | DeviceArena | None, in_flight: int) -> None:
-        """Make the memory for the parts that are received, and the rows of shares that are on their way."""
+    def _make_rows(self, mine: Sequence[Share], arena: Float32 | DeviceArena | None, in_flight: int) -> None:
+        """Make a device's or a server's rows of shares that are on their way, and find how many of a host's may be."""
         largest, largest_of_all = _largest(mine), _largest(self._shares)
         room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest, largest_of_all))
-        rows = 0 if self.reads_in_place else len(self._others)
-        self._free = [np.empty((rows, largest), np.float32) for _ in range(min(room, len(mine)))]
+        self._most = min(window, len(self._shares) - len(mine)), min(room, len(mine)), largest
         # The row of a share of another owner is free when the sum is in the arena, that of an own one when all have it.
         self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
-        sent = min(window, len(self._shares) - len(mine))
-        if arena is None:
+        if isinstance(arena, DeviceArena):
+            counts = self._most[0], min(window, len(mine))
+            self._free_rows = [[*arena.rows(count, largest_of_all)] for count in counts]
+        elif arena is None:
             self._free_rows = [[], [*np.empty((min(window, len(mine)), largest), np.float32)]]
-        elif not isinstance(arena, DeviceArena):
-            self._free_rows = [[None] * sent, [None] * len(mine)]
-        else:
-            self._free_rows = [[*arena.rows(count, largest_of_all)] for count in (sent, min(window, len(mine)))]
         self._rows: dict[int, Float32 | None] = {}  # of the shares that are on their way
+
+    def _make_room(self, reads_in_place: bool) -> None:
+        """Make the memory for the parts that are received; where they are read in place, all may be on their way."""
+        sent, received, size = self._most
+        rows, mine, self.reads_in_place = len(self._others), len(self._sums), reads_in_place
+        if reads_in_place:
+            sent, received, rows = len(self._shares) - mine, mine, 0
+        if self._arena is not None:
+            self._free_rows, self._rows = [[None] * sent, [None] * mine], {}
+        self._free = [np.empty((rows, size), np.float32) for _ in range(received)]
+        self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
 
     @property
     def is_done(self) -> bool:
@@ -318,13 +326,14 @@ class OrderedAllReduce:
         """How far the step has come on this rank, as bytes for the other ranks' `resume`."""
         return frontier_of(self.step, self._states, [rank in self._known for rank in range(self.world_size)])
 
-    def resume(self, frontiers: Sequence[bytes]) -> None:
+    def resume(self, frontiers: Sequence[bytes], *, reads_in_place: bool | None = None) -> None:
         """Go on with the step over new links to the same ranks, after the old links were closed.
 
         A share that its owner has summed is sent to the ranks that lack it; other shares begin anew from all parts.
 
         Args:
             frontiers: Every rank's `frontier()`, in rank order; b"" for a rank that has begun nothing.
+            reads_in_place: Whether the new links lend parts; None: as the old ones.
 
         Raises:
             HandshakeRefused: A rank has not contributed to what is summed: it dropped its window, or is a new process.
@@ -334,6 +343,8 @@ class OrderedAllReduce:
         is_summed = states[self._owners, range(len(self._shares))] == State.SUMMED
         for number in np.flatnonzero(~is_summed).tolist():
             self._states[number] = State.LOCAL  # RECEIVING too: an owner that has no sum has sent none
+        if reads_in_place not in {None, self.reads_in_place}:
+            self._make_room(bool(reads_in_place))
         self._reconnect()
         # First what is summed: those shares had rows when the links ended, so there is a row for each that is received.
         for number in np.flatnonzero(is_summed).tolist():

@@ -77,6 +77,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         """Begin to receive what that rank sends with this tag, of any size, without a copy; returns at once.
 
         Once that is received, the sender's own memory is `borrowed`. The sender's transfer is over after `release`.
+        Between processes the sender must lend what it sends: see `lends`.
         """
         raise NotImplementedError
 
@@ -85,8 +86,16 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         return None
 
     def release(self, peer: int, tag: int) -> None:
-        """End the reading of memory that was borrowed of that rank with this tag."""
+        """End the reading of memory that was borrowed of that rank with this tag.
+
+        Raises:
+            PeerLost: That rank has closed its link meanwhile, and did not wait: what was read is nothing.
+        """
         raise NotImplementedError
+
+    def lends(self, memory: Memory | None) -> bool:
+        """Whether what is sent from this memory, or from any, may be borrowed."""
+        return self.reads_in_place
 
     def held(self) -> list[int]:
         """The tags of messages that have come and that nobody receives yet: what their ranks sent after them waits."""
@@ -107,7 +116,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         """End all transfers: nothing writes into this rank's memory any more. The others lose this rank.
 
         What this rank has borrowed is released by this: nobody here may read it any more. What the others have borrowed
-        of this rank is waited for. May be called twice.
+        of this rank is waited for, or else their `release` fails. May be called twice.
         """
 
     def named(self, peer: int) -> str:

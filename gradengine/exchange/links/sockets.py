@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -33,7 +33,6 @@ _UNIX_SEND_BYTES = 1 << 20  # Linux's default is 208 KB: four times the wakeups
 _DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no reset, which ends what is on its way
 
 
-@final
 class SocketLink(Link):
     """One rank's transfers over sockets that are connected, and whose other ends have proved who they are.
 
@@ -48,17 +47,18 @@ class SocketLink(Link):
     """
 
     bell: _SocketBell
+    _most_tag = _FAREWELL
 
     def __init__(
         self, rank: int, connections: Mapping[int, Sequence[socket.socket]], *, hub: int | None = None
     ) -> None:
         self.rank, self.hub, self.world_size = rank, hub, len(connections) + 1 if hub is None else hub
-        self._connections = {peer: [_Connection(peer, each) for each in theirs] for peer, theirs in connections.items()}
+        self._connections = {peer: [Connection(peer, each) for each in theirs] for peer, theirs in connections.items()}
         self._open: dict[Completion, Memory] = {}
         self._over: list[Completion] = []
         self._faults: dict[int, PeerLost | ProtocolError] = {}  # why transfers with a rank will not be over
         self._farewells: dict[int, int | None] = {}  # whom a rank that has closed had lost
-        self._unheld: list[_Connection] = []  # that are not watched again yet
+        self._unheld: list[Connection] = []  # that are not watched again yet
         self._lock = threading.Lock()  # while sockets and memory are used
         self.bell = _SocketBell(self._lock)
         for theirs in self._connections.values():
@@ -70,20 +70,13 @@ class SocketLink(Link):
             what, do = "one message is too long for a link over sockets", "use a smaller bucket_bytes"
             raise CallerError(what, got=f"{memory.nbytes} bytes", expected=f"at most {_MOST_BYTES}", do=do)
         with self._lock:
-            transfer = Completion(Completed.SENT, peer, tag)
-            self._begin(transfer, memory)
-            if peer not in self._faults:
-                connection = self._connection(peer, tag)
-                connection.outgoing.append(transfer)
-                self._watch(connection)
+            self._queue(Completion(Completed.SENT, peer, tag), memory)
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
         with self._lock:
             self._begin(Completion(Completed.RECEIVED, peer, tag), memory)
             connection = self._connection(peer, tag)
-            if (
-                connection.held is not None
-            ):  # if what is held is empty, nothing more comes by which the bell would be rung
+            if connection.held is not None:  # if it is empty, nothing more comes by which the bell would be rung
                 connection.held = None
                 self._unheld.append(connection)
                 self.bell.ring()
@@ -125,7 +118,7 @@ class SocketLink(Link):
 
     # ---- inside ----
 
-    def _connection(self, peer: int, tag: int) -> _Connection:
+    def _connection(self, peer: int, tag: int) -> Connection:
         theirs = self._connections[peer]
         return theirs[tag // 2 % len(theirs)]  # the lowest bit of a sum's tag is the step's
 
@@ -134,6 +127,13 @@ class SocketLink(Link):
         self._open[transfer] = memory
         if transfer.peer in self._faults:
             self.bell.ring()
+
+    def _queue(self, transfer: Completion, memory: Memory, *, at_once: bool = False) -> None:
+        self._begin(transfer, memory)
+        if transfer.peer not in self._faults:
+            connection = self._connection(transfer.peer, transfer.tag)
+            connection.outgoing.append(transfer)
+            (self._push if at_once else self._watch)(connection)
 
     def _end(self, transfer: Completion, *, is_damaged: bool = False) -> None:
         del self._open[transfer]
@@ -152,12 +152,12 @@ class SocketLink(Link):
                 self.lost = peer
                 raise self._faults[peer]
 
-    def _watch(self, connection: _Connection) -> None:
+    def _watch(self, connection: Connection) -> None:
         """Have the bell rung when the connection can be moved."""
         reads, writes = connection.held is None and not connection.has_ended, bool(connection.outgoing)
         self.bell.watch(connection, (EVENT_READ if reads else 0) | (EVENT_WRITE if writes else 0))
 
-    def _move(self, connection: _Connection) -> None:
+    def _move(self, connection: Connection) -> None:
         """Receive and send what can be now, until one receive is over."""
         try:
             if connection.held is None and not connection.has_ended:
@@ -167,6 +167,10 @@ class SocketLink(Link):
         except (OSError, PeerLost, ProtocolError) as fault:
             connection.has_ended = True
             self._fail(connection.peer, fault)
+        self._push(connection)
+
+    def _push(self, connection: Connection) -> None:
+        """Send what can be now, and have the bell rung when there is more to do."""
         try:
             self._write(connection)
         except BlockingIOError:
@@ -175,11 +179,11 @@ class SocketLink(Link):
             self._fail(connection.peer, fault)
         self._watch(connection)
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         """Receive until there is no more, a payload is whole, or nobody receives the next one."""
         while True:
             while connection.missing:
-                count = connection.socket.recv_into(connection.missing)
+                count = self._fill(connection)
                 if not count:
                     raise self._ended(connection.peer)
                 connection.missing = connection.missing[count:]
@@ -192,16 +196,18 @@ class SocketLink(Link):
             if connection.held is not None:
                 return
 
-    def _place(self, connection: _Connection) -> None:
+    def _fill(self, connection: Connection) -> int:
+        """Receive some of what is missing, and say how much."""
+        return connection.socket.recv_into(connection.missing)
+
+    def _place(self, connection: Connection) -> None:
         """Find the memory for what a head announces."""
         array, uint32, tag, uint64, connection.checksum, bin32, size = _HEAD.unpack(connection.head)
         peer, transfer = connection.peer, Completion(Completed.RECEIVED, connection.peer, tag)
-        if (array, uint32, uint64, bin32) != _FORM or tag > _FAREWELL:
-            what, got = (
-                f"{self.named(peer)} sent {self.named(self.rank)} no head of a message",
-                connection.head.hex(" "),
-            )
-            raise ProtocolError(what, got=got, expected=f"93 ce .. cf .. c6 .. with a tag below {_FAREWELL}")
+        if (array, uint32, uint64, bin32) != _FORM or tag > self._most_tag:
+            what, got = f"{self.named(peer)} sent {self.named(self.rank)} no head of a message", connection.head
+            expected = f"93 ce .. cf .. c6 .. with a tag below {self._most_tag}"
+            raise ProtocolError(what, got=got.hex(" "), expected=expected)
         if tag == _FAREWELL:
             lost = connection.checksum - 1
             self._farewells[peer] = lost if 0 <= lost < self.world_size else None
@@ -211,18 +217,23 @@ class SocketLink(Link):
             return
         memory = self._open[transfer]
         if size != memory.nbytes:
-            what = f"{self.named(peer)} sent {self.named(self.rank)} another size with tag {tag}"
-            raise ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
+            raise self._other_size(peer, tag, size, memory)
         connection.receiving, connection.missing = transfer, _view(memory)
 
-    def _write(self, connection: _Connection) -> None:
+    def _other_size(self, peer: int, tag: int, size: int, memory: Memory) -> ProtocolError:
+        what = f"{self.named(peer)} sent {self.named(self.rank)} another size with tag {tag}"
+        return ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
+
+    def _write(self, connection: Connection) -> None:
         """Send until there is no room."""
         while connection.outgoing:
             transfer, parts = connection.outgoing[0], connection.parts
             if not parts:
                 memory = self._open[transfer]
                 parts += [memoryview(head(transfer.tag, checksum(transfer.tag, memory), memory.nbytes)), _view(memory)]
-            sent = connection.socket.sendmsg(parts)
+                connection.attached = self._attached(transfer)
+            sent = connection.socket.sendmsg(parts, connection.attached)
+            connection.attached = ()
             while parts and sent >= parts[0].nbytes:
                 sent -= parts.pop(0).nbytes
             if parts:
@@ -230,6 +241,10 @@ class SocketLink(Link):
             else:
                 connection.outgoing.popleft()
                 self._end(transfer)
+
+    def _attached(self, transfer: Completion) -> Sequence[tuple[int, int, Any]]:
+        """What else goes with a message, as `sendmsg` takes it."""
+        return ()
 
     def _fail(self, peer: int, fault: OSError | PeerLost | ProtocolError) -> None:
         """Send nothing more to a rank; the first fault is the one that is raised."""
@@ -244,7 +259,7 @@ class SocketLink(Link):
     def _ended(self, peer: int) -> PeerLost:
         return PeerLost(f"{self.named(peer)} is gone: its connection has ended", do="reconnect on all ranks")
 
-    def _leave(self, connection: _Connection) -> None:
+    def _leave(self, connection: Connection) -> None:
         """Close a connection, after a farewell if it is not in the middle of a message."""
         with contextlib.suppress(OSError):
             if not connection.parts:
@@ -286,7 +301,7 @@ def head(tag: int, check: int, size: int) -> bytes:
 
 
 @final
-class _Connection:
+class Connection:
     """A socket, and what is on its way over it."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
@@ -294,6 +309,7 @@ class _Connection:
         self.outgoing: deque[Completion] = deque()
         self.parts: list[memoryview] = []  # what is left of the first of them, once it is being sent
         self.head = bytearray(_HEAD.size)
+        self.attached: Sequence[tuple[int, int, Any]] = ()  # what goes with the first byte of them
         self.missing = memoryview(self.head)  # what is not received of a head or payload
         self.receiving: Completion | None = None  # whose payload is received
         self.checksum = 0  # that its head announces
@@ -328,7 +344,7 @@ class _SocketBell(Bell):
                 self._bell.recv(1 << 12)
             return is_rung
 
-    def watch(self, connection: _Connection, events: int) -> None:
+    def watch(self, connection: Connection, events: int) -> None:
         """Be rung by these events alone."""
         if events == connection.events:
             return
@@ -340,7 +356,7 @@ class _SocketBell(Bell):
             self._selector.modify(connection.socket, events, connection)
         connection.events = events
 
-    def ready(self) -> list[_Connection]:
+    def ready(self) -> list[Connection]:
         """The connections that can be moved now."""
         return [key.data for key, _ in self._selector.select(0) if key.data is not None]
 

@@ -1,0 +1,126 @@
+"""Host memory that other processes of this host can map: a file without a name, gone with the last process that has it.
+
+Nothing of it is ever in /dev/shm, and no mount limits its size. The file is sealed so that it cannot shrink: whoever
+reads beyond a file's end is killed by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradengine.errors import DeviceUnavailable, OutOfDeviceMemory
+
+
+@final
+class SharedMemory(mmap.mmap):
+    """A mapping of memory that this process has made, which lives as long as the arrays in it.
+
+    Attributes:
+        descriptor: Of its file, for other processes.
+        address: Where it is mapped.
+    """
+
+    descriptor: int
+    address: int
+
+
+def shared_array(size: int) -> npt.NDArray[np.float32]:
+    """Flat fp32 zeros at a 128-byte boundary, which other processes can map.
+
+    A forked child sees the same, but what it writes is its own.
+
+    Raises:
+        DeviceUnavailable: This system has no such memory.
+        OutOfDeviceMemory: It has not so much of it, or this process may have no more descriptors.
+    """
+    refuse_without_shared_memory()
+    import fcntl  # noqa: PLC0415  (Windows has none)
+
+    nbytes = max(1, 4 * size)
+    try:
+        descriptor = os.memfd_create("gradengine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            memory = SharedMemory(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except (OSError, ValueError, OverflowError) as fault:
+        what = f"the CPU has not the shared memory ({fault})"
+        raise OutOfDeviceMemory(what, got=f"{nbytes} bytes asked for") from None
+    weakref.finalize(memory, _forget, id(memory), descriptor).atexit = False
+    with contextlib.suppress(OSError):  # where the kernel has no huge pages; a pass takes up to 1.15 times as long then
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, np.uint8)
+    memory.descriptor, memory.address = descriptor, data.ctypes.data
+    _made[id(memory)] = weakref.ref(memory)
+    return data[: 4 * size].view(np.float32)
+
+
+def refuse_without_shared_memory() -> None:
+    """Raise `DeviceUnavailable` where there is no memory without a name."""
+    if not hasattr(os, "memfd_create"):
+        what, do = "shared memory needs Linux, and a Python that knows memfd_create", "use unix:// or tcp://"
+        raise DeviceUnavailable(what, got=sys.platform, do=do)
+
+
+def place_of(memory: npt.NDArray[Any]) -> tuple[SharedMemory, int] | None:
+    """The shared memory in which contiguous memory lies, and at which byte of it; None if in none of this process."""
+    address = memory.ctypes.data
+    for reference in list(_made.values()):  # a copy: other threads make some, and drop some
+        whole = reference()
+        if whole is not None and whole.address <= address <= whole.address + len(whole) - memory.nbytes:
+            return whole, address - whole.address
+    return None
+
+
+def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
+    """All of another process's shared memory, to be read; the descriptor is not needed any more then.
+
+    Raises:
+        OSError, ValueError: It is not of shared memory that never shrinks, or cannot be mapped.
+    """
+    import fcntl  # noqa: PLC0415  (Windows has none)
+
+    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ValueError("it is not sealed, and may shrink")
+    return np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
+
+
+_made: dict[int, weakref.ref[SharedMemory]] = {}  # by this process
+
+
+def _forget(key: int, descriptor: int) -> None:
+    _made.pop(key, None)
+    os.close(descriptor)
+
+
+def _make_private() -> None:
+    """Have what a forked child writes be its own; its parent's user knows nothing of it."""
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED
+    for reference in list(_made.values()):
+        whole = reference()
+        if whole is not None:
+            place = _map(whole.address, len(whole), mmap.PROT_READ | mmap.PROT_WRITE, flags, whole.descriptor, 0)
+            if place != whole.address:
+                os.abort()  # rather than write to the parent's
+    _made.clear()
+
+
+_MAP_FIXED = 0x10  # Linux's; Python does not name it
+
+if hasattr(os, "memfd_create"):
+    _map = ctypes.CDLL(None).mmap  # Python's own has no address
+    _map.restype = ctypes.c_void_p
+    _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
+    os.register_at_fork(after_in_child=_make_private)

@@ -1,0 +1,202 @@
+"""A link between processes of one host: a rank reads what another sends in that rank's own memory.
+
+What lies in shared memory is lent: a message over a Unix socket says where it lies, and the first one brings the
+descriptor of that memory, which the receiver maps for reading. When that has copied it, or whoever borrowed it has read
+it, an empty message says so, and only then the send is over. All else goes as over any other socket.
+
+These messages have checksums, as all that travels. What is lent does not travel, and has none: to read it is one more
+pass over memory, of which a step makes many.
+
+A rank that closes does not wait for those who read what it has lent, for they may be stopped; its user may write there
+then. But before that its connections have ended, and whoever has read looks for it: what it has read is nothing then.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from gradengine.arrays.shared import SharedMemory, mapped, place_of, refuse_without_shared_memory
+from gradengine.errors import CallerError, ProtocolError
+from gradengine.exchange.links.link import Completed, Completion, Memory
+from gradengine.exchange.links.sockets import Connection, SocketLink
+
+_LENT, _RELEASED = 1 << 22, 1 << 23  # in tags: where what is sent lies (offset, size); that it has been read (nothing)
+_NOTHING: Memory = np.empty(0, np.uint8)
+
+
+@final
+class SharedMemoryLink(SocketLink):
+    """One rank's transfers with other processes of its host; see `SocketLink`. What is borrowed is fp32.
+
+    Args:
+        rank: This rank.
+        connections: For each other rank one connected Unix socket; closed with the link.
+
+    Raises:
+        CallerError: There is another number of connections with a rank, or one of another kind.
+        DeviceUnavailable: This system has no such memory.
+    """
+
+    reads_in_place = True
+    _most_tag = (1 << 24) - 1
+
+    def __init__(
+        self, rank: int, connections: Mapping[int, Sequence[socket.socket]], *, hub: int | None = None
+    ) -> None:
+        refuse_without_shared_memory()
+        kinds = [[each.family.name for each in theirs] for theirs in connections.values()]
+        if kinds != [["AF_UNIX"]] * len(connections):
+            raise CallerError("shared memory needs one Unix socket with each other rank", got=kinds, do="use unix://")
+        self._lent: dict[tuple[int, int], tuple[Memory, SharedMemory]] = {}  # by rank and tag, until it is released
+        self._borrowed: dict[tuple[int, int], Memory] = {}
+        self._copied: set[Completion] = set()  # what says so, until it is sent
+        self._shown: dict[int, SharedMemory] = {}  # what each rank has mapped of this one
+        self._mapped: dict[int, Memory] = {}  # of each rank
+        self._left: set[int] = set()  # ranks that were gone when their memory had been read
+        self._ends = {peer: select.poll() for peer in connections}
+        for peer, (connection,) in connections.items():
+            self._ends[peer].register(connection, select.POLLRDHUP)
+        super().__init__(rank, connections, hub=hub)
+
+    def lends(self, memory: Memory | None) -> bool:
+        return memory is not None and place_of(memory) is not None
+
+    def held(self) -> list[int]:
+        return [tag % _LENT for tag in super().held()]
+
+    def send(self, peer: int, tag: int, memory: Memory) -> None:
+        place = place_of(memory)
+        if place is None:
+            super().send(peer, tag, memory)
+            return
+        whole, start = place
+        with self._lock:
+            self._lent[peer, tag] = memory, whole
+            where = np.array([start, memory.nbytes], "<u8")
+            self._queue(Completion(Completed.SENT, peer, tag | _LENT), where, at_once=True)
+
+    def receive(self, peer: int, tag: int, memory: Memory) -> None:
+        super().receive(peer, tag, memory)
+        self.borrow(peer, tag)  # or so: whichever comes
+
+    def borrow(self, peer: int, tag: int) -> None:
+        super().receive(peer, tag | _LENT, np.empty(2, "<u8"))
+
+    def borrowed(self, peer: int, tag: int) -> Memory | None:
+        return self._borrowed.get((peer, tag))
+
+    def release(self, peer: int, tag: int) -> None:
+        with self._lock:
+            self._refuse_closed()
+            del self._borrowed[peer, tag]
+            if self._has_left(peer):
+                (connection,) = self._connections[peer]
+                connection.held = None
+                while not connection.has_ended:  # its farewell says why
+                    self._move(connection)
+                self._refuse_lost()
+            self._queue(Completion(Completed.SENT, peer, tag | _RELEASED), _NOTHING, at_once=True)
+
+    def close(self) -> None:
+        super().close()
+        for held in (self._lent, self._borrowed, self._shown, self._mapped):
+            held.clear()
+
+    # ---- inside ----
+
+    def _end(self, transfer: Completion, *, is_damaged: bool = False) -> None:
+        kind, peer, tag = transfer
+        own, memory = tag % _LENT, self._open.pop(transfer)
+        if is_damaged or tag == own:
+            if kind is Completed.RECEIVED:  # in one of the two ways
+                self._open.pop(transfer._replace(tag=tag ^ _LENT), None)
+            self._over.append(Completion(Completed.DAMAGED if is_damaged else kind, peer, own))
+        elif tag & _LENT and kind is Completed.SENT:
+            self._open[Completion(Completed.RECEIVED, peer, own | _RELEASED)] = _NOTHING
+        elif tag & _LENT:
+            self._take(peer, own, *memory.tolist())
+        elif kind is Completed.RECEIVED:
+            del self._lent[peer, own]
+            self._over.append(Completion(Completed.SENT, peer, own))
+        elif transfer in self._copied:
+            self._copied.remove(transfer)
+            self._over.append(Completion(Completed.RECEIVED, peer, own))
+
+    def _take(self, peer: int, tag: int, start: int, size: int) -> None:
+        """Copy what a rank lends, or have it borrowed."""
+        receipt, whole = Completion(Completed.SENT, peer, tag | _RELEASED), self._mapped.get(peer, _NOTHING)
+        self._open[receipt] = _NOTHING  # also where it is never sent: then the rank is missed
+        if start + size > whole.size:
+            what = f"rank {peer} lends rank {self.rank} what is not in its memory, with tag {tag}"
+            raise ProtocolError(what, got=f"{size} bytes from {start}", expected=f"within {whole.size}")
+        source, sink = whole[start : start + size], self._open.pop(Completion(Completed.RECEIVED, peer, tag), None)
+        if sink is None:
+            if start % 4 or size % 4:
+                what = f"rank {peer} lends rank {self.rank} no fp32 with tag {tag}"
+                raise ProtocolError(what, got=f"{size} bytes from {start}", expected="multiples of 4")
+            self._borrowed[peer, tag] = source.view(np.float32)
+            self._over.append(Completion(Completed.RECEIVED, peer, tag))
+            return
+        if size != sink.nbytes:
+            raise self._other_size(peer, tag, size, sink)
+        np.copyto(sink.reshape(-1).view(np.uint8), source)
+        if not self._has_left(peer):
+            self._copied.add(receipt)
+            self._queue(receipt, _NOTHING, at_once=True)
+
+    def _has_left(self, peer: int) -> bool:
+        """Whether a rank has ended its connection: since when, what was read of its memory is nothing."""
+        if self._ends[peer].poll(0):
+            self._left.add(peer)
+        return peer in self._left
+
+    def _place(self, connection: Connection) -> None:
+        super()._place(connection)
+        if connection.held is None:
+            return
+        peer, tag = connection.peer, connection.held
+        if peer in self._left:  # else it would be missed only after what is held
+            raise self._ended(peer)
+        if tag & _RELEASED:
+            what = f"rank {peer} says that it has read what rank {self.rank} has not lent"
+            raise ProtocolError(what, got=f"tag {tag % _LENT}")
+        if Completion(Completed.RECEIVED, peer, tag | _LENT) in self._open:
+            what, do = f"rank {peer} sent rank {self.rank} what it should lend", "use shared memory on all ranks"
+            raise ProtocolError(what, got=f"tag {tag}", do=do)
+
+    def _fill(self, connection: Connection) -> int:
+        if connection.receiving is not None:
+            return super()._fill(connection)
+        peer, room = connection.peer, socket.CMSG_LEN(array.array("i").itemsize)  # for one descriptor
+        count, brought, flags, _ = connection.socket.recvmsg_into([connection.missing], room, socket.MSG_CMSG_CLOEXEC)
+        for _, _, descriptors in brought:
+            (descriptor,) = array.array("i", descriptors)
+            self._map(peer, descriptor)
+        if flags & socket.MSG_CTRUNC:
+            what, do = f"the descriptor that rank {peer} sent rank {self.rank} has not come", "raise ulimit -n"
+            raise ProtocolError(what, expected="one, and that this process may have one more", do=do)
+        return count
+
+    def _map(self, peer: int, descriptor: int) -> None:
+        """Map another rank's memory, instead of what it had before."""
+        try:
+            self._mapped[peer] = mapped(descriptor)
+        except (OSError, ValueError) as fault:
+            raise ProtocolError(f"rank {peer} sent rank {self.rank} no shared memory", got=fault) from None
+        finally:
+            os.close(descriptor)
+
+    def _attached(self, transfer: Completion) -> Sequence[tuple[int, int, Any]]:
+        _, peer, tag = transfer
+        _, whole = self._lent[peer, tag % _LENT] if tag & _LENT else (None, None)
+        if whole is None or self._shown.get(peer) is whole:
+            return ()
+        self._shown[peer] = whole
+        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [whole.descriptor]))]

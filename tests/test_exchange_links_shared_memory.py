@@ -1,0 +1,610 @@
+"""A link over shared memory: what a rank lends that it has not, who leaves while it is read, and what stays behind."""
+
+import array
+import contextlib
+import fcntl
+import gc
+import hashlib
+import os
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from interrupts import interrupted_at, places_of
+from test_arrays_shared import descriptors, mappings
+from test_exchange_processes import process, says
+from transports import (
+    HAS_SHARED_MEMORY,
+    LARGE,
+    SOCKET_LINKS,
+    SOON,
+    Worker,
+    bound,
+    contributions,
+    on_all,
+    outcomes,
+    rank_order_sum,
+    shared,
+    tcp_pair,
+)
+
+from gradengine.arrays import shared as shared_module
+from gradengine.arrays.shared import place_of, shared_array
+from gradengine.errors import CallerError, DeviceUnavailable, PeerLost, ProtocolError
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links import shared_memory, sockets
+from gradengine.exchange.links.link import Completed
+from gradengine.exchange.links.shared_memory import SharedMemoryLink
+from gradengine.exchange.mesh import Listener, mesh
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.kernels import CHUNK
+from gradengine.layout import GradientLayout
+
+pytestmark = pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="no memfd on this platform")
+SENT, RECEIVED, DAMAGED = Completed.SENT, Completed.RECEIVED, Completed.DAMAGED
+LENT, RELEASED, FAREWELL = 1 << 22, 1 << 23, 1 << 21  # as they are on the wire
+
+
+def message(tag, payload=b""):
+    check = sockets.checksum(tag, np.frombuffer(payload, np.uint8))
+    return sockets.head(tag, check, len(payload)) + payload
+
+
+def lent(tag, start, size):
+    return message(LENT | tag, np.array([start, size], "<u8").tobytes())
+
+
+def until(count, *links, reports=None):
+    """What each link reports, until it is so much of all."""
+    reports = reports or [[] for _ in links]
+    while sum(map(len, reports)) < count:
+        for link, report in zip(links, reports, strict=True):
+            report.extend(link.poll())
+    return reports
+
+
+@pytest.fixture
+def stranger():
+    """A link of rank 0 of 2, and the socket of a rank 1 that sends what it likes."""
+    ours, theirs = socket.socketpair()
+    link = SharedMemoryLink(0, {1: [ours]})
+    yield link, theirs
+    link.close()
+    theirs.close()
+
+
+@pytest.fixture
+def pair():
+    """Two links, some shared memory, and where it is received."""
+    links = SOCKET_LINKS["shared memory"](2)
+    yield *links, shared(np.arange(100, dtype=np.float32)), np.zeros(10, np.float32)
+    for link in links:
+        link.close()
+
+
+def show(theirs, memory, message, times=1):
+    """Send a message with the descriptor of some memory, or any other."""
+    descriptor = memory if isinstance(memory, int) else place_of(memory)[0].descriptor
+    theirs.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor] * times))])
+
+
+# ---- what is lent ----
+
+
+def test_what_lies_in_shared_memory_is_not_sent_but_lent(stranger):
+    link, theirs = stranger
+    memory = shared(np.arange(100, dtype=np.float32))
+    link.send(1, 7, memory[10:30])
+    head, brought, *_ = theirs.recvmsg(1000, 1000)
+    assert head == lent(7, 40, 80)
+    ((_, _, descriptor),) = brought
+    (descriptor,) = array.array("i", descriptor)
+    assert os.path.samestat(os.fstat(descriptor), os.fstat(place_of(memory)[0].descriptor))
+    os.close(descriptor)
+    assert link.poll() == []
+    theirs.send(message(RELEASED | 7))
+    assert until(1, link) == [[(SENT, 1, 7)]]
+    link.send(1, 8, memory[:5])
+    assert theirs.recvmsg(1000, 1000)[:2] == (lent(8, 0, 20), [])  # the descriptor goes once
+    private = np.arange(4.0)
+    link.send(1, 9, private)
+    assert until(1, link) == [[(SENT, 1, 9)]]
+    assert theirs.recv(1000) == message(9, private.tobytes())
+
+
+def test_what_is_borrowed_is_the_senders_memory_until_it_is_released(pair):
+    first, second, memory, _ = pair
+    assert first.reads_in_place
+    assert first.lends(memory[3:])
+    assert not first.lends(memory.copy())
+    assert not first.lends(None)
+    second.borrow(0, 3)
+    assert second.borrowed(0, 3) is None
+    first.send(1, 3, memory[5:9])
+    assert until(1, second) == [[(RECEIVED, 0, 3)]]
+    assert np.array_equal(second.borrowed(0, 3), [5, 6, 7, 8])
+    memory[5] = 50
+    assert second.borrowed(0, 3)[0] == 50
+    assert not second.borrowed(0, 3).flags.writeable
+    assert first.poll() == second.poll() == []
+    second.release(0, 3)
+    assert second.borrowed(0, 3) is None
+    assert until(1, first) == [[(SENT, 1, 3)]]
+    assert second.poll() == []
+
+
+def test_other_memory_may_be_lent_from_one_message_to_the_next(pair):
+    first, second, memory, sink = pair
+    others = [memory, shared(memory + 1000), shared(memory + 2000)]
+    for number in (0, 1, 1, 2, 0):
+        first.send(1, 4, others[number][:10])
+        second.receive(0, 4, sink)
+        until(2, first, second)
+        assert np.array_equal(sink, np.arange(10) + 1000 * number)
+
+
+def test_a_send_is_not_over_before_it_has_been_read(pair):
+    first, second, memory, sink = pair
+    first.send(1, 4, memory[:10])
+    for _ in range(3):
+        assert first.poll() == second.poll() == []
+    second.receive(0, 4, sink)
+    assert until(1, second) == [[(RECEIVED, 0, 4)]]
+    assert until(1, first) == [[(SENT, 1, 4)]]
+
+
+def test_a_receive_is_not_over_before_the_sender_will_hear_of_it(stranger):
+    """Else a pump, which has nothing more to do then, would leave the other rank waiting."""
+    link, theirs = stranger
+    memory, sink = shared(np.ones(10, np.float32)), np.zeros(10, np.float32)
+    link.send(1, 1, np.zeros(16_000_000))  # more than any socket takes
+    assert link.poll() == []
+    link.receive(1, 7, sink)
+    show(theirs, memory, lent(7, 0, 40))
+    for _ in range(3):
+        assert link.poll() == []
+    assert sink.all()
+    theirs.settimeout(SOON)
+    reader = threading.Thread(target=lambda: [*iter(lambda: theirs.recv(1 << 20)[-20:], message(RELEASED | 7))])
+    reader.start()
+    assert until(2, link) == [[(SENT, 1, 1), (RECEIVED, 1, 7)]]
+    reader.join(SOON)
+    assert not reader.is_alive()
+
+
+@pytest.mark.parametrize("ways", [(True, True), (True, False), (False, True), (False, False)])
+def test_what_nobody_receives_is_held_however_it_came_before(stranger, ways):
+    link, theirs = stranger
+    memory, sink = shared(np.ones(2, np.float32)), np.zeros(2, np.float32)
+    for is_lent in ways:
+        show(theirs, memory, lent(7, 0, 8) if is_lent else message(7, memory.tobytes()))
+        while not link.held:
+            assert link.poll() == []
+        assert not sink.any()
+        link.receive(1, 7, sink)
+        assert until(1, link) == [[(RECEIVED, 1, 7)]]
+        assert sink.all()
+        sink[:] = 0
+
+
+# ---- what cannot be ----
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+@pytest.mark.parametrize("way", ["receive", "borrow"])
+@pytest.mark.parametrize(
+    ("start", "size"), [(0, 404), (400, 4), (2**64 - 4, 8), (4, 2**64 - 4), (2**64 - 1, 2**64 - 1)]
+)
+def test_what_is_not_in_its_memory_a_rank_cannot_lend(stranger, is_shown, way, start, size):
+    link, theirs = stranger
+    sink, memory = np.zeros(2), shared_array(100)
+    link.receive(1, 7, sink) if way == "receive" else link.borrow(1, 7)
+    show(theirs, memory, lent(7, start, size), times=int(is_shown))
+    what = rf"rank 1 lends rank 0 what is not in its memory, with tag 7: got {size} bytes from {start}, expected within"
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match=f"{what} {400 * is_shown}"):
+            until(1, link)
+    assert link.lost == 1
+    assert not sink.any()
+
+
+@pytest.mark.parametrize(("start", "size"), [(2, 8), (0, 6), (1, 3)])
+def test_what_is_borrowed_is_fp32(stranger, start, size):
+    link, theirs = stranger
+    link.borrow(1, 7)
+    show(theirs, shared_array(100), lent(7, start, size))
+    with pytest.raises(
+        ProtocolError, match=rf"lends rank 0 no fp32 with tag 7: got {size} bytes from {start}, expected"
+    ):
+        until(1, link)
+
+
+@pytest.mark.parametrize(
+    ("sent", "what"),
+    [
+        (lent(7, 0, 12), "another size with tag 7: got 12 bytes, expected 16 bytes"),
+        (message(LENT | 7, bytes(8)), r"another size with tag \d+: got 8 bytes, expected 16 bytes"),
+        (message(LENT | 7, bytes(24)), r"another size with tag \d+: got 24 bytes, expected 16 bytes"),
+        (message(RELEASED | 5), "rank 1 says that it has read what rank 0 has not lent: got tag 5"),
+        (message(RELEASED | LENT | 7), "rank 1 says that it has read what rank 0 has not lent: got tag 7"),
+        (message(RELEASED | 6) * 2, "rank 1 says that it has read what rank 0 has not lent: got tag 6"),
+        (message(8, bytes(16)), "rank 1 sent rank 0 what it should lend: got tag 8; use shared memory on all ranks"),
+        (message(1 << 24), "no head of a message: got .* with a tag below 16777215"),
+    ],
+)
+def test_a_message_that_cannot_be_is_refused_before_anything_is_written(stranger, sent, what):
+    link, theirs = stranger
+    memory, sink = shared(np.ones(100, np.float32)), np.zeros(4, np.float32)
+    link.send(1, 6, memory[:1])
+    link.receive(1, 7, sink)
+    link.borrow(1, 8)
+    show(theirs, memory, sent)
+    over = []
+    with pytest.raises(ProtocolError, match=what):
+        until(3, link, reports=[over])
+    assert over == ([(SENT, 1, 6)] if sent == message(RELEASED | 6) * 2 else [])
+    assert not sink.any()
+
+
+def test_what_should_be_lent_and_came_before_it_is_borrowed_is_refused(stranger):
+    link, theirs = stranger
+    theirs.send(message(8, bytes(16)))
+    while not link.held:
+        assert link.poll() == []
+    link.borrow(1, 8)
+    with pytest.raises(ProtocolError, match="rank 1 sent rank 0 what it should lend: got tag 8"):
+        until(1, link)
+
+
+@pytest.mark.parametrize("bit", range(0, 36 * 8, 5))
+def test_a_bit_that_was_flipped_in_what_says_where_is_never_taken_for_what_was_sent(stranger, bit):
+    link, theirs = stranger
+    memory, sink = shared(np.ones(100, np.float32)), np.zeros(4, np.float32)
+    sent = bytearray(lent(7, 16, 16))
+    sent[bit // 8] ^= 1 << bit % 8
+    link.receive(1, 7, sink)
+    show(theirs, memory, sent)
+    if bit // 8 in {*range(7), *range(15, 20)}:  # the tag, what is msgpack's, and the size
+        with contextlib.suppress(ProtocolError, PeerLost):
+            assert link.poll() + link.poll() in ([], [(DAMAGED, 1, 7)])
+    else:
+        assert until(1, link) == [[(DAMAGED, 1, 7)]]
+        assert not sink.any()
+
+
+@pytest.mark.parametrize("way", ["lent", "released"])
+def test_what_was_damaged_may_be_sent_again_with_the_same_tag(stranger, way):
+    link, theirs = stranger
+    memory, sink = shared(np.ones(100, np.float32)), np.zeros(4, np.float32)
+    if way == "lent":
+        link.receive(1, 7, sink)
+        show(theirs, memory, lent(7, 0, 16)[:-1] + b"\1")
+    else:
+        link.send(1, 7, memory)
+        theirs.send(sockets.head(RELEASED | 7, 0, 0))
+    assert until(1, link) == [[(DAMAGED, 1, 7)]]
+    link.receive(1, 7, sink)
+    theirs.send(message(7, sink.tobytes()))
+    assert until(1, link) == [[(RECEIVED, 1, 7)]]
+
+
+# ---- descriptors ----
+
+
+def sealed(seals, size):
+    descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def unreadable():
+    memory = shared_array(1)
+    return os.open(f"/proc/self/fd/{place_of(memory)[0].descriptor}", os.O_WRONLY)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: sealed(0, 4096), "it is not sealed, and may shrink"),
+        (lambda: sealed(fcntl.F_SEAL_GROW, 4096), "it is not sealed, and may shrink"),
+        (lambda: sealed(fcntl.F_SEAL_SHRINK, 0), "cannot mmap an empty file"),
+        (unreadable, "Permission denied"),
+        (lambda: os.open(__file__, os.O_RDONLY), "Invalid argument"),
+        (lambda: os.open("/dev/zero", os.O_RDONLY), "Invalid argument"),
+        (lambda: os.open("/", os.O_PATH), "Bad file descriptor"),
+        (lambda: socket.socket().detach(), "Invalid argument"),
+    ],
+)
+def test_a_descriptor_of_anything_else_is_refused_and_closed(stranger, make, why):
+    link, theirs = stranger
+    descriptor, before = make(), descriptors()
+    link.receive(1, 7, np.zeros(1))
+    show(theirs, descriptor, lent(7, 0, 8))
+    with pytest.raises(ProtocolError, match=rf"rank 1 sent rank 0 no shared memory: got .*{why}"):
+        until(1, link)
+    assert descriptors() == before
+    os.close(descriptor)
+
+
+def test_several_descriptors_at_once_are_refused_and_closed(stranger):
+    link, theirs = stranger
+    memory = shared_array(10)
+    link.receive(1, 7, np.zeros(1))
+    before = descriptors()
+    show(theirs, memory, lent(7, 0, 8), times=3)
+    with pytest.raises(
+        ProtocolError, match=r"the descriptor that rank 1 sent rank 0 has not come: .*; raise ulimit -n"
+    ):
+        until(1, link)
+    link.close()
+    gc.collect()
+    assert len(descriptors()) < len(before)
+
+
+def test_a_descriptor_in_the_middle_of_a_message_is_dropped(stranger):
+    link, theirs = stranger
+    sink, source = np.zeros(2), np.array([1.0, 2.0])
+    link.receive(1, 7, sink)
+    sent, before = message(7, source.tobytes()), descriptors()
+    theirs.send(sent[:20])
+    show(theirs, shared_array(10), sent[20:])
+    assert until(1, link) == [[(RECEIVED, 1, 7)]]
+    assert np.array_equal(sink, source)
+    assert descriptors() == before
+
+
+def test_what_another_rank_lends_stays_as_long_as_it_is_borrowed(stranger):
+    """It shows other memory instead, or ends: what is borrowed may be read all the same."""
+    link, theirs = stranger
+    memory = shared(np.arange(100, dtype=np.float32))
+    link.borrow(1, 7)
+    show(theirs, memory, lent(7, 0, 400))
+    until(1, link)
+    borrowed = link.borrowed(1, 7)
+    link.receive(1, 8, np.zeros(1))
+    show(theirs, shared_array(1000), lent(8, 0, 8))
+    until(1, link)
+    del memory
+    theirs.close()
+    link.close()
+    assert borrowed.sum() == 4950
+
+
+@pytest.mark.parametrize("connections", [[], [tcp_pair], [socket.socketpair, socket.socketpair]])
+def test_other_connections_than_one_unix_socket_with_each_rank_are_refused(connections):
+    with contextlib.ExitStack() as stack:
+        ours = [stack.enter_context(each) for make in connections for each in make()][::2]
+        with pytest.raises(
+            CallerError, match=r"shared memory needs one Unix socket with each other rank: got .*; use unix"
+        ):
+            SharedMemoryLink(0, {1: ours})
+
+
+def test_a_system_without_such_memory_is_named(monkeypatch):
+    monkeypatch.delattr(shared_module.os, "memfd_create")
+    with pytest.raises(DeviceUnavailable, match="shared memory needs Linux"):
+        SharedMemoryLink(0, {})
+
+
+# ---- who leaves ----
+
+
+def ends(first, memory):
+    """A rank leaves, and its user goes on with its memory."""
+    first.close()
+    memory[:] = -1
+
+
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+@pytest.mark.parametrize("is_holding", [False, True])
+def test_what_a_rank_has_left_before_it_was_copied_does_not_count(pair, moment, is_holding, monkeypatch):
+    """Its user may have written there: what it had sent otherwise arrives."""
+    first, second, memory, sink = pair
+    first.lost, facts = 1, np.zeros(2)
+    for tag, source in enumerate([memory[:10], np.ones(2), *[np.ones(1)] * is_holding]):
+        first.send(1, tag, source)
+    until(1 + is_holding, first)
+    second.receive(0, 0, sink)
+    second.receive(0, 1, facts)
+    if moment == "before":
+        ends(first, memory)
+    else:
+        copy = np.copyto
+        monkeypatch.setattr(shared_memory.np, "copyto", lambda *given: (ends(first, memory), copy(*given)))
+    assert until(1, second) == [[(RECEIVED, 0, 1)]]
+    what = "its connection has ended" if is_holding else r"closed its link: it waited for this rank \(1\) too long"
+    for _ in range(2):
+        with pytest.raises(PeerLost, match=what):
+            until(1, second)
+    assert facts.all()
+
+
+@pytest.mark.parametrize("is_holding", [False, True])
+def test_what_a_rank_has_left_before_it_was_released_was_not_read(pair, is_holding):
+    first, second, memory, _ = pair
+    first.lost = 1
+    first.send(1, 0, memory)
+    if is_holding:
+        first.send(1, 1, np.ones(1))
+        until(1, first)
+    second.borrow(0, 0)
+    assert until(1, second) == [[(RECEIVED, 0, 0)]]
+    while is_holding and not second.held:
+        assert second.poll() == []
+    ends(first, memory)
+    what = "its connection has ended" if is_holding else r"closed its link: it waited for this rank \(1\) too long"
+    with pytest.raises(PeerLost, match=what):
+        second.release(0, 0)
+    with pytest.raises(PeerLost, match=what):
+        second.poll()
+    assert second.lost == 0
+
+
+def test_who_has_lent_misses_a_rank_that_leaves_before_it_releases(pair):
+    first, second, memory, _ = pair
+    first.send(1, 0, memory)
+    second.borrow(0, 0)
+    until(1, second)
+    second.close()
+    with pytest.raises(PeerLost, match="rank 1 is gone: it has closed its link"):
+        until(1, first)
+    with pytest.raises(PeerLost, match="the link of rank 1 is closed"):
+        second.release(0, 0)
+    assert second.borrowed(0, 0) is None
+
+
+def test_who_has_borrowed_misses_the_lender_at_once(pair):
+    first, second, memory, _ = pair
+    first.send(1, 0, memory)
+    second.borrow(0, 0)
+    until(1, second)
+    first.close()
+    with pytest.raises(PeerLost, match="rank 0 is gone: it has closed its link"):
+        until(1, second)
+
+
+@pytest.mark.parametrize("leaves_at", range(2))
+def test_no_rank_gets_a_sum_of_what_was_overwritten(leaves_at, monkeypatch):
+    """Rank 0 closes while rank 1 sums, and goes on with its memory; rank 2 has nothing that is neither part nor sum."""
+    layout = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17,) for n in range(4)})
+    parts = contributions(layout, 3)
+    exchanges = [LinkedExchange(link, bucket_bytes=4) for link in SOCKET_LINKS["shared memory"](3)]
+    workers = bound(exchanges, layout, [shared(part) for part in parts])
+    make, sums = OrderedAllReduce._sum, []
+
+    def interrupted(all_reduce, share, memories):
+        if all_reduce.rank == 1:
+            sums.append(share)
+            if len(sums) == 1 + leaves_at:
+                exchanges[0].close()
+                workers[0].arena[:] = 1e6
+        make(all_reduce, share, memories)
+
+    monkeypatch.setattr(OrderedAllReduce, "_sum", interrupted)
+    found = outcomes(Worker.sum, workers)
+    assert [type(fault) for fault in found] == [PeerLost] * 3
+    assert len(sums) == 1 + leaves_at
+    whole = rank_order_sum(parts)
+    is_sum_or_part = (workers[2].arena == whole) | (workers[2].arena == parts[2])
+    assert is_sum_or_part.all()
+    for exchange in exchanges:
+        exchange.close()
+
+
+# ---- what stays ----
+
+
+def what_is_open():
+    return descriptors(), mappings()
+
+
+def test_links_that_are_closed_leave_nothing_open_or_mapped():
+    gc.collect()
+    before = what_is_open()
+    exchanges = [LinkedExchange(link, bucket_bytes=128) for link in SOCKET_LINKS["shared memory"](3)]
+    workers = bound(exchanges, LARGE, [shared(part) for part in contributions(LARGE, 3)])
+    on_all(Worker.sum, workers)
+    assert mappings() == before[1] + 3 + 3 * 2
+    for exchange in exchanges:
+        exchange.close()
+    assert mappings() == before[1] + 3
+    del workers, exchanges, exchange
+    gc.collect()
+    assert what_is_open() == before
+
+
+@pytest.mark.parametrize("call", ["send", "receive", "borrow", "release", "poll", "close"])
+def test_a_link_that_is_interrupted_at_any_line_can_be_closed(call):
+    """By another thread too: nothing stays locked; and no descriptor stays open."""
+    gc.collect()
+    memory, sink = shared_array(100), np.zeros(10, np.float32)
+
+    def begun():
+        first, second = SOCKET_LINKS["shared memory"](2)
+        for tag in (0, 1):
+            first.send(1, tag, memory[:10])
+        second.borrow(0, 0)
+        until(1, second)
+        second.receive(0, 1, sink)
+        calls = {
+            "send": lambda: second.send(0, 6, memory),
+            "receive": lambda: second.receive(0, 7, sink),
+            "borrow": lambda: second.borrow(0, 7),
+            "release": lambda: second.release(0, 0),
+            "poll": second.poll,
+            "close": second.close,
+        }
+        return first, second, calls[call]
+
+    def end(*links):
+        assert outcomes(SharedMemoryLink.close, links) == [None] * 2
+
+    *links, sound = begun()
+    places = places_of(sound)
+    end(*links)
+    assert len(places) > 2
+    del links, sound
+    gc.collect()
+    before = descriptors()
+    for at in places:
+        *links, interrupted = begun()
+        assert interrupted_at(at, interrupted)[0], at
+        end(*links)
+        del links, interrupted
+        gc.collect()
+        assert descriptors() == before, at
+
+
+# ---- processes ----
+
+
+def test_a_process_that_is_killed_is_named_and_another_takes_its_place(tmp_path):
+    """In the middle of a step, which the others begin anew with it; of the one that was killed nothing is left."""
+    gc.collect()
+    before, parts = what_is_open(), contributions(LARGE, 3)
+    workers = [Worker(None, LARGE, shared(part)) for part in parts[:2]]
+
+    def join(path):
+        listener = Listener(path)
+
+        def joined(rank):
+            link = mesh(listener if rank == 0 else path, rank, 3, timeout=SOON, link=SharedMemoryLink)
+            workers[rank].bind(LinkedExchange(link, bucket_bytes=4, timeout=SOON))
+
+        on_all(joined, range(2))
+
+    def kill():
+        while not all(worker.exchange._all_reduce.may_hold_sums for worker in workers):
+            time.sleep(0.001)
+        killed.kill()
+
+    with process("shared memory", path := str(tmp_path / "1"), 2, len(LARGE.spans) - 1) as killed:
+        join(path)
+        killer = threading.Thread(target=kill)
+        killer.start()
+        faults = outcomes(Worker.sum, workers)
+        killer.join(SOON)
+    assert {*map(type, faults)} == {PeerLost}
+    assert all(str(fault).startswith("rank 2 is gone") for fault in faults), faults
+    for worker, part in zip(workers, parts, strict=False):
+        worker.exchange.close()
+        worker.progress.restart()
+        worker.exchange, worker.arena[:] = None, part
+    del faults
+    gc.collect()
+    assert mappings() == before[1] + 2
+    with process("shared memory", path := str(tmp_path / "2"), 2, len(LARGE.spans)) as running:
+        join(path)
+        on_all(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+        whole = rank_order_sum(parts)
+        assert [worker.arena.tobytes() for worker in workers] == [whole.tobytes()] * 2
+        for line in ("started", hashlib.sha256(whole).hexdigest()):
+            says(running, line)
+    while workers:
+        workers.pop().exchange.close()
+    del worker
+    gc.collect()
+    assert what_is_open() == before
