@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 from interrupts import interrupted_at, places_of
-from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, rank_order_sum, shared, tcp_pair
+from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, rank_order_sum, shared, tcp_pair, until
 
 from gradengine.errors import CallerError, DeadlineExceeded, DeviceUnavailable, PeerLost, ProtocolError
 from gradengine.exchange.gather import Gather
@@ -72,15 +72,6 @@ def links(request):
     yield make
     for link in made:
         link.close()
-
-
-def until(count, *links, reports=None):
-    """What each link reports, until it is so much of all."""
-    reports = reports or [[] for _ in links]
-    while sum(map(len, reports)) < count:
-        for link, report in zip(links, reports, strict=True):
-            report.extend(link.poll())
-    return reports
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "<i8"])

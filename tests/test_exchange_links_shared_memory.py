@@ -28,6 +28,7 @@ from transports import (
     rank_order_sum,
     shared,
     tcp_pair,
+    until,
 )
 
 from gradengine.arrays import shared as shared_module
@@ -54,15 +55,6 @@ def message(tag, payload=b""):
 
 def lent(tag, start, size):
     return message(LENT | tag, np.array([start, size], "<u8").tobytes())
-
-
-def until(count, *links, reports=None):
-    """What each link reports, until it is so much of all."""
-    reports = reports or [[] for _ in links]
-    while sum(map(len, reports)) < count:
-        for link, report in zip(links, reports, strict=True):
-            report.extend(link.poll())
-    return reports
 
 
 @pytest.fixture

@@ -137,6 +137,15 @@ def socket_links(world_size, pair=socket.socketpair, count=1, link=SocketLink):
     return [link(rank, theirs) for rank, theirs in enumerate(connections)]
 
 
+def until(count, *links, reports=None):
+    """What each link reports, until it is so much of all."""
+    reports = reports or [[] for _ in links]
+    while sum(map(len, reports)) < count:
+        for link, report in zip(links, reports, strict=True):
+            report.extend(link.poll())
+    return reports
+
+
 HAS_SHARED_MEMORY = hasattr(os, "memfd_create")
 SOCKET_LINKS = {
     "unix": socket_links,

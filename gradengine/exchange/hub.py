@@ -12,7 +12,6 @@ from typing import final
 
 from gradengine.errors import (
     DeadlineExceeded,
-    ExchangeError,
     LayoutMismatch,
     NotCopied,
     PeerLost,
@@ -106,7 +105,7 @@ class Hub(NotCopied, instead="make one for each group"):
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
         if kind is Completed.DAMAGED:
-            raise self._damaged(peer, tag)
+            raise self._link.damaged(peer, self._described(tag))
         if is_of_gather(tag):
             self._gather.over(completion)
             return
@@ -209,7 +208,5 @@ class Hub(NotCopied, instead="make one for each group"):
         what = f"rank {rank} is late: others wait for {what}"
         raise DeadlineExceeded(what, got=f"nothing for {self._timeout:g} s", do="see what the late ranks do")
 
-    def _damaged(self, peer: int, tag: int) -> ExchangeError:
-        sent = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
-        what = f"what rank {peer} sent the server was damaged on the way: {sent}"
-        return ProtocolError(what, do="reconnect on all ranks; test the memory and the network of both hosts")
+    def _described(self, tag: int) -> str:
+        return "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"

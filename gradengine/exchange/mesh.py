@@ -146,12 +146,12 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
         """This rank's link, once it is connected with all others, or with the server; once only. Raises as `mesh`."""
-        own, (rank, ranks) = (self._token, self._job, timeout, clock), (self.rank, self.world_size)
+        joining = _Joining(self.rank, self.world_size, self._token, self._job, timeout, clock)
         if self._is_served:
-            joining = _Joining(rank, ranks, *own)
             return joining.link(partial(joining.find_server, self._at))
-        at = self._listener or self._at
-        return mesh(at, rank, ranks, token=self._token, job=self._job, timeout=timeout, clock=clock)
+        if self._listener is not None:
+            return joining.link(partial(joining.host, self._listener))
+        return joining.link(partial(joining.join, self._at))
 
     def close(self) -> None:
         """Listen no more; may be called twice."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import final
 
 from gradengine.arguments import refuse_other_kind
-from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, ProtocolError, WindowError
+from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Completion, Idle, Link
@@ -197,7 +197,7 @@ class Pump(NotCopied, instead="make one for each link"):
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
         if kind is Completed.DAMAGED:
-            raise self._damaged(peer, tag)
+            raise self._link.damaged(peer, self._described(tag))
         if is_of_gather(tag):
             assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)
             self._gather.over(completion)
@@ -303,10 +303,8 @@ class Pump(NotCopied, instead="make one for each link"):
             what = f"the exchange of rank {self._link.rank} failed"
             raise ExchangeError(what, got=repr(self._failure)) from self._failure
 
-    def _damaged(self, peer: int, tag: int) -> ProtocolError:
-        sent = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
-        what = f"what {self._link.named(peer)} sent rank {self._link.rank} was damaged on the way: {sent}"
-        return ProtocolError(what, do="reconnect on all ranks; test the memory and the network of both hosts")
+    def _described(self, tag: int) -> str:
+        return "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
 
     def _late_for_sums(self) -> tuple[int, str]:
         """Who is late, and the words for it."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy.typing as npt
 
-from gradengine.errors import NotCopied, PeerLost
+from gradengine.errors import NotCopied, PeerLost, ProtocolError
 from gradengine.threads import Bell
 
 Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
@@ -122,6 +122,11 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     def named(self, peer: int) -> str:
         """Who that is, for errors."""
         return "the server" if peer == self.hub else f"rank {peer}"
+
+    def damaged(self, peer: int, sent: str) -> ProtocolError:
+        """The error for a transfer of that rank whose memory does not hold what was sent."""
+        what = f"what {self.named(peer)} sent {self.named(self.rank)} was damaged on the way: {sent}"
+        return ProtocolError(what, do="reconnect on all ranks; test the memory and the network of both hosts")
 
     def lost_by(self, peer: int, lost: int | None) -> PeerLost:
         """The error for a transfer with a rank that has closed its link, after it lost that one or none."""
