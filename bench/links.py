@@ -28,11 +28,9 @@ import numpy.typing as npt
 
 from gradengine import Exchange, GradientLayout, connect, local_group
 from gradengine.arrays.shared import shared_array
-from gradengine.exchange.interface import Progress
-from gradengine.exchange.linked import LinkedExchange
-from gradengine.exchange.links.shared_memory import SharedMemoryLink
-from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.mesh import Listener, mesh
+from gradengine.exchange.linked import Progress
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.mesh import mesh
 
 Array = npt.NDArray[np.float32]
 Sum = Callable[[], None]
@@ -151,10 +149,9 @@ def over_sockets(by: str, distributed: Any) -> Exchange:
     with tempfile.TemporaryDirectory() as folder:
         at: Any = Listener(("127.0.0.1", 0) if by == "tcp" else f"{folder}/0") if rank == 0 else None
         distributed.broadcast_object_list(told if at is None else (told := [at.address]))
-        kind = SharedMemoryLink if by == "shared_memory" else SocketLink
-        link = mesh(at or told[0], rank, distributed.get_world_size(), timeout=SECONDS, link=kind)
+        link = mesh(at or told[0], rank, distributed.get_world_size(), timeout=SECONDS, link=by)
         distributed.barrier()
-    return LinkedExchange(link)
+    return Exchange(link)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradengine import __version__
+from gradengine.arrays.shared import has_shared_memory
 from gradengine.errors import DeviceUnavailable
 from gradengine.kernels.host_threads import available_cpus
 from gradengine.kernels.toolchain import compiled, load_cupy
@@ -84,7 +85,9 @@ def engines() -> Iterator[tuple[str, str, str]]:
 
     No framework is imported, and no MPI initialized.
     """
-    yield "tcp://", "ready", "sockets" + (", also unix:// on one machine" if hasattr(socket, "AF_UNIX") else "")
+    one_host = ", in shared memory" if has_shared_memory() else ""
+    unix = f", also unix:// on one machine{one_host}" if hasattr(socket, "AF_UNIX") else ""
+    yield "tcp://", "ready", f"sockets{unix}"
     yield "mpi://", *_mpi()
     torch = _version("torch")
     if torch is None:

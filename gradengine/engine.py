@@ -16,7 +16,7 @@ from gradengine.capture import Capture, CapturedWindow
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, GradientError, NotCopied, WindowError
-from gradengine.exchange.interface import Exchange
+from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
 from gradengine.kernels.device import Graph
 from gradengine.layout import GradientLayout
@@ -113,7 +113,12 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             self._settings.refuse_lone_part(layout)
         self.layout = layout
         self.accumulator = PerBlockGradientAccumulator(
-            layout, kernels_for(device), hold=hold, reused_buffers=reused_buffers, copy_strided=copy_strided
+            layout,
+            kernels_for(device),
+            hold=hold,
+            reused_buffers=reused_buffers,
+            copy_strided=copy_strided,
+            is_shared=exchange is not None and exchange.shares_memory,
         )
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True

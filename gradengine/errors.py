@@ -186,4 +186,6 @@ class NotCopied:
             cls._instead = instead
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise CallerError(f"a {type(self).__name__} cannot be copied or pickled", do=self._instead)
+        name = type(self).__name__
+        article = "an" if name[0] in "AEIO" else "a"
+        raise CallerError(f"{article} {name} cannot be copied or pickled", do=self._instead)

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, TypedDict, final
 from gradengine.arguments import as_float, out_of_range, refuse_unknown, whole_number
 from gradengine.clip import Groups, MaxNorm
 from gradengine.errors import CallerError
-from gradengine.exchange.interface import Exchange
+from gradengine.exchange.linked import Exchange
 from gradengine.kernels import ClipPlan, DeviceLike
 from gradengine.layout import GradientLayout
 from gradengine.reduction.tensor_parallel_group import Replicated

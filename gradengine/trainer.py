@@ -24,7 +24,7 @@ from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, ExchangeError, GradientError, ProtocolError, WindowError
-from gradengine.exchange.interface import Exchange
+from gradengine.exchange.linked import Exchange
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
 from gradengine.settings import EngineOptions

@@ -7,8 +7,7 @@ import threading
 from transports import LARGE, SOON, Worker, contributions, shared
 
 from gradengine.exchange import GradientServer, WorkerClient
-from gradengine.exchange.linked import LinkedExchange
-from gradengine.exchange.links.shared_memory import SharedMemoryLink
+from gradengine.exchange.linked import Exchange
 from gradengine.exchange.mesh import mesh
 
 
@@ -16,8 +15,8 @@ def main(role, address, rank, world_size, spans):
     """Serve; or join, start the first `spans` spans, and stay; over shared memory sum them, if they are all."""
     part = contributions(LARGE, world_size)[rank]
     if role == "shared memory":
-        link = mesh(address, rank, world_size, timeout=SOON, link=SharedMemoryLink)
-        stay(LinkedExchange(link, bucket_bytes=4), shared(part), spans)
+        link = mesh(address, rank, world_size, timeout=SOON, link="shared_memory")
+        stay(Exchange(link, bucket_bytes=4), shared(part), spans)
         return
     host, _, port = address.rpartition(":")
     if role == "server":

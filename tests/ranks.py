@@ -5,7 +5,7 @@ import threading
 from transports import Failing
 
 from gradengine import connect, local_group
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.threads import thread_links
 
 
@@ -25,7 +25,7 @@ def on_links(work, world_size, *, lost_after=None, **options):
     """The same over links between threads; that of rank 1 closes after so many transfers."""
     links = thread_links(world_size)
     links[1] = Failing(links[1], lost_after)
-    exchanges = [LinkedExchange(link, **{"timeout": 60.0, "join_timeout": 60.0, **options}) for link in links]
+    exchanges = [Exchange(link, **{"timeout": 60.0, "join_timeout": 60.0, **options}) for link in links]
     return _on_each(work, exchanges)
 
 

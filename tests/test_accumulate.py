@@ -63,8 +63,8 @@ class PoisonedDevice:
     def __getattr__(self, name):
         return getattr(self._kernels.device, name)
 
-    def allocate(self, size):
-        buffer = self._kernels.device.allocate(size)
+    def allocate(self, size, **options):
+        buffer = self._kernels.device.allocate(size, **options)
         if buffer.device == "cpu":
             buffer.data.fill(NAN)
         else:

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from gradengine import GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
 from gradengine.accumulate.state import TABLE, Call, Event, Refusal, State, StepState
 from gradengine.errors import CallerError, LayoutMismatch, NonFiniteGradient, PeerLost, WindowError
-from gradengine.exchange.interface import Exchange
+from gradengine.exchange.linked import Exchange
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
 

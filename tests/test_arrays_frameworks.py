@@ -254,7 +254,7 @@ class TestTorch:
         memory = np.zeros(1024, np.uint8)
         start = -memory.ctypes.data % 128 + 128
 
-        def allocate(_, size):
+        def allocate(_, size, **_options):
             data = memory[start : start + 4 * size].view(np.float32)
             return Buffer(data.ctypes.data, size, "float32", (size,), True, memory, data=data)
 

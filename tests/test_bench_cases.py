@@ -119,7 +119,12 @@ def test_exchange(world_size):
             case.run()
             assert case.error() <= 1e-6
         assert set(counted(variants).values()) == {2 * (world_size - 1) * 4 * 96}
-        assert [each.name for each in variants if each.base] == ["ours tcp://", "ours unix://", "ours threads"]
+        assert [each.name for each in variants if each.base] == [
+            "ours tcp://",
+            "ours unix://",
+            "ours shared memory",
+            "ours threads",
+        ]
 
 
 def test_yardsticks():

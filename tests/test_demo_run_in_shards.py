@@ -19,7 +19,7 @@ from gradengine.demo.settings import Settings, Transport
 from gradengine.demo.worker import Learner, Listening
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost, WindowError
 from gradengine.exchange import GradientServer, local_group
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.linked import Exchange
 from gradengine.trainer import weights_digest
 
 MODEL = LlamaConfig(num_blocks=1, hidden_size=16, num_kv_heads=4, intermediate_size=32, sequence_length=16)
@@ -277,6 +277,6 @@ def test_a_silent_worker_is_named_and_not_the_shards_that_wait_for_each_other(mo
 
     monkeypatch.setattr(worker.DistributedTrainer, "train_batch", silent_at_two)
     exchanges = [local_group(2, timeout=SOON, join_timeout=SOON) for _ in range(2)]
-    exchanges[1][0] = LinkedExchange(exchanges[1][0]._link, timeout=SOON, clock=clock)  # of the second shard's group
+    exchanges[1][0] = Exchange(exchanges[1][0]._link, timeout=SOON, clock=clock)  # of the second shard's group
     with pytest.raises(DeadlineExceeded, match=r"^rank 1 is late.* rank 0 waits"):
         worker._train(SETTINGS, TEXTS, list(zip(*exchanges, strict=True)), lambda report: None)

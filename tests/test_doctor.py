@@ -100,7 +100,7 @@ def mpi4py(monkeypatch, tmp_path):
 
 
 def test_sockets_join_ranks_everywhere(capsys):
-    assert shown(capsys)["tcp://"] == "ready         sockets, also unix:// on one machine"
+    assert shown(capsys)["tcp://"] == "ready         sockets, also unix:// on one machine, in shared memory"
 
 
 @pytest.mark.parametrize(

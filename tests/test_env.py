@@ -124,4 +124,4 @@ def test_it_says_what_joins_ranks_here(environment):
     assert re.search(r"^mpi:// (not )?ready: .*mpi4py", text, re.MULTILINE)
     joined_by = json.loads(shown("--json", "-"))["joined_by"]
     assert [*joined_by] == ["tcp://", "mpi://", "process_group"]
-    assert joined_by["tcp://"] == {"state": "ready", "by": "sockets, also unix:// on one machine"}
+    assert joined_by["tcp://"] == {"state": "ready", "by": "sockets, also unix:// on one machine, in shared memory"}

@@ -177,7 +177,7 @@ SHARED = {
     "a GradientEngine": lambda: GradientEngine(GradientLayout.of([(2,)])),
     "a PerBlockGradientAccumulator": lambda: PerBlockGradientAccumulator(GradientLayout.of([(2,)])),
     "a BlockGradientSet": lambda: BlockGradientSet(GradientLayout.transformer(1, 4, 2, 8, 16).blocks[0]),
-    "a LinkedExchange": lambda: local_group(1)[0],
+    "an Exchange": lambda: local_group(1)[0],
     "a WorkerClient": lambda: WorkerClient(("127.0.0.1", 1), 1, 2),
     "a GradientServer": closed_server,
     "a FusedClipState": lambda: FusedClipState([2]),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import sys
 import threading
 
 import numpy as np
 import pytest
 from transports import (
+    HAS_SHARED_MEMORY,
     LARGE,
     OVER_SOCKETS,
     SMALL,
@@ -26,6 +29,8 @@ from transports import (
     rank_order_sum,
 )
 
+from gradengine import GradientEngine
+from gradengine.arrays.shared import place_of
 from gradengine.errors import CallerError, DeviceUnavailable, ExchangeError, PeerLost, WindowError
 from gradengine.exchange import GradientServer, NonFiniteValue, WorkerClient, connect, local_group
 from gradengine.layout import GradientLayout
@@ -438,6 +443,81 @@ def test_url_says_where_the_group_is(tmp_path):
     with connect(f"unix://{tmp_path}/group", 0, 1) as host:
         assert host.url == f"unix://{tmp_path}/group"
     assert local_group(1)[0].url is None
+
+
+BEST = "shared_memory" if HAS_SHARED_MEMORY else "unix"  # between ranks of one host
+
+
+@pytest.mark.parametrize(
+    ("scheme", "asked", "found"),
+    [
+        ("tcp", "tcp", "tcp"),
+        *((scheme, asked, asked or BEST) for scheme in ("tcp", "unix") for asked in (None, "unix", BEST)),
+    ],
+)
+def test_how_bytes_go_is_the_best_there_is_or_what_rank_0_asks_for(scheme, asked, found, tmp_path):
+    data = contributions(SMALL, 3)
+    host = connect("tcp://127.0.0.1:0" if scheme == "tcp" else f"unix://{tmp_path}/s", 0, 3, link=asked)
+    exchanges = [host, *(connect(host.url, rank, 3) for rank in (1, 2))]
+    assert [exchange.link for exchange in exchanges] == [None] * 3
+    workers = bound(exchanges, SMALL, data)
+    assert [exchange.link for exchange in exchanges] == [found] * 3
+    on_all(Worker.sum, workers)
+    on_all(leave_together, workers)
+    assert_same_bytes([worker.arena for worker in workers], rank_order_sum(data))
+
+
+def test_threads_and_servers_say_how_bytes_go():
+    assert local_group(1)[0].link == "threads"
+    with group(Transport.SERVER, 2) as exchanges:
+        bound(exchanges, SMALL, contributions(SMALL, 2))
+        assert [exchange.link for exchange in exchanges] == ["tcp"] * 2
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "says"),
+    [
+        (
+            "tcp://127.0.0.1:0",
+            {"link": "carrier pigeon"},
+            "no such link: got 'carrier pigeon', expected one of tcp, unix",
+        ),
+        ("unix:///tmp/s", {"link": "tcp"}, 'link="tcp" over a Unix socket; pass tcp://host:port of rank 0, or'),
+        ("tcp://127.0.0.1:1", {"link": "unix", "served": True}, "with served=True takes no link: each rank has one"),
+        ("mpi://", {"link": "unix"}, 'connect with url="mpi://" takes no link: the bytes go over the group'),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(url, options, says):
+    with pytest.raises(CallerError, match=re.escape(says)):
+        connect(url, 0, 1, **options)
+
+
+def test_shared_memory_where_there_is_none(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(DeviceUnavailable, match=r'not here: got .*; pass link="unix" on all ranks'):
+        connect(f"unix://{tmp_path}/s", 0, 2, link="shared_memory")
+    exchanges = [connect(f"unix://{tmp_path}/s", rank, 2) for rank in range(2)]
+    with exchanges[0], exchanges[1]:
+        bound(exchanges, SMALL, contributions(SMALL, 2))
+        assert [(exchange.link, exchange.shares_memory) for exchange in exchanges] == [("unix", False)] * 2
+
+
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="no memfd on this platform")
+@pytest.mark.parametrize("late", [False, True], ids=["made with it", "joins it later"])
+def test_an_engine_that_is_made_with_its_exchange_has_its_arena_where_others_read_it(late, tmp_path):
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=None if late and exchange.rank else exchange)
+        engine.reconnect(exchange if late and exchange.rank else None)
+        for _ in range(2):
+            engine.add([np.full(slot.shape, exchange.rank + 1, np.float32) for slot in SMALL.slots])
+            result = engine.step()
+        engine.exchange.barrier()
+        return place_of(engine.accumulator.memory.data) is not None, next(iter(result.gradients.values())).flat[0]
+
+    exchanges = [connect(f"unix://{tmp_path}/s", rank, 2) for rank in range(2)]
+    with exchanges[0], exchanges[1]:
+        assert on_all(work, exchanges) == [(True, 1.5), (not late, 1.5)]
+        assert [exchange.link for exchange in exchanges] == ["shared_memory"] * 2
 
 
 def test_served_group_has_rank_0_connect_as_well():

@@ -28,7 +28,7 @@ def test_both_sides_make_the_same_proof(token):
 
 
 def test_proof_is_the_documented_hmac():
-    facts = ["caller", 3, "pretrain", 1, 4, HELLO.nonce, NONCE, 4, b"group"]
+    facts = ["caller", 4, "pretrain", 1, 4, HELLO.nonce, NONCE, 4, b"group"]
     expected = hmac.new(b"secret", msgpack.packb(facts), hashlib.sha256).digest()
     assert proven(called=4, group=b"group") == expected
 

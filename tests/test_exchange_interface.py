@@ -8,7 +8,8 @@ from transports import SMALL
 
 from gradengine.errors import CallerError
 from gradengine.exchange import local_group
-from gradengine.exchange.interface import Exchange, NonFiniteValue, Progress, checked_seconds, refuse_bad_arena
+from gradengine.exchange.interface import NonFiniteValue, checked_seconds, refuse_bad_arena
+from gradengine.exchange.linked import Progress
 
 
 def test_next_step_forgets_the_last():
@@ -35,8 +36,3 @@ def test_sizes_are_integers_of_any_kind_and_times_are_numbers():
 def test_bad_arena_is_refused(arena):
     with pytest.raises(CallerError, match="arena does not fit the layout"):
         refuse_bad_arena(SMALL, arena)
-
-
-def test_an_exchange_says_what_it_lacks():
-    with pytest.raises(TypeError, match="abstract"):
-        Exchange()

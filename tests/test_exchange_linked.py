@@ -32,8 +32,8 @@ from gradengine import GradientEngine
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import local_group
 from gradengine.exchange.comparison import Hello, packed
-from gradengine.exchange.interface import NonFiniteValue, Progress
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.interface import NonFiniteValue
+from gradengine.exchange.linked import Exchange, Progress
 from gradengine.exchange.links import sockets
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.pump import Pump
@@ -49,7 +49,7 @@ def exchanges_of(world_size, *, lost_after=None, links_of=thread_links, **option
     links = links_of(world_size)
     if lost_after is not None:
         links[1] = Failing(links[1], lost_after)
-    return [LinkedExchange(link, **{"bucket_bytes": BUCKET} | options) for link in links]
+    return [Exchange(link, **{"bucket_bytes": BUCKET} | options) for link in links]
 
 
 def close(exchanges):
@@ -340,11 +340,9 @@ def test_parts_are_read_in_place_where_all_arenas_lie_in_shared_memory_only(is_o
 def hello_of(change):
     """What rank 0 hears from a rank 1 that says something else."""
     first, second = thread_links(2)
-    exchange = LinkedExchange(first)
+    exchange = Exchange(first)
     told = [
-        *msgpack.unpackb(
-            packed(LinkedExchange(second)._hello(SMALL, contributions(SMALL, 1)[0], Progress(), exchange._link))
-        )
+        *msgpack.unpackb(packed(Exchange(second)._hello(SMALL, contributions(SMALL, 1)[0], Progress(), exchange._link)))
     ]
     change(told)
 
@@ -395,7 +393,7 @@ def clock_when(is_so):
 
 def test_a_rank_that_never_comes_is_named():
     first, *_ = thread_links(3)
-    exchange = LinkedExchange(first, clock=clock_when(lambda: True), join_timeout=SOON)
+    exchange = Exchange(first, clock=clock_when(lambda: True), join_timeout=SOON)
     with pytest.raises(PeerLost, match=r"ranks 1, 2 are late for joining, rank 0 waits: got nothing for 60 s; start"):
         Worker(exchange, SMALL, contributions(SMALL, 1)[0]).bind()
 
@@ -422,7 +420,7 @@ def test_what_was_damaged_is_named_and_comes_again_over_new_links(message, monke
 
 def over_sockets(workers=None):
     """These workers, or new ones, bound to exchanges over sockets."""
-    exchanges = [LinkedExchange(link, bucket_bytes=BUCKET) for link in socket_links(WORLD)]
+    exchanges = [Exchange(link, bucket_bytes=BUCKET) for link in socket_links(WORLD)]
     if workers is None:
         return bound(exchanges, SMALL, contributions(SMALL, WORLD))
     for worker, exchange in zip(workers, exchanges, strict=True):
@@ -439,8 +437,8 @@ def test_a_late_rank_is_named_and_the_others_hear_whom_it_is_about(what):
         return is_bound.is_set() and (what == "gather" or (waits_for and waits_for[0] == 2))
 
     links = thread_links(3)
-    exchanges = [LinkedExchange(links[0], clock=clock_when(is_late), timeout=SOON)]
-    exchanges += [LinkedExchange(link, timeout=1e6) for link in links[1:]]
+    exchanges = [Exchange(links[0], clock=clock_when(is_late), timeout=SOON)]
+    exchanges += [Exchange(link, timeout=1e6) for link in links[1:]]
     workers = bound(exchanges, SMALL, contributions(SMALL, 3))
     is_bound.set()
     work = Worker.sum if what == "sum" else lambda worker: worker.exchange.barrier()
@@ -530,9 +528,9 @@ def test_time_out_of_range_is_refused(option, seconds):
 def test_times_and_sizes_out_of_range_are_refused(option):
     (link,) = thread_links(1)
     with pytest.raises(CallerError, match=f"^{option} is out of range"):
-        LinkedExchange(link, **{option: 0})
+        Exchange(link, **{option: 0})
     with pytest.raises(CallerError, match="bucket_bytes is out of range"):
-        LinkedExchange(link, bucket_bytes=3)
+        Exchange(link, bucket_bytes=3)
 
 
 # ---- the engine ----

@@ -19,8 +19,7 @@ from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, rank_
 
 from gradengine.errors import CallerError, DeadlineExceeded, DeviceUnavailable, PeerLost, ProtocolError
 from gradengine.exchange.gather import Gather
-from gradengine.exchange.interface import Progress
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.linked import Exchange, Progress
 from gradengine.exchange.links import sockets, threads
 from gradengine.exchange.links.link import Completed, Idle
 from gradengine.exchange.links.mpi import MpiLink
@@ -743,7 +742,7 @@ def test_steps_over_any_link_end_with_the_sums_in_rank_order(links, world_size, 
 
     def work(link):
         arena, found = shared(np.empty(layout.arena_size, np.float32)), []
-        exchange, progress = LinkedExchange(link, bucket_bytes=bucket_bytes), Progress()
+        exchange, progress = Exchange(link, bucket_bytes=bucket_bytes), Progress()
         exchange.bind(layout, arena, progress)
         for step in range(2):
             arena[:] = parts[step, link.rank]

@@ -34,11 +34,12 @@ from transports import (
 from gradengine.arrays import shared as shared_module
 from gradengine.arrays.shared import place_of, shared_array
 from gradengine.errors import CallerError, DeviceUnavailable, PeerLost, ProtocolError
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links import shared_memory, sockets
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
-from gradengine.exchange.mesh import Listener, mesh
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.mesh import mesh
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.kernels import CHUNK
 from gradengine.layout import GradientLayout
@@ -463,7 +464,7 @@ def test_no_rank_gets_a_sum_of_what_was_overwritten(leaves_at, monkeypatch):
     """Rank 0 closes while rank 1 sums, and goes on with its memory; rank 2 has nothing that is neither part nor sum."""
     layout = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17,) for n in range(4)})
     parts = contributions(layout, 3)
-    exchanges = [LinkedExchange(link, bucket_bytes=4) for link in SOCKET_LINKS["shared memory"](3)]
+    exchanges = [Exchange(link, bucket_bytes=4) for link in SOCKET_LINKS["shared memory"](3)]
     workers = bound(exchanges, layout, [shared(part) for part in parts])
     make, sums = OrderedAllReduce._sum, []
 
@@ -496,7 +497,7 @@ def what_is_open():
 def test_links_that_are_closed_leave_nothing_open_or_mapped():
     gc.collect()
     before = what_is_open()
-    exchanges = [LinkedExchange(link, bucket_bytes=128) for link in SOCKET_LINKS["shared memory"](3)]
+    exchanges = [Exchange(link, bucket_bytes=128) for link in SOCKET_LINKS["shared memory"](3)]
     workers = bound(exchanges, LARGE, [shared(part) for part in contributions(LARGE, 3)])
     on_all(Worker.sum, workers)
     assert mappings() == before[1] + 3 + 3 * 2
@@ -563,8 +564,8 @@ def test_a_process_that_is_killed_is_named_and_another_takes_its_place(tmp_path)
         listener = Listener(path)
 
         def joined(rank):
-            link = mesh(listener if rank == 0 else path, rank, 3, timeout=SOON, link=SharedMemoryLink)
-            workers[rank].bind(LinkedExchange(link, bucket_bytes=4, timeout=SOON))
+            link = mesh(listener if rank == 0 else path, rank, 3, timeout=SOON, link="shared_memory")
+            workers[rank].bind(Exchange(link, bucket_bytes=4, timeout=SOON))
 
         on_all(joined, range(2))
 

@@ -34,10 +34,11 @@ from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, Peer
 from gradengine.exchange import mesh as mesh_module
 from gradengine.exchange.addresses import connect_once
 from gradengine.exchange.handshake import new_nonce, proof
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links import sockets
-from gradengine.exchange.mesh import Listener, Meeting, mesh
-from gradengine.exchange.rendezvous import MOST_PATH_BYTES
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.mesh import Meeting, mesh
+from gradengine.exchange.rendezvous import MOST_PATH_BYTES, address_of
 from gradengine.exchange.wire import (
     Abort,
     Hello,
@@ -157,12 +158,12 @@ def told_by(channel):
         return getattr(errors, abort.error), why.decode()
 
 
-def answered(listener):
+def answered(listener, beside=""):
     """Rank 0's channel by hand to the rank that calls it, which waits for the others then."""
     listener.socket.setblocking(True)
     channel, nonce = Channel(listener.socket.accept()[0], "whoever calls"), new_nonce()
     hello, _ = channel.expect(Hello)
-    channel.send(Nonce(nonce))
+    channel.send(Nonce(nonce, beside))
     given, _ = channel.expect(Proof)
     assert given.proof == proof("secret", "caller", hello, nonce, 0, b"")
     channel.send(Proof(proof("secret", "called", hello, nonce, 0, b"")))
@@ -194,7 +195,7 @@ def test_ranks_that_start_in_any_order_sum_in_rank_order(address, world_size, tm
         assert [*tmp_path.iterdir()] == []
         assert listener.socket.fileno() < 0
         arenas = contributions(SMALL, world_size)
-        workers = bound([LinkedExchange(link, timeout=SOON) for link in links], SMALL, arenas)
+        workers = bound([Exchange(link, timeout=SOON) for link in links], SMALL, arenas)
         on_all(Worker.sum, workers)
         on_all(leave_together, workers)
         assert {worker.arena.tobytes() for worker in workers} == {rank_order_sum(arenas).tobytes()}
@@ -278,7 +279,7 @@ RUBBISH = [
     encode_head(Hello(1, 3, "", bytes(32))) + encode_head(Listening(NOWHERE)),
     encode_head(Listening(NOWHERE)),
     encode_head(Abort(""), 2**32 - 1),
-    encode_head(Members(bytes(16)), 1 << 20) + bytes(1 << 12),
+    encode_head(Members(bytes(16), "tcp"), 1 << 20) + bytes(1 << 12),
     encode_head(Refused(), 5) + b"words",
 ]
 
@@ -289,8 +290,8 @@ def test_strangers_do_no_harm_and_delay_nobody(stays, monkeypatch, address):
     with contextlib.ExitStack() as stack:
         sound = Listener.__init__
 
-        def listened(listener, *arguments):
-            sound(listener, *arguments)
+        def listened(listener, *arguments, **options):
+            sound(listener, *arguments, **options)
             for says in RUBBISH:
                 stranger = knock(listener.address)
                 stack.callback(stranger.close)
@@ -396,7 +397,7 @@ def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to
         impostor = Channel(place.accept()[0], "rank 2")
         hello, _ = impostor.expect(Hello)
         nonce = new_nonce()
-        impostor.send(Nonce(nonce))
+        impostor.send(Nonce(nonce, ""))
         given, _ = impostor.expect(Proof)
         group = one.expect(Members)[0].group
         answer = bytes(32) if passed_on_to is None else proof("secret", "called", hello, nonce, passed_on_to, group)
@@ -495,7 +496,7 @@ TABLES = [b"", b"\xc1", b"\x91" * 99, *map(msgpack.packb, ([], [7], [["x"]], ["t
 def test_a_list_of_ranks_that_cannot_be(listener, table):
     second = Started(listener.address, 1, 2)
     channel = answered(listener)
-    channel.send(Members(bytes(16)), table)
+    channel.send(Members(bytes(16), "tcp"), table)
     assert second.error()[0] is ProtocolError
     channel.close()
 
@@ -531,8 +532,8 @@ def listeners(monkeypatch):
     """All that are made."""
     made, sound = [], Listener.__init__
 
-    def noted(listener, *arguments):
-        sound(listener, *arguments)
+    def noted(listener, *arguments, **options):
+        sound(listener, *arguments, **options)
         made.append(listener)
 
     monkeypatch.setattr(Listener, "__init__", noted)
@@ -581,7 +582,7 @@ def test_a_rank_says_that_rank_0_waits_for_others(listener):
     second = Started(listener.address, 1, 3, clock=(clock := Clock()))
     with contextlib.closing(answered(listener)) as channel:
         clock.now = 1e8
-        channel._socket.sendall(encode_head(Members(bytes(16)))[:1])
+        channel._socket.sendall(encode_head(Members(bytes(16), "tcp"))[:1])
         kind, told = second.error()
         assert kind is PeerLost
         assert "rank 1 has not heard from rank 0 that all have joined (timed out): got 60 s" in told
@@ -592,13 +593,78 @@ def test_who_answers_byte_by_byte_is_waited_for_to_the_deadline_and_no_longer(li
     second = Started(listener.address, 1, 2, clock=(clock := Clock()))
     with listener.socket.accept()[0] as dripping:
         Channel(dripping, "rank 1").expect(Hello)
-        answer = encode_head(Nonce(bytes(32)))
+        answer = encode_head(Nonce(bytes(32), ""))
         dripping.sendall(answer[:1])
         clock.now = 1e8
         dripping.sendall(answer[1:2])
         kind, told = second.error()
         assert kind is PeerLost
         assert "rank 1 has not reached rank 0" in told
+
+
+# ---- over TCP, on one host ----
+
+
+@pytest.fixture
+def beside():
+    """Rank 0's, which ranks on its host reach over a Unix socket too."""
+    listener = Listener(("127.0.0.1", 0), "secret", is_beside=True)
+    yield listener
+    listener.close()
+
+
+ONE_HOST = pytest.mark.skipif(sys.platform != "linux", reason="no Unix sockets without a path on this platform")
+
+
+@ONE_HOST
+@pytest.mark.parametrize("link", [None, "unix", "shared_memory"])
+def test_ranks_of_one_host_find_that_out(beside, link):
+    links = form(start(beside, 4, range(4), link=link))
+    assert [each.name for each in links] == [link or "shared_memory"] * 4
+
+
+@ONE_HOST
+def test_where_one_rank_is_elsewhere_all_go_over_tcp(beside):
+    """One by hand, which stays with the connection over TCP as whoever does not reach the Unix socket."""
+    started = start(beside, 3, [0, 1])
+    with contextlib.closing(meet(beside.address, 2, 3)) as far:
+        members, table = far.expect(Members)
+        assert members.link == "tcp"
+        host, port = address_of(msgpack.unpackb(table)[0])
+        with contextlib.closing(call((host, port), 2, 3, called=1, group=members.group)):
+            links = [rank.link() for rank in started]
+            assert [link.name for link in links] == ["tcp", "tcp"]
+            for link in links:
+                link.close()
+
+
+@ONE_HOST
+def test_a_link_for_one_host_is_refused_to_all_where_a_rank_is_elsewhere(beside):
+    started = start(beside, 3, [0, 1], link="unix")
+    with contextlib.closing(meet(beside.address, 2, 3)) as far:
+        told = "link='unix' needs all ranks on the host of rank 0, and in its network namespace: got rank 2 elsewhere"
+        for kind, says in (started[0].error(), started[1].error(), told_by(far)):
+            assert kind is HandshakeRefused
+            assert says.startswith(told)
+
+
+def test_a_name_that_leads_nowhere_leaves_a_rank_where_it_is(listener):
+    listener.socket.setblocking(True)
+    second = Started(listener.address, 1, 2)
+    with contextlib.closing(answered(listener, "nobody")) as channel:
+        channel.send(Members(bytes(16), "tcp"), msgpack.packb([NOWHERE]))
+        assert second.link().name == "tcp"
+        second.link().close()
+
+
+def test_a_link_that_rank_0_cannot_have_chosen(listener):
+    second = Started(listener.address, 1, 2)
+    with contextlib.closing(answered(listener)) as channel:
+        channel.send(Members(bytes(16), "pigeon"), msgpack.packb([NOWHERE]))
+        assert second.error() == (
+            ProtocolError,
+            "rank 0 chose no link: got 'pigeon', expected one of tcp, unix, shared_memory",
+        )
 
 
 # ---- the listener ----
@@ -652,7 +718,7 @@ def test_arguments_out_of_range(listener):
 def test_a_forked_child_does_not_keep_the_address():
     script = """
 import os
-from gradengine.exchange.mesh import Listener
+from gradengine.exchange.listener import Listener
 
 listener = Listener(("127.0.0.1", 0))
 (heard, told), (is_there, says) = os.pipe(), os.pipe()
@@ -674,8 +740,9 @@ os.waitpid(child, 0)
 # ---- Ctrl-C ----
 
 
+@pytest.mark.parametrize("is_beside", [False, True], ids=["unix", "tcp"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_interrupted_at_any_line_nothing_is_left_open(rank, tmp_path, monkeypatch):
+def test_interrupted_at_any_line_nothing_is_left_open(rank, is_beside, tmp_path, monkeypatch):
     """The other rank, which may try again and again, is told at last that its time is over."""
     made, sound = [], socket.socket.__init__
 
@@ -685,10 +752,11 @@ def test_interrupted_at_any_line_nothing_is_left_open(rank, tmp_path, monkeypatc
 
     monkeypatch.setattr(socket.socket, "__init__", noted)
     monkeypatch.setattr(mesh_module, "RETRY_SECONDS", 0.001)
-    address = str(tmp_path / "s")
+    given = ("127.0.0.1", 0) if is_beside else str(tmp_path / "s")
 
     def joined(call):
-        clock, listener = Clock(), Listener(address)
+        clock, listener = Clock(), Listener(given, is_beside=is_beside)
+        address = listener.address
         places = (listener, address) if rank == 0 else (address, listener)
         other = Started(places[1], 1 - rank, 2, clock=clock)
         found = call(lambda: mesh(places[0], rank, 2, token="secret", timeout=SOON).close())
@@ -702,7 +770,7 @@ def test_interrupted_at_any_line_nothing_is_left_open(rank, tmp_path, monkeypatc
         return found, left
 
     # What a return hands over that is interrupted nobody can close; at a `try` no signal is looked for.
-    files = {"channel.py", "line.py", "mesh.py"}
+    files = {"line.py", "listener.py", "mesh.py"}
     lines = [
         (file, line, event, time)
         for file, line, event, time in joined(places_of)[0]

@@ -30,9 +30,10 @@ from transports import (
 from gradengine.errors import DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange.comparison import Hello, packed
 from gradengine.exchange.hub import Hub
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import head
-from gradengine.exchange.mesh import Listener, Meeting, link_to_ranks
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.mesh import Meeting, link_to_ranks
 from gradengine.exchange.pump import Pump
 from gradengine.kernels import CHUNK
 from gradengine.layout import GradientLayout
@@ -74,7 +75,7 @@ class Served:
     def exchange(self, rank, world_size=None, **options):
         options = {"timeout": SOON, "join_timeout": SOON} | options
         meeting = self.meeting(rank, world_size)
-        return LinkedExchange(meeting, **options)
+        return Exchange(meeting, **options)
 
     def meeting(self, rank, world_size=None, job=None, **options):
         options = {"token": self._token, "job": self._job or "" if job is None else job} | options
@@ -573,7 +574,7 @@ def test_ranks_may_come_together_anew_where_nothing_is_half_summed(how):
 def test_a_step_that_was_begun_over_a_server_is_not_resumed_without_one(tmp_path):
     with working(world_size=1) as (_, workers):
         on_all(Worker.sum, workers)
-    workers[0].exchange = LinkedExchange(Meeting(("127.0.0.1", 0), 0, 1))
+    workers[0].exchange = Exchange(Meeting(("127.0.0.1", 0), 0, 1))
     with pytest.raises(HandshakeRefused, match="rank 0 is in the middle of a step that was begun over another kind"):
         workers[0].bind()
 
@@ -603,7 +604,7 @@ def test_a_sum_that_was_half_received_counts_as_one():
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    exchange = LinkedExchange(Meeting(listener.address, 0, 1, is_served=True), timeout=SOON, join_timeout=SOON)
+    exchange = Exchange(Meeting(listener.address, 0, 1, is_served=True), timeout=SOON, join_timeout=SOON)
     worker = Worker(exchange, layout, np.ones(layout.arena_size, np.float32))
     worker.bind()
     with pytest.raises(PeerLost):

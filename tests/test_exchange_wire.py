@@ -36,7 +36,7 @@ LITERAL = [
         Hello(1, 4, "job", NONCE),
         0,
         """
-        94 a2 47 45 cc 03 ce 00 00 00 5b cf 00 00 00 00 00 00 00 00
+        94 a2 47 45 cc 04 ce 00 00 00 5b cf 00 00 00 00 00 00 00 00
         86 a4 6b 69 6e 64 a5 68 65 6c 6c 6f a4 72 61 6e 6b 01 aa 77 6f 72 6c 64 5f 73 69 7a 65 04 a3 6a
         6f 62 a3 6a 6f 62 a5 6e 6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07 08 09 0a 0b 0c 0d 0e 0f 10 11
         12 13 14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
@@ -45,31 +45,31 @@ LITERAL = [
         Refused(),
         2,
         """
-        94 a2 47 45 cc 03 ce 00 00 00 1b cf 00 00 00 00 00 00 00 02
+        94 a2 47 45 cc 04 ce 00 00 00 1b cf 00 00 00 00 00 00 00 02
         82 a4 6b 69 6e 64 a7 72 65 66 75 73 65 64 a7 70 61 79 6c 6f 61 64 c6 00 00 00 02""",
     ),
     (
         Abort("PeerLost"),
         11,
         """
-        94 a2 47 45 cc 03 ce 00 00 00 28 cf 00 00 00 00 00 00 00 0b
+        94 a2 47 45 cc 04 ce 00 00 00 28 cf 00 00 00 00 00 00 00 0b
         83 a4 6b 69 6e 64 a5 61 62 6f 72 74 a5 65 72 72 6f 72 a8 50 65 65 72 4c 6f 73 74 a7 70 61 79 6c
         6f 61 64 c6 00 00 00 0b""",
     ),
     (
-        Nonce(NONCE),
+        Nonce(NONCE, "beside"),
         0,
         """
-        94 a2 47 45 cc 03 ce 00 00 00 41 cf 00 00 00 00 00 00 00 00
-        83 a4 6b 69 6e 64 a5 6e 6f 6e 63 65 a5 6e 6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07 08 09 0a 0b
-        0c 0d 0e 0f 10 11 12 13 14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a7 70 61 79 6c 6f 61 64 c6 00 00 00
-        00""",
+        94 a2 47 45 cc 04 ce 00 00 00 4f cf 00 00 00 00 00 00 00 00
+        84 a4 6b 69 6e 64 a5 6e 6f 6e 63 65 a5 6e 6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07 08 09 0a 0b
+        0c 0d 0e 0f 10 11 12 13 14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a6 62 65 73 69 64 65 a6 62 65 73 69
+        64 65 a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
     ),
     (
         Proof(PROOF),
         0,
         """
-        94 a2 47 45 cc 03 ce 00 00 00 41 cf 00 00 00 00 00 00 00 00
+        94 a2 47 45 cc 04 ce 00 00 00 41 cf 00 00 00 00 00 00 00 00
         83 a4 6b 69 6e 64 a5 70 72 6f 6f 66 a5 70 72 6f 6f 66 c4 20 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f
         70 71 72 73 74 75 76 77 78 79 7a 7b 7c 7d 7e 7f 80 81 82 83 a7 70 61 79 6c 6f 61 64 c6 00 00 00
         00""",
@@ -78,17 +78,17 @@ LITERAL = [
         Listening("tcp://127.0.0.1:5000"),
         0,
         """
-        94 a2 47 45 cc 03 ce 00 00 00 36 cf 00 00 00 00 00 00 00 00
+        94 a2 47 45 cc 04 ce 00 00 00 36 cf 00 00 00 00 00 00 00 00
         83 a4 6b 69 6e 64 a9 6c 69 73 74 65 6e 69 6e 67 a3 75 72 6c b4 74 63 70 3a 2f 2f 31 32 37 2e 30
         2e 30 2e 31 3a 35 30 30 30 a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
     ),
     (
-        Members(NONCE[:16]),
+        Members(NONCE[:16], "tcp"),
         23,
         """
-        94 a2 47 45 cc 03 ce 00 00 00 33 cf 00 00 00 00 00 00 00 17
-        83 a4 6b 69 6e 64 a7 6d 65 6d 62 65 72 73 a5 67 72 6f 75 70 c4 10 00 01 02 03 04 05 06 07 08 09
-        0a 0b 0c 0d 0e 0f a7 70 61 79 6c 6f 61 64 c6 00 00 00 17""",
+        94 a2 47 45 cc 04 ce 00 00 00 3c cf 00 00 00 00 00 00 00 17
+        84 a4 6b 69 6e 64 a7 6d 65 6d 62 65 72 73 a5 67 72 6f 75 70 c4 10 00 01 02 03 04 05 06 07 08 09
+        0a 0b 0c 0d 0e 0f a4 6c 69 6e 6b a3 74 63 70 a7 70 61 79 6c 6f 61 64 c6 00 00 00 17""",
     ),
 ]
 every_kind = pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_stock_msgpack_reads_the_whole_stream():
     objects = list(stream)
     assert len(objects) == 2 * len(sent)
     for (message, payload), prefix, fields in zip(sent, objects[::2], objects[1::2], strict=True):
-        assert prefix[:2] == ["GE", 3]
+        assert prefix[:2] == ["GE", 4]
         assert prefix[3] == len(payload)
         assert fields == {"kind": message.kind, **dataclasses.asdict(message), "payload": payload}
         assert (next(iter(fields)), list(fields)[-1]) == ("kind", "payload")
@@ -158,7 +158,7 @@ messages = st.one_of(
     st.builds(Hello, integers, integers, st.text(max_size=40), st.binary(max_size=64)),
     st.builds(Proof, st.binary(max_size=64)),
     st.builds(Listening, st.text(max_size=40)),
-    st.builds(Members, st.binary(max_size=16)),
+    st.builds(Members, st.binary(max_size=16), st.text(max_size=40)),
     st.builds(Abort, st.text(max_size=40)),
 )
 
@@ -205,7 +205,7 @@ def test_every_flipped_byte_is_refused_or_another_message(message, payload_bytes
     [
         (0, 0x93, "no gradengine message"),
         (2, ord("X"), "no gradengine message"),
-        (5, 1, "another protocol version: got 1, expected 3"),
+        (5, 1, "another protocol version: got 1, expected 4"),
     ],
 )
 def test_prefix_of_something_else(at, value, says):
@@ -217,14 +217,14 @@ def test_prefix_of_something_else(at, value, says):
 
 @pytest.mark.parametrize("header_bytes", [0, 5, MAX_HEADER_BYTES + 1, 2**32 - 1])
 def test_header_length_out_of_range(header_bytes):
-    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 3, 0xCE, header_bytes, 0xCF, 0)
+    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 4, 0xCE, header_bytes, 0xCF, 0)
     with pytest.raises(ProtocolError, match=f"header length is out of range: got {header_bytes}"):
         decode_prefix(prefix)
 
 
 @pytest.mark.parametrize("payload_bytes", [2**32, 2**40, 2**64 - 1])
 def test_payload_of_4_gib_or_more(payload_bytes):
-    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 3, 0xCE, 33, 0xCF, payload_bytes)
+    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 4, 0xCE, 33, 0xCF, payload_bytes)
     with pytest.raises(ProtocolError, match="less than 4 GiB"):
         decode_prefix(prefix)
 
@@ -364,4 +364,4 @@ def test_random_header(header):
 
 
 def test_limits_of_the_document():
-    assert (PREFIX_BYTES, MAX_HEADER_BYTES, wire.MAX_SMALL_PAYLOAD, wire.PROTOCOL_VERSION) == (20, 4096, 16 << 20, 3)
+    assert (PREFIX_BYTES, MAX_HEADER_BYTES, wire.MAX_SMALL_PAYLOAD, wire.PROTOCOL_VERSION) == (20, 4096, 16 << 20, 4)

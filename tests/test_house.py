@@ -75,6 +75,7 @@ ORDER = [
     "exchange.links.sockets",
     "exchange.links.shared_memory",
     "exchange.links",
+    "exchange.listener",
     "exchange.line",
     "exchange.mesh",
     "exchange.comparison",

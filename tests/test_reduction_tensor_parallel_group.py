@@ -732,6 +732,8 @@ class TestRefused:
 class Faulty:
     """An exchange that is lost at its n-th call of one kind, as a peer's death would be noticed there."""
 
+    shares_memory = False
+
     def __init__(self, exchange, call, count=1):
         self.exchange, self.call, self.left = exchange, call, count
         self.rank, self.world_size, self.url = exchange.rank, exchange.world_size, exchange.url

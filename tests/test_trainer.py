@@ -503,6 +503,8 @@ def test_a_comparison_that_was_lost_is_made_by_finish_step(who):
     class Faulty:
         """An exchange that is lost at the comparison of weights."""
 
+        shares_memory = False
+
         def __init__(self, exchange):
             self.exchange, self.rank, self.world_size, self.url = exchange, exchange.rank, exchange.world_size, None
             self.bind, self.start, self.wait, self.close = exchange.bind, exchange.start, exchange.wait, exchange.close

@@ -33,10 +33,12 @@ class Transport(enum.Enum):
     THREADS = "threads"  # of one process
     TCP = "tcp"  # by connect(): a connection of each two ranks
     UNIX = "unix"  # the same over Unix sockets
+    if hasattr(os, "memfd_create"):
+        SHARED_MEMORY = "shared_memory"  # the same, and arenas are read where they lie
     SERVER = "server"  # a GradientServer alone, all ranks reach it over TCP
 
 
-OVER_SOCKETS = [Transport.TCP, Transport.UNIX, Transport.SERVER]
+OVER_SOCKETS = [transport for transport in Transport if transport is not Transport.THREADS]
 
 
 class SlowArena(DeviceArena):
@@ -180,6 +182,7 @@ def _exchanges(stack, transport, world_size, token, options):
     url = "tcp://127.0.0.1:0"
     if transport is Transport.UNIX:
         url = f"unix://{stack.enter_context(tempfile.TemporaryDirectory(prefix='ge'))}/s"
+    options["link"] = transport.value
     hosted = connect(url, 0, world_size, token=token, **options)
     return [hosted] + [connect(hosted.url, rank, world_size, token=token, **options) for rank in range(1, world_size)]
 
@@ -216,7 +219,7 @@ class Worker:
     """One rank at the level of the exchange: an arena, and how far its step is."""
 
     def __init__(self, exchange, layout, contribution):
-        is_shared = place_of(contribution) is not None
+        is_shared = (exchange is not None and exchange.shares_memory) or place_of(contribution) is not None
         self.exchange, self.layout, self.progress = exchange, layout, Progress()
         self.arena = shared(contribution) if is_shared else contribution.copy()
 

@@ -50,7 +50,14 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     @abstractmethod
     def __init__(
-        self, layout: GradientLayout, kernels: Kernels, hold: int, *, reused_buffers: bool, copy_strided: bool = False
+        self,
+        layout: GradientLayout,
+        kernels: Kernels,
+        hold: int,
+        *,
+        reused_buffers: bool,
+        copy_strided: bool = False,
+        is_shared: bool = False,
     ) -> None:
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
@@ -62,7 +69,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
                 got=f"device {kernels.device.name!r}",
                 do="pass contiguous gradients on a GPU: cupy.ascontiguousarray(array), tensor.contiguous()",
             )
-        self.memory = memory = kernels.device.allocate(layout.arena_size)
+        self.memory = memory = kernels.device.allocate(layout.arena_size, is_shared=is_shared)
         self.arena = kernels.arena([memory.part(slot.offset, slot.stop) for slot in layout.slots], memory)
         with self.arena.in_order():
             kernels.fill_zero(list(_padding(memory, layout)))
@@ -481,6 +488,7 @@ class PerBlockGradientAccumulator(GradientAccumulator):
             a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
         copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
             added; else they are refused. On the CPU only.
+        is_shared: Have the arena lie where other processes of this host can map it. Without effect on a GPU.
 
     Raises:
         CallerError: `hold` is no whole number >= 1, or `copy_strided` with a GPU's kernels.
@@ -501,6 +509,7 @@ class PerBlockGradientAccumulator(GradientAccumulator):
         hold: int = 1,
         reused_buffers: bool = False,
         copy_strided: bool = False,
+        is_shared: bool = False,
     ) -> None:
         super().__init__(
             layout,
@@ -508,6 +517,7 @@ class PerBlockGradientAccumulator(GradientAccumulator):
             hold,
             reused_buffers=reused_buffers,
             copy_strided=copy_strided,
+            is_shared=is_shared,
         )
 
 

@@ -42,7 +42,8 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
         DeviceUnavailable: This system has no such memory.
         OutOfDeviceMemory: It has not so much of it, or this process may have no more descriptors.
     """
-    refuse_without_shared_memory()
+    if not hasattr(os, "memfd_create"):
+        refuse_without_shared_memory()
     import fcntl  # noqa: PLC0415  (Windows has none)
 
     nbytes = max(1, 4 * size)
@@ -67,10 +68,21 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
     return data[: 4 * size].view(np.float32)
 
 
+def has_shared_memory() -> bool:
+    """Whether this process can make memory without a name: not where Python does not know how, or it is forbidden."""
+    if not hasattr(os, "memfd_create"):
+        return False
+    try:
+        os.close(os.memfd_create("gradengine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError:  # of too few descriptors too, as whoever needs one more will say
+        return False
+    return True
+
+
 def refuse_without_shared_memory() -> None:
     """Raise `DeviceUnavailable` where there is no memory without a name."""
-    if not hasattr(os, "memfd_create"):
-        what, do = "shared memory needs Linux, and a Python that knows memfd_create", "use unix:// or tcp://"
+    if not has_shared_memory():
+        what, do = "shared memory needs Linux's memfd_create, which is not here", 'pass link="unix" on all ranks'
         raise DeviceUnavailable(what, got=sys.platform, do=do)
 
 

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.arrays.shared import shared_array
 from gradengine.bench.device import Case, Host
 from gradengine.bench.harness import Variant, relative_error
 from gradengine.exchange import Exchange, Progress, connect, local_group
@@ -77,13 +78,15 @@ class ExchangeReduction(Reduction):
 
     def __init__(self, exchange: Exchange, elements: int) -> None:
         super().__init__(exchange.rank, exchange.world_size, elements)
+        if exchange.shares_memory:  # as the arena of an engine that is made with it
+            self.arena = shared_array(elements)
         self._exchange, self._layout, self._progress = exchange, span_layout(elements), Progress()
         exchange.bind(self._layout, self.arena, self._progress)
 
     @staticmethod
-    def over(url: str, world_size: int, elements: int, rank: int) -> ExchangeReduction:
-        """The reduction through `connect(url)`."""
-        return ExchangeReduction(connect(url, rank, world_size, join_timeout=_JOIN_SECONDS), elements)
+    def over(url: str, link: str, world_size: int, elements: int, rank: int) -> ExchangeReduction:
+        """The reduction through `connect(url, link=link)`."""
+        return ExchangeReduction(connect(url, rank, world_size, link=link, join_timeout=_JOIN_SECONDS), elements)
 
     def run(self) -> None:
         """Start every span at once and wait for the last sum."""
@@ -252,7 +255,7 @@ def _serve(build: Build, rank: int, report: Reporter) -> None:
 
 @contextmanager
 def exchange_variants(host: Host, world_size: int, elements: int) -> Iterator[list[Variant]]:
-    """Ours over TCP, over a Unix socket and between threads; a star of sockets by hand; and gloo.
+    """Ours over TCP, over Unix sockets, in shared memory and between threads; a star of sockets by hand; and gloo.
 
     The processes live until the context ends; the set is a multiple of 32 elements.
     """
@@ -270,8 +273,9 @@ def exchange_variants(host: Host, world_size: int, elements: int) -> Iterator[li
             return Variant(name, 2 * (world_size - 1) * 4 * elements, build, base=name.startswith("ours"))
 
         yield [
-            variant("ours tcp://", ExchangeReduction.over, f"tcp://127.0.0.1:{free_port()}"),
-            variant("ours unix://", ExchangeReduction.over, f"unix://{folder / 'socket'}"),
+            variant("ours tcp://", ExchangeReduction.over, f"tcp://127.0.0.1:{free_port()}", "tcp"),
+            variant("ours unix://", ExchangeReduction.over, f"unix://{folder / 'unix'}", "unix"),
+            variant("ours shared memory", ExchangeReduction.over, f"unix://{folder / 'memory'}", "shared_memory"),
             variant("ours threads", ThreadReductions, processes=1),
             variant("sockets by hand", SocketReduction, ("127.0.0.1", free_port())),
             variant("torch gloo", GlooReduction, str(folder / "gloo")),

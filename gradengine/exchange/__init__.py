@@ -1,11 +1,10 @@
 """Ordered all-reduce over workers: one interface, the transports of it, the same bytes from each.
 
-In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `interface.py`
-is what an exchange is, `linked.py` the only one, over threads, sockets, MPI or a process group of torch: `links/` moves
-bytes between any two ranks, `gather.py` small data over them, and `comparison.py` what must be alike;
-`ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its owner; `pump.py` runs it over a link;
-`mesh.py` connects ranks over sockets. In a group with a server, `server.py`, that owns all shares: `hub.py` runs it
-there. Imports `layout` and `kernels`.
+In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `linked.py` is
+the exchange, over threads, sockets, MPI or a process group of torch: `links/` moves bytes between any two ranks,
+`gather.py` small data over them, and `comparison.py` what must be alike; `ordered_all_reduce.py` adds the shares that
+`shares.py` cuts, each at its owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets. In a group
+with a server, `server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout` and `kernels`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
-    Exchange,
     NonFiniteValue,
-    Progress,
     checked_seconds,
 )
-from gradengine.exchange.linked import DEFAULT_SHARE_BYTES, LinkedExchange, WorkerClient, local_group
+from gradengine.exchange.linked import DEFAULT_SHARE_BYTES, Exchange, Progress, WorkerClient, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.torch_group import torch_link
@@ -52,6 +49,7 @@ def connect(
     timeout: float = DEFAULT_TIMEOUT,
     join_timeout: float = DEFAULT_JOIN_TIMEOUT,
     bucket_bytes: int = DEFAULT_SHARE_BYTES,
+    link: str | None = None,
     served: bool = False,
     process_group: Any = None,
     communicator: Any = None,
@@ -62,7 +60,9 @@ def connect(
     GRADENGINE_ADDRESS); `gradengine env` prints it.
 
     Over sockets rank 0 listens from now on, and nothing is sent before the engine binds a layout: workers may start in
-    any order. Then each rank listens, at a port of its own, until all are connected with each other.
+    any order. Then each rank listens, at a port of its own, until all are connected with each other. Ranks of one host
+    find that out, also over tcp://, and go on over Unix sockets; where all are, they read each other's arenas in shared
+    memory, if the engine is made with this exchange, on the CPU, and the address is loopback or a Unix socket's.
 
     Over MPI or a process group of torch, rank and world size are those of the group, of which a private duplicate is
     made: all of its ranks call this together.
@@ -82,17 +82,21 @@ def connect(
         join_timeout: Seconds to wait for all ranks to join.
         bucket_bytes: Bytes that a rank sums at a time; rank 0's value is used, or the server's, and changes no bit of
             the result.
+        link: "tcp", "unix" or "shared_memory": what bytes go over between ranks that meet at an address; rank 0's value
+            is used. None: the best that there is where they are. `exchange.link` says which it is.
         served: True if all connect to `gradengine serve`, which sums for them: needs one port that all reach.
         process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is its default one,
-            which is None before `init_process_group`. The bytes go over gloo. Without url, token, job and served.
-        communicator: An mpi4py communicator, of which "mpi://" takes MPI.COMM_WORLD. Without url, token, job and
+            which is None before `init_process_group`. The bytes go over gloo. Without url, token, job, link and
+            served.
+        communicator: An mpi4py communicator, of which "mpi://" takes MPI.COMM_WORLD. Without url, token, job, link and
             served.
 
     Raises:
         CallerError: A bad URL, rank or job, an address beyond loopback without a token, or rank 0 cannot listen there;
             or what was not given no variable of the environment says; or what was given contradicts the communicator
             or process group, or is not needed with it.
-        DeviceUnavailable: There is no mpi4py here, or no MPI library that it can load.
+        DeviceUnavailable: There is no mpi4py here, or no MPI library that it can load; or no shared memory for the link
+            that is asked for.
         PeerLost: Not all ranks of the communicator or the process group called this in time.
 
     Example:
@@ -102,7 +106,7 @@ def connect(
     """
     served = truth_value("served", served)
     if process_group is not None or communicator is not None or is_over_mpi(url):
-        _refuse_of_sockets(url, process_group, communicator, token=token, job=job, served=served or None)
+        _refuse_of_sockets(url, process_group, communicator, token=token, job=job, link=link, served=served or None)
         return _linked(
             process_group, communicator, rank, world_size,
             timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes,
@@ -110,11 +114,14 @@ def connect(
     url, rank, world_size, token = joining(url, rank, world_size, token, job, served=served)
     rank, world_size = checked_rank(rank, world_size)
     address = address_of(url)
+    if served and link is not None:
+        what = "connect with served=True takes no link: each rank has one connection, with the server"
+        raise CallerError(what, do="leave link out")
     if served:
         return WorkerClient(address, rank, world_size, token=token, job=job, timeout=timeout, join_timeout=join_timeout)
-    meeting = Meeting(address, rank, world_size, token=token, job=job_or_launchers(job))
+    meeting = Meeting(address, rank, world_size, token=token, job=job_or_launchers(job), link=link)
     try:
-        return LinkedExchange(meeting, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
+        return Exchange(meeting, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
     except BaseException:
         meeting.close()  # the caller has no reference to it
         raise
@@ -130,6 +137,7 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, *
     why = {
         "url": "who the ranks are, and how they reach each other, is the group's",
         "token": "nobody can join who is not in the group already",
+        "link": "the bytes go over the group's own",
         "job": "the ranks are those of one group, whatever runs beside it",
         "served": "there is no server, each rank sums a share",
     }
@@ -147,13 +155,13 @@ def _linked(
     timeout: float,
     join_timeout: float,
     bucket_bytes: int,
-) -> LinkedExchange:
+) -> Exchange:
     seconds = checked_seconds("join_timeout", join_timeout)
     is_mpi = process_group is None
     link = MpiLink(communicator, timeout=seconds) if is_mpi else torch_link(process_group, timeout=seconds)
     try:
         _refuse_other_place(link, rank, world_size)
-        return LinkedExchange(
+        return Exchange(
             link,
             url=MPI_URL if is_mpi else None,
             timeout=timeout,

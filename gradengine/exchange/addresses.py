@@ -113,7 +113,7 @@ def url_of(address: Address) -> str:
 
 def _remove_stale(path: str) -> None:
     """Remove a stale Unix socket; with one that still answers, bind fails."""
-    if not Path(path).is_socket():
+    if path.startswith("\0") or not Path(path).is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgpack
 
 from gradengine.errors import HandshakeRefused, ProtocolError
 from gradengine.exchange.handshake import differing_rows
-from gradengine.exchange.interface import Membership
 from gradengine.layout import GradientLayout
 from gradengine.unpacking import unpack
 
 _VERSION = 1  # of what is told; all ranks need the same
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A worker's identity in a step: a half-summed step can only be resumed by the same ranks of the same group.
+
+    `group` is a random identifier, drawn when a step begins; empty before the first group.
+    """
+
+    group: bytes = b""
+    rank: int = 0
+    world_size: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} in group {self.group[:4].hex()}" if self.group else "nobody"
 
 
 class Hello(NamedTuple):

@@ -44,15 +44,17 @@ class Line:
 
     hello: Hello  # of the end that called, once it has said it
     nonce: bytes  # for that end's proof
+    beside = ""  # the name of a Unix socket for that end, if it is on this host
 
     def __init__(self, connection: socket.socket, who: str, left: Callable[[], float] | None = None) -> None:
         self.socket, self.who, self.left = connection, who, left
         self.awaited: tuple[type[Message], ...] = (Hello,)  # at the end that is called
         self._read = bytearray()
+        self.is_local = connection.family == socket.AF_UNIX
         close_in_children(connection)
         if left is None:
             connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
+        if not self.is_local:
             with contextlib.suppress(OSError):  # macOS: the other end is gone already, as reading will show
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

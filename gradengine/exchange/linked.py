@@ -1,4 +1,8 @@
-"""An exchange over links: its ranks compare what must be alike, then each owner sums its shares for all."""
+"""An exchange: its ranks compare what must be alike, then each owner sums its shares for all, over a link.
+
+The sum is elementwise in fp32 and taken in rank order from rank 0's value on, so that its bits depend neither on the
+link, nor on the bucket size, nor on the order of arrival.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import TypeVar, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar, final
 
 from gradengine.arguments import refuse_other_kind, whole_number
-from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.addresses import Address
 from gradengine.exchange.comparison import (
     Hello,
+    Membership,
     group_to_resume,
     hellos_of,
     packed,
@@ -27,14 +33,9 @@ from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
     GROUP_BYTES,
-    Exchange,
     Float32,
-    Membership,
     NonFiniteValue,
-    Progress,
     checked_seconds,
-    not_bound,
-    nothing_started,
     refuse_bad_arena,
     refuse_long_part,
 )
@@ -45,8 +46,12 @@ from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import shares_of
 from gradengine.kernels import HostKernels
+from gradengine.kernels.decision import Float64
 from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout, Span
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -54,20 +59,54 @@ DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as
 _GRACE_SECONDS = 5.0  # that a rank waits longer than its server, which knows who is late
 
 
-class LinkedExchange(Exchange):
-    """One rank's exchange over a link to each other rank, or to the server of its group.
+@dataclass
+class Progress:
+    """Progress of one step's all-reduce on this worker; kept by the engine, so that a new exchange can resume it."""
+
+    step: int = 0
+    bad: list[NonFiniteValue] = field(default_factory=list)
+    bucket_bytes: int = 0  # by which the step is cut into shares; 0 before the first group
+    membership: Membership = field(default_factory=Membership)
+    carrier: Exchange | None = None  # the exchange that has, or had, spans of this step
+    squares: Float64 | None = None  # of each chunk of the partial sums, once the exchange has measured the sums
+
+    def next_step(self) -> None:
+        """The step is over on all ranks."""
+        self.restart()
+        self.step += 1
+
+    def restart(self) -> None:
+        """The step starts over: the arena holds nothing of it."""
+        self.bad, self.carrier, self.squares = [], None, None
+
+
+class Exchange(NotCopied, instead="make one in each process, with connect()"):
+    """One rank's all-reduce and all-gather in a process group, over a link to each other rank, or to a server.
+
+    An opaque handle: users make one by `connect` or `local_group`, give it to an engine, close it, and do not subclass
+    it. A new transport is a link (`links/`) and its URL in `connect`.
 
     Args:
         link: This rank's, closed with the exchange; or where it comes to one as it binds.
-        url: For `Exchange.url`.
+        url: For the attribute.
         timeout: Seconds without any progress after which a waiting rank fails.
         join_timeout: Seconds for which a rank that binds waits for the others.
         bucket_bytes: Bytes of a share, which one rank sums for all; rank 0's value is used, or the server's.
         clock: What seconds are counted by.
 
+    Attributes:
+        rank: This worker's rank, 0..world_size - 1.
+        world_size: Workers in the group.
+        url: Rank 0's address, or a server's, with the actual port if port 0 was requested; "mpi://" over MPI; None for
+            threads of one process, and for a process group of torch.
+        shares_memory: Whether the link may be over shared memory: then an engine that is made with this exchange has
+            its arena there.
+
     Raises:
         CallerError: A time or size is out of range.
     """
+
+    shares_memory = False
 
     def __init__(
         self,
@@ -84,6 +123,7 @@ class LinkedExchange(Exchange):
         self._bucket_bytes, self._clock = whole_number("bucket_bytes", bucket_bytes, 4), clock
         self._link, self.rank, self.world_size = link, link.rank, link.world_size
         self.url = link.url if isinstance(link, Meeting) else url
+        self.shares_memory = isinstance(link, Meeting) and link.shares_memory
         self._pump: Pump | None = None
         self._all_reduce: OrderedAllReduce | None = None
         self._arena: DeviceArena | None = None  # where it is not the host's
@@ -92,7 +132,25 @@ class LinkedExchange(Exchange):
         self._failure: BaseException | None = None  # what is raised from now on
         self._process = os.getpid()
 
+    @property
+    def link(self) -> str | None:
+        """How bytes go: "threads", "tcp", "unix", "shared_memory", "mpi", "torch"; over sockets None before `bind`."""
+        return None if isinstance(self._link, Meeting) else self._link.name
+
     def bind(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
+        """Join the group with a layout and an arena; returns when all ranks have joined.
+
+        Args:
+            layout: Must be the same on all ranks.
+            arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; or a device's, of which a few
+                shares are copied at a time: what leaves then comes behind what the current stream has to do at its
+                `start`.
+            progress: A new one, or that of an exchange that failed, to resume its step.
+
+        Raises:
+            HandshakeRefused: Another layout (the differing rows are shown), world size, step or token.
+            PeerLost: The server or a worker did not join in time.
+        """
         if not isinstance(arena, DeviceArena):
             refuse_bad_arena(layout, arena)
         self._refuse_forked()
@@ -106,6 +164,11 @@ class LinkedExchange(Exchange):
         self._arena = arena if isinstance(arena, DeviceArena) else None
 
     def start(self, span: Span) -> None:
+        """Start the all-reduce of a span whose local gradients are complete; returns at once.
+
+        Raises:
+            WindowError: The span has been started in this step already, or the exchange is not bound.
+        """
         pump, all_reduce = self._bound()
         refuse_other_kind("span", span, Span)
         if span.key in self._started:
@@ -121,28 +184,59 @@ class LinkedExchange(Exchange):
                 self._to_the_end(lambda: pump.start(span))
 
     def wait(self) -> tuple[NonFiniteValue, ...]:
+        """Wait until the whole arena is reduced; then `progress.squares` are those of the sums.
+
+        Returns:
+            Non-finite contributions, the same on all ranks: the first of each rank, by rank.
+
+        Raises:
+            WindowError: The exchange is not bound.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed for good; `progress` says how far it came.
+        """
         pump, all_reduce = self._bound()
         self._refuse_failed()
         if not self._started:
-            raise nothing_started(self.rank)
+            what = f"rank {self.rank} waits for sums and has started nothing"
+            raise WindowError(what, do="start() every span of the step first")
         self._to_the_end(lambda: pump.wait(self._timeout))
         self._started = set()
         self._progress.squares = all_reduce.squares
         return tuple(all_reduce.bad)
 
     def gather(self, data: bytes) -> list[bytes]:
+        """All-gather: every rank's `data`, in rank order, on every rank; at most 16 MiB each.
+
+        Raises:
+            CallerError: More than that, or the exchange is not bound.
+            PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
+        """
         pump, all_reduce = self._bound()
         refuse_long_part(data)
         self._refuse_failed()
         self._follow(pump, all_reduce)  # what another rank has sent of a new step comes before what it tells
         return self._to_the_end(lambda: pump.gather(data, self._timeout))[: self.world_size]
 
+    def barrier(self) -> None:
+        """Wait until all ranks have called this.
+
+        Raises:
+            PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
+        """
+        self.gather(b"")
+
     def close(self) -> None:
+        """Leave the group; other ranks that still wait for this one fail. May be called twice, also if interrupted."""
         if os.getpid() != self._process:  # the group is the parent's
             return
         what, do = f"rank {self.rank} left the group", "windows are kept: reconnect or discard()"
         self._failure = self._failure or PeerLost(what, do=do)
         (self._pump or self._link).close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # ---- inside ----
 
@@ -150,7 +244,8 @@ class LinkedExchange(Exchange):
         self._refuse_forked()
         if self._pump is None or self._all_reduce is None:
             self._refuse_failed()
-            raise not_bound(f"rank {self.rank}'s exchange")
+            what = f"rank {self.rank}'s exchange is not bound to a layout"
+            raise WindowError(what, do="call bind() first; GradientEngine does")
         return self._pump, self._all_reduce
 
     def _refuse_forked(self) -> None:
@@ -194,7 +289,7 @@ class LinkedExchange(Exchange):
         elif group:
             refuse_other_cut(hellos, bucket_bytes)
         carrier = progress.carrier
-        all_reduce = carrier._all_reduce if group and isinstance(carrier, LinkedExchange) else None
+        all_reduce = carrier._all_reduce if group and carrier is not None else None
         if all_reduce is None:
             # A server's share is a whole bucket; of each bucket of a mesh every rank has one.
             size = bucket_bytes * (self.world_size if link.hub is None else 1)
@@ -216,23 +311,23 @@ class LinkedExchange(Exchange):
     ) -> tuple[list[Hello], int]:
         """What each rank says of itself, and the bytes of a share; refuses what must be alike and is not."""
         try:
-            told = pump.gather(packed(self._hello(layout, arena, progress, link)), self._join_timeout)
+            told = pump.gather(packed(self._hello(layout, arena, progress, link)), self._join_timeout, "joining")
             hellos, bucket_bytes = hellos_of(told[: self.world_size])
             if link.hub is not None:
                 bucket_bytes = server_hello_of(told[-1], layout).bucket_bytes
             differ = any(hello.layout != hellos[0].layout for hello in hellos)
             tables: list[bytes] = []
             if differ or link.hub is not None:  # a server cuts by rank 0's table
-                tables = pump.gather(layout.table() if differ or self.rank == 0 else b"", self._join_timeout)
+                table = layout.table() if differ or self.rank == 0 else b""
+                tables = pump.gather(table, self._join_timeout, "joining")
         except DeadlineExceeded as late:
-            what = late.what.replace("for a gather (end of step or barrier)", "for joining")
-            raise PeerLost(what, got=late.got, do="start all ranks") from None
+            raise PeerLost(late.what, got=late.got, do="start all ranks") from None
         refuse_differing(hellos, tables[: self.world_size])
         return hellos, bucket_bytes
 
     def _hello(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link) -> Hello:
         membership = progress.membership
-        all_reduce = progress.carrier._all_reduce if isinstance(progress.carrier, LinkedExchange) else None
+        all_reduce = None if progress.carrier is None else progress.carrier._all_reduce
         is_other = all_reduce is not None and all_reduce.is_served != (link.hub is not None)
         return Hello(
             layout=layout.fingerprint,
@@ -251,7 +346,7 @@ class LinkedExchange(Exchange):
 
 
 @final
-class WorkerClient(LinkedExchange):
+class WorkerClient(Exchange):
     """Exchange of a worker whose group has a `GradientServer`.
 
     Args:
@@ -286,7 +381,7 @@ def local_group(
     timeout: float = DEFAULT_TIMEOUT,
     join_timeout: float = DEFAULT_JOIN_TIMEOUT,
     bucket_bytes: int = DEFAULT_SHARE_BYTES,
-) -> list[LinkedExchange]:
+) -> list[Exchange]:
     """One exchange for each of `world_size` threads of this process, in rank order.
 
     Args:
@@ -303,6 +398,6 @@ def local_group(
         [0, 1, 2]
     """
     return [
-        LinkedExchange(link, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
+        Exchange(link, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
         for link in thread_links(world_size)
     ]

@@ -6,7 +6,11 @@ identifier; each rank calls those between 0 and itself, accepts those above it, 
 
 A server listens as rank 0 does, and each rank calls it; when all are there, it says so, and they stay as they are.
 
-The rank that is called proves itself last, and to nobody who has not: a stranger learns a nonce and nothing else.
+Over TCP a rank whose system has Unix sockets without a path listens at one too, under a random name, and tells its
+callers. Whoever reaches it there is on the same host (in a container with a network of its own it is not), and goes on
+over that connection. Where all have reached rank 0 so, their link is one for ranks of one host.
+
+The rank that is called proves itself last, and to nobody who has not: a stranger learns a nonce and a name.
 """
 
 from __future__ import annotations
@@ -21,21 +25,19 @@ import socket
 import time
 from collections.abc import Callable, Container
 from functools import partial
-from pathlib import Path
 from typing import TypeVar, final
 
 import msgpack
 
-from gradengine.arguments import checked_rank
+from gradengine.arguments import checked_rank, said
+from gradengine.arrays.shared import has_shared_memory, refuse_without_shared_memory
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost, ProtocolError
 from gradengine.exchange.addresses import (
     RETRY_SECONDS,
     Address,
     checked_address,
     connect_once,
-    listen_socket,
     refuse_bad_token,
-    refuse_public_address,
     shown,
     url_of,
 )
@@ -50,59 +52,22 @@ from gradengine.exchange.handshake import (
 )
 from gradengine.exchange.interface import GROUP_BYTES, checked_seconds
 from gradengine.exchange.line import Line
-from gradengine.exchange.links.sockets import SocketLink, close_in_children
+from gradengine.exchange.links.shared_memory import SharedMemoryLink
+from gradengine.exchange.links.sockets import SocketLink
+from gradengine.exchange.listener import Listener, nameless
 from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES, address_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 from gradengine.unpacking import unpack
 
 T = TypeVar("T")
 
+LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
 _STRANGERS = 64  # that may be connected at a time, besides one for each rank; the one that came first makes room
 _GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.1  # until a server that waits looks whether it is to end
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is beside rank 0)
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-
-
-@final
-class Listener(NotCopied, instead="make one in the process that listens"):
-    """A socket at which other ranks call; one at a path is for this user alone.
-
-    Args:
-        address: (host, port), port 0 for any free one; or the path of a Unix socket, of which a stale one is removed.
-        token: The group's secret; required beyond loopback.
-
-    Attributes:
-        address: With the port that it has.
-
-    Raises:
-        CallerError: The address cannot be bound, or it is beyond loopback and there is no token.
-    """
-
-    def __init__(self, address: Address, token: str | None = None) -> None:
-        address = checked_address(address)
-        refuse_bad_token(token)
-        refuse_public_address(address, token)
-        self.address = address
-        self.socket = listen_socket(address, is_private=True)
-        try:
-            close_in_children(self.socket)  # which would keep the address
-            self.socket.setblocking(False)
-            if not isinstance(address, str):
-                self.address = self.socket.getsockname()[:2]
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Give the address back; may be called twice."""
-        if self.socket.fileno() < 0:
-            return  # another listener may have the path by now
-        with contextlib.suppress(OSError):
-            if isinstance(self.address, str):
-                Path(self.address).unlink()
-        self.socket.close()
 
 
 @final
@@ -115,13 +80,17 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         world_size: Ranks in the group.
         token: The group's secret.
         job: The job's name.
+        link: Of `LINKS`, that of all ranks, for which rank 0's is taken; None: the best for where they are.
         is_served: Whether a server listens at the address, and no rank.
 
     Attributes:
         url: The address, on rank 0 with the port that it has.
+        shares_memory: Whether the link is to be over shared memory, for all that is known before the ranks meet: arenas
+            that lie in some are read in place then.
 
     Raises:
         CallerError: An argument is out of range, or rank 0 cannot listen there.
+        DeviceUnavailable: The link is to be over shared memory, and this system has none.
     """
 
     def __init__(
@@ -132,21 +101,28 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         *,
         token: str | None = None,
         job: str = "",
+        link: str | None = None,
         is_served: bool = False,
     ) -> None:
         self.rank, self.world_size = checked_rank(rank, world_size)
         refuse_bad_token(token)
         refuse_bad_job(job)
         self._token, self._job, self._at = token, job, checked_address(address)
-        self._is_served = is_served
+        self._is_served, self._link = is_served, link
+        _refuse_other_link(link, self._at)
+        is_here = isinstance(self._at, str) or self._at[0] in LOOPBACK
+        is_best = link is None and is_here and self.world_size > 1 and not is_served and has_shared_memory()
+        self.shares_memory = link == "shared_memory" or is_best
         if isinstance(self._at, str) and self.world_size > 1 and not is_served:
             _refuse_long_path(f"{self._at}.{self.world_size - 1}")
-        self._listener = Listener(self._at, token) if self.rank == 0 and not is_served else None
+        self._listener: Listener | None = None
+        if self.rank == 0 and not is_served:
+            self._listener = Listener(self._at, token, is_beside=link != "tcp")
         self.url = url_of(self._at if self._listener is None else self._listener.address)
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
         """This rank's link, once it is connected with all others, or with the server; once only. Raises as `mesh`."""
-        joining = _Joining(self.rank, self.world_size, self._token, self._job, timeout, clock)
+        joining = _Joining(self.rank, self.world_size, self._token, self._job, timeout, clock, self._link)
         if self._is_served:
             return joining.link(partial(joining.find_server, self._at))
         if self._listener is not None:
@@ -168,7 +144,7 @@ def mesh(
     job: str = "",
     timeout: float,
     clock: Callable[[], float] = time.monotonic,
-    link: type[SocketLink] = SocketLink,
+    link: str | None = None,
 ) -> SocketLink:
     """A link over a connection with each other rank; returns when this rank has them all.
 
@@ -180,7 +156,7 @@ def mesh(
         job: The job's name.
         timeout: Seconds for the whole.
         clock: What seconds are counted by.
-        link: Its kind, the same on all ranks.
+        link: Of `LINKS`; rank 0's is taken, and None for the best.
 
     Raises:
         CallerError: An argument is out of range.
@@ -191,8 +167,9 @@ def mesh(
     rank, world_size = checked_rank(rank, world_size)
     refuse_bad_token(token)
     refuse_bad_job(job)
-    joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock)
-    return joining.link(partial(joining.host, at) if isinstance(at, Listener) else partial(joining.join, at), link)
+    _refuse_other_link(link, at.address if isinstance(at, Listener) else at)
+    joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock, link)
+    return joining.link(partial(joining.host, at) if isinstance(at, Listener) else partial(joining.join, at))
 
 
 def link_to_ranks(
@@ -230,14 +207,23 @@ class _Joining:
     """One rank's way into its group, or the server's, whose number is the world size."""
 
     def __init__(
-        self, rank: int, world_size: int, token: str | None, job: str | None, timeout: float, clock: Callable[[], float]
+        self,
+        rank: int,
+        world_size: int,
+        token: str | None,
+        job: str | None,
+        timeout: float,
+        clock: Callable[[], float],
+        link: str | None = None,
     ) -> None:
         self._rank, self._world_size, self._token, self._given_job = rank, world_size, token, job
-        self._timeout, self._clock = timeout, clock
+        self._timeout, self._clock, self._link = timeout, clock, link  # rank 0's is that of all from `host`, `join` on
         self._is_server = rank == world_size
+        self._who = "the server" if self._is_server else f"rank {rank}"
         self.is_closing: Callable[[], bool] = lambda: False
         self._begin()
         self._group = b""  # while ranks meet at rank 0
+        self._way = "", ""  # this rank's host and rank 0's, as a connection over TCP has them
         self.lines: dict[int, Line] = {}  # to the ranks that have proved who they are
         self._strangers: list[Line] = []  # who have not, in the order in which they came
         self._urls: dict[int, str] = {}  # where those ranks listen, at rank 0
@@ -252,11 +238,12 @@ class _Joining:
         self._job = self._given_job
         self._deadline = math.inf if self._is_server else self._clock() + self._timeout
 
-    def link(self, join: Callable[[], None], kind: type[SocketLink] = SocketLink) -> SocketLink:
-        """The link of this kind over the lines that `join` makes."""
+    def link(self, join: Callable[[], None]) -> SocketLink:
+        """The link over the lines that `join` makes."""
         try:
             join()
             self.end()
+            kind = SharedMemoryLink if self._link == "shared_memory" else SocketLink
             hub = self._world_size if self._is_server or self._world_size in self.lines else None
             return kind(self._rank, {peer: [line.socket] for peer, line in self.lines.items()}, hub=hub)
         except BaseException:
@@ -276,6 +263,7 @@ class _Joining:
             self._accept(listener, lambda: [rank for rank in others if rank not in met])
             urls = [self._urls[rank] for rank in sorted(self._urls)]  # at a server nobody says any
             _refuse_out_of_reach(urls)
+            self._link = self._best_link()
         except ExchangeError as failure:
             for line in self.lines.values():
                 line.leave(Abort(type(failure).__name__), failure)
@@ -284,7 +272,7 @@ class _Joining:
         for line in self.lines.values():
             line.left = self._left  # long lists may have to wait until they are read
             with contextlib.suppress(OSError):  # whoever is lost from now on is missed by the link's transfers
-                line.say(Members(self._group), msgpack.packb(urls))
+                line.say(Members(self._group, self._link), msgpack.packb(urls))
 
     def join(self, address: Address) -> None:
         """The part of each other rank."""
@@ -298,7 +286,8 @@ class _Joining:
 
     def find_server(self, address: Address) -> None:
         """The part of each rank where there is a server."""
-        self._retried(partial(self._meet_server, address))
+        do = "start the server and all ranks, and check its host and port; it serves one group at a time"
+        self._retried(partial(self._meet_server, address), do)
 
     def end(self) -> None:
         """Close all but the lines."""
@@ -310,7 +299,7 @@ class _Joining:
 
     # ---- as the rank that calls ----
 
-    def _retried(self, attempt: Callable[[], T]) -> T:
+    def _retried(self, attempt: Callable[[], T], do: str = "start all ranks, and check host and port of rank 0") -> T:
         """What an attempt returns whose connection is not lost: ranks start in any order, and perhaps again."""
         while True:
             try:
@@ -318,10 +307,7 @@ class _Joining:
             except OSError as fault:
                 reason = fault.strerror or str(fault)
             if self._left() < RETRY_SECONDS:
-                what = f"rank {self._rank} has not {self._has_not} ({reason})"
-                do = "start all ranks, and check host and port of rank 0"
-                if "the server" in self._has_not:
-                    do = "start the server and all ranks, and check its host and port; it serves one group at a time"
+                what = f"{self._who} has not {self._has_not} ({reason})"
                 raise PeerLost(what, got=f"{self._timeout:g} s", do=do)
             time.sleep(RETRY_SECONDS)
 
@@ -329,12 +315,13 @@ class _Joining:
         """Call rank 0, listen, and wait for the others' addresses."""
         try:
             line = self._call(0, address)
-            own = f"{address}.{self._rank}" if isinstance(address, str) else (_own_host(address[0], line.socket), 0)
-            listener = self._listener = Listener(own, self._token)
+            own = f"{address}.{self._rank}" if isinstance(address, str) else (_own_host(address[0], self._way[0]), 0)
+            listener = self._listener = Listener(own, self._token, is_beside=line.is_local)
             line.say(Listening(url_of(listener.address)))
             self._has_not = "heard from rank 0 that all have joined"
             members, packed = line.expect(Members)
-            self._group, addresses = members.group, _addresses(packed, self._world_size - 1, line.socket)
+            self._group, self._link = members.group, _chosen(members.link)
+            addresses = _addresses(packed, self._world_size - 1, self._way[1])
         except BaseException:
             if self._listener is not None:
                 self._listener.close()
@@ -365,6 +352,13 @@ class _Joining:
             hello = Hello(self._rank, self._world_size, self._job or "", new_nonce())
             line.say(hello)
             nonce, _ = line.expect(Nonce)
+            if not line.is_local:
+                self._way = connection.getsockname()[0], connection.getpeername()[0]
+            if nonce.beside:
+                with contextlib.suppress(OSError):  # where nobody has that name: on another host
+                    near = self._call(rank, nameless(nonce.beside))
+                    connection.close()
+                    return near
             line.say(Proof(self._proof("caller", hello, nonce.nonce, rank)))
             answer, _ = line.expect(Proof)
             refuse_other_proof(answer.proof, self._proof("called", hello, nonce.nonce, rank), line.who)
@@ -378,32 +372,34 @@ class _Joining:
 
     def _accept(self, listener: Listener, missing: Callable[[], list[int]]) -> None:
         """Let ranks in until none is missing; who says nothing is not waited for."""
-        self._selector.register(listener.socket, selectors.EVENT_READ)
+        for each in (listener.socket, *listener.nearby):
+            self._selector.register(each, selectors.EVENT_READ, each)
         while ranks := missing():
             if self.is_closing():
                 raise PeerLost("the server was closed", do="reconnect on all ranks")
             if self._left() <= 0:
                 raise self._late(ranks)
             for key, _ in self._selector.select(min(self._left(), _LOOK_SECONDS if self._is_server else math.inf)):
-                if key.data is None:
-                    self._take_in(listener)
+                if not isinstance(key.data, Line):
+                    self._take_in(key.data, listener.beside)
                 elif key.data.socket.fileno() >= 0:  # it may have had to make room just now
                     self._hear(key.data)
             if self._failure is not None:
                 raise self._failure
 
-    def _take_in(self, listener: Listener) -> None:
+    def _take_in(self, listener: socket.socket, beside: str) -> None:
         try:
-            connection, _ = listener.socket.accept()
+            connection, _ = listener.accept()
         except OSError as fault:  # for most reasons the caller's: it is gone again
             if fault.errno in _FULL:
                 if not self._strangers:
-                    who, do = "the server" if self._is_server else f"rank {self._rank}", "raise the limit: ulimit -n"
-                    raise ExchangeError(f"{who} can have no more connections ({fault.strerror})", do=do) from None
+                    what = f"{self._who} can have no more connections ({fault.strerror})"
+                    raise ExchangeError(what, do="raise the limit: ulimit -n") from None
                 self._drop(self._strangers[0])
             return
         try:
             line = Line(connection, "whoever calls")
+            line.beside = "" if line.is_local else beside
             self._strangers.append(line)
             self._selector.register(connection, selectors.EVENT_READ, line)
         except BaseException:
@@ -428,7 +424,7 @@ class _Joining:
         message, _ = line.hear(line.awaited)
         if isinstance(message, Hello):
             line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
-            line.say(Nonce(line.nonce))
+            line.say(Nonce(line.nonce, line.beside))
         elif isinstance(message, Proof):
             self._admit(line, line.hello, message)
         elif isinstance(message, Listening):
@@ -475,6 +471,21 @@ class _Joining:
 
     # ---- both ----
 
+    def _best_link(self) -> str:
+        """The link of all ranks, as they are connected with this one: the one that was asked for, or the best.
+
+        Raises:
+            HandshakeRefused: It needs all ranks on this host, and they are not.
+        """
+        far = [rank for rank, line in self.lines.items() if not line.is_local]
+        best = "tcp" if far or not self.lines else "shared_memory" if has_shared_memory() else "unix"
+        if self._is_server:
+            return "tcp" if far else "unix"
+        if far and self._link not in {None, "tcp"}:
+            what = f"link={self._link!r} needs all ranks on the host of rank 0, and in its network namespace"
+            raise HandshakeRefused(what, got=f"rank {far[0]} elsewhere", do='pass link="tcp", or None')
+        return self._link or best
+
     def _left(self) -> float:
         return min(self._deadline - self._clock(), _LONGEST_SECONDS)
 
@@ -484,8 +495,8 @@ class _Joining:
 
     def _late(self, ranks: list[int]) -> PeerLost:
         named = ", ".join(map(str, ranks))
-        who, do = "the server" if self._is_server else f"rank {self._rank}", "start all ranks"
-        what = f"{who} waits for ranks that have not joined: {named}"
+        do = "start all ranks"
+        what = f"{self._who} waits for ranks that have not joined: {named}"
         if self._refused is not None:
             do += f" (last refused here: {self._refused})"
         return PeerLost(what, got=f"{self._timeout:g} s", do=do)
@@ -506,24 +517,40 @@ def _address(url: object) -> Address:
         raise ProtocolError("a rank listens at what is no address", got=fault.got) from None
 
 
-def _own_host(called: str, connection: socket.socket) -> str:
+def _refuse_other_link(link: str | None, address: Address) -> None:
+    """Raise an error for a link that is none, or that there cannot be at this address."""
+    if link not in {None, *LINKS}:
+        raise CallerError("no such link", got=said(link), expected=f"one of {', '.join(LINKS)}, or None for the best")
+    if link == "tcp" and isinstance(address, str):
+        raise CallerError('link="tcp" over a Unix socket', do="pass tcp://host:port of rank 0, or another link")
+    if link == "shared_memory":
+        refuse_without_shared_memory()
+
+
+def _chosen(link: str) -> str:
+    """The link that rank 0 has chosen; `ProtocolError` if it is none."""
+    if link not in LINKS:
+        raise ProtocolError("rank 0 chose no link", got=said(link), expected=f"one of {', '.join(LINKS)}")
+    return link
+
+
+def _own_host(called: str, host: str) -> str:
     """Where a rank listens that has called rank 0: at the address from which it did.
 
     Everywhere, where a name that may be known to other machines is this one's own loopback, as Debian's /etc/hosts has
     it: this rank is beside rank 0, and whoever else is not finds it at rank 0's address.
     """
-    host = str(connection.getsockname()[0])
     if not _is_loopback(host) or _is_loopback(called):
         return host
     return "::" if ":" in host else "0.0.0.0"  # noqa: S104  (beyond loopback a listener has a token)
 
 
-def _addresses(packed: bytes, count: int, to_rank_0: socket.socket) -> list[Address]:
+def _addresses(packed: bytes, count: int, host_of_rank_0: str) -> list[Address]:
     urls = unpack(packed, "the list of ranks")
     if not isinstance(urls, list) or len(urls) != count:
         raise ProtocolError("rank 0 sent a list of ranks that cannot be", got=urls, expected=f"{count} URLs")
-    beside = to_rank_0.getpeername()
-    return [(beside[0], int(address[1])) if address[0] in _EVERYWHERE else address for address in map(_address, urls)]
+    addresses = [_address(url) for url in urls]
+    return [(host_of_rank_0, int(each[1])) if each[0] in _EVERYWHERE else each for each in addresses]
 
 
 def _is_loopback(host: str) -> bool:

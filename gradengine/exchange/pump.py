@@ -100,12 +100,13 @@ class Pump(NotCopied, instead="make one for each link"):
         all_reduce = self._sums
         self._wait_until(lambda: all_reduce.is_done, checked_seconds("timeout", timeout), self._late_for_sums)
 
-    def gather(self, data: bytes, timeout: float) -> list[bytes]:
+    def gather(self, data: bytes, timeout: float, what: str = "a gather (end of step or barrier)") -> list[bytes]:
         """Every rank's `data`, in rank order, then the server's if there is one; spans may be on their way meanwhile.
 
         Args:
             data: This rank's, at most 16 MiB.
             timeout: Seconds without a transfer that is over after which this fails.
+            what: It is for, in the words of an error.
 
         Raises:
             CallerError: More than 16 MiB.
@@ -121,7 +122,7 @@ class Pump(NotCopied, instead="make one for each link"):
                 raise WindowError(what, do="call from one thread; or close the exchange, and reconnect on all ranks")
             self._gather = gather
             self._begin_to_run()
-        self._wait_until(lambda: gather.is_done, seconds, lambda: self._late_for(gather))
+        self._wait_until(lambda: gather.is_done, seconds, lambda: self._late_for(gather, what))
         self._gather = None
         return gather.parts
 
@@ -314,7 +315,7 @@ class Pump(NotCopied, instead="make one for each link"):
         peer, missing = late
         return peer, f"{self._link.named(peer)} is late: rank {rank} waits for {missing} in step {step}"
 
-    def _late_for(self, gather: Gather) -> tuple[int, str]:
+    def _late_for(self, gather: Gather, what: str) -> tuple[int, str]:
         late = gather.awaited
         who = f"{self._link.named(late[0])} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
-        return late[0], f"{who} late for a gather (end of step or barrier), rank {self._link.rank} waits"
+        return late[0], f"{who} late for {what}, rank {self._link.rank} waits"

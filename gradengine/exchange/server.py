@@ -18,7 +18,8 @@ from gradengine.exchange.interface import (
     DEFAULT_TIMEOUT,
     checked_seconds,
 )
-from gradengine.exchange.mesh import Listener, link_to_ranks
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.mesh import link_to_ranks
 from gradengine.threads import Bell, Threads
 
 if TYPE_CHECKING:

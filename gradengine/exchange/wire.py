@@ -16,7 +16,7 @@ import msgpack
 from gradengine.errors import ProtocolError
 from gradengine.unpacking import refuse_unbounded
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_HEADER_BYTES = 4096
 MAX_SMALL_PAYLOAD = 16 << 20  # of a list of ranks; and of what is gathered, layout tables for example
 MAX_TEXT_BYTES = 1 << 16  # of the text of a refusal or an abort
@@ -62,10 +62,14 @@ class Abort(Message):
 
 @dataclass(frozen=True)
 class Nonce(Message):
-    """From who is called, after the caller's hello: a nonce for its proof, all that a stranger is told."""
+    """From who is called, after the caller's hello: a nonce for its proof, and where else to call on the same host.
+
+    `beside` is the name of a Unix socket, or empty. A stranger is told no more than this.
+    """
 
     kind = "nonce"
     nonce: bytes
+    beside: str
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,14 @@ class Listening(Message):
 
 @dataclass(frozen=True)
 class Members(Message):
-    """From rank 0 or the server, after all are there: the group; the payload is a msgpack array of the others' URLs."""
+    """From rank 0 or the server, after all are there: the group, and its link.
+
+    The payload is a msgpack array of the others' URLs.
+    """
 
     kind = "members"
     group: bytes
+    link: str
 
 
 _KINDS: dict[str, type[Message]] = {

@@ -106,7 +106,7 @@ class CudaRuntime(Device):
         if self.kept and not self.is_capturing():
             self.kept.let_go()
 
-    def allocate(self, size: int) -> Buffer:
+    def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
         """See `Device.allocate`; from CuPy's pool."""
         self.refuse_to_exceed(4 * size, f"an fp32 buffer of {size} elements")
         with self.active():

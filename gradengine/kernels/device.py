@@ -140,8 +140,11 @@ class Device(ABC):
         """Have these producers' streams wait for all that was queued: a step's results are theirs to read."""
 
     @abstractmethod
-    def allocate(self, size: int) -> Buffer:
-        """An fp32 buffer of `size` elements, 128-byte aligned, its contents undefined; raises `OutOfDeviceMemory`."""
+    def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
+        """An fp32 buffer of `size` elements, 128-byte aligned, its contents undefined; raises `OutOfDeviceMemory`.
+
+        On the CPU one that `is_shared` can be mapped by other processes of this host.
+        """
 
     @abstractmethod
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:

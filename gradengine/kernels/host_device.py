@@ -12,6 +12,7 @@ import numpy.typing as npt
 from gradengine.arguments import said
 from gradengine.arrays.buffer import Array, Buffer
 from gradengine.arrays.host import host_buffers
+from gradengine.arrays.shared import shared_array
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, OutOfDeviceMemory
 from gradengine.kernels.device import Device, Order, StagingBuffer
@@ -48,8 +49,11 @@ class HostDevice(Device):
     def hand_over(self, producers: Iterable[ProducerStream]) -> None:
         """The host is done."""
 
-    def allocate(self, size: int) -> Buffer:
+    def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
         """See `Device.allocate`; the pages are touched when first written."""
+        if is_shared:
+            data = shared_array(size)
+            return Buffer(data.ctypes.data, size, "float32", (size,), True, data, data=data)
         try:
             memory = np.empty(4 * size + 128, np.uint8)
         except (MemoryError, ValueError):  # NumPy's word for more than an address can say

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, final
 
 from gradengine.errors import CallerError, PeerLost
-from gradengine.exchange.interface import Exchange, Progress
+from gradengine.exchange.linked import Exchange, Progress
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import gathered, packed

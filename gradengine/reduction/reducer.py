@@ -16,7 +16,7 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient
-from gradengine.exchange.interface import Exchange
+from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout

@@ -20,7 +20,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import refuse_unknown
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
-from gradengine.exchange.interface import Exchange
+from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Float64
 from gradengine.kernels.device import StagingBuffer
 from gradengine.layout import GradientLayout

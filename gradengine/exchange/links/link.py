@@ -42,6 +42,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     close it, except while memory is borrowed.
 
     Attributes:
+        name: Of its kind: "tcp", "unix", "shared_memory", "threads", "mpi" or "torch".
         rank: This rank, 0..world_size - 1.
         world_size: Ranks in the group.
         bell: Wakes whoever uses this link; rung, from any thread, when `poll` may have something new.
@@ -55,6 +56,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         unwritten: Once this is closed, open receives that had certainly not begun to write into their memory.
     """
 
+    name: str
     rank: int
     world_size: int
     bell: Bell

@@ -44,6 +44,7 @@ class MpiLink(Link):
         PeerLost: A rank did not make the link in time, or a link has failed before.
     """
 
+    name = "mpi"
     is_polled = True
 
     def __init__(self, communicator: Any = None, *, timeout: float = 60.0) -> None:

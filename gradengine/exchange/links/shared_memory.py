@@ -64,6 +64,7 @@ class SharedMemoryLink(SocketLink):
         for peer, (connection,) in connections.items():
             self._ends[peer].register(connection, select.POLLRDHUP)
         super().__init__(rank, connections, hub=hub)
+        self.name = "shared_memory"
 
     def lends(self, memory: Memory | None) -> bool:
         return memory is not None and place_of(memory) is not None

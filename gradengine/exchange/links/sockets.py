@@ -53,6 +53,8 @@ class SocketLink(Link):
         self, rank: int, connections: Mapping[int, Sequence[socket.socket]], *, hub: int | None = None
     ) -> None:
         self.rank, self.hub, self.world_size = rank, hub, len(connections) + 1 if hub is None else hub
+        families = {each.family for theirs in connections.values() for each in theirs}
+        self.name = "unix" if families == {socket.AF_UNIX} else "tcp"
         self._connections = {peer: [Connection(peer, each) for each in theirs] for peer, theirs in connections.items()}
         self._open: dict[Completion, Memory] = {}
         self._over: list[Completion] = []

@@ -38,6 +38,7 @@ def thread_links(world_size: int) -> list[ThreadLink]:
 class ThreadLink(Link):
     """See `thread_links`. Each `poll` copies one transfer at most, which is then still in the cache."""
 
+    name = "threads"
     reads_in_place = True
 
     def __init__(self, group: _Group, rank: int) -> None:

@@ -77,6 +77,8 @@ class TorchLink(Link):
         places: Each rank's place in that group.
     """
 
+    name = "torch"
+
     def __init__(self, gloo: Any, rank: int, places: Sequence[int]) -> None:
         self.rank, self.world_size = rank, len(places)
         self._torch, self._gloo, self._places = sys.modules["torch"], gloo, places

@@ -1,0 +1,74 @@
+"""Where a rank or a server listens: at an address, and over TCP also beside it, for ranks of the same host."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import sys
+from pathlib import Path
+from typing import final
+
+from gradengine.errors import NotCopied
+from gradengine.exchange.addresses import (
+    Address,
+    checked_address,
+    listen_socket,
+    refuse_bad_token,
+    refuse_public_address,
+)
+from gradengine.exchange.links.sockets import close_in_children
+
+
+@final
+class Listener(NotCopied, instead="make one in the process that listens"):
+    """A socket at which other ranks call; one at a path is for this user alone.
+
+    Args:
+        address: (host, port), port 0 for any free one; or the path of a Unix socket, of which a stale one is removed.
+        token: The group's secret; required beyond loopback.
+        is_beside: Whether ranks on the same host are to come over a Unix socket, where this system has them unnamed.
+
+    Attributes:
+        address: With the port that it has.
+        socket: That listens there.
+        beside: The name of the Unix socket, "" where there is none; `nearby` is that socket, in a list.
+
+    Raises:
+        CallerError: The address cannot be bound, or it is beyond loopback and there is no token.
+    """
+
+    def __init__(self, address: Address, token: str | None = None, *, is_beside: bool = False) -> None:
+        address = checked_address(address)
+        refuse_bad_token(token)
+        refuse_public_address(address, token)
+        self.address, self.beside = address, ""
+        self.nearby: list[socket.socket] = []
+        self.socket = listen_socket(address, is_private=True)
+        try:
+            if not isinstance(address, str):
+                self.address = self.socket.getsockname()[:2]
+                if is_beside and sys.platform == "linux":
+                    self.beside = secrets.token_hex(16)
+                    self.nearby.append(listen_socket(nameless(self.beside)))
+            for each in (self.socket, *self.nearby):
+                close_in_children(each)  # which would keep the address
+                each.setblocking(False)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the address back; may be called twice."""
+        if self.socket.fileno() < 0:
+            return  # another listener may have the path by now
+        with contextlib.suppress(OSError):
+            if isinstance(self.address, str):
+                Path(self.address).unlink()
+        for each in (*self.nearby, self.socket):
+            each.close()
+
+
+def nameless(name: str) -> str:
+    """The address of a Unix socket without a path, which Linux has: nothing of it is left when its process ends."""
+    return f"\0gradengine-{name}"
