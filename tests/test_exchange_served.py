@@ -539,7 +539,7 @@ def test_a_step_with_sums_is_refused_with_what_to_do():
         for worker in workers[:2]:
             for span in SMALL.spans[1:]:
                 worker.exchange.start(span)
-        later = next(share for share in server.hub._all_reduce._shares if share.spans > 1)
+        later = next(share for share in workers[0].exchange._all_reduce._shares if share.spans > 1)
         waits_for(server, (2, f"the part of share {later.number}"))
         workers[2].exchange.close()
         outcomes(lambda worker: worker.exchange.wait(), workers[:2])
