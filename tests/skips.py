@@ -17,7 +17,10 @@ import pytest
 
 REQUIRE = "GRADENGINE_REQUIRE"
 
-NOT_INSTALLED = r"(could not import '|.*\bneeds |^)(torch|jax|typer|rich|matplotlib|g\+\+|NVRTC|nvdisasm)\b"
+NOT_INSTALLED = (
+    r"(could not import '|.*\bneeds |^)"
+    r"(torch|jax|typer|rich|matplotlib|g\+\+|NVRTC|nvdisasm|node|@msgpack/msgpack)\b"
+)
 NO_GPU = r"CuPy is not installed|no GPU|fewer than \d+ GPUs"
 NO_GPU_IN_FRAMEWORK = r"this (torch|JAX) has no CUDA|(torch|jax) has no GPU"
 ASKED_FOR = r"set TEST_(PACKAGE|MPI)=1|CuPy is installed"  # a target of its own; what is shown where CuPy is absent
