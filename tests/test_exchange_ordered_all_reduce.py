@@ -375,6 +375,41 @@ def test_a_sum_is_sent_again_to_who_lacks_it_alone():
     group.run()
 
 
+def test_a_sum_that_was_damaged_on_the_way_is_sent_again():
+    group = stuck(3, {(0, 2)})
+    rank, group.stalled = group.ranks[2], set()
+    rank.damaged(0, tag(SUM, 1))
+    assert State(rank.frontier()[HEADER + 1]) is State.DAMAGED
+    assert rank.may_hold_sums
+    group.lose()
+    group.run()
+
+
+def test_a_part_that_was_written_over_before_there_was_a_sum_is_lost():
+    """By a message whose tag was damaged: what is in the arena is neither this rank's part nor the sum."""
+    group = stuck(3, {(2, 0), (0, 2)})
+    group.ranks[1].damaged(0, tag(SUM, 1))
+    frontiers = [rank.frontier() for rank in group.ranks]
+    for rank in group.ranks:
+        refused(rank, rank.resume, frontiers, match=r"rank 1 has lost its part of share 1 .*; discard\(\) the")
+
+
+@pytest.mark.parametrize("lost", [(2, tag(PART, 1)), (2, tag(FACTS, 2)), (2, tag(SUM, 1))])
+def test_what_is_damaged_elsewhere_costs_no_part(lost):
+    """In what is received besides sums, or in what says that an own sum was read."""
+    rank = stuck(3, {(2, 0), (2, 1), (1, 2)}, owners=lambda number: number % 3).ranks[1]
+    before = rank.frontier()
+    rank.damaged(*lost)
+    assert rank.frontier() == before
+
+
+def test_a_devices_part_is_not_written_over_by_what_was_damaged():
+    rank = small_group(3, on_devices=(0, 1, 2), owners=lambda _: 0).ranks[1]
+    before = rank.frontier()
+    rank.damaged(0, tag(SUM, 1))
+    assert rank.frontier() == before
+
+
 def test_what_was_not_summed_begins_anew():
     group = stuck(3, {(2, 0)})
     group.stalled = set()
@@ -650,7 +685,8 @@ def changed(frontier, at, value):
         (1, lambda told: changed(told, HEADER + 0, State.LOCAL), "rank 1 has not contributed to what step 0 has sum"),
         (2, lambda told: changed(told, HEADER + 1, State.SUMMED), "rank 2 says of share 1 .* at its owner, rank 1"),
         (1, lambda told: changed(told, HEADER + 1, State.RECEIVING), "rank 1 says of share 1 what cannot be"),
-        (2, lambda told: changed(told, HEADER + 0, 4), "rank 2 says of share 0 what cannot be: got state 4"),
+        (2, lambda told: changed(told, HEADER + 0, 5), "rank 2 says of share 0 what cannot be: got state 5"),
+        (2, lambda told: changed(told, HEADER + 1, State.DAMAGED), "rank 2 has lost its part of share 1 in step 0"),
         (2, lambda told: changed(told, KNOWN + 1, 1), "rank 2 says of the facts of rank 1 what cannot be"),
         (1, lambda told: changed(told, KNOWN + 1, 1), "rank 1 says of the facts of rank 1 what cannot be"),
         (2, lambda told: changed(told, KNOWN + 2, 0), "rank 2 says of the facts of rank 2 what cannot be"),

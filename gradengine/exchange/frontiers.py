@@ -21,6 +21,7 @@ class State(IntEnum):
     SENT = 1  # this rank's part, which is on its way to the owner; at the owner: which counts in the sum
     RECEIVING = 2  # this rank's part, or some of the sum over it: torn if the links end; never at the owner
     SUMMED = 3  # the sum over all ranks
+    DAMAGED = 4  # a message that was damaged: if it was its tag, perhaps before there was a sum; never at the owner
 
 
 def frontier_of(step: int, states: bytes | bytearray, known: Iterable[bool]) -> bytes:
@@ -41,7 +42,7 @@ def frontiers_of(
         world_size: Ranks in the group.
 
     Raises:
-        HandshakeRefused: A rank has not contributed to what is summed.
+        HandshakeRefused: A rank has not contributed to what is summed, or has lost its part of what is not.
         ProtocolError: They cannot be of one step; names rank and share.
     """
     size, (step,) = len(mine), _HEADER.unpack_from(mine)
@@ -74,8 +75,13 @@ def _refuse_impossible(
             f"rank {rank} has not contributed to what step {step} has summed",
             do="a new process, or one that dropped its window: discard() it on every rank, and accumulate it again",
         )
+    for rank, number in np.argwhere(~is_summed & (states == State.DAMAGED))[:1].tolist():
+        raise HandshakeRefused(
+            f"rank {rank} has lost its part of share {number} in step {step} to a message that was damaged on the way",
+            do="discard() the window on every rank, and accumulate it again",
+        )
     impossible = (
-        (states > State.SUMMED)
+        (states > State.DAMAGED)
         | (~is_summed & (states == State.SUMMED))  # a sum that its owner does not have
         | ((owners == ranks[:, None]) & (states == State.RECEIVING))
     )

@@ -306,6 +306,15 @@ class OrderedAllReduce:
             self._sum_if_complete(self._shares[number])
         self._give_rows()
 
+    def damaged(self, peer: int, tag: int) -> None:
+        """Report a `Receive` whose memory holds what was damaged on the way: the links are to be ended, and `resume`d.
+
+        If it was the tag that was damaged, the owner need not have summed yet what was taken for its sum.
+        """
+        kind, number = self._meaning(tag)
+        if kind is _Kind.SUM and peer == self._shares[number].owner and not self._is_copied:
+            self._states[number] = State.DAMAGED
+
     def next_step(self) -> None:
         """Begin the next step; raises `WindowError` before `is_done`.
 
@@ -336,7 +345,8 @@ class OrderedAllReduce:
             reads_in_place: Whether the new links lend parts; None: as the old ones.
 
         Raises:
-            HandshakeRefused: A rank has not contributed to what is summed: it dropped its window, or is a new process.
+            HandshakeRefused: A rank has not contributed to what is summed: it dropped its window, or is a new process;
+                or it has lost its part of what is not summed: it was overwritten by a damaged message.
             ProtocolError: The frontiers cannot be of one step; names rank and share, and nothing has changed.
         """
         states, known = frontiers_of(frontiers, self.rank, self.frontier(), self._owners, self.world_size)

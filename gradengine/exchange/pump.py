@@ -198,6 +198,8 @@ class Pump(NotCopied, instead="make one for each link"):
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
         if kind is Completed.DAMAGED:
+            if not is_of_gather(tag):
+                self._sums.damaged(peer, tag)
             raise self._link.damaged(peer, self._described(tag))
         if is_of_gather(tag):
             assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)

@@ -1,0 +1,233 @@
+"""Groups whose ranks 0 and 1 have something between them that does to their bytes what networks do, over every link."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import random
+import selectors
+import socket
+import struct
+import threading
+
+from transports import JOINED_SECONDS, SOCKET_LINKS, SOON, tcp_pair
+
+from gradengine.exchange.hub import Hub
+from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.links.sockets import SocketLink, set_options
+
+HEAD = struct.Struct(">BBIBQBI")  # docs/wire.md: before a payload
+SERVED = "served"
+KINDS = [*SOCKET_LINKS, SERVED]
+ONE_DESCRIPTOR = socket.CMSG_LEN(array.array("i").itemsize)
+
+
+class Way:
+    """What one rank sends the other: carries it as it is."""
+
+    def __init__(self):
+        self.carried, self.messages = 0, []  # bytes; tag and size of each message that has begun
+        self._head, self._left = bytearray(), 0
+
+    def pieces(self, data):
+        """What goes on of these bytes, piece by piece; `ConnectionResetError` to reset the connection."""
+        data = bytearray(data)
+        self.read(bytes(data))
+        whole = self.changed(data)
+        self.carried += len(data)
+        return [whole] if whole else []
+
+    def changed(self, data):
+        return data
+
+    def read(self, data):
+        """Note which messages there are."""
+        while data:
+            taken = min(len(data), self._left or HEAD.size - len(self._head))
+            if self._left:
+                self._left -= taken
+            else:
+                self._head += data[:taken]
+                if len(self._head) == HEAD.size:
+                    _, _, tag, _, _, _, self._left = HEAD.unpack(self._head)
+                    self.messages.append((tag, self._left))
+                    self._head.clear()
+            data = data[taken:]
+
+
+class Flip(Way):
+    """Flips one bit of one message.
+
+    Args:
+        message: Its number among those of this way.
+        is_in_head: Whether it is a bit of what is before the payload; always so where there is no payload.
+        place: Which part of those bits is before it.
+    """
+
+    hit = None  # the message's tag, and which of its bits; once that has happened
+
+    def __init__(self, message, is_in_head, place):
+        super().__init__()
+        self.message, self.is_in_head, self.place = message, is_in_head, place
+
+    def changed(self, data):
+        if self.hit is None and len(self.messages) > self.message:
+            tag, size = self.messages[self.message]
+            first, bits = (0, 8 * HEAD.size) if self.is_in_head or not size else (8 * HEAD.size, 8 * size)
+            bit = first + int(bits * self.place)
+            at = sum(HEAD.size + size for _, size in self.messages[: self.message]) + bit // 8 - self.carried
+            if 0 <= at < len(data):
+                data[at] ^= 1 << bit % 8
+                self.hit = tag, bit
+        return data
+
+
+class Slices(Way):
+    """Passes on a few bytes at a time."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.random = random.Random(seed)
+
+    def pieces(self, data):
+        while data:
+            size = self.random.choice([1, 2, 19, 20, 21, 64])
+            yield from super().pieces(data[:size])
+            data = data[size:]
+
+
+class Hole(Way):
+    """Loses all after so many bytes; nobody hears that the connection is not what it was."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+
+    def changed(self, data):
+        return data[: max(0, self.after - self.carried)]
+
+    @property
+    def has_begun(self):
+        return self.carried > self.after
+
+
+class Reset(Hole):
+    """Resets the connection after so many bytes."""
+
+    def changed(self, data):
+        if self.carried + len(data) > self.after:
+            raise ConnectionResetError
+        return data
+
+
+class Between:
+    """A thread between two ends, with a way for what each of them sends."""
+
+    def __init__(self, pair, *ways):
+        (self.first, first), (self.second, second) = pair(), pair()
+        for end in (first, second):
+            set_options(end)
+        self.ways = dict(zip((first, second), ways, strict=True))
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def end(self):
+        """Return when both ends are closed."""
+        self.thread.join(JOINED_SECONDS)
+        assert not self.thread.is_alive(), "an end was not closed"
+
+    def _run(self):
+        first, second = self.ways
+        with first, second, selectors.DefaultSelector() as selector:
+            for source, sink in ((first, second), (second, first)):
+                selector.register(source, selectors.EVENT_READ, sink)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    try:
+                        goes_on = self._carry(key.fileobj, key.data)
+                    except ConnectionError:
+                        for end in (first, second):
+                            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        return
+                    if not goes_on:
+                        selector.unregister(key.fileobj)
+
+    def _carry(self, source, sink):
+        """Carry what is there; false at the end."""
+        data, attached, *_ = source.recvmsg(1 << 16, ONE_DESCRIPTOR if source.family == socket.AF_UNIX else 0)
+        if not data:
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
+            return False
+        rest = attached
+        try:
+            for piece in self.ways[source].pieces(data):
+                sink.sendmsg([piece], rest)  # an end has room for all that a small step sends
+                rest = []
+        finally:
+            for _, _, descriptors in attached:
+                for descriptor in array.array("i", descriptors):
+                    os.close(descriptor)
+        return True
+
+
+class Faulty:
+    """The exchanges of a group with these two ways between ranks 0 and 1, or between the server and rank 1.
+
+    Args:
+        kind: One of KINDS.
+        world_size: Ranks in the group.
+        ways: Of what goes to rank 1, and of what that sends.
+        clocks: By rank, where it is another than that of all, which stands still.
+    """
+
+    def __init__(self, kind, world_size, ways, clocks=None, bucket_bytes=4):
+        self._make_pair = tcp_pair if "tcp" in kind or kind == SERVED else socket.socketpair
+        clocks = dict.fromkeys(range(world_size + 1), lambda: 0.0) | (clocks or {})
+        self._ways, self.between, self.failure, self._server = ways[::-1], None, None, None
+        if kind == SERVED:
+            ends = [self._pair(is_faulty=rank == 1) for rank in range(world_size)]
+            links = [SocketLink(rank, {world_size: [end]}, hub=world_size) for rank, (end, _) in enumerate(ends)]
+            hub = SocketLink(world_size, {rank: [end] for rank, (_, end) in enumerate(ends)}, hub=world_size)
+            self._serve(hub, clocks[world_size], bucket_bytes)
+        else:
+            links = SOCKET_LINKS[kind](world_size, pair=lambda: self._pair(is_faulty=self.between is None))
+        self.exchanges = [
+            LinkedExchange(link, bucket_bytes=bucket_bytes, timeout=SOON, join_timeout=SOON, clock=clocks[link.rank])
+            for link in links
+        ]
+
+    def _pair(self, *, is_faulty):
+        """Two connected sockets; where there is something between them, the first is rank 1's."""
+        if not is_faulty:
+            return self._make_pair()
+        self.between = Between(self._make_pair, *self._ways)
+        return self.between.first, self.between.second
+
+    def _serve(self, link, clock, bucket_bytes):
+        hub = Hub(link, timeout=SOON, bucket_bytes=bucket_bytes, most_bytes=1 << 40, clock=clock)
+
+        def serve():
+            try:
+                hub.serve()
+            except BaseException as fault:
+                self.failure = fault
+
+        self._server = threading.Thread(target=serve, daemon=True)
+        self._server.start()
+
+    def close(self):
+        """Close all, and see that nothing goes on."""
+        for exchange in self.exchanges:
+            exchange.close()
+        if self._server is not None:
+            self._server.join(JOINED_SECONDS)
+            assert not self._server.is_alive(), "the server hangs"
+        self.between.end()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
