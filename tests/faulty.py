@@ -98,7 +98,7 @@ class Slices(Way):
 
 
 class Hole(Way):
-    """Loses all after so many bytes; nobody hears that the connection is not what it was."""
+    """Loses all after so many bytes, and the connection stays."""
 
     def __init__(self, after):
         super().__init__()
@@ -185,7 +185,7 @@ class Faulty:
     def __init__(self, kind, world_size, ways, clocks=None, bucket_bytes=4):
         self._make_pair = tcp_pair if "tcp" in kind or kind == SERVED else socket.socketpair
         clocks = dict.fromkeys(range(world_size + 1), lambda: 0.0) | (clocks or {})
-        self._ways, self.between, self.failure, self._server = ways[::-1], None, None, None
+        self._ways, self.between, self.hub, self.failure, self._server = ways[::-1], None, None, None, None
         if kind == SERVED:
             ends = [self._pair(is_faulty=rank == 1) for rank in range(world_size)]
             links = [SocketLink(rank, {world_size: [end]}, hub=world_size) for rank, (end, _) in enumerate(ends)]
@@ -206,7 +206,7 @@ class Faulty:
         return self.between.first, self.between.second
 
     def _serve(self, link, clock, bucket_bytes):
-        hub = Hub(link, timeout=SOON, bucket_bytes=bucket_bytes, most_bytes=1 << 40, clock=clock)
+        hub = self.hub = Hub(link, timeout=SOON, bucket_bytes=bucket_bytes, most_bytes=1 << 40, clock=clock)
 
         def serve():
             try:
@@ -216,6 +216,16 @@ class Faulty:
 
         self._server = threading.Thread(target=serve, daemon=True)
         self._server.start()
+
+    def waits(self, rank, late):
+        """Whether this rank, or the server, waits for that one alone."""
+        waits = self.hub if rank == len(self.exchanges) else self.exchanges[rank]._pump
+        gather, all_reduce = waits and waits._gather, waits and waits._all_reduce
+        if gather is not None and not gather.is_done and (waits is not self.hub or waits._is_gathering):
+            return gather.awaited == [late]
+        with contextlib.suppress(RuntimeError):  # another thread goes on with it at this moment
+            return bool(all_reduce and all_reduce.awaited and all_reduce.awaited[0] == late)
+        return False
 
     def close(self):
         """Close all, and see that nothing goes on."""

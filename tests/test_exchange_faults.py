@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import re
 from collections import Counter
 
 import pytest
-from faulty import KINDS, SERVED, Faulty, Flip, Way
-from transports import SMALL, SOON, Worker, contributions, outcomes, rank_order_sum, shared
+from faulty import HEAD, KINDS, SERVED, Faulty, Flip, Hole, Reset, Slices, Way
+from transports import SMALL, SOON, Worker, contributions, on_all, outcomes, rank_order_sum, shared
 
-from gradengine.errors import ExchangeError, HandshakeRefused, PeerLost, ProtocolError
+from gradengine.errors import DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
 PARTS = contributions(SMALL, 3)
-PAIR = rank_order_sum(PARTS[:2]).tobytes()
+SUMS = {world_size: rank_order_sum(PARTS[:world_size]).tobytes() for world_size in (2, 3)}
+TO, FROM = 0, 1  # rank 1: the two ways
 
 
 def new_workers(kind, world_size):
@@ -29,17 +32,33 @@ def run(workers, group):
     return outcomes(lambda worker: worker.bind() or worker.sum() or worker.exchange.barrier(), workers)
 
 
-# ---- a flipped bit ----
-
-TO, FROM = 0, 1  # rank 1: the two ways
-
-
-def messages_of_a_step(kind):
-    """How many messages go each way before those of the last gather, which nobody may miss."""
+def messages_of_a_step(kind, world_size):
+    """The messages that go each way before those of the last gather: whatever becomes of one, all ranks miss it."""
     ways = Way(), Way()
-    with Faulty(kind, 2, ways) as group:
-        assert run(new_workers(kind, 2), group) == [None] * 2
-        return [len(way.messages) - 1 for way in ways]
+    with Faulty(kind, world_size, ways) as group:
+        assert run(new_workers(kind, world_size), group) == [None] * world_size
+        return [way.messages[:-1] for way in ways]
+
+
+def in_one_way(way, fault):
+    return (fault, Way()) if way == TO else (Way(), fault)
+
+
+def run_again(kind, workers):
+    """Run the step over new links, to the right bytes; or else all ranks are told what was lost."""
+    with Faulty(kind, len(workers), (Way(), Way())) as group:
+        found = run(workers, group)
+    if {*found} == {None}:
+        assert all(worker.arena.tobytes() == SUMS[len(workers)] for worker in workers)
+        return True
+    assert {*map(type, found)} == {HandshakeRefused}, found
+    assert len({*map(str, found)}) == 1, found
+    said = "that the server lost" if kind == SERVED else "to a message that was damaged on the way"
+    assert said in str(found[0]), found
+    return False
+
+
+# ---- a flipped bit ----
 
 
 def region(bit):
@@ -62,8 +81,7 @@ def flipped(kind, seed, messages):
     """Run a step of which one bit is flipped: which part of a message that was, and whether the step was run again."""
     draw = random.Random(f"{kind} {seed}")
     way = draw.choice([TO, FROM])
-    flip = Flip(draw.randrange(messages[way]), draw.random() < 0.5, draw.random())
-    ways = (flip, Way()) if way == TO else (Way(), flip)
+    flip = Flip(draw.randrange(len(messages[way])), draw.random() < 0.5, draw.random())
     other = 2 if kind == SERVED else 0
     receiver, sender = (1, other) if way == TO else (other, 1)
 
@@ -73,7 +91,7 @@ def flipped(kind, seed, messages):
         return now[0]
 
     workers = new_workers(kind, 2)
-    with Faulty(kind, 2, ways, clocks={receiver: clock}) as group:
+    with Faulty(kind, 2, in_one_way(way, flip), clocks={receiver: clock}) as group:
         found = run(workers, group)
     found = [*found, group.failure] if kind == SERVED else found
     refuse_unnamed(found, flip.hit, receiver, sender)
@@ -95,25 +113,11 @@ def refuse_unnamed(found, hit, receiver, sender):
         assert {type(fault) for n, fault in enumerate(found) if n != receiver} == {PeerLost}, (found, hit)
 
 
-def run_again(kind, workers):
-    """Run the step over new links, to the right bytes; or else all ranks are told what was lost."""
-    with Faulty(kind, 2, (Way(), Way())) as group:
-        found = run(workers, group)
-    if found == [None] * 2:
-        assert all(worker.arena.tobytes() == PAIR for worker in workers)
-        return True
-    assert [type(fault) for fault in found] == [HandshakeRefused] * 2, found
-    assert len({str(fault) for fault in found}) == 1, found
-    said = "that the server lost" if kind == SERVED else "to a message that was damaged on the way"
-    assert said in str(found[0]), found
-    return False
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "connections" not in kind])
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.timeout(1500))])
 def test_every_flipped_bit_is_an_error_that_names_ranks_and_the_step_is_run_again(kind, count):
     """Of anything that travels after the handshake: heads and payloads, of gathers too."""
-    messages = messages_of_a_step(kind)
+    messages = messages_of_a_step(kind, 2)
     found = Counter(flipped(kind, seed, messages) for seed in range(count))
     assert {where for where, _ in found} == {"tag", "checksum", "payload", "form or size"}
     # A server has no sums; else only a wrong tag can have something written over a part of which there is no sum.
@@ -140,3 +144,73 @@ def test_a_part_that_comes_as_a_sum_is_an_error_and_the_part_that_it_is_written_
     with Faulty(kind, 2, (Way(), Way())) as group:
         assert run(workers, group) == [None] * 2
     assert all(worker.arena.tobytes() == rank_order_sum(parts).tobytes() for worker in workers)
+
+
+# ---- other faults of a connection ----
+
+of_every_kind = pytest.mark.parametrize("kind", KINDS)
+in_each_way = pytest.mark.parametrize("way", [TO, FROM], ids=["to rank 1", "from rank 1"])
+at_each_moment = pytest.mark.parametrize("moment", ["first message", "middle", "last byte"])
+
+
+@functools.cache
+def sizes_of_a_step(kind):
+    return [[HEAD.size + size for _, size in way] for way in messages_of_a_step(kind, 3)]
+
+
+def bytes_before(kind, way, moment):
+    first, *_ = sizes = sizes_of_a_step(kind)[way]
+    return {"first message": first // 2, "middle": first + (sum(sizes) - first) // 2, "last byte": sum(sizes) - 1}[
+        moment
+    ]
+
+
+@of_every_kind
+def test_what_comes_a_few_bytes_at_a_time_is_summed_as_ever(kind):
+    with Faulty(kind, 3, (Slices(1), Slices(2))) as group:
+        workers = new_workers(kind, 3)
+        assert run(workers, group) == [None] * 3
+        assert all(worker.arena.tobytes() == SUMS[3] for worker in workers)
+        on_all(lambda worker: worker.next_step(PARTS[worker.exchange.rank]), workers)
+        on_all(Worker.sum, workers)
+        assert all(worker.arena.tobytes() == SUMS[3] for worker in workers)
+
+
+@of_every_kind
+@in_each_way
+@at_each_moment
+def test_a_connection_that_is_reset_is_an_error_that_names_its_ends_and_the_step_is_run_again(kind, way, moment):
+    workers = new_workers(kind, 3)
+    with Faulty(kind, 3, in_one_way(way, Reset(bytes_before(kind, way, moment)))) as group:
+        found = run(workers, group)
+    found += [group.failure] if kind == SERVED else []
+    assert {*map(type, found)} == {PeerLost}, found
+    ends = "(the server|rank 1)" if kind == SERVED else "(rank 0|rank 1)"
+    assert all(re.match(f"{ends} (is gone|has closed its link)", str(fault)) for fault in found), found
+    assert run_again(kind, workers) or kind == SERVED
+
+
+@of_every_kind
+@in_each_way
+@at_each_moment
+def test_what_vanishes_on_the_way_is_missed_at_the_deadline_and_the_step_is_run_again(kind, way, moment):
+    hole = Hole(bytes_before(kind, way, moment))
+    waits, late = (3, 1) if kind == SERVED else (1, 0) if way == TO else (0, 1)
+
+    def clock(now=[0.0]):  # noqa: B006  (it goes on from look to look)
+        now[0] += 10 * SOON if hole.has_begun and group.waits(waits, late) else 0.0
+        return now[0]
+
+    workers = new_workers(kind, 3)
+    with Faulty(kind, 3, in_one_way(way, hole), clocks={waits: clock}) as group:
+        found = run(workers, group)
+    found += [group.failure] if kind == SERVED else []
+    assert f"rank {late} is late" in str(found[waits]), found
+    assert isinstance(found[waits], DeadlineExceeded if kind == SERVED or moment != "first message" else PeerLost)
+    said = f"has closed its link: it waited for this rank ({late}) too long"
+    if kind == SERVED and way == TO:
+        said = "the server is gone: its connection has ended"  # what it says vanishes too
+    assert said in str(found[late]), found
+    assert all(isinstance(fault, PeerLost) for n, fault in enumerate(found) if n != waits), found
+    assert all(re.match(r"(rank \d|the server) (is|has)", str(fault)) for fault in found), found
+    assert run_again(kind, workers) or kind == SERVED
