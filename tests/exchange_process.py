@@ -4,19 +4,17 @@ import hashlib
 import sys
 import threading
 
-from transports import LARGE, SOON, Worker, contributions, shared
+from transports import LARGE, Worker, contributions
 
-from gradengine.exchange import GradientServer, WorkerClient
-from gradengine.exchange.linked import Exchange
-from gradengine.exchange.mesh import mesh
+from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange.mesh import LINKS
 
 
 def main(role, address, rank, world_size, spans):
-    """Serve; or join, start the first `spans` spans, and stay; over shared memory sum them, if they are all."""
+    """Serve; or join, start the first `spans` spans, and stay; sum them, if a rank without a server starts all."""
     part = contributions(LARGE, world_size)[rank]
-    if role == "shared memory":
-        link = mesh(address, rank, world_size, timeout=SOON, link="shared_memory")
-        stay(Exchange(link, bucket_bytes=4), shared(part), spans)
+    if role in LINKS:
+        stay(connect(address, rank, world_size, link=role), part, spans)
         return
     host, _, port = address.rpartition(":")
     if role == "server":

@@ -574,8 +574,8 @@ def test_a_process_that_is_killed_is_named_and_another_takes_its_place(tmp_path)
             time.sleep(0.001)
         killed.kill()
 
-    with process("shared memory", path := str(tmp_path / "1"), 2, len(LARGE.spans) - 1) as killed:
-        join(path)
+    with process("shared_memory", f"unix://{tmp_path}/1", 2, len(LARGE.spans) - 1) as killed:
+        join(f"{tmp_path}/1")
         killer = threading.Thread(target=kill)
         killer.start()
         faults = outcomes(Worker.sum, workers)
@@ -589,8 +589,8 @@ def test_a_process_that_is_killed_is_named_and_another_takes_its_place(tmp_path)
     del faults
     gc.collect()
     assert mappings() == before[1] + 2
-    with process("shared memory", path := str(tmp_path / "2"), 2, len(LARGE.spans)) as running:
-        join(path)
+    with process("shared_memory", f"unix://{tmp_path}/2", 2, len(LARGE.spans)) as running:
+        join(f"{tmp_path}/2")
         on_all(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
         whole = rank_order_sum(parts)
         assert [worker.arena.tobytes() for worker in workers] == [whole.tobytes()] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
@@ -11,10 +12,22 @@ import threading
 from pathlib import Path
 
 import pytest
-from transports import LARGE, SOON, Worker, contributions, on_all, outcomes, package_threads, rank_order_sum
+from transports import (
+    HAS_SHARED_MEMORY,
+    LARGE,
+    SOON,
+    Worker,
+    contributions,
+    free_port,
+    on_all,
+    outcomes,
+    package_threads,
+    rank_order_sum,
+    shared,
+)
 
-from gradengine.errors import CallerError, ExchangeError, PeerLost
-from gradengine.exchange import GradientServer, WorkerClient
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost
+from gradengine.exchange import GradientServer, WorkerClient, connect
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
 WORLD = 3
@@ -114,6 +127,98 @@ def test_lost_server_is_an_error_on_all_workers(how, monkeypatch):
         for exchange in exchanges:
             exchange.close()
     assert not package_threads()
+
+
+# ---- ranks without a server ----
+
+LINKS = ["tcp", "unix", *(["shared_memory"] if HAS_SHARED_MEMORY else [])]
+
+
+def address_for(link, folder):
+    """What a process is told; the same for all ranks."""
+    return f"tcp://127.0.0.1:{free_port()}" if link == "tcp" else f"unix://{folder}/s"
+
+
+class Clock:
+    """Goes on by minutes each time that it is looked at, once that is so."""
+
+    def __init__(self, is_so):
+        self.now, self.is_so = 0.0, is_so
+
+    def __call__(self):
+        self.now += 10 * SOON if self.is_so() else 0.0
+        return self.now
+
+
+def until(is_so):
+    """Return once that is so, which comes by itself."""
+    while not is_so():
+        threading.Event().wait(0.001)  # within the test's own time
+
+
+def join(workers, link, address, clocks):
+    """Bind ranks 0 and 1 with the process that is rank 2."""
+
+    def joined(rank):
+        exchange = connect(address, rank, WORLD, link=link, bucket_bytes=4, timeout=SOON, join_timeout=SOON)
+        exchange._clock = clocks[rank]
+        workers[rank].bind(exchange)
+
+    on_all(joined, range(2))
+
+
+def waits_for(worker, rank):
+    with contextlib.suppress(RuntimeError):  # another thread goes on with it at this moment
+        awaited = worker.exchange._all_reduce.awaited
+        return awaited is not None and awaited[0] == rank
+    return False
+
+
+def refuse_unnamed(found, how):
+    """Both ranks are told that it is rank 2 that others have waited for."""
+    if how == "killed":
+        assert {*map(type, found)} == {PeerLost}, found
+        assert all(str(fault).startswith("rank 2 is gone") for fault in found), found
+    else:
+        assert isinstance(found[0], DeadlineExceeded), found
+        assert str(found[0]).startswith("rank 2 is late: rank 0 waits for "), found
+        assert str(found[1]).startswith("rank 2 is gone or late: rank 0 has closed its link for that"), found
+
+
+# One that is killed over shared memory, and that nothing is left of it: tests/test_exchange_links_shared_memory.py.
+@pytest.mark.parametrize(
+    ("link", "how"), [("tcp", "killed"), ("unix", "killed"), *((link, "stopped") for link in LINKS)]
+)
+def test_a_rank_that_does_not_go_on_in_a_step_is_named_and_another_process_takes_its_place(link, how, tmp_path):
+    parts, has_stopped = contributions(LARGE, WORLD), threading.Event()
+    workers = [Worker(None, LARGE, shared(part) if link == "shared_memory" else part) for part in parts[:2]]
+    clocks = Clock(lambda: has_stopped.is_set() and waits_for(workers[0], 2)), lambda: 0.0
+
+    def stop():
+        until(lambda: all(worker.exchange._all_reduce.may_hold_sums for worker in workers))
+        running.kill() if how == "killed" else running.send_signal(signal.SIGSTOP)
+        has_stopped.set()
+
+    with process(link, address := address_for(link, tmp_path), 2, len(LARGE.spans) - 1) as running:
+        join(workers, link, address, clocks)
+        stopper = threading.Thread(target=stop)
+        stopper.start()
+        found = outcomes(Worker.sum, workers)
+        stopper.join(SOON)
+    refuse_unnamed(found, how)
+    for worker, part in zip(workers, parts, strict=False):
+        worker.exchange.close()
+        worker.progress.restart()
+        worker.arena[:] = part
+    with process(link, address := address_for(link, tmp_path), 2, len(LARGE.spans)) as running:
+        join(workers, link, address, [lambda: 0.0] * 2)
+        on_all(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+        whole = rank_order_sum(parts)
+        assert [worker.arena.tobytes() == whole.tobytes() for worker in workers] == [True] * 2
+        for line in ("started", hashlib.sha256(whole).hexdigest()):
+            says(running, line)
+    for worker in workers:
+        worker.exchange.close()
 
 
 def test_unix_socket_of_a_killed_server_is_taken_over(tmp_path):
