@@ -135,7 +135,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         if lost is None or lost == peer:
             self.lost, what = peer, f"{self.named(peer)} is gone: it has closed its link"
         elif lost == self.rank:
-            self.lost, what = peer, f"{self.named(peer)} has closed its link: it waited for this rank ({lost}) too long"
+            self.lost, what = peer, f"{self.named(peer)} has closed its link: this rank ({lost}) was lost or late"
         else:
             self.lost, what = lost, f"rank {lost} is gone or late: {self.named(peer)} has closed its link for that"
         return PeerLost(what, do="reconnect on all ranks")
