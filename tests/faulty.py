@@ -14,7 +14,7 @@ import threading
 from transports import JOINED_SECONDS, SOCKET_LINKS, SOON, tcp_pair
 
 from gradengine.exchange.hub import Hub
-from gradengine.exchange.linked import LinkedExchange
+from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import SocketLink, set_options
 
 HEAD = struct.Struct(">BBIBQBI")  # docs/wire.md: before a payload
@@ -194,7 +194,7 @@ class Faulty:
         else:
             links = SOCKET_LINKS[kind](world_size, pair=lambda: self._pair(is_faulty=self.between is None))
         self.exchanges = [
-            LinkedExchange(link, bucket_bytes=bucket_bytes, timeout=SOON, join_timeout=SOON, clock=clocks[link.rank])
+            Exchange(link, bucket_bytes=bucket_bytes, timeout=SOON, join_timeout=SOON, clock=clocks[link.rank])
             for link in links
         ]
 
