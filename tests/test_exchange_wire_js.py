@@ -49,7 +49,7 @@ def shown(data):
 
 def test_the_message_of_the_page_is_read_and_written():
     [read] = in_javascript(messages=[MESSAGE.hex()])["messages"]
-    assert read["prefix"] == ["GE", 3, 40, 11]
+    assert read["prefix"] == ["GE", 4, 40, 11]
     assert list(read["header"].items()) == [
         ("kind", "abort"),
         ("error", "PeerLost"),

@@ -19,7 +19,7 @@ function message({ payload, ...fields }) {
   const bin = head(5, (bytes) => { bytes[0] = 0xc6; bytes.writeUInt32BE(payload.length, 1); });
   const header = Buffer.concat([Buffer.of(0x81 + entries.length / 2), ...entries, encode("payload"), bin]);
   const prefix = head(20, (bytes) => {
-    bytes.write("94a24745cc03ce", "hex");
+    bytes.write("94a24745cc04ce", "hex");
     bytes.writeUInt32BE(header.length, 7);
     bytes[11] = 0xcf;
     bytes.writeBigUInt64BE(BigInt(payload.length), 12);
