@@ -2,11 +2,10 @@
 
 Run: python bench/plan_check.py [--rounds 15] [--json bench/results/cpu-2core-plan.json]
 
-The machine's constants (rate of plain sockets between two processes, of looking at, adding and copying a bucket) are
-measured in the same interleaved rounds as the exchanges that they predict, by the classes that `--one-machine` uses.
-Every prediction is the figure that the command prints: with `--one-machine`, and for tcp:// also that of `--bandwidth`,
-given the measured rates as `--socket-bandwidth` and `--sum-bandwidth` and a link that limits nothing. "backward" is a
-wait of known length: a GPU that is elsewhere. Medians; error = predicted / measured - 1.
+The machine's constants (rate of a link between two processes, of an owner's sum, of a copy) are measured in the same
+interleaved rounds as the exchanges that they predict, by the classes that `--one-machine` uses. Every prediction is the
+figure that the command prints with `--one-machine`. "backward" is a wait of known length: a GPU that is elsewhere.
+Medians; error = predicted / measured - 1.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from rich.table import Table
 from gradengine.bench.machine import load, machine, versions
 from gradengine.bench.workers import Crew, ExchangeReduction, ThreadReductions, free_port, span_layout
 from gradengine.errors import GradientError
+from gradengine.exchange import GradientServer
 from gradengine.plan.machine import (
     TRANSPORTS,
     Rates,
@@ -39,14 +39,11 @@ from gradengine.plan.machine import (
     pairs,
     rates_of,
 )
-from gradengine.plan.prediction import coordinator_bytes
-from gradengine.plan.traffic import Network, ready_shares, span_bytes, star
-from gradengine.tensor_parallel_cost import Bandwidth
+from gradengine.plan.prediction import row_bytes
+from gradengine.plan.traffic import ready_shares, span_bytes
 
 TOLERANCE = 1e-5
 REST_SECONDS = 0.03
-LATENCY_SECONDS = 50e-6  # what the command takes where nothing is said
-NO_LIMIT = Bandwidth(1e18)
 
 
 @dataclass(frozen=True)
@@ -104,34 +101,36 @@ def crews(builds: dict[str, Callable[[], Crew]]) -> Iterator[dict[str, Crew]]:
 
 def rates(found: dict[str, Any], elements: int) -> Rates:
     """The constants that one run measured."""
-    return rates_of(found["sum"] | {name: found[name]["seconds"] for name in ("tcp", "unix")}, elements)
+    return rates_of(found["owner"] | {name: found[name]["seconds"] for name in ("tcp", "unix")}, elements)
 
 
 # ---- the exchange ----
 
 
 def exchange_checks(workers: int, elements: int, rounds: int) -> tuple[list[Check], Rates]:
-    """tcp://, unix:// and threads: predicted from the constants of the same rounds."""
-    with TemporaryDirectory(prefix="gradengine-plan-") as name:
+    """Each of `TRANSPORTS`: predicted from the constants of the same rounds. The server is a thread of this process."""
+    with TemporaryDirectory(prefix="gradengine-plan-") as name, GradientServer(workers) as server:
         folder = Path(name)
-        urls = {"tcp://": f"tcp://127.0.0.1:{free_port()}", "unix://": f"unix://{folder / 'group'}"}
+        ways = {
+            "tcp://": (f"tcp://127.0.0.1:{free_port()}", "tcp"),
+            "unix://": (f"unix://{folder / 'group'}", "unix"),
+            "served": (server.url, None),
+        }
         builds: dict[str, Callable[[], Crew]] = pairs(folder, elements)
-        for transport, url in urls.items():
-            build = partial(ExchangeReduction.over, url, workers, elements)
+        for transport, way in ways.items():
+            build = partial(ExchangeReduction.over, *way, workers, elements, served=transport == "served")
             builds[transport] = partial(Crew, build, workers)
         builds["threads"] = partial(Crew, partial(ThreadReductions, workers, elements), 1)
         with crews(builds) as made:
             for variant, crew in made.items():
                 refuse_wrong(variant, crew)
             cases: dict[str, Any] = {variant: (crew.run, crew.prepare) for variant, crew in made.items()}
-            found = medians(cases | {"sum": (Sum(elements).run, lambda: None)}, rounds)
+            found = medians(cases | {"owner": (Sum(elements).run, lambda: None)}, rounds)
     known = rates(found, elements)
     what = f"{workers} workers, {4e-6 * elements:.0f} MB, "
-    predicted = {name: (name, seconds) for name, seconds in predicted_exchanges(known, elements, workers).items()}
-    predicted["tcp:// by --bandwidth"] = "tcp://", predicted_star(known, elements, workers)
     checks = [
-        Check("exchange", what + name, "s", seconds, found[variant]["seconds"])
-        for name, (variant, seconds) in predicted.items()
+        Check("exchange", what + name, "s", seconds, found[name]["seconds"])
+        for name, seconds in predicted_exchanges(known, elements, workers).items()
     ]
     return checks, known
 
@@ -140,13 +139,6 @@ def predicted_exchanges(known: Rates, elements: int, workers: int) -> dict[str, 
     """Transport -> its seconds by `--one-machine`."""
     spans = span_bytes(span_layout(elements))
     return {name: on_one_machine(name, spans, workers, known).seconds for name in TRANSPORTS}
-
-
-def predicted_star(known: Rates, elements: int, workers: int) -> float:
-    """Seconds of the star by `--bandwidth`: of both processes' sending a process has half, and one rate sums."""
-    passes, one = 2 * workers - 1, known.sum_seconds(1, workers)
-    network = Network(NO_LIMIT, LATENCY_SECONDS, Bandwidth(known.tcp / 2), Bandwidth(passes / one))
-    return star(span_bytes(span_layout(elements)), workers, network).seconds
 
 
 def refuse_wrong(variant: str, crew: Crew) -> None:
@@ -172,7 +164,7 @@ def overlap_checks(elements: int, backwards: Sequence[float], rounds: int, worke
         with crews(builds) as made:
             cases: dict[str, Any] = {n: (made[n].run, made[n].prepare) for n in ("tcp", "unix")}
             cases |= {n: (partial(slowest, made[n]), lambda: None) for n in map(shown, backwards)}
-            found = medians(cases | {"sum": (Sum(elements).run, lambda: None)}, rounds)
+            found = medians(cases | {"owner": (Sum(elements).run, lambda: None)}, rounds)
     known = rates(found, elements)
     return [
         Check(
@@ -209,7 +201,7 @@ def shown(backward: float) -> str:
 
 
 def memory_checks(elements: int, worlds: Sequence[int]) -> list[Check]:
-    """The arena alone; and of rank 0, which hosts the coordinator, and of the last rank."""
+    """The arena alone; and beside it the rows of rank 0 and of the last rank."""
     layout, megabytes = span_layout(elements), f"{4e-6 * elements:.0f} MB"
     checks = []
     for workers in worlds:
@@ -218,7 +210,7 @@ def memory_checks(elements: int, worlds: Sequence[int]) -> list[Check]:
             grown = made["grown"].tell("run")
         places = {0: "rank 0"} if workers == 1 else {0: "rank 0", workers - 1: f"rank {workers - 1}"}
         for rank, name in places.items():
-            predicted = layout.nbytes + (coordinator_bytes(layout, workers) if rank == 0 else 0)
+            predicted = layout.nbytes + row_bytes(layout, workers)[0]
             if grown[rank] is not None:
                 checks.append(Check("memory", f"{workers} workers, {megabytes}, {name}", "B", predicted, grown[rank]))
     return checks
@@ -268,7 +260,7 @@ def main() -> None:
     """Measure, show, and write where it is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[8, 32, 100])
     parser.add_argument("--backward-ms", type=float, nargs="+", default=[25, 50, 100, 200])
     parser.add_argument("--json", type=Path)

@@ -1,11 +1,13 @@
 """The exchange within one machine: copies counted by hand, and the rates that it is measured by."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradengine.bench.workers import Crew
+from gradengine.bench.workers import Crew, contribution
 from gradengine.errors import CallerError
 from gradengine.kernels.host_threads import available_cpus
 from gradengine.plan import machine
@@ -19,25 +21,30 @@ from gradengine.plan.machine import (
     pairs,
     rates_of,
 )
-from gradengine.plan.traffic import Network, star
+from gradengine.plan.traffic import Network, ordered
 from gradengine.tensor_parallel_cost import Bandwidth
 
-RATES = Rates(cores=2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9)
+RATES = Rates(cores=2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9)
 
 
-def test_copies_are_counted_as_the_code_makes_them():
-    """10^9 bytes, 3 workers: 4 transfers; a check of 3 contributions, 2 additions; threads make 2 copies."""
-    assert RATES.seconds("tcp://", 10**9, 3) == pytest.approx(4 / 4 + 3 / 20 + 2 / 20)
-    assert RATES.seconds("unix://", 10**9, 3) == pytest.approx(4 / 8 + 5 / 20)
-    assert RATES.seconds("threads", 10**9, 3) == pytest.approx(5 / 20 + 2 / 10)
+def test_copies_and_sums_are_counted_as_the_code_makes_them():
+    """10^9 bytes, 3 workers: 2 sets of parts and 2 of sums; 3 sets summed; threads copy 2 sets of sums; a server 3."""
+    assert RATES.seconds("tcp://", 10**9, 3) == pytest.approx(4 / 4 + 3 / 20)
+    assert RATES.seconds("unix://", 10**9, 3) == pytest.approx(4 / 8 + 3 / 20)
+    assert RATES.seconds("threads", 10**9, 3) == pytest.approx(2 / 10 + 3 / 20)
+    assert RATES.seconds("served", 10**9, 3) == pytest.approx(6 / 4 + 3 / 20)
 
 
-def test_more_cores_help_as_far_as_there_are_threads():
-    at = [Rates(cores, 4e9, 8e9, 20e9, 20e9, 10e9).seconds("tcp://", 10**9, 2) for cores in (4, 16)]
+@pytest.mark.parametrize("transport", ["tcp://", "unix://", "threads"])
+def test_more_cores_help_as_far_as_there_are_workers(transport):
+    at = {cores: dataclasses.replace(RATES, cores=cores).seconds(transport, 10**9, 4) for cores in (2, 3, 4, 16)}
+    assert at[2] == pytest.approx(1.5 * at[3]) == pytest.approx(2 * at[4])
+    assert at[4] == at[16]
+
+
+def test_a_server_is_one_process_however_many_cores_there_are():
+    at = [dataclasses.replace(RATES, cores=cores).seconds("served", 10**9, 4) for cores in (2, 16)]
     assert at[0] == at[1]
-    assert Rates(8, 4e9, 8e9, 20e9, 20e9, 10e9).seconds("tcp://", 10**9, 3) < Rates(
-        4, 4e9, 8e9, 20e9, 20e9, 10e9
-    ).seconds("tcp://", 10**9, 3)
 
 
 @given(st.integers(2, 64), st.integers(1, 1 << 40))
@@ -48,20 +55,16 @@ def test_every_worker_more_takes_longer_and_time_is_proportional_to_bytes(world,
         assert twice == pytest.approx(2 * RATES.seconds(transport, nbytes, world))
 
 
-def test_the_sum_looks_at_every_contribution_and_adds_all_but_the_first():
-    assert RATES.sum_seconds(10**9, 4) == pytest.approx(4 / 20 + 3 / 20)
-
-
 def test_one_core_takes_as_long_as_it_was_measured_to_take():
     """The sockets' rate was measured on the same core, so that nothing is scaled."""
-    one = Rates(1, 4e9, 8e9, 20e9, 20e9, 10e9)
-    assert one.seconds("tcp://", 10**9, 2) == pytest.approx(2 / 4 + 3 / 20)
+    one = dataclasses.replace(RATES, cores=1)
+    assert one.seconds("tcp://", 10**9, 2) == pytest.approx(2 / 4 + 2 / 20)
 
 
 @given(st.floats(1e8, 1e11), st.floats(1e8, 1e11))
 def test_faster_sockets_never_take_longer(one, other):
     slow, fast = sorted((one, other))
-    found = [Rates(2, rate, rate, 20e9, 20e9, 10e9) for rate in (slow, fast)]
+    found = [Rates(2, rate, rate, 20e9, 10e9) for rate in (slow, fast)]
     assert found[1].seconds("tcp://", 10**8, 3) <= found[0].seconds("tcp://", 10**8, 3)
     assert found[0].seconds("threads", 10**8, 3) == found[1].seconds("threads", 10**8, 3)
 
@@ -74,12 +77,14 @@ def test_faster_sockets_never_take_longer(one, other):
 def test_spans_take_together_what_the_set_takes(transport, sizes, workers):
     traffic = on_one_machine(transport, sizes, workers, RATES)
     assert traffic.seconds == pytest.approx(RATES.seconds(transport, sum(sizes), workers))
-    assert traffic.busiest_link_bytes == (workers - 1) * sum(sizes)
 
 
-def test_threads_send_nothing_and_copy_the_sum():
-    traffic = on_one_machine("threads", [1000], 3, RATES)
-    assert (traffic.messages, traffic.other_link_bytes, traffic.total_bytes) == (0, 0, 2000)
+def test_bytes_are_those_that_a_rank_or_the_server_sends_and_of_threads_what_one_copies():
+    found = {name: on_one_machine(name, [3000], 3, RATES) for name in TRANSPORTS}
+    links = {name: (each.busiest_link_bytes, each.total_bytes, each.messages) for name, each in found.items()}
+    assert links == {
+        "tcp://": (4000, 12000, 4), "unix://": (4000, 12000, 4), "threads": (2000, 6000, 0), "served": (9000, 18000, 3)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -88,27 +93,27 @@ def test_one_worker_exchanges_nothing(transport):
     assert (traffic.seconds, traffic.total_bytes) == (0.0, 0)
 
 
-def test_on_two_cores_it_is_the_star_over_links_that_only_sockets_and_the_sum_limit():
-    """But for the last bucket, which the star over links sends once the others have gone."""
-    limits = Network(Bandwidth(1e18), 0.0, Bandwidth(RATES.tcp / 2), Bandwidth(RATES.check))
-    by_links, here = star([10**9], 3, limits), on_one_machine("tcp://", [10**9], 3, RATES)
-    assert by_links.seconds - by_links.tail_seconds == pytest.approx(here.seconds)
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_it_is_what_links_take_that_limit_nothing_where_each_process_has_its_part_of_the_cores(workers):
+    limits = Network(Bandwidth(1e18), 0.0, Bandwidth(RATES.tcp / workers), Bandwidth(RATES.sum / workers))
+    by_links, here = ordered([10**9], workers, limits), on_one_machine("tcp://", [10**9], workers, RATES)
+    assert by_links.seconds == pytest.approx(here.seconds)
 
 
 def test_a_step_waits_for_the_engines_too():
-    """10^9 bytes, 2 workers on 2 cores: 0.65 s of exchange; each engine adds, looks and clips on a core of its own."""
+    """10^9 bytes, 2 workers on 2 cores: 0.6 s of exchange; each engine adds and clips on a core of its own."""
     traffic = on_one_machine("tcp://", [10**9], 2, RATES)
     found = overlap_on_one_machine([1.0], 10.0, [10**9], traffic, 2, RATES)
-    assert found.seconds == pytest.approx(2 / 4 + 3 / 20)
-    assert found.exposed_seconds == pytest.approx(found.seconds + 1 / 20 + 1 / 20 + 1 / 10)
+    assert found.seconds == pytest.approx(2 / 4 + 2 / 20)
+    assert found.exposed_seconds == pytest.approx(found.seconds + 2 / 20 + 1 / 10)
     assert found.hidden_seconds == 0
-    crowded = Rates(1, 4e9, 8e9, 20e9, 20e9, 10e9)
+    crowded = dataclasses.replace(RATES, cores=1)
     on_one = overlap_on_one_machine([1.0], 10.0, [10**9], traffic, 2, crowded)
-    assert on_one.exposed_seconds == pytest.approx(found.seconds + 2 * (1 / 20 + 1 / 20 + 1 / 10))
+    assert on_one.exposed_seconds == pytest.approx(found.seconds + 2 * (2 / 20 + 1 / 10))
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf"), True, "4e9", None])
-@pytest.mark.parametrize("name", ["cores", "tcp", "unix", "check", "add", "copy"])
+@pytest.mark.parametrize("name", ["cores", "tcp", "unix", "sum", "copy"])
 def test_rates_out_of_range_are_refused_by_name(name, rate):
     with pytest.raises(CallerError, match=f"a machine's '{name}' is out of range"):
         Rates(**{**vars(RATES), name: rate})
@@ -116,7 +121,7 @@ def test_rates_out_of_range_are_refused_by_name(name, rate):
 
 # ---- what is measured ----
 
-ELEMENTS = 32 * 1024
+ELEMENTS = (1 << 20) + 32 * 1024  # two messages each way
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
@@ -132,26 +137,24 @@ def test_each_of_a_pair_gets_what_the_other_has(tmp_path, transport):
         crew.close()
 
 
-def test_the_sum_is_looked_at_added_and_copied(monkeypatch):
-    looked = []
-    monkeypatch.setattr(machine, "squared_sum", lambda part: looked.append(part.size))
-    work = Sum(machine._BUCKET + 100)
-    before = work._total.copy()
-    spent = work.run()
-    assert looked == [machine._BUCKET, 100]
-    assert set(spent) == {"check", "add", "copy"}
-    assert min(spent.values()) > 0
-    np.testing.assert_array_equal(work._total, before + work._part)
-    np.testing.assert_array_equal(work._copy, work._total)
+def test_the_owner_sums_its_own_and_the_others_parts_share_by_share_and_again():
+    work = Sum(3 * machine._SHARE + 128)
+    total = work.arena.copy()
+    for _ in range(2):
+        spent = work.run()
+        total += contribution(1, total.size)
+        np.testing.assert_array_equal(work.arena[: total.size], total)
+        assert set(spent) == {"sum", "copy"}
+        assert min(spent.values()) > 0
 
 
-SECONDS = {"tcp": 1.0, "unix": 0.5, "check": 0.25, "add": 0.2, "copy": 0.1}
+SECONDS = {"tcp": 1.0, "unix": 0.5, "sum": 0.25, "copy": 0.1}
 
 
 def test_rates_are_bytes_by_seconds_and_a_pair_sends_both_ways():
     rates = rates_of(SECONDS, 10**6)
     assert (rates.tcp, rates.unix) == (8e6, 16e6)
-    assert (rates.check, rates.add, rates.copy) == (16e6, 20e6, 40e6)
+    assert (rates.sum, rates.copy) == (32e6, 40e6)
     assert rates.cores == available_cpus()
 
 
@@ -165,7 +168,7 @@ def test_rates_are_proportional_to_what_was_sent(elements, scale):
 def test_this_machine_is_measured():
     """Only that it can be: a rate below a megabyte a second would be a fault of the measurement."""
     rates = measure_rates(elements=ELEMENTS, rounds=2)
-    assert min(rates.tcp, rates.unix, rates.check, rates.add, rates.copy) > 1e6
+    assert min(rates.tcp, rates.unix, rates.sum, rates.copy) > 1e6
     assert rates.cores >= 1
 
 
@@ -185,7 +188,7 @@ def test_the_median_of_rounds_counts_and_the_first_is_dropped(monkeypatch):
     class Summed:
         def __init__(self, _): ...
         def run(self):
-            return dict.fromkeys(("check", "add", "copy"), 1.0)
+            return dict.fromkeys(("sum", "copy"), 1.0)
 
     taken = iter([100.0, 100.0, 1.0, 2.0, 5.0, 6.0, 3.0, 4.0])
     monkeypatch.setattr(machine, "pairs", lambda *_: {"tcp": Crew, "unix": Crew})

@@ -26,7 +26,8 @@ def lines_of(plan):
 def test_each_line_is_an_algorithm_and_goes_through_the_plans_own_figure():
     plan = predict(QUESTION)
     lines = lines_of(plan)
-    for name, label in (("star", "star, tcp://"), ("ring", "ring"), ("ordered", "ordered (mpi://, planned)")):
+    labels = {"ordered": "ordered: tcp://, mpi://", "star": "star: served=True", "ring": "ring (other libraries)"}
+    for name, label in labels.items():
         counts, seconds = lines[label].get_data()
         at = dict(zip(counts, seconds, strict=True))
         assert at[4] == pytest.approx(plan.exchanges[name][1].seconds)
@@ -48,10 +49,10 @@ def test_one_worker_is_beyond_the_picture():
 
 
 def test_one_machine_has_a_line_for_each_transport():
-    plan = predict(Question(load_model("350m"), 3, machine=Rates(2, 4e9, 8e9, check=20e9, add=20e9, copy=10e9)))
+    plan = predict(Question(load_model("350m"), 3, machine=Rates(2, 4e9, 8e9, sum=20e9, copy=10e9)))
     lines = lines_of(plan)
-    for name in ("tcp://", "unix://", "threads"):
-        at = dict(zip(*lines[name].get_data(), strict=True))
+    for name, label in {"tcp://": "tcp://", "unix://": "unix://", "threads": "threads", "served": "tcp://, served"}.items():
+        at = dict(zip(*lines[label].get_data(), strict=True))
         assert at[3] == pytest.approx(plan.exchanges[name][1].seconds)
     assert drawn(plan).axes[0].get_title() == "350m: exchange of a step within one machine"
 

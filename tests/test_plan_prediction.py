@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,30 +14,35 @@ from hypothesis import strategies as st
 
 from gradengine import GpuGradientAccumulator, GradientEngine, GradientLayout, connect
 from gradengine.errors import CallerError
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
+from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.shares import shares_of
+from gradengine.kernels import HostKernels
+from gradengine.kernels.device import DeviceArena
 from gradengine.plan.machine import Rates
 from gradengine.plan.models import NAMED, Model, load_model
 from gradengine.plan.prediction import (
-    BUCKETS_IN_FLIGHT,
     DTYPES,
     OPTIMIZERS,
     Question,
     choose,
     compute_of,
-    coordinator_bytes,
     duration,
     enough_micro_batches,
     memory_of,
     predict,
+    row_bytes,
 )
 from gradengine.plan.traffic import Overlap
 from gradengine.tensor_parallel_cost import Bandwidth
 
 ROOT = Path(__file__).parent.parent
+NUMPY = 389047  # tracemalloc's domain of NumPy's arrays: NPY_TRACE_DOMAIN
+SMALL = 1 << 20  # bytes of indices and partial sums
 TEN_GIGABITS = Bandwidth.gigabits(10)
 QUESTION = Question(load_model("350m"), workers=4, bandwidth=TEN_GIGABITS, tp=2)
 
-HERE = Question(load_model("350m"), 3, machine=Rates(2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9))
+HERE = Question(load_model("350m"), 3, machine=Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9))
 
 questions = st.builds(
     Question,
@@ -92,7 +98,7 @@ def numbers_of(found):
 
 @given(
     st.sampled_from([NAMED["350m"], NAMED["70b"]]),
-    st.sampled_from([1, 1 << 20]),
+    st.sampled_from([1, 1 << 16]),
     st.sampled_from([1.0, 1e18]),
     st.sampled_from([0.0, 10.0]),
     st.sampled_from([1, 1 << 20]),
@@ -125,23 +131,25 @@ def test_nothing_overflows_at_the_limits(model, workers, rate, latency, count, t
 @given(questions)
 def test_the_choice_is_that_of_the_exchanges(question):
     plan = predict(question)
-    step = plan.compute_seconds + plan.exchanges["star"][1].exposed_seconds
+    step = plan.compute_seconds + plan.exchanges["ordered"][1].exposed_seconds
     assert (plan.choice.transport == "none") == (question.workers == 1)
-    assert plan.choice.waits_of_step * step == pytest.approx(plan.exchanges["star"][1].exposed_seconds)
+    assert plan.choice.waits_of_step * step == pytest.approx(plan.exchanges["ordered"][1].exposed_seconds)
 
 
 def test_more_micro_batches_make_the_exchange_rarer_and_no_longer():
     one, many = (predict(dataclasses.replace(QUESTION, micro_batches=n)) for n in (1, 8))
-    assert one.exchanges["star"][1] == many.exchanges["star"][1]
+    assert one.exchanges["ordered"][1] == many.exchanges["ordered"][1]
     assert many.compute_seconds == pytest.approx(8 * one.compute_seconds)
     assert many.question.tp_seconds == pytest.approx(8 * one.question.tp_seconds)
 
 
-def test_a_slower_process_limits_the_star_alone():
+def test_a_slower_process_limits_what_is_ours():
     slow = predict(dataclasses.replace(QUESTION, socket_bandwidth=Bandwidth.gigabits(1)))
     fast = predict(QUESTION)
-    assert slow.exchanges["star"][1].seconds > 8 * fast.exchanges["star"][1].seconds
-    assert slow.exchanges["ring"] == fast.exchanges["ring"]
+    for name in ("ordered", "star"):
+        assert slow.exchanges[name][1].seconds > 4 * fast.exchanges[name][1].seconds
+    for name in ("ring", "nccl"):
+        assert slow.exchanges[name] == fast.exchanges[name]
 
 
 # ---- memory ----
@@ -167,32 +175,75 @@ def test_the_arena_counts_its_padding_and_the_others_do_not():
     assert (found.arena, found.gradients, found.optimizer) == (256, 132, 264)
 
 
-def test_one_worker_needs_neither_mirror_nor_coordinator():
+def test_one_worker_has_no_rows():
     found = memory(load_model("350m").layout(), "float32", "adamw", workers=1)
-    assert (found.host_mirror, found.coordinator) == (0, 0)
+    assert (found.exchange_rows, found.pinned_rows) == (0, 0)
 
 
-def test_only_a_gpu_has_a_mirror():
+def test_only_a_gpu_has_pinned_rows():
     layout = load_model("350m").layout()
-    on = {device: memory(layout, "float32", "adamw", 2, device=device).host_mirror for device in ("cpu", "cuda")}
-    assert on == {"cpu": 0, "cuda": layout.nbytes}
+    on = {device: memory(layout, "float32", "adamw", 2, device=device) for device in ("cpu", "cuda")}
+    assert {device: found.pinned_rows for device, found in on.items()} == {"cpu": 0, "cuda": 4 * DEFAULT_SHARE_BYTES}
+    assert on["cpu"].exchange_rows == on["cuda"].exchange_rows
 
 
-def test_the_coordinator_keeps_what_the_servers_code_says():
-    assert BUCKETS_IN_FLIGHT == 8
-    assert coordinator_bytes(load_model("350m").layout(), 3) == 2 * 8 * DEFAULT_BUCKET_BYTES == 33554432
+def test_a_large_model_has_two_shares_of_each_other_rank_and_one_that_is_summed():
+    for workers in (2, 3, 4):
+        rows, _ = row_bytes(load_model("350m").layout(), workers)
+        assert rows == (2 * (workers - 1) + 1) * DEFAULT_SHARE_BYTES
 
 
-def test_buckets_are_no_larger_than_what_travels():
-    assert coordinator_bytes(GradientLayout.of([(64,), (32,)]), 2) == 8 * 256
+class Rows:
+    """What a device's arena is asked for."""
+
+    def __init__(self):
+        self.nbytes = 0
+
+    def rows(self, count, size):
+        self.nbytes += 4 * count * size
+        return [np.empty(0, np.float32)] * count
+
+
+DeviceArena.register(Rows)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 40])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        load_model("350m").layout(),
+        GradientLayout.of({f"layers.{i}.w": (1 << 20,) for i in range(9)}),
+        GradientLayout.of([(64,), (32,)]),
+        GradientLayout.of({"head": (5 << 20,), "a": (100,), "b": (3,)}),
+    ],
+    ids=["350m", "spans of 4 MB", "tiny", "uneven"],
+)
+def test_rows_are_what_an_exchange_makes(layout, workers):
+    """Measured: what NumPy allocates on each rank, and what its device is asked for."""
+    shares, kernels = shares_of(layout, workers, DEFAULT_SHARE_BYTES * workers), HostKernels()
+    taken, pinned = [], []
+    for rank in range(workers):
+        device = Rows()
+        tracemalloc.start()
+        try:
+            reduce = OrderedAllReduce(rank, workers, layout, shares, device, kernels)
+            found = [trace.size for trace in tracemalloc.take_snapshot().traces if trace.domain == NUMPY]
+        finally:
+            tracemalloc.stop()
+        facts = sum(each.nbytes for each in reduce._facts.values())
+        taken.append(sum(found) - facts)
+        pinned.append(device.nbytes)
+    rows = row_bytes(layout, workers)
+    assert max(pinned) == rows[1]
+    assert rows[0] <= max(taken) <= rows[0] + SMALL
 
 
 @given(st.integers(1, 1000), st.sampled_from(sorted(DTYPES)), st.sampled_from(sorted(OPTIMIZERS)))
-def test_memory_grows_with_the_workers_on_rank_0_alone(workers, dtype, optimizer):
+def test_no_memory_of_the_model_grows_with_the_workers(workers, dtype, optimizer):
     layout = TINY.layout()
     few, more = (memory(layout, dtype, optimizer, w) for w in (workers, workers + 1))
     assert few.on_device == more.on_device
-    assert few.coordinator < more.coordinator
+    assert few.exchange_rows < more.exchange_rows
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -282,8 +333,8 @@ def test_time_is_proportional_to_tokens_and_falls_with_speed(model, tokens, tflo
 # ---- the choice ----
 
 
-def overlaps(star, ordered, nccl):
-    exposed = {"star": star, "ring": ordered, "ordered": ordered, "nccl": nccl}
+def overlaps(ours, ring, nccl):
+    exposed = {"ordered": ours, "star": 2 * ours, "ring": ring, "nccl": nccl}
     return {name: Overlap(10.0, seconds) for name, seconds in exposed.items()}
 
 
@@ -295,7 +346,7 @@ def test_one_worker_needs_no_exchange():
     plan = predict(dataclasses.replace(QUESTION, workers=1))
     assert plan.choice.transport == "none"
     assert "without exchange=" in plan.choice.reason
-    assert plan.exchanges["star"][1].seconds == 0
+    assert plan.exchanges["ordered"][1].seconds == 0
 
 
 def test_what_is_hidden_is_enough():
@@ -333,14 +384,15 @@ def test_so_many_micro_batches_make_a_fifth_and_one_less_makes_more(compute, wai
 
 
 def test_the_plans_advice_holds_in_the_plan():
-    waiting = predict(QUESTION)
-    enough = enough_micro_batches(waiting.compute.seconds, waiting.exchanges["star"][1].exposed_seconds)
+    slow = dataclasses.replace(QUESTION, bandwidth=Bandwidth.gigabits(1), tp_bandwidth=TEN_GIGABITS)
+    waiting = predict(slow)
+    enough = enough_micro_batches(waiting.compute.seconds, waiting.exchanges["ordered"][1].exposed_seconds)
     assert f"{enough} a step, not 1" in waiting.choice.remedies[0]
-    assert predict(dataclasses.replace(QUESTION, micro_batches=enough)).choice.waits_of_step <= 0.2
-    assert predict(dataclasses.replace(QUESTION, micro_batches=enough - 1)).choice.waits_of_step > 0.2
+    assert predict(dataclasses.replace(slow, micro_batches=enough)).choice.waits_of_step <= 0.2
+    assert predict(dataclasses.replace(slow, micro_batches=enough - 1)).choice.waits_of_step > 0.2
     link = next(remedy for remedy in waiting.choice.remedies if remedy.startswith("A faster link"))
-    faster = predict(dataclasses.replace(QUESTION, bandwidth=QUESTION.socket_bandwidth, tp_bandwidth=TEN_GIGABITS))
-    assert f"wait {duration(faster.exchanges['star'][1].exposed_seconds)};" in link
+    faster = predict(dataclasses.replace(slow, bandwidth=slow.socket_bandwidth))
+    assert f"wait {duration(faster.exchanges['ordered'][1].exposed_seconds)};" in link
 
 
 def test_on_one_machine_processes_take_unix_sockets():
@@ -372,9 +424,10 @@ def test_durations_are_what_they_say(number):
 def test_one_machine_is_predicted_by_the_model_of_its_copies():
     found = predict(HERE).exchanges
     nbytes = HERE.model.layout().nbytes
-    assert found["tcp://"][1].seconds == pytest.approx(4 * nbytes / 4e9 + 5 * nbytes / 20e9)
-    assert found["unix://"][1].seconds == pytest.approx(4 * nbytes / 8e9 + 5 * nbytes / 20e9)
-    assert found["threads"][1].seconds == pytest.approx(5 * nbytes / 20e9 + 2 * nbytes / 10e9)
+    assert found["tcp://"][1].seconds == pytest.approx(4 * nbytes / 4e9 + 3 * nbytes / 20e9)
+    assert found["unix://"][1].seconds == pytest.approx(4 * nbytes / 8e9 + 3 * nbytes / 20e9)
+    assert found["threads"][1].seconds == pytest.approx(2 * nbytes / 10e9 + 3 * nbytes / 20e9)
+    assert found["served"][1].seconds == pytest.approx(6 * nbytes / 4e9 + 3 * nbytes / 20e9)
     assert predict(HERE).choice.transport == "unix://"
 
 
@@ -397,7 +450,7 @@ def test_the_json_of_one_machine_has_its_rates_and_no_bandwidth():
     found = predict(HERE).as_json()
     assert found["question"]["machine"] == dataclasses.asdict(HERE.machine)
     assert found["question"]["bandwidth_bytes_per_second"] is None
-    assert set(found["exchange"]) == {"tcp://", "unix://", "threads"}
+    assert set(found["exchange"]) == {"tcp://", "unix://", "threads", "served"}
     json.dumps(found, allow_nan=False)
 
 
@@ -441,7 +494,11 @@ SCHEMA = {
         "backward_seconds": (*NUMBER, type(None)),
     },
     "memory_bytes_per_rank": dict.fromkeys(
-        ["weights", "gradients", "arena", "master_weights", "optimizer", "host_mirror", "coordinator", "on_device"], int
+        [
+            *("weights", "gradients", "arena", "master_weights", "optimizer", "on_device"),
+            *("exchange_rows", "pinned_rows"),
+        ],
+        int,
     ),
     "tensor_parallel": dict.fromkeys(
         [
@@ -479,7 +536,7 @@ def test_every_key_of_the_json_is_on_the_page():
     page = (ROOT / "docs/plan.md").read_text()
     found = predict(QUESTION).as_json()
     keys = {*found, *(key for part in found.values() if isinstance(part, dict) for key in part)}
-    keys |= set(found["exchange"]["star"])
+    keys |= set(found["exchange"]["ordered"])
     assert sorted(key for key in keys if f"`{key}`" not in page) == []
 
 

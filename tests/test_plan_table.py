@@ -21,7 +21,7 @@ from gradengine.tensor_parallel_cost import Bandwidth
 
 TEN_GIGABITS = Bandwidth.gigabits(10)
 QUESTION = Question(load_model("350m"), workers=4, bandwidth=TEN_GIGABITS, tp=2)
-HERE = Question(load_model("350m"), 3, machine=Rates(2, tcp=4e9, unix=8e9, check=20e9, add=20e9, copy=10e9))
+HERE = Question(load_model("350m"), 3, machine=Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9))
 
 
 def shown(question, width):
@@ -60,8 +60,9 @@ def test_it_says_what_was_assumed():
 
 def test_planned_transports_are_marked_as_such():
     text = squeezed(shown(QUESTION, 120))
-    assert "ordered, mpi:// *" in text
     assert "NCCL, nccl:// *" in text
+    assert "ordered, tcp:// " in text
+    assert "star, served=True " in text
     assert "* planned, not in this version" in text
 
 
@@ -88,10 +89,10 @@ def test_a_file_may_be_called_anything(tmp_path):
     assert "[bold]x[;y] ([bold]x[;y].json, taken as a Llama): " in text
 
 
-def test_one_worker_has_neither_coordinator_nor_mirror():
+def test_one_worker_has_no_rows():
+    assert "exchange rows" in shown(QUESTION, 120)
     text = shown(dataclasses.replace(QUESTION, workers=1), 120)
-    assert "coordinator" not in text
-    assert "mirror" not in text
+    assert "rows" not in text
     assert "exposed" not in text
     assert "choose  no exchange: one worker" in text
 
@@ -125,7 +126,7 @@ def test_where_a_step_waits_long_the_remedies_are_shown():
 
 def test_one_machine_shows_what_was_measured_and_no_links():
     text = squeezed(shown(HERE, 120))
-    assert "cores 2; GB/s as measured: tcp 4, unix 8, check 20, add 20, copy 10" in text
+    assert "cores 2; GB/s as measured: tcp 4, unix 8, sum 20, copy 10" in text
     assert "choose unix://" in text
     assert "planned" not in text
     assert "each way of each rank" not in text
@@ -147,8 +148,9 @@ def test_on_device_is_the_sum_of_the_rows_above_it(changes):
     sizes = {name: int(nbytes.replace(",", "")) for name, nbytes in rows}
     above = list(sizes).index("on device")
     assert sizes["on device"] == sum(list(sizes.values())[:above])
-    assert set(list(sizes)[above + 1 :]) <= {"host mirror", "coordinator"}
+    assert set(list(sizes)[above + 1 :]) <= {"exchange rows", "pinned rows"}
 
 
-def test_a_cpu_has_no_mirror():
-    assert "mirror" not in shown(dataclasses.replace(QUESTION, device="cpu"), 120)
+def test_only_a_gpu_has_pinned_rows():
+    assert "pinned rows" in shown(QUESTION, 120)
+    assert "pinned" not in shown(dataclasses.replace(QUESTION, device="cpu"), 120)

@@ -59,6 +59,24 @@ class _Incoming(NamedTuple):
     missing: set[int]  # the ranks whose part is not here
 
 
+class Flight(NamedTuple):
+    """How many shares of a rank may be on their way at a time, and the elements of the rows that they have."""
+
+    received: int  # own ones whose parts are received, each part in a row of `largest_own`
+    own: int  # own ones that a device's arena, or a server, has a row of `largest` for
+    sent: int  # other owners' that a device's arena has such a row for
+    largest_own: int
+    largest: int
+
+
+def flight_of(mine: Sequence[Share], count: int, largest: int, in_flight: int = IN_FLIGHT) -> Flight:
+    """What a rank makes room for that owns these shares, of `count` shares of which none has more elements."""
+    largest_own = _largest(mine)
+    room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest_own, largest))
+    own, others = len(mine), count - len(mine)
+    return Flight(min(room, own), min(window, own), min(window, others), largest_own, largest)
+
+
 @final
 class OrderedAllReduce:
     """Sums one arena over all ranks, step by step and share by share, in rank order from rank 0's value.
@@ -154,21 +172,18 @@ class OrderedAllReduce:
 
     def _make_rows(self, mine: Sequence[Share], arena: Float32 | DeviceArena | None, in_flight: int) -> None:
         """Make a device's or a server's rows of shares that are on their way, and find how many of a host's may be."""
-        largest, largest_of_all = _largest(mine), _largest(self._shares)
-        room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest, largest_of_all))
-        self._most = min(window, len(self._shares) - len(mine)), min(room, len(mine)), largest
+        self._flight = flight = flight_of(mine, len(self._shares), _largest(self._shares), in_flight)
         # The row of a share of another owner is free when the sum is in the arena, that of an own one when all have it.
         self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
         if isinstance(arena, DeviceArena):
-            counts = self._most[0], min(window, len(mine))
-            self._free_rows = [[*arena.rows(count, largest_of_all)] for count in counts]
+            self._free_rows = [[*arena.rows(count, flight.largest)] for count in (flight.sent, flight.own)]
         elif arena is None:
-            self._free_rows = [[], [*np.empty((min(window, len(mine)), largest), np.float32)]]
+            self._free_rows = [[], [*np.empty((flight.own, flight.largest), np.float32)]]
         self._rows: dict[int, Float32 | None] = {}  # of the shares that are on their way
 
     def _make_room(self, reads_in_place: bool) -> None:
         """Make the memory for the parts that are received; where they are read in place, all may be on their way."""
-        sent, received, size = self._most
+        sent, received, size = self._flight.sent, self._flight.received, self._flight.largest_own
         rows, mine, self.reads_in_place = len(self._others), len(self._sums), reads_in_place
         if reads_in_place:
             sent, received, rows = len(self._shares) - mine, mine, 0

@@ -31,7 +31,7 @@ _OPTIONS = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(
 }  # fmt: skip
 _TFLOPS = Question.tflops
 _DEVICE = "Where the model is; else cuda, with --one-machine cpu."
-_NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0, 1.0)
+_NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0)
 
 
 def plan(
@@ -43,8 +43,8 @@ def plan(
     tp_bandwidth: Annotated[str | None, typer.Option(help="Within a worker; else as --bandwidth.")] = None,
     latency_us: Annotated[float, typer.Option(help="Microseconds of a message between workers.")] = 50.0,
     tp_latency_us: Annotated[float, typer.Option(help="Microseconds of a message within a worker.")] = 10.0,
-    socket_bandwidth: Annotated[str, typer.Option(help="Of a process's sockets, each way; limits tcp://.")] = _SOCKETS,
-    sum_bandwidth: Annotated[str, typer.Option(help="Of rank 0's check and addition; limits tcp://.")] = _SUMMED,
+    socket_bandwidth: Annotated[str, typer.Option(help="Of a process's sockets, each way: limits tcp://.")] = _SOCKETS,
+    sum_bandwidth: Annotated[str, typer.Option(help="Of the parts that a process sums: limits tcp://.")] = _SUMMED,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a worker's micro-batch.")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of each worker in an optimizer step.")] = 1,
@@ -62,7 +62,7 @@ def plan(
     """Say what a training run will take: memory of a rank, bytes and seconds of its exchange, the transport to take.
 
     N workers are data-parallel; each is a group of T tensor-parallel ranks,
-    N x T ranks in all. Nothing is run. For --one-machine its copies, additions
+    N x T ranks in all. Nothing is run. For --one-machine its links, sums
     and matrix products are timed for 3 seconds; the products only if neither
     --tflops nor --backward-seconds is given.
     """

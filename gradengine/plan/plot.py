@@ -13,13 +13,14 @@ from gradengine.plan.prediction import Plan
 __all__ = ["drawn", "worker_counts"]
 
 _STYLES: dict[str, tuple[str, str, Any, float]] = {
-    "star": ("star, tcp://", "#c44e52", "-", 2.2),
-    "ring": ("ring", "#4c72b0", "-", 4.0),
-    "ordered": ("ordered (mpi://, planned)", "#dd8452", (0, (4, 8)), 1.8),  # the three often lie on each other
+    "ordered": ("ordered: tcp://, mpi://", "#4c72b0", "-", 4.0),  # often with ring and NCCL on it
+    "star": ("star: served=True", "#c44e52", "-", 2.2),
+    "ring": ("ring (other libraries)", "#dd8452", (0, (4, 8)), 1.8),
     "nccl": ("NCCL (nccl://, planned)", "#8fd39a", (6, (4, 8)), 1.8),
     "tcp://": ("tcp://", "#c44e52", "-", 2.2),
     "unix://": ("unix://", "#4c72b0", "-", 2.2),
     "threads": ("threads", "#dd8452", "-", 2.2),
+    "served": ("tcp://, served", "#8fd39a", "-", 2.2),
 }
 _GREY = "#555555"
 _MOST_POINTS = 24

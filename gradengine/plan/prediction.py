@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradengine.arguments import as_float, out_of_range, refuse_other_kind, refuse_unknown, whole_number
+from gradengine.arguments import MOST_RANKS, as_float, out_of_range, refuse_other_kind, refuse_unknown, whole_number
 from gradengine.errors import CallerError
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
+from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
+from gradengine.exchange.ordered_all_reduce import Flight, flight_of
+from gradengine.exchange.shares import Share, shares_of
 from gradengine.layout import GradientLayout
 from gradengine.plan.machine import TRANSPORTS, Rates, on_one_machine, overlap_on_one_machine
 from gradengine.plan.models import Model
@@ -29,16 +31,14 @@ from gradengine.plan.traffic import (
 from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
 
 __all__ = [
-    "Choice", "Compute", "Memory", "Plan", "Question", "choose", "compute_of", "coordinator_bytes", "duration",
-    "enough_micro_batches", "memory_of", "predict",
+    "Choice", "Compute", "Memory", "Plan", "Question", "choose", "compute_of", "duration", "enough_micro_batches",
+    "memory_of", "predict", "row_bytes",
 ]  # fmt: skip
 
-BUCKETS_IN_FLIGHT = 8  # that a star's coordinator has received of one worker and not yet summed
 DEVICES = ("cpu", "cuda")
 DTYPES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "lion": 4, "momentum": 4, "sgd": 0}  # bytes of fp32 state for a weight
-_MOST = 1 << 20
-_COUNTS = ("workers", "tp", "sequence_length", "batch_size", "micro_batches")
+_COUNTS = {"workers": MOST_RANKS} | dict.fromkeys(("tp", "sequence_length", "batch_size", "micro_batches"), 1 << 20)
 _WORDS = {"dtype": tuple(DTYPES), "optimizer": tuple(OPTIMIZERS), "device": DEVICES}
 _MAY_BE_NONE = ("bandwidth", "tp_bandwidth", "backward_seconds")
 _RANGES = {  # wide, but such that no sum or product of theirs overflows
@@ -48,7 +48,7 @@ _RANGES = {  # wide, but such that no sum or product of theirs overflows
     "backward_seconds": (1e-9, 1e9, "s"),
     **dict.fromkeys(("bandwidth", "tp_bandwidth", "socket_bandwidth", "sum_bandwidth"), (1.0, 1e18, "bytes/s")),
 }
-_FORMAT = 1  # of the JSON: docs/plan.md says what is in it
+_FORMAT = 2  # of the JSON: docs/plan.md says what is in it
 _OF_COST = "bytes_per_all_reduce all_reduces_per_step bytes_per_step bytes_per_step_both_ways link_bytes_per_step"
 _ENOUGH = 0.05  # of a step: what something faster must save to be worth its trouble
 _LONG = 0.2  # of a step: what a wait may take before it is to be said how it is shortened
@@ -73,7 +73,7 @@ class Question:
     latency_seconds: float = 50e-6  # of a message between workers
     tp_latency_seconds: float = 10e-6  # of a message within a worker
     socket_bandwidth: Bandwidth = SOCKETS  # what one process moves through its sockets each way
-    sum_bandwidth: Bandwidth = SUMMED  # what one thread of rank 0 checks, or adds to the sum
+    sum_bandwidth: Bandwidth = SUMMED  # of the parts that one process sums
     sequence_length: int = 1024  # tokens of a sequence
     batch_size: int = 1  # sequences of a worker's micro-batch
     micro_batches: int = 1  # of each worker in an optimizer step
@@ -88,8 +88,8 @@ class Question:
     machine: Rates | None = None  # the rates of the one machine that all workers are on, instead of `bandwidth`
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, _MOST))
+        for name, most in _COUNTS.items():
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, most))
         for name, known in _WORDS.items():
             refuse_unknown(name, getattr(self, name), known)
         for name in _RANGES:
@@ -158,8 +158,8 @@ class Memory:
     arena: int  # the fp32 sum of micro-batches and workers
     master_weights: int  # a copy of the trained weights in fp32, where they are kept in less
     optimizer: int  # its state in fp32
-    host_mirror: int  # pinned host memory through which a GPU's arena is exchanged over tcp:// and unix://
-    coordinator: int  # host memory that rank 0 of a tcp:// group needs beyond the others'
+    exchange_rows: int  # host memory for other ranks' parts of this rank's shares, and for the sum of one
+    pinned_rows: int  # pinned host memory through which a GPU's arena is exchanged
 
     @property
     def on_device(self) -> int:
@@ -248,9 +248,9 @@ def predict(question: Question) -> Plan:
     Example:
         >>> from gradengine.plan.models import load_model
         >>> plan = predict(Question(load_model("350m"), workers=4, bandwidth=Bandwidth.gigabits(10)))
-        >>> traffic, overlap = plan.exchanges["star"]
+        >>> traffic, overlap = plan.exchanges["ordered"]
         >>> traffic.busiest_link_bytes, plan.choice.transport
-        (4782108672, 'tcp://')
+        (2391054336, 'tcp://')
     """
     layout = question.model.layout(question.tp, vocab_parallel=question.vocab_parallel)
     compute = compute_of(question, layout)
@@ -267,26 +267,37 @@ def memory_of(question: Question, layout: GradientLayout) -> Memory:
     """What one rank keeps."""
     elements, width = layout.num_elements, DTYPES[question.dtype]
     frozen = question.model.frozen(question.tp, vocab_parallel=question.vocab_parallel)
+    rows, pinned = row_bytes(layout, question.workers)
     return Memory(
         weights=width * (elements + frozen),
         gradients=width * elements,
         arena=layout.nbytes,
         master_weights=4 * elements if width < 4 else 0,
         optimizer=OPTIMIZERS[question.optimizer] * elements,
-        host_mirror=layout.nbytes if question.workers > 1 and question.device == "cuda" else 0,
-        coordinator=coordinator_bytes(layout, question.workers),
+        exchange_rows=rows,
+        pinned_rows=pinned if question.device == "cuda" else 0,
     )
 
 
-def coordinator_bytes(layout: GradientLayout, workers: int) -> int:
-    """What a coordinator in rank 0's process keeps: for each other worker the buckets received and not yet summed.
+def row_bytes(layout: GradientLayout, workers: int) -> tuple[int, int]:
+    """Most that any rank has for shares on their way: memory for parts and a sum; and where it has a GPU, pinned memory.
 
-    Sums are taken in rank 0's own arena (or its mirror), and leave from there.
-
-    >>> coordinator_bytes(GradientLayout.of([(1 << 20,)]), workers=3)
-    33554432
+    >>> row_bytes(GradientLayout.of([(1 << 21,)]), workers=2)  # one share each, 4 MiB: two rows, as pinned ones
+    (8388608, 8388608)
     """
-    return (workers - 1) * BUCKETS_IN_FLIGHT * min(max(span_bytes(layout), default=0), DEFAULT_BUCKET_BYTES)
+    if workers == 1:
+        return 0, 0
+    shares = shares_of(layout, workers, DEFAULT_SHARE_BYTES * workers)
+    owned: dict[int, list[Share]] = {}
+    for share in shares:
+        owned.setdefault(share.owner, []).append(share)
+    largest = max(share.size for share in shares)
+    flights = [flight_of(mine, len(shares), largest) for mine in owned.values()]
+
+    def rows(flight: Flight) -> int:
+        return 4 * flight.largest_own * (1 + flight.received * (workers - 1))
+
+    return max(map(rows, flights)), max(4 * each.largest * (each.own + each.sent) for each in flights)
 
 
 def compute_of(question: Question, layout: GradientLayout) -> Compute:
@@ -337,11 +348,11 @@ def _exchanges(question: Question, layout: GradientLayout, compute: Compute) -> 
 def _over_a_faster_link(
     question: Question, layout: GradientLayout, compute: Compute
 ) -> tuple[Bandwidth, Overlap] | None:
-    """The star over the slowest link that is as fast as rank 0's sockets; None where it has one already."""
+    """The exchange over the slowest link that is as fast as a process's sockets; None where it has one already."""
     fastest = question.socket_bandwidth
     if question.bandwidth is None or question.bandwidth.bytes_per_second >= fastest.bytes_per_second:
         return None
-    return fastest, _exchanges(dataclasses.replace(question, bandwidth=fastest), layout, compute)["star"][1]
+    return fastest, _exchanges(dataclasses.replace(question, bandwidth=fastest), layout, compute)["ordered"][1]
 
 
 def choose(
@@ -353,13 +364,13 @@ def choose(
 ) -> Choice:
     """Say what a step of several workers waits, and what would shorten that.
 
-    `faster_link` is as fast as the sockets, with the star over it, where the step's own is slower.
+    `faster_link` is as fast as the sockets, with the exchange over it, where the step's own is slower.
 
     Example:
         >>> choose(1, 0.99, {"unix://": Overlap(1.0, 0.01)}).reason
         'a step waits 10.0 ms for it, 1.0% of its time.'
     """
-    transport, taken = ("tcp://", "star") if "star" in exchanges else ("unix://", "unix://")
+    transport, taken = ("tcp://", "ordered") if "ordered" in exchanges else ("unix://", "unix://")
     waits = exchanges[taken].exposed_seconds
     step = micro_batches * micro_batch_seconds + waits
     reason = f"a step waits {duration(waits)} for it, {waits / step:.1%} of its time."

@@ -16,10 +16,11 @@ from gradengine.plan.prediction import Plan, Question, duration
 __all__ = ["show", "size"]
 
 _ALGORITHMS = {  # on one machine: the transport
-    "star": "star, tcp://",
-    "ordered": "ordered, mpi:// *",
+    "ordered": "ordered, tcp://",
+    "star": "star, served=True",
     "nccl": "NCCL, nccl:// *",
     "threads": "local_group",
+    "served": "tcp://, served",
 }
 _EXPOSED = "hidden: while the last backward runs; exposed: what the step waits"
 _OVER_LINKS = f"{_EXPOSED}\n* planned, not in this version"
@@ -27,7 +28,7 @@ _ONE_MACHINE = f"{_EXPOSED}, its engine's work included"
 _SHARED_CORES = (
     "exposed: what the step waits, its engine's work included; backward takes the same cores, and hides nothing"
 )
-_ON_THE_HOST = ("host_mirror", "coordinator")
+_ON_THE_HOST = ("exchange_rows", "pinned_rows")
 _TIED = (
     "The tied LM head is complete when backward ends, and first in the layout's order, so nothing is hidden."
     " GradientLayout.of, given it as the first name, lets it leave last."
@@ -90,7 +91,7 @@ def _links(question: Question) -> Iterator[tuple[str, str]]:
     if question.tp > 1:
         yield "", f"{question.within} within a worker; {duration(question.tp_latency_seconds)} a message"
     sums = f"{question.sum_bandwidth.gigabytes_per_second:.4g} GB/s"
-    yield "rank 0", f"tcp:// alone: its sockets {question.socket_bandwidth} each way, its sum {sums}"
+    yield "process", f"ordered and star: its sockets {question.socket_bandwidth} each way, its sum {sums} of parts"
 
 
 def _memory(plan: Plan) -> Table:

@@ -2,7 +2,8 @@
 
 Each rank has one link that carries its bandwidth each way at once, and all links meet in a switch that is never full.
 Spans go one after the other. All algorithms move the fp32 arena, and agree on the step by one small gather at the end.
-The star alone is limited by its hosts: by the sockets and the sum of rank 0. The others are as fast as the links.
+Ordered and star, which are ours, are limited by their hosts too: by a process's sockets and by its sum. Ring and NCCL,
+other libraries', are as fast as the links.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
+from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
 from gradengine.layout import GradientLayout, Span
 from gradengine.tensor_parallel_cost import Bandwidth
 
 __all__ = [
-    "ALGORITHMS", "Network", "Overlap", "Traffic", "nccl", "overlapped", "ready_shares", "ring", "span_bytes", "star",
-    "weights_multiplied",
+    "ALGORITHMS", "Network", "Overlap", "Traffic", "nccl", "ordered", "overlapped", "ready_shares", "ring",
+    "span_bytes", "star", "weights_multiplied",
 ]  # fmt: skip
 
 # Within what bench/results/cpu-2core-plan.json records of two shared cores; docs/plan.md has the ranges.
-SOCKETS = Bandwidth.gigabytes(2)  # half of `rates.tcp`, which is both processes' sending
-SUMMED = Bandwidth.gigabytes(20)  # `rates.check` and `rates.add`
-_AGREEMENT = 2  # messages one after the other: what a rank knows goes to the coordinator, what all know comes back
+SOCKETS = Bandwidth.gigabytes(1)  # half of `rates.tcp`, which is both processes' sending
+SUMMED = Bandwidth.gigabytes(10)  # `rates.sum`
+_THERE_AND_BACK = 2  # messages one after the other: a part to its owner, and the sum back
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Network:
     bandwidth: Bandwidth  # of each rank's link, each way
     latency_seconds: float  # from sending a small message to having it
     socket_bandwidth: Bandwidth = SOCKETS  # what one process moves through its sockets each way, however fast the link
-    sum_bandwidth: Bandwidth = SUMMED  # what one thread of rank 0 checks for NaN and Inf, or adds to the sum
+    sum_bandwidth: Bandwidth = SUMMED  # of the parts that one process sums
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Traffic:
     busiest_link_bytes: int = 0  # each way, on the link that carries most
     other_link_bytes: int = 0  # each way, on the link that carries least
     total_bytes: int = 0  # sent by all ranks
-    messages: int = 0  # sent by the busiest rank
+    messages: int = 0  # sent by the busiest rank, or by the server
     latency_steps: int = 0  # messages that wait for each other
     tail_seconds: float = 0.0  # from the last span's last byte to the end of the step
 
@@ -69,40 +71,72 @@ def span_bytes(layout: GradientLayout) -> list[int]:
     return [4 * (span.stop - span.start) for span in layout.spans]
 
 
-def buckets_in(spans: Sequence[int]) -> int:
-    """Messages in which one rank sends all spans.
+def buckets_in(spans: Sequence[int], nbytes: int) -> int:
+    """How many buckets of at most `nbytes` these spans are cut into.
 
-    >>> buckets_in([1, DEFAULT_BUCKET_BYTES + 1])
+    >>> buckets_in([1, 1025], 1024)
     3
     """
-    return sum(-(-nbytes // DEFAULT_BUCKET_BYTES) for nbytes in spans)
+    return sum(-(-span // nbytes) for span in spans)
 
 
-def star(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """tcp:// of this package: all send to rank 0, which sums in rank order and sends the sums back.
+def ordered(spans: Sequence[int], workers: int, network: Network) -> Traffic:
+    """tcp:// of this package, and the other transports but for `served`: each rank owns a share of each bucket.
 
-    Rank 0 receives a bucket while it sends the sum of the one before, so that its link is full both ways. Its sums are
-    added to that, not hidden by it: it is a reading thread that sums, and nobody reads for it meanwhile.
+    It receives the others' parts of its shares, sums them in rank order, and sends each sum to all. One thread of a
+    process does all that, so that its sum is added to what its sockets take.
 
     Example:
-        >>> star([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
-        3000
+        >>> ordered([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
+        1500
     """
     if workers == 1:
         return Traffic(span_seconds=(0.0,) * len(spans))
-    others, steps = workers - 1, 2 + _AGREEMENT
-    rate = min(network.bandwidth.bytes_per_second, network.socket_bandwidth.bytes_per_second)
-    summed = (2 * workers - 1) / network.sum_bandwidth.bytes_per_second  # W are checked, all but the first are added
+    way, steps = _around(workers), _THERE_AND_BACK + 1
+    link = math.ceil(way.share * sum(spans))
+    return Traffic(
+        busiest_link_bytes=link,
+        other_link_bytes=link,
+        total_bytes=2 * (workers - 1) * sum(spans),
+        messages=way.messages * buckets_in(spans, workers * DEFAULT_SHARE_BYTES),
+        latency_steps=steps,
+        span_seconds=_summed(spans, network, float(way.share), 1),
+        tail_seconds=steps * network.latency_seconds,
+    )
+
+
+def star(spans: Sequence[int], workers: int, network: Network) -> Traffic:
+    """tcp:// with `served=True`: all send to a server, which contributes nothing, and get the sums from there.
+
+    It receives a bucket while it sends the sum of the one before, so that its link is full both ways.
+
+    Example:
+        >>> star([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
+        4000
+    """
+    if workers == 1:
+        return Traffic(span_seconds=(0.0,) * len(spans))
+    steps = 2 * _THERE_AND_BACK
     last_bucket = min(spans[-1] % DEFAULT_BUCKET_BYTES or DEFAULT_BUCKET_BYTES, spans[-1])
     return Traffic(
-        busiest_link_bytes=others * sum(spans),
+        busiest_link_bytes=workers * sum(spans),
         other_link_bytes=sum(spans),
-        total_bytes=2 * others * sum(spans),
-        messages=others * buckets_in(spans),
+        total_bytes=2 * workers * sum(spans),
+        messages=workers * buckets_in(spans, DEFAULT_BUCKET_BYTES),
         latency_steps=steps,
-        span_seconds=tuple(others * nbytes / rate + summed * nbytes for nbytes in spans),
-        tail_seconds=others * last_bucket / rate + steps * network.latency_seconds,
+        span_seconds=_summed(spans, network, workers, workers),
+        tail_seconds=workers * last_bucket / _rate(network) + steps * network.latency_seconds,
     )
+
+
+def _summed(spans: Sequence[int], network: Network, carried: float, parts: int) -> tuple[float, ...]:
+    """Seconds of each span, of which a process carries and sums so many times the bytes."""
+    a_byte = carried / _rate(network) + parts / network.sum_bandwidth.bytes_per_second
+    return tuple(a_byte * nbytes for nbytes in spans)
+
+
+def _rate(network: Network) -> float:
+    return min(network.bandwidth.bytes_per_second, network.socket_bandwidth.bytes_per_second)
 
 
 class _Way(NamedTuple):
@@ -153,15 +187,13 @@ def _fastest(spans: Sequence[int], workers: int, network: Network, ways: Sequenc
         other_link_bytes=math.ceil(_around(workers).share * sum(spans)),
         total_bytes=2 * (workers - 1) * sum(spans),
         messages=sum(way.messages for _, way in taken),
-        latency_steps=sum(way.latency_steps for _, way in taken) + _AGREEMENT,
+        latency_steps=sum(way.latency_steps for _, way in taken) + 1,
         span_seconds=tuple(seconds for seconds, _ in taken),
-        tail_seconds=_AGREEMENT * network.latency_seconds,
+        tail_seconds=network.latency_seconds,
     )
 
 
-# Ordered: each rank gets its part of a span from all (alltoall), sums it in rank order and gives it to all (allgather).
-# The bytes and messages are a ring's; the order of the sum, and so its bits, are those of the star.
-ALGORITHMS: dict[str, Algorithm] = {"star": star, "ring": ring, "ordered": ring, "nccl": nccl}
+ALGORITHMS: dict[str, Algorithm] = {"ordered": ordered, "star": star, "ring": ring, "nccl": nccl}
 
 
 @dataclass(frozen=True)
