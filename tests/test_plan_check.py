@@ -176,6 +176,15 @@ def test_the_page_has_the_range_of_the_recorded_errors():
     assert f"| {min(errors):+.0%} to {max(errors):+.0%} |" in page
 
 
+def test_the_page_says_by_how_much_the_recorded_predictions_were_off_at_most():
+    largest = {"exchange": 0.0, "overlap": 0.0}
+    for check in json.loads(RESULT.read_text())["checks"]:
+        if check["kind"] in largest:
+            largest[check["kind"]] = max(largest[check["kind"]], abs(check["error"]))
+    said = f"Exchanges were within {largest['exchange']:.0%} and waits within {largest['overlap']:.0%}"
+    assert said in (ROOT / "docs/plan.md").read_text()
+
+
 def test_the_recorded_errors_are_those_of_its_figures():
     kept = json.loads(RESULT.read_text())
     for check in kept["checks"]:

@@ -1,7 +1,7 @@
 """The exchange within one machine: no link limits it, but what all workers copy and sum on shared cores.
 
-For N bytes and W workers: each of the (W - 1) N bytes of parts, and of sums, goes into the kernel at one process and out
-of it at another, checksums taken; W N bytes of parts are summed. A server has W N of each. Threads of one process send
+For N bytes and W workers: (W - 1) N bytes of parts, and as many of sums, go into the kernel at one process and out of
+it at another, checksums taken; W N bytes of parts are summed. A server has W N of each. Threads of one process send
 nothing: parts are read where they are, and the sums are copied to the W - 1 other arenas. `--one-machine` and
 `bench/plan_check.py` measure the rates alike.
 """
@@ -139,7 +139,8 @@ class Sum:
     """What the owner of all shares does of two ranks, where the other's parts are copied to it from its own memory."""
 
     def __init__(self, elements: int) -> None:
-        self._layout, self.arena, self._part = span_layout(elements), contribution(0, elements), contribution(1, elements)
+        self._layout = span_layout(elements)
+        self.arena, self._part = (contribution(rank, elements) for rank in range(2))
         self._shares = shares_of(self._layout, 2, DEFAULT_SHARE_BYTES, owner=0)
         self._owner = OrderedAllReduce(0, 2, self._layout, self._shares, self.arena, HostKernels())
 

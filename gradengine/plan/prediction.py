@@ -280,7 +280,7 @@ def memory_of(question: Question, layout: GradientLayout) -> Memory:
 
 
 def row_bytes(layout: GradientLayout, workers: int) -> tuple[int, int]:
-    """Most that any rank has for shares on their way: memory for parts and a sum; and where it has a GPU, pinned memory.
+    """Most that any rank has for shares on their way: memory for parts and a sum; and for a GPU's arena, pinned memory.
 
     >>> row_bytes(GradientLayout.of([(1 << 21,)]), workers=2)  # one share each, 4 MiB: two rows, as pinned ones
     (8388608, 8388608)

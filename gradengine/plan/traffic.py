@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Within what bench/results/cpu-2core-plan.json records of two shared cores; docs/plan.md has the ranges.
-SOCKETS = Bandwidth.gigabytes(1)  # half of `rates.tcp`, which is both processes' sending
+SOCKETS = Bandwidth.gigabytes(1.25)  # half of `rates.tcp`, which is both processes' sending
 SUMMED = Bandwidth.gigabytes(10)  # `rates.sum`
 _THERE_AND_BACK = 2  # messages one after the other: a part to its owner, and the sum back
 
