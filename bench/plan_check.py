@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plan_workers import Footprint, Stepper
+from plan_workers import Footprint, Stepper, link_of, served
 from rich.console import Console
 from rich.table import Table
 
@@ -111,15 +111,12 @@ def exchange_checks(workers: int, elements: int, rounds: int) -> tuple[list[Chec
     """Each of `TRANSPORTS`: predicted from the constants of the same rounds. The server is a thread of this process."""
     with TemporaryDirectory(prefix="gradengine-plan-") as name, GradientServer(workers) as server:
         folder = Path(name)
-        ways = {
-            "tcp://": (f"tcp://127.0.0.1:{free_port()}", "tcp"),
-            "unix://": (f"unix://{folder / 'group'}", "unix"),
-            "served": (server.url, None),
-        }
+        urls = {"tcp://": f"tcp://127.0.0.1:{free_port()}", "unix://": f"unix://{folder / 'group'}"}
         builds: dict[str, Callable[[], Crew]] = pairs(folder, elements)
-        for transport, way in ways.items():
-            build = partial(ExchangeReduction.over, *way, workers, elements, served=transport == "served")
+        for transport, url in urls.items():
+            build = partial(ExchangeReduction.over, url, link_of(url), workers, elements)
             builds[transport] = partial(Crew, build, workers)
+        builds["served"] = partial(Crew, partial(served, server.url, workers, elements), workers)
         builds["threads"] = partial(Crew, partial(ThreadReductions, workers, elements), 1)
         with crews(builds) as made:
             for variant, crew in made.items():

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transports import Transport, group, on_all
 
 from gradengine import GpuGradientAccumulator, GradientEngine, GradientLayout, connect
 from gradengine.errors import CallerError
+from gradengine.exchange import Progress
 from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.shares import shares_of
@@ -236,6 +238,22 @@ def test_rows_are_what_an_exchange_makes(layout, workers):
     rows = row_bytes(layout, workers)
     assert max(pinned) == rows[1]
     assert rows[0] <= max(taken) <= rows[0] + SMALL
+
+
+@pytest.mark.parametrize("transport", [Transport.TCP, Transport.UNIX, Transport.THREADS])
+def test_rows_are_what_ranks_that_have_joined_have_taken(transport):
+    """Measured: what NumPy has allocated in a process with three ranks; threads read the others' parts in place."""
+    layout = GradientLayout.of({f"layers.{i}.w": (1 << 22,) for i in range(6)})
+    with group(transport, 3) as exchanges:
+        arenas = [np.zeros(layout.arena_size, np.float32) for _ in exchanges]
+        tracemalloc.start()
+        try:
+            on_all(lambda pair: pair[0].bind(layout, pair[1], Progress()), [*zip(exchanges, arenas, strict=True)])
+            taken = sum(trace.size for trace in tracemalloc.take_snapshot().traces if trace.domain == NUMPY)
+        finally:
+            tracemalloc.stop()
+    rows = DEFAULT_SHARE_BYTES if transport is Transport.THREADS else row_bytes(layout, 3)[0]
+    assert taken == pytest.approx(3 * rows, abs=3 * SMALL)
 
 
 @given(st.integers(1, 1000), st.sampled_from(sorted(DTYPES)), st.sampled_from(sorted(OPTIMIZERS)))

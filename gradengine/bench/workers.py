@@ -84,12 +84,9 @@ class ExchangeReduction(Reduction):
         exchange.bind(self._layout, self.arena, self._progress)
 
     @staticmethod
-    def over(
-        url: str, link: str | None, world_size: int, elements: int, rank: int, *, served: bool = False
-    ) -> ExchangeReduction:
-        """The reduction through `connect`."""
-        exchange = connect(url, rank, world_size, link=link, join_timeout=_JOIN_SECONDS, served=served)
-        return ExchangeReduction(exchange, elements)
+    def over(url: str, link: str, world_size: int, elements: int, rank: int) -> ExchangeReduction:
+        """The reduction through `connect(url, link=link)`."""
+        return ExchangeReduction(connect(url, rank, world_size, link=link, join_timeout=_JOIN_SECONDS), elements)
 
     def run(self) -> None:
         """Start every span at once and wait for the last sum."""
