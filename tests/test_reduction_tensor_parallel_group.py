@@ -282,7 +282,7 @@ class TestOneGroup:
         accumulator = PerBlockGradientAccumulator(layout_of(config(0, 2)))
         allocate = accumulator.kernels.device.allocate
         monkeypatch.setattr(accumulator.kernels.device, "allocate", poisoned)
-        assert not TensorParallelGroup(accumulator, "sum")._replicas.data.any()
+        assert not TensorParallelGroup(accumulator, "sum")._replicas.in_parts.any()
 
 
 class TestGrid:

@@ -19,7 +19,7 @@ from gradengine.arrays.device import device_buffer, exporting_stream
 from gradengine.arrays.streams import ProducerStream, stream_handle
 from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime, ExternalStream
-from gradengine.kernels.device import DeviceArena, StagingBuffer
+from gradengine.kernels.device import DeviceArena
 from gradengine.kernels.graphs import CudaGraph
 from gradengine.kernels.operands import producers_of
 from gradengine.kernels.streams import CurrentStream, StreamOrder
@@ -96,10 +96,6 @@ class CudaDevice(CudaRuntime):
     def order(self, memory: Buffer | None = None) -> StreamOrder:
         return StreamOrder(self, memory.owner if memory else None)
 
-    def staging(self, arena: Buffer) -> PinnedStaging:
-        """See `Device.staging`; in pinned memory."""
-        return PinnedStaging(self, arena)
-
     def in_parts(self, arena: Buffer) -> CopiedArena:
         """See `Device.in_parts`; on streams of their own."""
         return CopiedArena(self, arena)
@@ -117,29 +113,6 @@ class CudaDevice(CudaRuntime):
         """Those that are not the current one; none where that records a graph."""
         handles = {handle for handle in streams if handle is not None} - {self.current_stream().ptr}
         return set() if not handles or self.is_capturing() else handles
-
-
-@final
-class PinnedStaging(StagingBuffer):
-    """Pinned host memory beside a GPU's arena: as many bytes again, but of the host's."""
-
-    is_arena = False
-
-    def __init__(self, device: CudaRuntime, arena: Buffer) -> None:
-        self._device, self._arena = device, device.array(arena, (arena.size,))
-        self.data = device.pinned(arena.size, np.float32)
-
-    def fetch(self, start: int, stop: int) -> None:
-        """See `StagingBuffer.fetch`; behind the current stream's work."""
-        with self._device.active():  # the default stream is of the current device
-            self._device.copy_from(self._arena[start:stop], self.data[start:stop])
-            self._device.current_stream().synchronize()
-
-    def put_back(self) -> None:
-        """See `StagingBuffer.put_back`; waits, since what is here may be written at once."""
-        with self._device.active():
-            self._device.copy_to(self._arena, self.data)
-            self._device.current_stream().synchronize()
 
 
 @final

@@ -40,26 +40,6 @@ class Order(ABC):
         """Have whoever reads next come behind what was queued, whatever stream and device are current."""
 
 
-class StagingBuffer(ABC):
-    """An arena as the exchange sees it: in host memory. The CPU's is the arena, a GPU's has a copy in pinned memory.
-
-    Attributes:
-        data: The arena's elements.
-        is_arena: Whether this is the arena itself, so that nothing is ever copied.
-    """
-
-    data: npt.NDArray[np.float32]
-    is_arena: bool
-
-    @abstractmethod
-    def fetch(self, start: int, stop: int) -> None:
-        """Have elements start..stop - 1 of the arena here; waits for the device."""
-
-    @abstractmethod
-    def put_back(self) -> None:
-        """Have the arena be what is here, before any work that is queued from now on."""
-
-
 class DeviceArena(ABC):
     """A device's arena, parts of which are copied to host memory and back while work on other parts goes on."""
 
@@ -157,10 +137,6 @@ class Device(ABC):
     @abstractmethod
     def order(self, memory: Buffer | None = None) -> Order:
         """The order of work on memory of this device; ours stays alive until that is done, whoever drops it before."""
-
-    @abstractmethod
-    def staging(self, arena: Buffer) -> StagingBuffer:
-        """Host memory through which an arena's spans travel to other workers."""
 
     @abstractmethod
     def in_parts(self, arena: Buffer) -> npt.NDArray[np.float32] | DeviceArena:

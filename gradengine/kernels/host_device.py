@@ -15,7 +15,7 @@ from gradengine.arrays.host import host_buffers
 from gradengine.arrays.shared import shared_array
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, OutOfDeviceMemory
-from gradengine.kernels.device import Device, Order, StagingBuffer
+from gradengine.kernels.device import Device, Order
 
 _IN_ORDER: AbstractContextManager[None] = nullcontext()
 
@@ -74,10 +74,6 @@ class HostDevice(Device):
         """What was called before is done."""
         return _ORDER
 
-    def staging(self, arena: Buffer) -> StagingBuffer:
-        """The arena itself."""
-        return _NoStaging(arena)
-
     def in_parts(self, arena: Buffer) -> npt.NDArray[np.float32]:
         """The arena itself."""
         data: npt.NDArray[np.float32] = arena.data
@@ -94,17 +90,3 @@ class _HostOrder(Order):
 
 
 _ORDER = _HostOrder()
-
-
-@final
-class _NoStaging(StagingBuffer):
-    is_arena = True
-
-    def __init__(self, arena: Buffer) -> None:
-        self.data = arena.data
-
-    def fetch(self, start: int, stop: int) -> None:
-        pass
-
-    def put_back(self) -> None:
-        pass

@@ -22,7 +22,6 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Float64
-from gradengine.kernels.device import StagingBuffer
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Slot
 from gradengine.reduction.all_gather import in_group
@@ -63,8 +62,8 @@ class TensorParallelGroup:
                 expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
                 do="connect each rank as its tp_rank of its TensorParallelConfig",
             )
-        with _named():
-            self.group.join(exchange, self._layout, self._replicas.data)
+        with _named(), self._replicas.in_order():
+            self.group.join(exchange, self._layout, self._replicas.in_parts)
 
     def agree(self, mine: StepStats) -> StepStats:
         """The whole model's stats from this rank's: the same on all ranks of the group."""
@@ -132,11 +131,11 @@ class TensorParallelGroup:
     def _sum_replicas(self) -> None:
         if not self.group.started:
             self._replicas.take(self._targets)
-        for span in self._layout.spans:
-            if span.key not in self.group.started:
-                self.group.start(span)
+        with self._replicas.in_order():
+            for span in self._layout.spans:
+                if span.key not in self.group.started:
+                    self.group.start(span)
         self.group.wait()
-        self._replicas.land()
 
     def _totals_of_the_model(self, parts: Sequence[Float64]) -> Float64:
         totals: Float64 = np.add.accumulate(parts)[-1]
@@ -173,7 +172,7 @@ class TensorParallelGroup:
 
 @final
 class _Replicas:
-    """Memory for the replicated gradients that travel: side by side, and on a GPU a staging on the host."""
+    """Memory for the replicated gradients that travel: side by side."""
 
     def __init__(
         self, accumulator: PerBlockGradientAccumulator, layout: GradientLayout, slots: Sequence[Slot], *, average: bool
@@ -185,27 +184,19 @@ class _Replicas:
         with self._arena.in_order():
             self._kernels.fill_zero([self._memory])
 
-    @property
-    def data(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        """Where the exchange sums."""
-        return self._staging.data if self._memory.size else np.empty(0, np.float32)
-
     @cached_property
-    def _staging(self) -> StagingBuffer:
-        return self._kernels.device.staging(self._memory)
+    def in_parts(self) -> Any:
+        """What the exchange sums: the memory, or on a GPU what copies shares of it, kept as its rows are."""
+        return self._kernels.device.in_parts(self._memory) if self._memory.size else np.empty(0, np.float32)
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Within it, what the exchange copies comes behind what was queued on the memory."""
+        return self._arena.in_order()
 
     def take(self, targets: Sequence[Buffer]) -> None:
         """Copy this rank's gradients to where the exchange finds them."""
         with self._arena.in_order():
             self._kernels.scale(targets, np.float32(1), self._arena.targets)
-            if self._memory.size:
-                self._staging.fetch(0, self._memory.size)
-
-    def land(self) -> None:
-        """The sums are there."""
-        if self._memory.size:
-            with self._arena.in_order():
-                self._staging.put_back()
 
     def totals(self) -> Float64:
         """Squared sums of what will be put back: the memory holds sums until then, as it may be put back twice."""
