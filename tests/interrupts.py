@@ -42,16 +42,22 @@ class _Tracer:
         return self._of_line
 
 
+_LOADING = {"LOAD_FAST", "LOAD_FAST_BORROW"}  # the latter since 3.14
 _LEAVING = {"RETURN_VALUE", "RAISE_VARARGS"}
 
 
 @functools.cache
 def _safe_at(code):
-    """Where in its bytes a line begins, or begins again, that no signal can interrupt."""
+    """Where in its bytes a line begins, or begins again, that no signal can interrupt.
+
+    And where a loop of one line goes back, of which only 3.12 and later tell a tracer: a signal can interrupt there,
+    but the tracer's exception passes by each `with` and `try` of the function (python/cpython#152375).
+    """
     safe, steps = set(), list(dis.get_instructions(code))
     for step, behind in zip(steps, [*steps[1:], None], strict=True):
-        leaves = step.opname == "RETURN_VALUE" or (step.opname == "LOAD_FAST" and behind.opname in _LEAVING)
-        if leaves or step.opname == "NOP":
+        leaves = step.opname == "RETURN_VALUE" or (step.opname in _LOADING and behind.opname in _LEAVING)
+        goes_back = step.opname == "JUMP_BACKWARD" and not step.starts_line
+        if leaves or goes_back or step.opname == "NOP":
             safe.add(step.offset)
     begun = set()
     for start, _, line in code.co_lines():
