@@ -1,9 +1,11 @@
 """The house rules that a machine can keep: imports follow the data's way, files stay small, frameworks stay outside."""
 
 import ast
+import dis
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -188,6 +190,45 @@ def test_no_context_manager_of_a_step_is_a_generator():
         path = PACKAGE.joinpath(*room.split(".")) if room else PACKAGE
         source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         assert "@contextmanager" not in source, room
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="older versions release the lock")
+def test_no_loop_under_a_lock_jumps_back_from_outside_its_with():
+    """From 3.13 on a conditional jump back in a `with` is compiled as outside of it (python/cpython#130279).
+
+    Ctrl-C there would leave the lock locked for ever. Such a loop is put into a function that is called under the lock.
+    """
+    assert [f"{name}:{line}" for name, path in modules() for line in jumps_past_a_lock(path)] == []
+
+
+def jumps_past_a_lock(path):
+    source = path.read_text()
+    for code in codes_in(compile(source, path, "exec")):
+        steps = {step.offset: step for step in dis.get_instructions(code)}
+        for step in steps.values():
+            if step.opname == "JUMP_BACKWARD" and (
+                locks_at(step.jump_target, code, source) - locks_at(step.offset, code, source)
+            ):
+                yield step.positions.lineno
+
+
+def codes_in(code):
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
+
+
+def locks_at(offset, code, source):
+    """Lines of the `with` of locks whose handlers see an exception of the instruction at that offset."""
+    handler = next(
+        (each.target for each in dis.Bytecode(code).exception_entries if each.start <= offset < each.end), None
+    )
+    if handler is None:
+        return set()
+    line = next(line for start, end, line in code.co_lines() if start <= handler < end)
+    is_lock = line is not None and re.search(r"\bwith .*lock\b", source.splitlines()[line - 1])
+    return locks_at(handler, code, source) | ({line} if is_lock else set())
 
 
 FOLDERS = sorted({name.split(".")[0] for name, path in CORE if path.parent != PACKAGE})

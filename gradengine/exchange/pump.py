@@ -214,7 +214,7 @@ class Pump(NotCopied, instead="make one for each link"):
     def _start_handed(self) -> None:
         """Start the spans that were handed over."""
         with self._lock:
-            while self._spans:
+            for _ in range(len(self._spans)):
                 self._moved_at = self._clock()
                 self._sums.start(self._spans.popleft())
 
@@ -255,9 +255,13 @@ class Pump(NotCopied, instead="make one for each link"):
     def _end_copies(self) -> None:
         """Wait for the copies, and report them: what a sum has begun to overwrite is the sum."""
         with self._lock:
-            while self._arena is not None and self._arena.is_copying:
-                for completion in self._arena.poll(waits=True):
-                    self._report(completion)
+            self._report_copies()
+
+    def _report_copies(self) -> None:
+        """Report the copies as they end, until all have."""
+        while self._arena is not None and self._arena.is_copying:
+            for completion in self._arena.poll(waits=True):
+                self._report(completion)
 
     def _keep_parts(self) -> None:
         """Tell the all-reduce which sums had not begun to arrive as the link was closed; once, as it may go on."""

@@ -88,10 +88,14 @@ class Tables:
         key = (chunk, tuple(entries))
         with self._lock:  # engines in several threads share one device's tables
             if key not in self._made:
-                while len(self._made) >= _TABLES:
-                    self._made.pop(next(iter(self._made)))
+                self._make_room()
                 self._made[key] = self._make(entries, chunk, stream)
             return self._made[key]
+
+    def _make_room(self) -> None:
+        """Forget the oldest of too many."""
+        while len(self._made) >= _TABLES:
+            self._made.pop(next(iter(self._made)))
 
     def _make(self, entries: Sequence[Entry], chunk: int, stream: int) -> Table:
         targets = np.array([(e.address, e.size, e.first, e.group) for e in entries], _TARGET)

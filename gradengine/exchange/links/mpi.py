@@ -91,24 +91,9 @@ class MpiLink(Link):
     def close(self) -> None:
         """See `Link.close`; but MPI may still read what is being sent, and go on with a receive that has begun."""
         with self._lock:
-            if self.is_closed:
-                return
-            self.is_closed = True
-            for peer in range(self.world_size):
-                if peer != self.rank:
-                    counts = [self._counts[kind, peer] for kind in (Completed.SENT, Completed.RECEIVED)]
-                    farewell = np.array([*counts, -1 if self.lost is None else self.lost], "<i8")
-                    _farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
-            receives = []
-            for request, ((kind, *_), _) in zip(self._requests, self._transfers, strict=True):
-                if kind is Completed.SENT:
-                    _held.append(request)
-                else:
-                    request.Cancel()
-                    receives.append(request)
-            deadline = time.monotonic() + _CANCEL_SECONDS
-            _held.extend([request for request in receives if not _is_over(request, deadline)])
-            self._requests, self._transfers = [], []
+            if not self.is_closed:
+                self.is_closed = True
+                self._leave()
 
     def see_others_end(self) -> Any:
         """A request that is over when all ranks come to their exit."""
@@ -119,6 +104,24 @@ class MpiLink(Link):
             self._refuse_closed()
             self._requests.append(call([memory, memory.nbytes, self._mpi.BYTE], transfer.peer, transfer.tag))
             self._transfers.append((transfer, memory))
+
+    def _leave(self) -> None:
+        """Send each rank a farewell, and cancel the receives."""
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                counts = [self._counts[kind, peer] for kind in (Completed.SENT, Completed.RECEIVED)]
+                farewell = np.array([*counts, -1 if self.lost is None else self.lost], "<i8")
+                _farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
+        receives = []
+        for request, ((kind, *_), _) in zip(self._requests, self._transfers, strict=True):
+            if kind is Completed.SENT:
+                _held.append(request)
+            else:
+                request.Cancel()
+                receives.append(request)
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        _held.extend([request for request in receives if not _is_over(request, deadline)])
+        self._requests, self._transfers = [], []
 
     def _take(self) -> list[Completion]:
         """What is over by now; farewells are kept."""

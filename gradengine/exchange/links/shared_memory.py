@@ -98,10 +98,7 @@ class SharedMemoryLink(SocketLink):
             self._refuse_closed()
             del self._borrowed[peer, tag]
             if self._has_left(peer):
-                (connection,) = self._connections[peer]
-                connection.held = None
-                while not connection.has_ended:  # its farewell says why
-                    self._move(connection)
+                self._receive_farewell(peer)
                 self._refuse_lost()
             self._queue(Completion(Completed.SENT, peer, tag | _RELEASED), _NOTHING, at_once=True)
 
@@ -151,6 +148,13 @@ class SharedMemoryLink(SocketLink):
         if not self._has_left(peer):
             self._copied.add(receipt)
             self._queue(receipt, _NOTHING, at_once=True)
+
+    def _receive_farewell(self, peer: int) -> None:
+        """Receive all that a rank has sent that has left: at the end it says why."""
+        (connection,) = self._connections[peer]
+        connection.held = None
+        while not connection.has_ended:
+            self._move(connection)
 
     def _has_left(self, peer: int) -> bool:
         """Whether a rank has ended its connection: since when, what was read of its memory is nothing."""

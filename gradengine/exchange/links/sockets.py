@@ -86,11 +86,7 @@ class SocketLink(Link):
     def poll(self) -> list[Completion]:
         with self._lock:
             self._refuse_closed()
-            # Until something is over, which is then still in the cache, or nothing can be moved.
-            while not self._over and (ready := self._unheld or self.bell.ready()):
-                self._unheld = []
-                for connection in ready:
-                    self._move(connection)
+            self._move_until_over()
             over, self._over = self._over, []
             if not over:
                 self._refuse_lost()
@@ -108,9 +104,7 @@ class SocketLink(Link):
         self.bell.end()  # whoever waits for it has the lock
         with self._lock:
             if self._connections:
-                written = [each.receiving for theirs in self._connections.values() for each in theirs]
-                open_now = [each for each in self._open if each.kind is Completed.RECEIVED]
-                self.unwritten = [each for each in open_now if each not in written]
+                self.unwritten = self._not_begun()
             for theirs in self._connections.values():
                 for connection in theirs:
                     self._leave(connection)
@@ -158,6 +152,18 @@ class SocketLink(Link):
         """Have the bell rung when the connection can be moved."""
         reads, writes = connection.held is None and not connection.has_ended, bool(connection.outgoing)
         self.bell.watch(connection, (EVENT_READ if reads else 0) | (EVENT_WRITE if writes else 0))
+
+    def _not_begun(self) -> list[Completion]:
+        """The open receives of which no payload has been received."""
+        begun = [each.receiving for theirs in self._connections.values() for each in theirs]
+        return [each for each in self._open if each.kind is Completed.RECEIVED and each not in begun]
+
+    def _move_until_over(self) -> None:
+        """Receive and send until something is over, which is then still in the cache, or nothing can be moved."""
+        while not self._over and (ready := self._unheld or self.bell.ready()):
+            self._unheld = []
+            for connection in ready:
+                self._move(connection)
 
     def _move(self, connection: Connection) -> None:
         """Receive and send what can be now, until one receive is over."""

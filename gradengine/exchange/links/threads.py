@@ -89,8 +89,7 @@ class ThreadLink(Link):
                 for rank in group.ranks:
                     rank.matched = deque(match for match in rank.matched if match.peer != self.rank)
                     rank.bell.ring()
-            while group.users[self.rank]:
-                group.changed.wait()
+            group.changed.wait_for(lambda: not group.users[self.rank])
 
     def _begin(self, transfer: Completion, memory: Memory | None) -> None:
         group, mine = self._group, self._group.ranks[self.rank]
