@@ -92,6 +92,11 @@ def new_queue(non_blocking: bool) -> Queue:
         return queue
 
 
+def _all() -> list[Queue]:
+    """The queues now: a collection, which comes at any line, may end a stream."""
+    return [*_queues.values()]
+
+
 def queue_at(pointer: int) -> Queue:
     """The stream with that pointer; 1 and 2 are CUDA's other names of the default stream."""
     queue = _queues.get(0 if pointer in (1, 2) else pointer)
@@ -115,7 +120,7 @@ def add(queue: Queue, work: Work) -> None:
             return
         _refuse_implicit_capture(queue)
         ticket = _append(queue, work)
-        if not settings().asynchronous or sum(len(q.tickets) for q in _queues.values()) > settings().most_queued:
+        if not settings().asynchronous or sum(len(q.tickets) for q in _all()) > settings().most_queued:
             finish(ticket)
 
 
@@ -156,12 +161,12 @@ def _queues_it_waits_for(queue: Queue) -> list[Queue]:
     """The default stream waits for all streams but the non-blocking, and they for it."""
     if queue is not NULL:
         return [NULL] if NULL.tickets and not queue.non_blocking else []
-    return [other for other in _queues.values() if other is not NULL and not other.non_blocking and other.tickets]
+    return [other for other in _all() if other is not NULL and not other.non_blocking and other.tickets]
 
 
 def _refuse_implicit_capture(queue: Queue) -> None:
     """The default stream would have to wait for what a stream only records."""
-    for other in _queues.values() if queue is NULL else ():
+    for other in _all() if queue is NULL else ():
         if other.capture is not None and not other.non_blocking:
             other.capture.refuse(906)
 
@@ -211,16 +216,16 @@ def finish_queue(queue: Queue, also_capturing: bool = False) -> None:
 def finish_all() -> None:
     """The host waits for the device; independent streams are taken in the order of the settings."""
     with LOCK:
-        for queue in _queues.values():
+        for queue in _all():
             if queue.capture is not None:
                 queue.capture.refuse(900)
         chance = random.Random(settings().seed)
-        while pending := [queue for queue in _queues.values() if queue.tickets]:
+        while pending := [queue for queue in _all() if queue.tickets]:
             if settings().order == "random":
                 advance(chance.choice(pending).tickets[0])
             else:
                 finish(pending[-1 if settings().order == "reverse" else 0].tickets[-1])
-        for queue in [queue for queue in _queues.values() if queue.destroyed]:
+        for queue in [queue for queue in _all() if queue.destroyed]:
             destroy(queue)
 
 
@@ -239,7 +244,7 @@ def query(ticket: Ticket) -> bool:
 def forget_all() -> None:
     """Nothing that waits is done any more: an error ends it."""
     with LOCK:
-        for queue in list(_queues.values()):
+        for queue in _all():
             _forget(queue.tickets)
             if queue.destroyed:
                 destroy(queue)
@@ -259,7 +264,7 @@ def _forget(tickets: deque[Ticket]) -> None:
 def forget_captures() -> None:
     """No stream records any more."""
     with LOCK:
-        for queue in _queues.values():
+        for queue in _all():
             queue.capture = None
 
 
@@ -296,7 +301,7 @@ def end_capture(queue: Queue) -> Iterable[Work]:
         capture = queue.capture
         if capture is None or capture.origin is not queue:
             raise CUDARuntimeError(1)
-        for other in _queues.values():
+        for other in _all():
             if other.capture is capture:
                 other.capture = None
         if capture.invalid:
