@@ -596,7 +596,8 @@ def test_who_answers_byte_by_byte_is_waited_for_to_the_deadline_and_no_longer(li
         answer = encode_head(Nonce(bytes(32), ""))
         dripping.sendall(answer[:1])
         clock.now = 1e8
-        dripping.sendall(answer[1:2])
+        with contextlib.suppress(ConnectionError):  # it may have looked at the clock before this comes, and be gone
+            dripping.sendall(answer[1:2])
         kind, told = second.error()
         assert kind is PeerLost
         assert "rank 1 has not reached rank 0" in told
