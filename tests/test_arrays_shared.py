@@ -1,6 +1,7 @@
 """Memory that other processes can map: where it lies, how long it lives, and what a forked child does to it."""
 
 import errno
+import fcntl
 import gc
 import mmap
 import os
@@ -100,9 +101,22 @@ def test_a_system_that_gives_none_is_named(call, monkeypatch):
     assert descriptors() == before
     monkeypatch.delattr(shared.os, "memfd_create")
     with pytest.raises(
-        DeviceUnavailable, match=r"needs Linux.s memfd_create, which is not here: got .*; pass link=\"unix\""
+        DeviceUnavailable,
+        match=r"needs Linux.s memfd_create, which .* has not: got .*; pass link=\"unix\"",
     ):
         shared_array(1)
+
+
+def test_who_is_given_it_can_only_read():
+    array = shared_array(1000)
+    descriptor = place_of(array)[0].descriptor
+    for write in (lambda: mmap.mmap(descriptor, 0), lambda: os.pwrite(descriptor, b"x", 0)):
+        with pytest.raises(PermissionError):
+            write()
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    array[:] = 2
+    assert (mapped(descriptor)[:4000].view(array.dtype) == 2).all()
 
 
 def test_what_a_forked_child_writes_is_its_own():

@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import errno
 import fcntl
 import gc
 import hashlib
@@ -33,7 +34,7 @@ from transports import (
 
 from gradengine.arrays import shared as shared_module
 from gradengine.arrays.shared import place_of, shared_array
-from gradengine.errors import CallerError, DeviceUnavailable, PeerLost, ProtocolError
+from gradengine.errors import CallerError, DeviceUnavailable, ExchangeError, PeerLost, ProtocolError
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links import shared_memory, sockets
 from gradengine.exchange.links.link import Completed
@@ -320,6 +321,19 @@ def test_a_descriptor_of_anything_else_is_refused_and_closed(stranger, make, why
         until(1, link)
     assert descriptors() == before
     os.close(descriptor)
+
+
+def test_a_limit_of_this_process_is_not_another_rank_s_fault(stranger, monkeypatch):
+    def fails(_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("gradengine.exchange.links.shared_memory.mapped", fails)
+    link, theirs = stranger
+    link.receive(1, 7, np.zeros(1))
+    show(theirs, shared_array(10), lent(7, 0, 8))
+    told = r"^rank 0 cannot map the memory of rank 1 \(Cannot allocate memory\); raise ulimit -v and -n, or pass link="
+    with pytest.raises(ExchangeError, match=told):
+        until(1, link)
 
 
 def test_several_descriptors_at_once_are_refused_and_closed(stranger):

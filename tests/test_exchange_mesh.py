@@ -5,6 +5,7 @@ import errno
 import itertools
 import linecache
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -32,11 +33,11 @@ from transports import (
 from gradengine import errors
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import mesh as mesh_module
-from gradengine.exchange.addresses import connect_once
+from gradengine.exchange.addresses import connect_once, listen_socket
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links import sockets
-from gradengine.exchange.listener import Listener
+from gradengine.exchange.listener import Listener, is_nameless, nameless
 from gradengine.exchange.mesh import Meeting, mesh
 from gradengine.exchange.rendezvous import MOST_PATH_BYTES, address_of
 from gradengine.exchange.wire import (
@@ -649,10 +650,78 @@ def test_a_link_for_one_host_is_refused_to_all_where_a_rank_is_elsewhere(beside)
             assert says.startswith(told)
 
 
+@ONE_HOST
+def test_who_finds_a_unix_socket_busy_tries_again(monkeypatch):
+    """Its backlog is full, as strangers may have it, who know its name: that is no reason to go over TCP."""
+    sound, failed = connect_once, []
+
+    def busy(address, timeout):
+        if isinstance(address, str) and len(failed) < 3:
+            failed.append(address)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return sound(address, timeout)
+
+    monkeypatch.setattr(mesh_module, "connect_once", busy)
+    links = form(start(Listener(("127.0.0.1", 0), "secret", is_beside=True), 3, range(3)))
+    assert [link.name for link in links] == ["shared_memory"] * 3
+    assert len(failed) == 3
+
+
+@ONE_HOST
+def test_where_all_are_on_one_host_a_rank_that_is_not_reached_there_is_named(beside, monkeypatch):
+    sound, rank_1 = connect_once, []
+
+    def nobody(address, timeout):
+        if is_nameless(address) and address != nameless(beside.beside):
+            rank_1.append(address)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return sound(address, timeout)
+
+    monkeypatch.setattr(mesh_module, "connect_once", nobody)
+    monkeypatch.setattr(mesh_module, "RETRY_SECONDS", 0.001)
+    clock = Clock()
+    started = [*start(beside, 3, [0, 1]), Started(beside.address, 2, 3, clock=clock)]
+    started[0].link().close()
+    while not rank_1:
+        threading.Event().wait(0.001)
+    clock.now = 1e8
+    kind, told = started[2].error()
+    assert kind is PeerLost
+    assert re.match(r"rank 2 has not reached rank 1 at 127.0.0.1:\d+ \((Connection refused|timed out)\)", told)
+
+
+@pytest.mark.parametrize("name", ["nobody", "a" * 31, "A" * 32, "\n" + "a" * 31, "../" + "a" * 29])
+def test_a_name_that_nobody_draws_is_refused(listener, name):
+    second = Started(listener.address, 1, 2)
+    listener.socket.setblocking(True)
+    with listener.socket.accept()[0] as dripping:
+        channel = Channel(dripping, "rank 1")
+        channel.expect(Hello)
+        channel.send(Nonce(bytes(32), name))
+        assert second.error() == (ProtocolError, f"rank 0 names no Unix socket beside it: got {name!r}")
+
+
+@ONE_HOST
+def test_a_name_leads_to_no_other_name(listener):
+    second = Started(listener.address, 1, 2)
+    listener.socket.setblocking(True)
+    with contextlib.closing(listen_socket(nameless("0" * 32))) as trap, listener.socket.accept()[0] as first:
+        channels = [Channel(first, "rank 1")]
+        channels[0].expect(Hello)
+        channels[0].send(Nonce(bytes(32), "0" * 32))
+        with trap.accept()[0] as led:
+            channels.append(Channel(led, "rank 1"))
+            channels[1].expect(Hello)
+            channels[1].send(Nonce(bytes(32), "0" * 32))
+            kind, told = second.error()
+    assert kind is ProtocolError
+    assert told.startswith("rank 0 names no Unix socket beside it")
+
+
 def test_a_name_that_leads_nowhere_leaves_a_rank_where_it_is(listener):
     listener.socket.setblocking(True)
     second = Started(listener.address, 1, 2)
-    with contextlib.closing(answered(listener, "nobody")) as channel:
+    with contextlib.closing(answered(listener, "0" * 32)) as channel:
         channel.send(Members(bytes(16), "tcp"), msgpack.packb([NOWHERE]))
         assert second.link().name == "tcp"
         second.link().close()

@@ -36,7 +36,7 @@ class SharedMemory(mmap.mmap):
 def shared_array(size: int) -> npt.NDArray[np.float32]:
     """Flat fp32 zeros at a 128-byte boundary, which other processes can map.
 
-    A forked child sees the same, but what it writes is its own.
+    What a forked child writes is its own. Where it has not written, it sees what its parent writes: no copy is made.
 
     Raises:
         DeviceUnavailable: This system has no such memory.
@@ -53,12 +53,15 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
             os.ftruncate(descriptor, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             memory = SharedMemory(descriptor, nbytes)
+            with contextlib.suppress(OSError):  # Linux before 5.1: there others could make a mapping to write to it
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         except BaseException:
             os.close(descriptor)
             raise
     except (OSError, ValueError, OverflowError) as fault:
         what = f"the CPU has not the shared memory ({fault})"
-        raise OutOfDeviceMemory(what, got=f"{nbytes} bytes asked for") from None
+        do = 'raise the limits (ulimit -f, -n), or connect with link="unix" on all ranks'
+        raise OutOfDeviceMemory(what, got=f"{nbytes} bytes asked for", do=do) from None
     weakref.finalize(memory, _forget, id(memory), descriptor).atexit = False
     with contextlib.suppress(OSError):  # where the kernel has no huge pages; a pass takes up to 1.15 times as long then
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -82,7 +85,8 @@ def has_shared_memory() -> bool:
 def refuse_without_shared_memory() -> None:
     """Raise `DeviceUnavailable` where there is no memory without a name."""
     if not has_shared_memory():
-        what, do = "shared memory needs Linux's memfd_create, which is not here", 'pass link="unix" on all ranks'
+        what = "shared memory needs Linux's memfd_create, which this system or Python has not"
+        do = 'pass link="unix" on all ranks'
         raise DeviceUnavailable(what, got=sys.platform, do=do)
 
 
@@ -109,6 +113,7 @@ def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
 
 
+_SEAL_FUTURE_WRITE = 0x10  # Linux's; Python does not name it
 _made: dict[int, weakref.ref[SharedMemory]] = {}  # by this process
 
 

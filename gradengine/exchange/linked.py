@@ -135,7 +135,10 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
     @property
     def link(self) -> str | None:
         """How bytes go: "threads", "tcp", "unix", "shared_memory", "mpi", "torch"; over sockets None before `bind`."""
-        return None if isinstance(self._link, Meeting) else self._link.name
+        if isinstance(self._link, Meeting):
+            return None
+        is_read_in_place = self._all_reduce is None or self._all_reduce.reads_in_place
+        return "unix" if self._link.name == "shared_memory" and not is_read_in_place else self._link.name
 
     def bind(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
         """Join the group with a layout and an arena; returns when all ranks have joined.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import socket
 import sys
@@ -18,6 +19,8 @@ from gradengine.exchange.addresses import (
     refuse_public_address,
 )
 from gradengine.exchange.links.sockets import close_in_children
+
+_PREFIX = "\0gradengine-"
 
 
 @final
@@ -71,4 +74,14 @@ class Listener(NotCopied, instead="make one in the process that listens"):
 
 def nameless(name: str) -> str:
     """The address of a Unix socket without a path, which Linux has: nothing of it is left when its process ends."""
-    return f"\0gradengine-{name}"
+    return f"{_PREFIX}{name}"
+
+
+def is_nameless(address: Address) -> bool:
+    """Whether this is the address of such a socket, which users know nothing of."""
+    return isinstance(address, str) and address.startswith(_PREFIX)
+
+
+def is_name(text: str) -> bool:
+    """Whether a listener may have drawn this."""
+    return re.fullmatch("[0-9a-f]{32}", text) is not None

@@ -54,7 +54,7 @@ from gradengine.exchange.interface import GROUP_BYTES, checked_seconds
 from gradengine.exchange.line import Line
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.listener import Listener, nameless
+from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
 from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES, address_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 from gradengine.unpacking import unpack
@@ -345,7 +345,8 @@ class _Joining:
     def _call(self, rank: int, address: Address) -> Line:
         """A line to a rank or the server, after both have proved themselves."""
         who = "the server" if rank == self._world_size else f"rank {rank}"
-        self._has_not = f"reached {who} at {shown(address)}"
+        if not is_nameless(address):
+            self._has_not = f"reached {who} at {shown(address)}"
         connection = connect_once(address, max(RETRY_SECONDS, self._left()))
         try:
             line = Line(connection, who, self._left)
@@ -354,11 +355,9 @@ class _Joining:
             nonce, _ = line.expect(Nonce)
             if not line.is_local:
                 self._way = connection.getsockname()[0], connection.getpeername()[0]
-            if nonce.beside:
-                with contextlib.suppress(OSError):  # where nobody has that name: on another host
-                    near = self._call(rank, nameless(nonce.beside))
-                    connection.close()
-                    return near
+            if nonce.beside and (near := self._call_beside(rank, nonce.beside, line)) is not None:
+                connection.close()
+                return near
             line.say(Proof(self._proof("caller", hello, nonce.nonce, rank)))
             answer, _ = line.expect(Proof)
             refuse_other_proof(answer.proof, self._proof("called", hello, nonce.nonce, rank), line.who)
@@ -367,6 +366,20 @@ class _Joining:
             connection.close()
             raise
         return line
+
+    def _call_beside(self, rank: int, name: str, line: Line) -> Line | None:
+        """A line over the Unix socket of the rank that is called; None where nobody has that name: on another host.
+
+        Any other reason, as of a backlog that is full, may pass: `_retried` begins anew.
+        """
+        if line.is_local or not is_name(name):
+            raise ProtocolError(f"{line.who} names no Unix socket beside it", got=said(name))
+        try:
+            return self._call(rank, nameless(name))
+        except ConnectionRefusedError:
+            if self._group and self._link != "tcp":  # rank 0 has seen that all are on one host
+                raise
+            return None
 
     # ---- as the rank that is called ----
 

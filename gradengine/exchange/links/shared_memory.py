@@ -14,6 +14,7 @@ then. But before that its connections have ended, and whoever has read looks for
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -23,11 +24,12 @@ from typing import Any, final
 import numpy as np
 
 from gradengine.arrays.shared import SharedMemory, mapped, place_of, refuse_without_shared_memory
-from gradengine.errors import CallerError, ProtocolError
+from gradengine.errors import CallerError, ExchangeError, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Memory
 from gradengine.exchange.links.sockets import Connection, SocketLink
 
 _LENT, _RELEASED = 1 << 22, 1 << 23  # in tags: where what is sent lies (offset, size); that it has been read (nothing)
+_TOO_FEW = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}  # limits of this process, or of the system
 _NOTHING: Memory = np.empty(0, np.uint8)
 
 
@@ -194,6 +196,9 @@ class SharedMemoryLink(SocketLink):
         try:
             self._mapped[peer] = mapped(descriptor)
         except (OSError, ValueError) as fault:
+            if isinstance(fault, OSError) and fault.errno in _TOO_FEW:
+                what = f"rank {self.rank} cannot map the memory of rank {peer} ({fault.strerror})"
+                raise ExchangeError(what, do='raise ulimit -v and -n, or pass link="unix" on all ranks') from None
             raise ProtocolError(f"rank {peer} sent rank {self.rank} no shared memory", got=fault) from None
         finally:
             os.close(descriptor)
