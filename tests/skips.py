@@ -24,10 +24,10 @@ NOT_INSTALLED = (
 NO_GPU = r"CuPy is not installed|no GPU|fewer than \d+ GPUs"
 NO_GPU_IN_FRAMEWORK = r"this (torch|JAX) has no CUDA|(torch|jax) has no GPU"
 ASKED_FOR = r"set TEST_(PACKAGE|MPI)=1|CuPy is installed"  # a target of its own; what is shown where CuPy is absent
-OLD = r"NumPy 2\.0 exports none"
+OLD = r"NumPy 2\.0 exports none|older versions release the lock"
 SYSTEM = (
     r"no IPv6 here|children are counted in /proc|there is no /dev/full|this system keeps no peak|"
-    r"no (fork|affinity|memfd) on this platform|signals of POSIX"
+    r"no (fork|affinity|memfd|Unix sockets without a path) on this platform|signals of POSIX"
 )
 
 

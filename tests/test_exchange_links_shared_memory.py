@@ -493,7 +493,7 @@ def test_no_rank_gets_a_sum_of_what_was_overwritten(leaves_at, monkeypatch):
     monkeypatch.setattr(OrderedAllReduce, "_sum", interrupted)
     found = outcomes(Worker.sum, workers)
     assert [type(fault) for fault in found] == [PeerLost] * 3
-    assert len(sums) == 1 + leaves_at
+    assert len(sums) >= 1 + leaves_at  # all whose parts were there as the rank began its spans are summed in one go
     whole = rank_order_sum(parts)
     is_sum_or_part = (workers[2].arena == whole) | (workers[2].arena == parts[2])
     assert is_sum_or_part.all()
