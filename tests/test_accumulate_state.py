@@ -140,7 +140,7 @@ def test_the_loss_scale_of_an_open_window(backend):
 class Echo(Exchange):
     """A group of two whose other rank says what this one says; its sums are what is there, unless it is `lost`."""
 
-    rank, world_size, url = 0, 2, None
+    rank, world_size, url, shares_memory = 0, 2, None, False
 
     def __init__(self, lost=False):
         self.lost = lost

@@ -3,8 +3,9 @@
 In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `linked.py` is
 the exchange, over threads, sockets, MPI or a process group of torch: `links/` moves bytes between any two ranks,
 `gather.py` small data over them, and `comparison.py` what must be alike; `ordered_all_reduce.py` adds the shares that
-`shares.py` cuts, each at its owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets. In a group
-with a server, `server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout` and `kernels`.
+`shares.py` cuts, each at its owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets, and chooses
+their link; `listener.py` is where they call. In a group with a server, `server.py`, that owns all shares: `hub.py` runs
+it there. Imports `arrays`, `layout` and `kernels`.
 """
 
 from __future__ import annotations

@@ -106,8 +106,6 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         CallerError: A time or size is out of range.
     """
 
-    shares_memory = False
-
     def __init__(
         self,
         link: Link | Meeting,
