@@ -2,8 +2,7 @@
 
 Run:    python bench/links.py --ranks 2                threads of one process, beside one that adds all by NumPy
         mpiexec -n 2 python bench/links.py --by mpi    processes, beside MPI's own Allreduce
-        torchrun --nproc-per-node 2 bench/links.py --by torch    beside torch's all_reduce over gloo
-        torchrun --nproc-per-node 2 bench/links.py --by tcp      or unix, or shared_memory: of our own, beside the same
+        torchrun --nproc-per-node 2 bench/links.py --by tcp    or unix, or shared_memory: beside torch's over gloo
 
 Results are compared first: on small whole numbers every order of adding is exact. Then the ways take turns; the slowest
 rank counts, and medians are shown. `exposed` is what is left of a sum behind a backward that takes as long as the sum
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,8 +27,6 @@ import numpy.typing as npt
 from gradengine import Exchange, GradientLayout, connect, local_group
 from gradengine.arrays.shared import shared_array
 from gradengine.exchange.linked import Progress
-from gradengine.exchange.listener import Listener
-from gradengine.exchange.mesh import mesh
 
 Array = npt.NDArray[np.float32]
 Sum = Callable[[], None]
@@ -132,32 +128,20 @@ def over_mpi() -> tuple[Exchange, Callable[[Array], Any]]:
     return connect("mpi://"), lambda arena: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, arena)
 
 
-def over_torch(by: str) -> tuple[Exchange, Callable[[Array], Any]]:
-    """The exchange of all ranks over their process group or over links of our own, and torch's own sum in place."""
+def over_torch(link: str) -> tuple[Exchange, Callable[[Array], Any]]:
+    """The exchange of all ranks, which meet by their process group, and torch's own sum in place."""
     import torch  # noqa: PLC0415  (no other way needs it)
 
     distributed: Any = torch.distributed
     distributed.init_process_group("gloo")
-    group = distributed.group.WORLD
-    exchange = connect(process_group=group) if by == "torch" else over_sockets(by, distributed)
+    exchange = connect(process_group=distributed.group.WORLD, link=link)
     return exchange, lambda arena: distributed.all_reduce(torch.from_numpy(arena))
-
-
-def over_sockets(by: str, distributed: Any) -> Exchange:
-    """The exchange of all ranks over a connection of each two; torch tells them where rank 0 listens."""
-    rank, told = distributed.get_rank(), [None]
-    with tempfile.TemporaryDirectory() as folder:
-        at: Any = Listener(("127.0.0.1", 0) if by == "tcp" else f"{folder}/0") if rank == 0 else None
-        distributed.broadcast_object_list(told if at is None else (told := [at.address]))
-        link = mesh(at or told[0], rank, distributed.get_world_size(), timeout=SECONDS, link=by)
-        distributed.barrier()
-    return Exchange(link)
 
 
 def main() -> None:
     """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--by", choices=["threads", "mpi", "torch", "tcp", "unix", "shared_memory"], default="threads")
+    parser.add_argument("--by", choices=["threads", "mpi", "tcp", "unix", "shared_memory"], default="threads")
     parser.add_argument("--ranks", type=int, default=2, help="threads")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=7)

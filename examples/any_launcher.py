@@ -1,8 +1,8 @@
 """Data parallel training of a linear model in NumPy, on as many ranks as a launcher starts, joined as you choose.
 
 Shows: `connect` without arguments reads what the launcher says, `connect("mpi://")` goes over MPI, and
-`connect(process_group=...)` over a group that torch has; each rank trains on its part of each batch, and the engine
-sums and clips the same way whatever carries the bytes.
+`connect(process_group=...)` joins the ranks of a group that torch has; each rank trains on its part of each batch, and
+the engine sums and clips the same way whatever carries the bytes.
 
 Run:    python examples/any_launcher.py
         torchrun --nproc-per-node 2 examples/any_launcher.py --by launcher
@@ -40,7 +40,7 @@ def joined(by: str) -> Exchange:
     from torch import distributed  # noqa: PLC0415  (no other way needs it)
 
     if not distributed.is_initialized():
-        distributed.init_process_group("gloo")  # "nccl" does as well: the bytes go over gloo either way
+        distributed.init_process_group("gloo")  # "nccl" does as well: our bytes go over our own links
     return connect(process_group=distributed.group.WORLD)
 
 
@@ -87,9 +87,7 @@ def main() -> int:
         rank, ranks, url = exchange.rank, exchange.world_size, exchange.url
     apart = float(np.abs(weights - train_by_hand()).max())
     if rank == 0:
-        print(
-            f"{ranks} ranks over {url or 'a process group'}: {'the same' if are_same else 'DIFFERENT'} weights on all"
-        )
+        print(f"{ranks} ranks over {url}: {'the same' if are_same else 'DIFFERENT'} weights on all")
         print(f"they differ from those of one process by at most {apart:.1e}")
     return 0 if are_same and apart <= 1e-5 else 1
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from ranks import on_grid, on_ranks
 
 from gradengine import GradientEngine, TensorParallelConfig, connect
 from gradengine.errors import CallerError, ExchangeError, PeerLost
+from gradengine.exchange import torch_group
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -64,9 +66,8 @@ class OverTorch:
         self.barrier = torch.distributed.barrier
 
     def link(self, part=None, timeout=SOON):
-        from gradengine.exchange.links.torch_group import torch_link
-
-        return torch_link(part, timeout=timeout)
+        part = part or self.torch.distributed.group.WORLD
+        return torch_group.meeting_by_torch(part, timeout=timeout).link(timeout)
 
     def connect(self, part=None, **options):
         return connect(process_group=part or self.torch.distributed.group.WORLD, **options)
@@ -189,7 +190,7 @@ def engine():
                     over_threads = functools.partial(steps, micro_batches=micro_batches)
                     expected = on_ranks(over_threads, exchange.world_size)[exchange.rank]
                 assert steps(exchange, micro_batches, GROUP.barrier) == expected
-                assert exchange.url == ("mpi://" if isinstance(GROUP, OverMpi) else None)
+                assert exchange.url == "mpi://" or isinstance(GROUP, OverTorch)
     say("the same")
 
 
@@ -233,6 +234,20 @@ def reconnects():
     expected = on_ranks(step, 3)
     assert step(GROUP.connect(timeout=SOON), disturb) == expected[GROUP.rank]
     say("the same")
+
+
+def meets(link=None, host=None):
+    """How ranks are linked that meet by a process group of torch, and where; with a host as if each were on its own.
+
+    Their Unix sockets are found all the same: they are on one host.
+    """
+    if host:
+        torch_group._this_host = lambda: str(GROUP.rank).encode()
+        torch_group._host_of_gloo = lambda: host
+    with GROUP.connect(link=link) as exchange:
+        GradientEngine(LAYOUT, exchange=exchange)
+        say(f"{exchange.link} {urlsplit(exchange.url).hostname}")
+        exchange.barrier()
 
 
 def arguments():
@@ -364,6 +379,10 @@ if __name__ == "__main__":
         works |= {"engine": engine, "grid": grid, "arguments": arguments, "reconnects": reconnects}
         if what in works:
             works[what]()
+        elif what == "meets":
+            meets(*who)
+        elif what == "meets-afar":
+            meets(host=who[0])
         elif what.startswith("step-"):
             step_fails(what.removeprefix("step-"), int(*who))
         else:

@@ -23,7 +23,7 @@ SLOW = [
     r"test_launchers\.py::test_(ranks_of_two_torchruns|after_torchrun|torchrun_s_own|gradengine_env)",
     r"test_launchers\.py::test_(what_the_page_defines|a_command_that_is_shown.*--by launcher)",
     # Ranks of a torch process group as processes, each of which imports it: those that go on to the end are left.
-    r"test_exchange_links_torch\.py::test_(a_rank_that_does_not|engines_over_groups|after_a_rank_has_left)",
+    r"test_exchange_torch_group\.py::test_(a_rank_that_does_not|engines_over_groups|after_a_rank_has_left)",
     # A hundred flipped bits over each link are left.
     r"test_exchange_faults\.py::test_every_flipped_bit.*\[1000",
     # Interrupts at any line: for each kind of call one set of options is left.

@@ -7,8 +7,6 @@ import struct
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 
 import msgpack
@@ -25,7 +23,6 @@ from gradengine.exchange.links.link import Completed, Idle
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.links.threads import thread_links
-from gradengine.exchange.links.torch_group import TorchLink
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.transfers import Send
 from gradengine.layout import GradientLayout
@@ -33,30 +30,16 @@ from gradengine.layout import GradientLayout
 SENT, RECEIVED = Completed.SENT, Completed.RECEIVED
 
 
-def torch_links(world_size):
-    """Gloo groups of one process, a thread for each rank while they find each other."""
-    torch = pytest.importorskip("torch")
-    store = torch.distributed.HashStore()
-
-    def joined(rank):
-        return torch.distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=60))
-
-    with ThreadPoolExecutor(world_size) as pool:
-        groups = [*pool.map(joined, range(world_size))]
-    return [TorchLink(group, rank, range(world_size)) for rank, group in enumerate(groups)]
-
-
 def lending_links(world_size):
     """Over shared memory, in which all lies that is sent."""
     return [Lending(link) for link in SOCKET_LINKS["shared memory"](world_size)]
 
 
-TRANSPORTS = {"threads": thread_links, "torch": torch_links} | SOCKET_LINKS
+TRANSPORTS = {"threads": thread_links} | SOCKET_LINKS
 if HAS_SHARED_MEMORY:
     TRANSPORTS["shared memory, lent"] = lending_links
 
 over_sockets = pytest.mark.parametrize("links", SOCKET_LINKS, indirect=True)
-over_all_but_torch = pytest.mark.parametrize("links", [each for each in TRANSPORTS if each != "torch"], indirect=True)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -142,7 +125,6 @@ def test_a_rank_that_is_gone_is_named_where_a_transfer_with_it_is_open(links):
         until(1, second)
 
 
-@over_all_but_torch
 def test_who_was_gone_first_is_named(links):
     """Also by a rank that had nothing to do with it, but with one that has closed for it."""
     first, second, third = links(3)
@@ -163,23 +145,6 @@ def test_a_rank_that_was_given_up_reads_that_it_was_late_itself():
     first.close()
     with pytest.raises(PeerLost, match=r"rank 0 has closed its link: this rank \(1\) was lost or late"):
         second.poll()
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_over_torch_the_rank_that_was_lost_first_is_named_without_a_place_in_gloos_source(order):
-    *others, third = torch_links(3)
-    for peer in (0, 1):
-        third.receive(peer, 1, np.zeros(2))
-    for peer in order:
-        third._run(fails, peer)
-        with pytest.raises(PeerLost, match=rf"^rank {order[0]} is gone: the connection with it is lost \(\w"):
-            third.poll()
-    for link in (*others, third):
-        link.close()
-
-
-def fails(peer):
-    raise RuntimeError(f"[/gloo/pair.cc:534] Connection with {peer} closed\nand more")
 
 
 def test_ranks_that_are_left_go_on_with_each_other(links):

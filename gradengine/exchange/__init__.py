@@ -1,18 +1,18 @@
 """Ordered all-reduce over workers: one interface, the transports of it, the same bytes from each.
 
 In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `linked.py` is
-the exchange, over threads, sockets, MPI or a process group of torch: `links/` moves bytes between any two ranks,
-`gather.py` small data over them, and `comparison.py` what must be alike; `ordered_all_reduce.py` adds the shares that
-`shares.py` cuts, each at its owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets, and chooses
-their link; `listener.py` is where they call. In a group with a server, `server.py`, that owns all shares: `hub.py` runs
-it there. Imports `arrays`, `layout` and `kernels`.
+the exchange, over threads, sockets or MPI: `links/` moves bytes between any two ranks, `gather.py` small data over
+them, and `comparison.py` what must be alike; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its
+owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets, and chooses their link; `listener.py` is
+where they call, `torch_group.py` how the ranks of a process group of torch find that. In a group with a server,
+`server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout` and `kernels`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from gradengine.arguments import as_index, checked_rank, said, truth_value
+from gradengine.arguments import as_index, said, truth_value
 from gradengine.errors import CallerError
 from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.interface import (
@@ -24,10 +24,10 @@ from gradengine.exchange.interface import (
 from gradengine.exchange.linked import DEFAULT_SHARE_BYTES, Exchange, Progress, WorkerClient, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
-from gradengine.exchange.links.torch_group import torch_link
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.rendezvous import MPI_URL, address_of, is_over_mpi, joining
 from gradengine.exchange.server import GradientServer
+from gradengine.exchange.torch_group import meeting_by_torch
 
 __all__ = [
     "Exchange",
@@ -65,8 +65,9 @@ def connect(
     find that out, also over tcp://, and go on over Unix sockets; where all are, they read each other's arenas in shared
     memory, if the engine is made with this exchange, on the CPU, and the address is loopback or a Unix socket's.
 
-    Over MPI or a process group of torch, rank and world size are those of the group, of which a private duplicate is
-    made: all of its ranks call this together.
+    With a communicator of MPI or a process group of torch, rank and world size are the group's, and all of its ranks
+    call this together. Bytes go over a private duplicate of the communicator; a process group only tells its ranks a
+    secret, and where they meet: over sockets, as above.
 
     Args:
         url: "tcp://host:port" of rank 0, the same on all ranks; or "unix:///path" on one machine; or "mpi://", all
@@ -88,8 +89,7 @@ def connect(
             not all engines have their arena in shared memory.
         served: True if all connect to `gradengine serve`, which sums for them: needs one port that all reach.
         process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is its default one,
-            which is None before `init_process_group`. The bytes go over gloo. Without url, token, job, link and
-            served.
+            which is None before `init_process_group`. Without url, token, job and served.
         communicator: An mpi4py communicator, of which "mpi://" takes MPI.COMM_WORLD. Without url, token, job, link and
             served.
 
@@ -107,25 +107,23 @@ def connect(
         (0, 1)
     """
     served = truth_value("served", served)
+    group: Link | Meeting
     if process_group is not None or communicator is not None or is_over_mpi(url):
         _refuse_of_sockets(url, process_group, communicator, token=token, job=job, link=link, served=served or None)
-        return _linked(
-            process_group, communicator, rank, world_size,
-            timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes,
-        )  # fmt: skip
-    url, rank, world_size, token = joining(url, rank, world_size, token, job, served=served)
-    rank, world_size = checked_rank(rank, world_size)
-    address = address_of(url)
-    if served and link is not None:
-        what = "connect with served=True takes no link: each rank has one connection, with the server"
-        raise CallerError(what, do="leave link out")
-    if served:
-        return WorkerClient(address, rank, world_size, token=token, job=job, timeout=timeout, join_timeout=join_timeout)
-    meeting = Meeting(address, rank, world_size, token=token, job=job_or_launchers(job), link=link)
+        url, seconds = None, checked_seconds("join_timeout", join_timeout)
+        if process_group is not None:
+            group = meeting_by_torch(process_group, link=link, timeout=seconds)
+        else:
+            url, group = MPI_URL, MpiLink(communicator, timeout=seconds)
+    else:
+        url, rank, world_size, token = joining(url, rank, world_size, token, job, served=served)
+        job, at = job_or_launchers(job), address_of(url)
+        group = Meeting(at, rank, world_size, token=token, job=job, link=link, is_served=served)
     try:
-        return Exchange(meeting, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
+        _refuse_other_place(group, rank, world_size)
+        return Exchange(group, url=url, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
     except BaseException:
-        meeting.close()  # the caller has no reference to it
+        group.close()  # the caller has no reference to it, and other ranks are told
         raise
 
 
@@ -136,6 +134,8 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, *
     way = f'url="{MPI_URL}"'
     if process_group is not None or communicator is not None:
         way, given = "process_group" if communicator is None else "communicator", {"url": url, **given}
+    if process_group is not None:
+        del given["link"]
     why = {
         "url": "who the ranks are, and how they reach each other, is the group's",
         "token": "nobody can join who is not in the group already",
@@ -148,34 +148,7 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, *
             raise CallerError(f"connect with {way} takes no {name}: {why[name]}", do=f"leave {name} out")
 
 
-def _linked(
-    process_group: Any,
-    communicator: Any,
-    rank: int | None,
-    world_size: int | None,
-    *,
-    timeout: float,
-    join_timeout: float,
-    bucket_bytes: int,
-) -> Exchange:
-    seconds = checked_seconds("join_timeout", join_timeout)
-    is_mpi = process_group is None
-    link = MpiLink(communicator, timeout=seconds) if is_mpi else torch_link(process_group, timeout=seconds)
-    try:
-        _refuse_other_place(link, rank, world_size)
-        return Exchange(
-            link,
-            url=MPI_URL if is_mpi else None,
-            timeout=timeout,
-            join_timeout=seconds,
-            bucket_bytes=bucket_bytes,
-        )
-    except BaseException:
-        link.close()  # the other ranks are told
-        raise
-
-
-def _refuse_other_place(link: Link, rank: int | None, world_size: int | None) -> None:
-    for name, given, own in (("rank", rank, link.rank), ("world_size", world_size, link.world_size)):
+def _refuse_other_place(group: Link | Meeting, rank: int | None, world_size: int | None) -> None:
+    for name, given, own in (("rank", rank, group.rank), ("world_size", world_size, group.world_size)):
         if given is not None and as_index(given) != own:
             raise CallerError(f"{name} is not the group's", got=said(given), expected=own, do=f"leave {name} out")

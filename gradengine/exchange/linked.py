@@ -98,7 +98,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
         url: Rank 0's address, or a server's, with the actual port if port 0 was requested; "mpi://" over MPI; None for
-            threads of one process, and for a process group of torch.
+            threads of one process.
         shares_memory: Whether the link may be over shared memory: then an engine that is made with this exchange has
             its arena there.
 
@@ -132,7 +132,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
 
     @property
     def link(self) -> str | None:
-        """How bytes go: "threads", "tcp", "unix", "shared_memory", "mpi", "torch"; over sockets None before `bind`."""
+        """How bytes go: "threads", "tcp", "unix", "shared_memory" or "mpi"; over sockets None before `bind`."""
         if isinstance(self._link, Meeting):
             return None
         is_read_in_place = self._all_reduce is None or self._all_reduce.reads_in_place

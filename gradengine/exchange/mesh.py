@@ -81,7 +81,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         token: The group's secret.
         job: The job's name.
         link: Of `LINKS`, that of all ranks, for which rank 0's is taken; None: the best for where they are.
-        is_served: Whether a server listens at the address, and no rank.
+        is_served: Whether a server listens at the address, and no rank; then without a link.
 
     Attributes:
         url: The address, on rank 0 with the port that it has.
@@ -110,6 +110,9 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         self._token, self._job, self._at = token, job, checked_address(address)
         self._is_served, self._link = is_served, link
         _refuse_other_link(link, self._at)
+        if is_served and link is not None:
+            what = "connect with served=True takes no link: each rank has one connection, with the server"
+            raise CallerError(what, do="leave link out")
         is_here = isinstance(self._at, str) or self._at[0] in LOOPBACK
         is_best = link is None and is_here and self.world_size > 1 and not is_served and has_shared_memory()
         self.shares_memory = link == "shared_memory" or is_best

@@ -42,7 +42,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     close it, except while memory is borrowed.
 
     Attributes:
-        name: Of its kind: "tcp", "unix", "shared_memory", "threads", "mpi" or "torch".
+        name: Of its kind: "tcp", "unix", "shared_memory", "threads" or "mpi".
         rank: This rank, 0..world_size - 1.
         world_size: Ranks in the group.
         bell: Wakes whoever uses this link; rung, from any thread, when `poll` may have something new.

@@ -1,0 +1,129 @@
+"""Where the ranks of a process group of torch.distributed meet: rank 0 tells the others its address, and a secret."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradengine.arguments import said
+from gradengine.errors import CallerError, PeerLost
+from gradengine.exchange.mesh import Meeting
+from gradengine.exchange.rendezvous import address_of
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # read by gloo
+_SIOCGIFADDR = 0x8915  # Linux' request for an interface's address
+_TOLD_BYTES = 512
+
+
+def meeting_by_torch(process_group: Any, *, link: str | None = None, timeout: float) -> Meeting:
+    """This rank's meeting with the ranks of a process group; made on all of them together.
+
+    If all are on one host they meet at its loopback; else rank 0 listens where gloo does: at the first interface that
+    GLOO_SOCKET_IFNAME names (on Linux), or at the address of the host's name.
+
+    Args:
+        process_group: A group of torch.distributed, with any backend. Its own messages are not disturbed.
+        link: As `Meeting` takes it.
+        timeout: Seconds in which all ranks have to come.
+
+    Raises:
+        CallerError: torch.distributed is not initialized, or this is no group of torch's with this process, or rank 0
+            cannot listen; or as `Meeting`.
+        PeerLost: A rank did not come in time, or rank 0 could not listen.
+    """
+    distributed, ranks, rank = _place(process_group)
+    try:
+        # Kept until the process ends: torch would give the name of a group that was destroyed to the next one, which
+        # would find the old addresses in torch's store.
+        limit = timedelta(seconds=timeout)
+        gloo = distributed.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
+        hosts = _gathered(gloo, ranks, _this_host())
+        if rank == 0:
+            return _host(gloo, ranks, len({*hosts}) == 1, link)
+        url, _, token = _gathered(gloo, ranks, b"")[0].decode().partition(" ")
+    except RuntimeError as fault:
+        said_so = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
+        what = f"rank {rank} does not find all ranks of the process group ({said_so})"
+        raise PeerLost(what, do="call connect with the process group on all of its ranks") from None
+    if not url:
+        raise PeerLost("rank 0 of the process group cannot listen", do="see its own error")
+    return Meeting(address_of(url), rank, len(ranks), token=token, link=link)
+
+
+def _host(gloo: Any, ranks: Sequence[int], is_one_host: bool, link: str | None) -> Meeting:
+    """Rank 0's meeting, of which the others have been told; they are told nothing if there is none."""
+    token = secrets.token_hex(16)
+    try:
+        host = "127.0.0.1" if is_one_host else _host_of_gloo()
+        meeting = Meeting((host, 0), 0, len(ranks), token=token, link=link)
+    except BaseException:
+        _gathered(gloo, ranks, b"")
+        raise
+    try:
+        _gathered(gloo, ranks, f"{meeting.url} {token}".encode())
+    except BaseException:
+        meeting.close()
+        raise
+    return meeting
+
+
+def _place(process_group: Any) -> tuple[Any, list[int], int]:
+    """torch.distributed, the group's ranks as the default group counts them, and this rank in the group."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        do = "call torch.distributed.init_process_group first"
+        raise CallerError("there is no torch process group in this process", do=do)
+    distributed: Any = torch.distributed
+    try:
+        if isinstance(process_group, distributed.ProcessGroup):  # else torch's -100, say
+            return distributed, distributed.get_process_group_ranks(process_group), distributed.get_rank(process_group)
+    except (KeyError, ValueError):  # it was destroyed
+        pass
+    do = "give what torch.distributed.new_group returned, on the ranks that are in it"
+    raise CallerError("this is no process group of torch with this process", got=said(process_group), do=do)
+
+
+def _gathered(gloo: Any, ranks: Sequence[int], told: bytes) -> list[bytes]:
+    """What each rank tells, without zeros at its end, in the order of `ranks`, which is not gloo's."""
+    torch = sys.modules["torch"]
+    parts = torch.zeros(len(ranks), _TOLD_BYTES, dtype=torch.uint8)
+    own = torch.from_numpy(np.frombuffer(told.ljust(_TOLD_BYTES, b"\0"), np.uint8).copy())
+    torch.distributed.all_gather([*parts], own, group=gloo)
+    return [parts[sorted(ranks).index(rank)].numpy().tobytes().rstrip(b"\0") for rank in ranks]
+
+
+def _this_host() -> bytes:
+    """What is the same for processes that reach each other's loopback: a boot of a host, and its network namespace."""
+    host = socket.gethostname()
+    if sys.platform == "linux":
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        host = f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return hashlib.sha256(host.encode()).hexdigest().encode()
+
+
+def _host_of_gloo() -> str:
+    """Where gloo listens, which other hosts have reached: as its own page says."""
+    interface = os.environ.get(_INTERFACE, "").partition(",")[0]
+    try:
+        if not interface or sys.platform != "linux":
+            return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+        import fcntl  # noqa: PLC0415  (Windows has none)
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(answer[20:24])  # of an ifreq: a name of 16 bytes, then a sockaddr_in
+    except (OSError, ValueError) as fault:
+        where = f"of interface {interface!r}" if interface else f"of {socket.gethostname()!r}"
+        do = f"set {_INTERFACE} to the interface by which other hosts reach this one"
+        raise CallerError(f"rank 0 finds no address {where} ({fault})", do=do) from None

@@ -1,0 +1,138 @@
+"""Ranks that meet by a process group of torch: processes that are forked from one which has imported it."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transports import HAS_SHARED_MEMORY
+
+from gradengine import connect
+from gradengine.errors import CallerError
+from gradengine.exchange import torch_group
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+    pytest.mark.timeout(150),
+]
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def parent():
+    """The process whose forks are the ranks."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "link_process.py"), "torch"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        bufsize=1,
+        start_new_session=True,
+    )
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.fixture
+def ranks_that_run(parent, tmp_path):
+    """Exit status and words of the first ranks up to `last`, or of all; those that run then are killed."""
+
+    def run(ranks, *command, last=None):
+        store = tmp_path / "store"
+        parent.stdin.write(json.dumps([ranks, str(store), last or ranks, *command]) + "\n")
+        statuses = json.loads(parent.stdout.readline())
+        return [(status, Path(f"{store}{rank}").read_text()) for rank, status in enumerate(statuses)]
+
+    return run
+
+
+def test_each_part_of_the_ranks_is_a_group_and_its_sums_are_those_in_rank_order(ranks_that_run):
+    assert ranks_that_run(3, "part") == [(0, "the same\n")] * 3
+
+
+def test_engines_over_a_process_group_find_what_they_find_over_threads(ranks_that_run):
+    assert ranks_that_run(3, "engine") == [(0, "the same\n")] * 3
+
+
+def test_engines_over_groups_of_workers_and_of_parts_find_what_they_find_over_threads(ranks_that_run):
+    assert ranks_that_run(4, "grid") == [(0, "the same\n")] * 4
+
+
+@pytest.mark.parametrize("what", ["raises", "killed", "late"])
+def test_a_rank_that_does_not_go_on_is_named_and_the_others_end(what, ranks_that_run):
+    found = ranks_that_run(3, f"step-{what}", 2, last=2)
+    assert [status for status, _ in found] == [1, 1], found
+    said = "DeadlineExceeded: rank 2 is late: " if what == "late" else "PeerLost: rank 2 is gone: "
+    assert any(said in words for _, words in found), found
+    assert all(re.match(r"rank \d: (PeerLost|DeadlineExceeded): rank \d is ", words) for _, words in found), found
+
+
+def test_after_a_rank_has_left_in_a_step_all_join_again_and_end_with_the_same_bytes(ranks_that_run):
+    assert ranks_that_run(3, "reconnects") == [(0, "the same\n")] * 3
+
+
+def test_what_contradicts_the_group_is_refused_and_the_group_is_used_after_that(ranks_that_run):
+    assert ranks_that_run(2, "arguments") == [(0, "the same\n")] * 2
+
+
+@pytest.mark.parametrize(("link", "found"), [((), "shared_memory" if HAS_SHARED_MEMORY else "unix"), (("tcp",), "tcp")])
+def test_ranks_of_one_host_meet_at_its_loopback_and_share_memory(link, found, ranks_that_run):
+    assert ranks_that_run(2, "meets", *link) == [(0, f"{found} 127.0.0.1\n")] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2")
+def test_ranks_of_several_hosts_meet_where_gloo_listens(ranks_that_run):
+    assert ranks_that_run(2, "meets-afar", "127.0.0.2") == [(0, "unix 127.0.0.2\n")] * 2
+
+
+def test_a_rank_0_that_cannot_listen_says_why_and_the_others_that_it_cannot(ranks_that_run):
+    (first, told), (second, other) = ranks_that_run(2, "meets-afar", "192.0.2.1")
+    assert (first, second) == (1, 1)
+    assert re.match(r"rank 0: CallerError: cannot listen at 192.0.2.1:0 ", told), told
+    assert other.startswith("rank 1: PeerLost: rank 0 of the process group cannot listen; see its own error"), other
+
+
+def test_gloo_listens_at_the_first_interface_that_it_is_told_or_where_the_name_of_the_host_leads(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    leads_to = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: leads_to)
+    assert torch_group._host_of_gloo() == "192.0.2.7"
+    if sys.platform == "linux":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+        assert torch_group._host_of_gloo() == "127.0.0.1"
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7\udcff" * 100)
+        with pytest.raises(
+            CallerError, match=r"rank 0 finds no address of interface 'eth7.*; set GLOO_SOCKET_IFNAME to"
+        ):
+            torch_group._host_of_gloo()
+
+
+def test_processes_of_one_host_say_the_same_host():
+    program = "from gradengine.exchange.torch_group import _this_host; print(_this_host().decode())"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
+    assert found == f"{torch_group._this_host().decode()}\n"
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(ranks_that_run):
+    ((status, words),) = ranks_that_run(2, "joins-late", 1, last=1)
+    assert status == 1
+    assert re.match(r"rank 0: PeerLost: rank 0 does not find all ranks of the process group \(\w.*\); call", words), (
+        words
+    )
+
+
+def test_without_a_group_it_is_said_what_to_call():
+    import torch.distributed
+
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(CallerError, match=r"no torch process group .*init_process_group first"):
+        connect(process_group=object())
