@@ -186,7 +186,8 @@ def test_a_connection_that_is_reset_is_an_error_that_names_its_ends_and_the_step
     found += [group.failure] if kind == SERVED else []
     assert {*map(type, found)} == {PeerLost}, found
     ends = "(the server|rank 1)" if kind == SERVED else "(rank 0|rank 1)"
-    assert all(re.match(f"{ends} (is gone|has closed its link)", str(fault)) for fault in found), found
+    told = rf"{ends} (is gone|has closed its link)|rank 2 has closed its link: this rank \([01]\) was lost"
+    assert all(re.match(told, str(fault)) for fault in found), found
     assert run_again(kind, workers) or kind == SERVED
 
 

@@ -164,8 +164,12 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         self._progress = progress
         self._arena = arena if isinstance(arena, DeviceArena) else None
 
-    def start(self, span: Span) -> None:
+    def start(self, span: Span, *, in_background: bool = True) -> None:
         """Start the all-reduce of a span whose local gradients are complete; returns at once.
+
+        Args:
+            span: Not started in this step.
+            in_background: Have a thread send it from now on; else `wait` does, or the thread of another span.
 
         Raises:
             WindowError: The span has been started in this step already, or the exchange is not bound.
@@ -182,7 +186,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             if not all_reduce.is_started(span):  # else over an exchange that was lost
                 if self._arena is not None:
                     self._arena.note(span.key)
-                self._to_the_end(lambda: pump.start(span))
+                self._to_the_end(lambda: pump.start(span, in_background=in_background))
 
     def wait(self) -> tuple[NonFiniteValue, ...]:
         """Wait until the whole arena is reduced; then `progress.squares` are those of the sums.

@@ -1,4 +1,8 @@
-"""What moves an all-reduce and gathers over a link: a thread makes their transfers, and reports those that are over."""
+"""What moves an all-reduce and gathers over a link: it makes their transfers, and reports those that are over.
+
+Whoever waits does that while it waits. A thread does it meanwhile for spans that are sent in the background: to start
+one and to wake it costs more than the whole step of a small model does otherwise.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,9 @@ _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
 class Pump(NotCopied, instead="make one for each link"):
     """Runs one rank's gathers and all-reduce over a link, until it is closed or fails.
 
-    It has a thread while a step or a gather is under way, and none between them. One thread makes the calls. After an
-    error, or to resume a step: `close`, `resume` the all-reduce with the frontiers of all ranks, and make another pump
-    over a new link.
+    It has a thread from the first span that is sent in the background to the end of the step. One thread makes the
+    calls; any may close it. After an error, or to resume a step: `close`, `resume` the all-reduce with the frontiers of
+    all ranks, and make another pump over a new link.
 
     Args:
         link: To the other ranks; closed with the pump, and when the pump fails.
@@ -49,14 +53,15 @@ class Pump(NotCopied, instead="make one for each link"):
         self._arena: DeviceArena | None = None  # where shares are copied from and to
         self._gather: Gather | None = None  # the one that is under way
         self._handed: set[int | str] = set()  # keys of the spans of this step, those of `_spans` among them
-        self._spans: deque[Span] = deque()  # that the thread is to start
+        self._spans: deque[Span] = deque()  # that the next turn is to start
         self._lock = threading.RLock()  # under which all-reduce and gather are called
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
         self._news = Bell()  # something that is waited for may be over
         self._failure: BaseException | None = None
         self._is_closing, self._moved_at = False, clock()
         self._idle = Idle(link)
-        self._is_starting = self._is_running = False  # a thread, which there is while there is something to do
+        self._is_starting = False  # a thread
+        self._turner = 0  # the number of the thread that moves all this now; 0 while none does
 
     def run(self, all_reduce: OrderedAllReduce, arena: DeviceArena | None = None) -> None:
         """Run this all-reduce from now on: nothing else may call it before `close` returns, but for its results.
@@ -65,12 +70,16 @@ class Pump(NotCopied, instead="make one for each link"):
         """
         with self._lock:
             self._all_reduce, self._arena = all_reduce, arena
-            self._begin_to_run()
+            self._have_moved(in_background=True)
 
-    def start(self, span: Span) -> None:
+    def start(self, span: Span, *, in_background: bool = True) -> None:
         """Send a span, which holds all that this rank contributes; returns at once.
 
-        If the pump ends before its thread comes to the span, `OrderedAllReduce.is_started` says no: start it again.
+        If the pump ends before it comes to the span, `OrderedAllReduce.is_started` says no: start it again.
+
+        Args:
+            span: Not started in this step.
+            in_background: Send it from now on; else while something is waited for, or with others in the background.
 
         Raises:
             WindowError: It was started before.
@@ -83,7 +92,7 @@ class Pump(NotCopied, instead="make one for each link"):
             self._refuse_failed()
             self._handed.add(span.key)
             self._spans.append(span)
-            self._begin_to_run()
+            self._have_moved(in_background=in_background)
 
     def wait(self, timeout: float) -> None:
         """Return when the step is done on this rank: the arena holds the sums and may be overwritten.
@@ -121,7 +130,7 @@ class Pump(NotCopied, instead="make one for each link"):
                 what = "a gather is under way, or was interrupted"
                 raise WindowError(what, do="call from one thread; or close the exchange, and reconnect on all ranks")
             self._gather = gather
-            self._begin_to_run()
+            self._have_moved(in_background=False)
         self._wait_until(lambda: gather.is_done, seconds, lambda: self._late_for(gather, what))
         self._gather = None
         return gather.parts
@@ -138,34 +147,33 @@ class Pump(NotCopied, instead="make one for each link"):
         """End the thread and close the link: nothing writes into the arena any more. May be called twice."""
         self._is_closing = True
         self._link.bell.ring()
-        while self._is_running:  # the thread may be reading what the link has borrowed
+        while self._turner not in {0, _thread.get_ident()}:  # it may be reading what the link has borrowed
             self._news.wait(_LOOK_SECONDS)
+        self._turner = 0  # a call of this thread may have been interrupted
         try:
             self._end_copies()
         finally:
             self._link.close()
             self._keep_parts()
 
-    # ---- the pump's thread ----
+    # ---- in the thread that moves all this ----
 
-    def _begin_to_run(self) -> None:
-        """Have a thread run what there is to do; called under the lock."""
-        if not (self._is_starting or self._is_running) and self._has_work:
+    def _have_moved(self, *, in_background: bool) -> None:
+        """Have a thread move what there is to move; called under the lock."""
+        if self._turner:
+            self._link.bell.ring()
+        elif in_background and not self._is_starting and self._has_work:
             _thread.start_new_thread(self._run, ())
             self._is_starting = True
-        self._link.bell.ring()
 
     def _run(self) -> None:
         with self._lock:
-            if self._is_running:  # a call that was interrupted in between has started this thread, the next one another
+            if self._turner:  # a call that was interrupted in between has started this thread, the next one another
                 return
-            self._is_starting, self._is_running = False, True
+            self._is_starting, self._turner = False, _thread.get_ident()
         try:
             while self._goes_on():
-                if self._turn():
-                    self._idle.moved()
-                else:
-                    self._idle.rest(is_woken=self._arena is None or not self._arena.is_copying)
+                self._turn_or_rest()
         except BaseException as fault:  # noqa: BLE001  (raised where somebody waits, on another thread)
             self._fail(fault)
 
@@ -174,9 +182,32 @@ class Pump(NotCopied, instead="make one for each link"):
         with self._lock:
             if self._has_work and not self._is_closing and self._failure is None:
                 return True
-            self._is_running = False
+            self._turner = 0
             self._news.ring()
             return False
+
+    def _move_or_wait(self, seconds: float) -> None:
+        """Make a turn in the thread that waits; or wait for so long for the thread that does."""
+        with self._lock:
+            is_moved = self._turner or self._is_starting
+            if not is_moved:
+                self._turner = _thread.get_ident()
+        if is_moved:
+            self._news.wait(seconds)
+            return
+        try:
+            self._turn_or_rest(seconds)
+        except Exception as fault:  # noqa: BLE001  (raised as what it means for the exchange)
+            self._fail(fault)
+        finally:
+            self._turner = 0
+            self._news.ring()  # whoever closes this waits
+
+    def _turn_or_rest(self, longest: float | None = None) -> None:
+        if self._turn():
+            self._idle.moved()
+        else:
+            self._idle.rest(longest, is_woken=self._arena is None or not self._arena.is_copying)
 
     @property
     def _has_work(self) -> bool:
@@ -277,7 +308,7 @@ class Pump(NotCopied, instead="make one for each link"):
             self._keep_parts()
             self._end_copies()  # nothing is told of them any more, and the rows may go
         finally:
-            self._is_running = False
+            self._turner = 0
             self._news.ring()
 
     # ---- inside ----
@@ -298,7 +329,7 @@ class Pump(NotCopied, instead="make one for each link"):
                 if self._clock() - max(since, self._moved_at) > seconds:
                     self._link.has_failed, (self._link.lost, what) = True, late()
                     raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do="see what the late ranks do")
-            self._news.wait(min(seconds, _LOOK_SECONDS))
+            self._move_or_wait(min(seconds, _LOOK_SECONDS))
 
     def _refuse_failed(self) -> None:
         if self._is_closing:

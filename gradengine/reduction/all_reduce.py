@@ -53,11 +53,11 @@ class AllReduce:
             exchange.close()  # else it keeps its address, known to nobody, and refuses the others as they come
             raise
 
-    def start(self, span: Span) -> None:
-        """This rank's contribution to a span is complete and may travel."""
+    def start(self, span: Span, *, in_background: bool = True) -> None:
+        """This rank's contribution to a span is complete and may travel: from now on, or else while `wait` waits."""
         self.started.add(span.key)
         if self.state is not GroupState.LEFT:
-            self._joined().start(span)
+            self._joined().start(span, in_background=in_background)
 
     def wait(self) -> None:
         """Return when all spans hold their sums."""

@@ -86,8 +86,8 @@ class Reducer:
             with self._accumulator.arena.in_order():
                 self.workers.join(exchange, self._layout, self._in_parts)
 
-    def start(self, spans: Iterable[Span]) -> None:
-        """The spans hold all that this worker contributes: they may leave."""
+    def start(self, spans: Iterable[Span], *, in_background: bool = True) -> None:
+        """The spans hold all that this worker contributes: they may leave, from now on or when the sums are awaited."""
         if self.workers.is_alone:
             return
         for span in spans:
@@ -96,7 +96,7 @@ class Reducer:
                 self._to_mean(span)
                 with self._accumulator.arena.in_order():
                     self._state.enter(Event.SEND)
-                    self.workers.start(span)
+                    self.workers.start(span, in_background=in_background)
 
     def agree(self) -> StepStats:
         """Local sums become sums over all workers, and all workers know the same facts about them."""
@@ -192,7 +192,7 @@ class Reducer:
         if self.workers.is_alone:
             self._accumulator.measure_rest()
             return
-        self.start(self._layout.spans)
+        self.start(self._layout.spans, in_background=False)
         self.workers.wait()
 
     def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:

@@ -134,7 +134,7 @@ class TensorParallelGroup:
         with self._replicas.in_order():
             for span in self._layout.spans:
                 if span.key not in self.group.started:
-                    self.group.start(span)
+                    self.group.start(span, in_background=False)
         self.group.wait()
 
     def _totals_of_the_model(self, parts: Sequence[Float64]) -> Float64:

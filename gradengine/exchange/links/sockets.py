@@ -140,13 +140,17 @@ class SocketLink(Link):
             raise PeerLost(f"the link of rank {self.rank} is closed")
 
     def _refuse_lost(self) -> None:
-        for kind, peer, tag in self._open:
-            # What a rank sent before is received first, to the end of each connection.
-            if peer in self._faults and (kind is Completed.SENT or self._connection(peer, tag).has_ended):
-                if peer in self._farewells:
-                    raise self.lost_by(peer, self._farewells[peer])
-                self.lost = peer
-                raise self._faults[peer]
+        if any(map(self._is_missed, self._open)):
+            first = next(iter(self._faults))  # others may have closed for that, in the middle of a message
+            if first in self._farewells:
+                raise self.lost_by(first, self._farewells[first])
+            self.lost = first
+            raise self._faults[first]
+
+    def _is_missed(self, transfer: Completion) -> bool:
+        """Whether a transfer will never be over: what a rank sent before is received first, to the connection's end."""
+        kind, peer, tag = transfer
+        return peer in self._faults and (kind is Completed.SENT or self._connection(peer, tag).has_ended)
 
     def _watch(self, connection: Connection) -> None:
         """Have the bell rung when the connection can be moved."""

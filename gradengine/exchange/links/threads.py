@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
 from typing import NamedTuple, final
 
 import numpy as np
@@ -13,6 +12,8 @@ from gradengine.arguments import checked_rank
 from gradengine.errors import PeerLost, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Link, Memory
 from gradengine.threads import Bell
+
+_LOOK_SECONDS = 0.1  # until a rank that closes looks again whether its memory is used
 
 
 def thread_links(world_size: int) -> list[ThreadLink]:
@@ -62,8 +63,8 @@ class ThreadLink(Link):
         with group.lock:
             self._refuse_closed()
             del mine.borrowed[peer, tag], mine.open[Completion(Completed.RECEIVED, peer, tag)]
-            group.leave([peer])
             self._end(peer, Completion(Completed.SENT, self.rank, tag))
+            group.ranks[peer].left.ring()
 
     def poll(self) -> list[Completion]:
         group, mine = self._group, self._group.ranks[self.rank]
@@ -72,8 +73,12 @@ class ThreadLink(Link):
             match = mine.matched.popleft() if mine.matched else None
             if match is None and not mine.over:
                 self._refuse_lost()
-            if match is not None:
-                self._take(match)
+            if match is not None and match.sink is None:
+                # It stays open until the release: the lender is lost if it closes before.
+                mine.borrowed[match.peer, match.tag] = match.source
+                mine.over.append(Completion(Completed.RECEIVED, match.peer, match.tag))
+            elif match is not None:
+                mine.copying, mine.copier = match, threading.get_ident()
         if match is not None and match.sink is not None:
             self._copy(match.peer, match.tag, match.source, match.sink)
         with group.lock:
@@ -81,15 +86,19 @@ class ThreadLink(Link):
         return over
 
     def close(self) -> None:
-        group = self._group
+        group, mine = self._group, self._group.ranks[self.rank]
         with group.lock:
-            if not group.ranks[self.rank].is_closed:
-                group.leave([peer for peer, _ in group.ranks[self.rank].borrowed])
-                group.ranks[self.rank] = _Rank(is_closed=True, lost=self.lost)
-                for rank in group.ranks:
-                    rank.matched = deque(match for match in rank.matched if match.peer != self.rank)
-                    rank.bell.ring()
-            group.changed.wait_for(lambda: not group.users[self.rank])
+            if mine.copier == threading.get_ident():  # this thread's poll was interrupted
+                mine.copying = None
+            if not mine.is_closed:
+                mine.is_closed, mine.lost = True, self.lost
+            mine.open, mine.matched, mine.borrowed, mine.over = {}, deque(), {}, []
+            for rank in group.ranks:
+                rank.matched = deque(match for match in rank.matched if match.peer != self.rank)
+                rank.bell.ring()
+                rank.left.ring()
+        while group.is_used(self.rank):
+            mine.left.wait(_LOOK_SECONDS)
 
     def _begin(self, transfer: Completion, memory: Memory | None) -> None:
         group, mine = self._group, self._group.ranks[self.rank]
@@ -112,17 +121,6 @@ class ThreadLink(Link):
             group.ranks[receiver].matched.append(_Match(sender, tag, source, sink))
             group.ranks[receiver].bell.ring()
 
-    def _take(self, match: _Match) -> None:
-        """Note whose memory is used from now on; what is borrowed is received by that."""
-        peer, tag, source, sink = match
-        mine, users = self._group.ranks[self.rank], self._group.users
-        users[peer] += 1
-        if sink is not None:
-            users[self.rank] += 1
-            return
-        mine.borrowed[peer, tag] = source  # and stays open until the release: the lender is lost if it closes before
-        mine.over.append(Completion(Completed.RECEIVED, peer, tag))
-
     def _copy(self, peer: int, tag: int, source: Memory, sink: Memory) -> None:
         group, is_copied = self._group, False
         try:
@@ -133,7 +131,9 @@ class ThreadLink(Link):
             is_copied = True
         finally:
             with group.lock:
-                group.leave([self.rank, peer])
+                group.ranks[self.rank].copying = None
+                for rank in (self.rank, peer):
+                    group.ranks[rank].left.ring()
                 if is_copied:
                     self._end(self.rank, Completion(Completed.RECEIVED, peer, tag))
                     self._end(peer, Completion(Completed.SENT, self.rank, tag))
@@ -141,8 +141,8 @@ class ThreadLink(Link):
     def _end(self, number: int, transfer: Completion) -> None:
         rank = self._group.ranks[number]
         if not rank.is_closed:
-            del rank.open[transfer]
             rank.over.append(transfer)
+            del rank.open[transfer]  # last: if this is interrupted, the other rank is to see that this one closes
             if number != self.rank:
                 rank.bell.ring()
 
@@ -170,14 +170,21 @@ class _Match(NamedTuple):
 class _Rank:
     """What the threads know of one rank."""
 
-    def __init__(self, *, is_closed: bool = False, lost: int | None = None) -> None:
-        self.is_closed = is_closed
-        self.lost = lost  # whom it had lost when it closed
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.lost: int | None = None  # whom it had lost when it closed
         self.open: dict[Completion, Memory | None] = {}  # its transfers that are not over
         self.matched: deque[_Match] = deque()  # the receives among them that it can make
         self.borrowed: dict[tuple[int, int], Memory] = {}  # what it reads of other ranks, by rank and tag
+        self.copying: _Match | None = None  # what it copies of another rank now
+        self.copier = 0  # the number of the thread that does, or did last
         self.over: list[Completion] = []
-        self.bell = Bell()
+        self.bell, self.left = Bell(), Bell()  # the second one is rung when its memory is used no more
+
+    def reads(self) -> set[int]:
+        """The ranks whose memory it reads now."""
+        lenders = {peer for peer, _ in self.borrowed}
+        return lenders if self.copying is None else {*lenders, self.copying.peer}
 
 
 @final
@@ -186,11 +193,11 @@ class _Group:
 
     def __init__(self, world_size: int) -> None:
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
         self.ranks = [_Rank() for _ in range(world_size)]
-        self.users: Counter[int] = Counter()  # how many read or write each rank's memory now
 
-    def leave(self, ranks: Sequence[int]) -> None:
-        """Note that each of these ranks' memory is used by one less."""
-        self.users.subtract(ranks)
-        self.changed.notify_all()
+    def is_used(self, number: int) -> bool:
+        """Whether this rank's memory is read now, or written."""
+        with self.lock:
+            is_written = self.ranks[number].copying is not None
+            read = [rank.reads() for rank in self.ranks]
+        return is_written or any(number in each for each in read)
