@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 pytest_plugins = ["record", "skips"]  # of tests/: they hold for each test, the package's doctests too
-collect_ignore = [f"gradengine/{name}.py" for name in ("torch", "jax") if importlib.util.find_spec(name) is None]
+collect_ignore = [
+    path
+    for name, path in (("torch", "gradengine/torch"), ("jax", "gradengine/jax.py"))
+    if not importlib.util.find_spec(name)
+]
 
 
 @pytest.fixture(autouse=True)

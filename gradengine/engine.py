@@ -9,7 +9,8 @@ from typing import Any, ParamSpec, TypeVar, final
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.gradients import Gradients, destinations_of, handed_back
 from gradengine.accumulate.state import Call, Facts, State
-from gradengine.arguments import as_float, refuse_lacking, refuse_other_kind, said, truth_value
+from gradengine.accumulate.window import checked_weight
+from gradengine.arguments import as_float, refuse_other_kind, said, truth_value
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.frameworks import note_written
 from gradengine.capture import Capture, CapturedWindow
@@ -21,11 +22,12 @@ from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels
 from gradengine.kernels.device import Graph
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
+from gradengine.micro_batch import MicroBatch
 from gradengine.reduction.reducer import DecidedStep, Reducer
 from gradengine.reduction.stats import StepStats
 from gradengine.reduction.tensor_parallel_group import Replicated, TensorParallelGroup
 from gradengine.result import StepResult
-from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale
+from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale, refuse_bad_exchanges
 
 __all__ = ["GradientEngine"]
 
@@ -106,7 +108,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         replicated: Replicated = "same",
     ) -> None:
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
-        _refuse_bad_exchanges(exchange, tp_exchange)
+        refuse_bad_exchanges(exchange, tp_exchange)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
         if tp_exchange is None:
@@ -151,6 +153,11 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
     def micro_batches(self) -> int | None:
         """Micro-batches of a window, if known."""
         return self._settings.micro_batches
+
+    @property
+    def on_non_finite(self) -> OnNonFinite:
+        """What is done with a gradient that is not finite: "raise", "skip" or "pass"."""
+        return self._settings.on_non_finite
 
     @property
     def loss_scale(self) -> float:
@@ -212,9 +219,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _add(self, gradients: Gradients | None, weight: float) -> None:
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
-        count, room = self.accumulator.accumulated_count, self._settings.micro_batches
-        if room is not None and count >= room:
-            raise _full("the window", count, room)
+        is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         if gradients is None:
             if as_float(weight) != 0:
                 raise WindowError(
@@ -225,7 +230,6 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
                 )
             self.accumulator.add_nothing()
             return
-        is_last = count + 1 == room
         self.accumulator.add(gradients, weight, measure=is_last and self.world_size == 1)
         if self._capture is not None:
             self._capture.window.keep(self.layout.slots, gradients, weight=weight)
@@ -266,7 +270,33 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
         self._note_part(span, [gradient], last)
 
-    def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
+    def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> MicroBatch:
+        """A micro-batch that comes component by component, in any order, as backward makes its gradients.
+
+        Args:
+            weight: What it counts in the average.
+            last: It is the window's last, in which each block leaves for the other workers as soon as its components
+                have come; by default as `micro_batches` says. False where a component comes more than once in it.
+
+        Raises:
+            WindowError: A bad weight, a window that is full or captured, or a step before this one that failed.
+
+        Example:
+            >>> engine = GradientEngine(GradientLayout.of({"w": (2,), "b": (1,)}))
+            >>> with engine.micro_batch() as micro_batch:
+            ...     micro_batch.add("w", np.array([3, 4], np.float32))
+            >>> engine.step().norm
+            5.0
+        """
+        self._ask(Call.BEGIN)
+        is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
+        is_last = is_last if last is None else truth_value("last", last)
+        scalar = float(checked_weight(weight))
+        return MicroBatch(self.accumulator, self._reducer, self._whole, scalar, is_last=is_last)
+
+    def step(
+        self, out: Gradients | None = None, *, deferred: bool = False, loss_scale: float | None = None
+    ) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.
 
         Args:
@@ -274,6 +304,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
                 not wanted. By default the gradients are handed back in the arena.
             deferred: Leave the sum as it is, in `result.sums`, for an optimizer that multiplies by `result.factor`
                 itself and looks at `result.skipped`: one pass less.
+            loss_scale: What the window's losses were multiplied by, where it was not set before: `loss_scale` then.
 
         Returns:
             The result; a later `add` overwrites its gradients.
@@ -288,9 +319,9 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
             ExchangeError: The workers' settings differ, or the sums that they hold; the window is kept.
         """
-        return self._whole(self._step, out, truth_value("deferred", deferred))
+        return self._whole(self._step, out, truth_value("deferred", deferred), loss_scale)
 
-    def _step(self, out: Gradients | None, deferred: bool) -> StepResult:
+    def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None) -> StepResult:
         if deferred and (out is not None or len(self._plan.max_norms) > 1):
             raise CallerError(
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
@@ -299,6 +330,8 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         destinations = None
         if out is not None:
             destinations = destinations_of(self.layout.slots, self._kernels.device, self.accumulator.memory, out)
+        if loss_scale is not None:  # one that all workers agreed on is asked for like any change
+            (self if self._state.now is State.AGREED else self._settings).loss_scale = loss_scale
         decided = self._decide()
         self._state.now = State.BROKEN  # until the next window is open: what is handed back is not a sum any more
         if not deferred:
@@ -403,7 +436,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps; or the step is
                 half summed, and they are other ranks than those that began it or of another group.
         """
-        _refuse_bad_exchanges(exchange, tp_exchange)
+        refuse_bad_exchanges(exchange, tp_exchange)
         self._whole(self._reducer.connect, exchange, tp_exchange)
 
     # ---- what may be called now ----
@@ -442,9 +475,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _ask_part(self, span: Span) -> None:
         self._ask(Call.ADD_PART)
-        count, room = self.accumulator.count_of(span), self._settings.micro_batches
-        if room is not None and count >= room:
-            raise _full(f"the window of {span.called}", count, room)
+        self._settings.is_last(f"the window of {span.called}", self.accumulator.count_of(span))
 
     def _note_part(self, span: Span, gradients: Gradients, last: bool, prefix: str = "") -> None:
         if self._capture is not None:
@@ -565,17 +596,3 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         captured.result = recorded.of_replay(step)
         self._reducer.next_step()
         return captured.result
-
-
-def _full(what: str, count: int, room: int) -> WindowError:
-    return WindowError(f"{what} is full", got=f"micro-batch {count + 1}", expected=f"step() after {room} micro-batches")
-
-
-def _refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
-    for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
-        if group is not None:
-            refuse_lacking(name, group, ("rank", "world_size", "bind", "start", "wait", "gather", "close"))
-    if exchange is not None and exchange is tp_exchange:
-        raise CallerError(
-            "exchange and tp_exchange are one", expected="a group over the workers, and one over the parts"
-        )

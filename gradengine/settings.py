@@ -6,9 +6,9 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, TypedDict, final
 
-from gradengine.arguments import as_float, out_of_range, refuse_unknown, whole_number
+from gradengine.arguments import as_float, out_of_range, refuse_lacking, refuse_unknown, whole_number
 from gradengine.clip import Groups, MaxNorm
-from gradengine.errors import CallerError
+from gradengine.errors import CallerError, WindowError
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import ClipPlan, DeviceLike
 from gradengine.layout import GradientLayout
@@ -47,6 +47,7 @@ class Settings:
         self.plan = plan
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
         # Zeros also where it raises: a GPU's error comes by a later call, behind what is handed back.
+        self.on_non_finite = on_non_finite
         self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
         self.average = average
         #: What all workers must have set alike; each step compares them.
@@ -68,6 +69,14 @@ class Settings:
         self._loss_scale = checked_loss_scale(value)
         self.shared["loss_scale"] = repr(self._loss_scale)
 
+    def is_last(self, what: str, count: int) -> bool:
+        """Whether the micro-batch after so many is the window's last; `WindowError` where it has no room for one."""
+        room = self.micro_batches
+        if room is not None and count >= room:
+            expected = f"step() after {room} micro-batches"
+            raise WindowError(f"{what} is full", got=f"micro-batch {count + 1}", expected=expected)
+        return count + 1 == room
+
     def refuse_lone_part(self, layout: GradientLayout) -> None:
         """Raise `CallerError` where one part of a model would be clipped or skipped without a word to the others."""
         clips, skips = any(bound < math.inf for bound in self.plan.max_norms), self.zero_if_bad and not self.raises
@@ -78,6 +87,17 @@ class Settings:
                 expected="tp_exchange=, over the ranks with the other parts",
                 do="or build the engine with max_norm=None and on_non_finite='raise' or 'pass'",
             )
+
+
+def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
+    """Raise `CallerError` where either is no exchange, or both are one."""
+    for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
+        if group is not None:
+            refuse_lacking(name, group, ("rank", "world_size", "bind", "start", "wait", "gather", "close"))
+    if exchange is not None and exchange is tp_exchange:
+        raise CallerError(
+            "exchange and tp_exchange are one", expected="a group over the workers, and one over the parts"
+        )
 
 
 def checked_loss_scale(value: float) -> float:

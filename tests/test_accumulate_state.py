@@ -208,6 +208,9 @@ class Stand:
     def open(self):
         self.engine.add(self.of[1])
 
+    def coming(self):
+        self.engine.micro_batch().add("head", self.of[1][1])
+
     def sending(self, value=1, lost=False):
         self.engine.reconnect(Echo(lost))
         self.engine.add_block(0, self.of[value][:1], last=True)
@@ -257,6 +260,8 @@ class Stand:
             Call.REPLAY: self.graph.replay,
             Call.RECONNECT: lambda: engine.reconnect(Echo()),
             Call.DISCARD: engine.discard,
+            Call.BEGIN: lambda: engine.micro_batch().add("head", self.of[1][1]),
+            Call.COMPONENT: lambda: engine.accumulator.add_component("head", self.of[1][1], begins=False),
         }
         return calls[call]()
 
@@ -285,7 +290,7 @@ FAILS = {
 #: Refused before the state is asked.
 NOT_ALONE = {State.SENDING, State.FAILED, State.AGREED}
 #: Asked by the accumulator or the reducer, which do not know what the engine does.
-WITHOUT_FACTS = {Call.VIEW, Call.ZERO_ALL, Call.RECONNECT}
+WITHOUT_FACTS = {Call.VIEW, Call.ZERO_ALL, Call.RECONNECT, Call.COMPONENT}
 
 
 @pytest.fixture

@@ -101,6 +101,7 @@ ORDER = [
     "result",
     "settings",
     "capture",
+    "micro_batch",
     "engine",
     "trainer",
     "",

@@ -27,7 +27,6 @@ from ranks import on_ranks
 
 torch = pytest.importorskip("torch")
 
-import gradengine.torch  # noqa: E402
 from gradengine import (  # noqa: E402
     FusedClipState,
     GpuGradientAccumulator,
@@ -47,7 +46,9 @@ from gradengine.errors import (  # noqa: E402
 from gradengine.torch import (  # noqa: E402
     clip_grad_norm_,
     drop_unused,
+    fused,
     give_gradients,
+    gradients,
     gradients_of,
     layout_of,
     step_fused,
@@ -1241,10 +1242,8 @@ class TestStepFused:
         result = dataclasses.replace(given, _decided=dataclasses.replace(given._decided, decision=there))
         optimizer, seen = torch.optim.AdamW(module.parameters(), fused=True), []
         optimizer.register_step_pre_hook(lambda own, *_: seen.extend((own.grad_scale, own.found_inf)))
-        from_dlpack = gradengine.torch.from_dlpack
-        monkeypatch.setattr(
-            gradengine.torch, "from_dlpack", lambda a: a.there if isinstance(a, OnGpu) else from_dlpack(a)
-        )
+        from_dlpack = gradients.from_dlpack
+        monkeypatch.setattr(gradients, "from_dlpack", lambda a: a.there if isinstance(a, OnGpu) else from_dlpack(a))
         step_fused(optimizer, result, module)
         assert seen[0] is result.inverse_factor.there
         assert seen[1] is result.skipped.there
@@ -1380,8 +1379,8 @@ class TestStepFused:
     @pytest.mark.parametrize(("first", "is_within"), [(23, False), (24, True), (36, True), (37, False)])
     def test_a_gradient_that_only_begins_or_ends_within_the_arena_is_none_of_it(self, first, is_within):
         memory = torch.zeros(64)
-        extent = gradengine.torch._extent([memory[40:44].numpy(), memory[24:32].numpy()])
-        assert gradengine.torch._is_within(memory[first : first + 8], *extent) is is_within
+        extent = fused._extent([memory[40:44].numpy(), memory[24:32].numpy()])
+        assert fused._is_within(memory[first : first + 8], *extent) is is_within
 
     def test_a_sparse_gradient_of_another_parameter_is_refused(self):
         module, embedding = net(), torch.nn.Embedding(5, 3, sparse=True)
@@ -1397,7 +1396,7 @@ class TestStepFused:
             name: types.SimpleNamespace(size=a.size, nbytes=a.nbytes, data=types.SimpleNamespace(ptr=a.ctypes.data))
             for name, a in given.sums.items()
         }
-        assert gradengine.torch._extent(on_gpu.values()) == gradengine.torch._extent(given.sums.values())
+        assert fused._extent(on_gpu.values()) == fused._extent(given.sums.values())
 
     def test_layers_in_any_order_and_parameters_of_no_elements_are_taken(self):
         """Blocks lie before what is outside of them, whatever the order of the names is."""

@@ -22,7 +22,7 @@ from gradengine.accumulate.block import BlockGradientSet
 from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, State, StepState
-from gradengine.accumulate.window import Window, checked_weight, ordered_sum
+from gradengine.accumulate.window import Window, checked_weight, nothing_came, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
@@ -98,6 +98,11 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     def accumulated_count(self) -> int:
         """Micro-batches of the window so far, one that is still being added block by block included."""
         return len(self._window.weights)
+
+    @property
+    def window(self) -> object:
+        """The window that is open: another object after each step, and after it was dropped."""
+        return self._window
 
     @property
     def is_even(self) -> bool:
@@ -179,6 +184,36 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         """
         self._add_part(self.non_block_span(name), [gradient], weight, measure)
 
+    def add_component(
+        self, name: str, gradient: object, weight: float = 1.0, *, begins: bool, measure: bool = False
+    ) -> None:
+        """Add one component of a micro-batch that comes component by component, whatever block it lies in.
+
+        Args:
+            name: The component. One that comes again in the micro-batch is added, too, in the order that they came.
+            gradient: Its gradient.
+            weight: The micro-batch's weight, the same for all its components.
+            begins: It is the first: the micro-batch counts from now on, and is over at `end_micro_batch()`.
+            measure: Take its squared sum in the same pass: for the window's last micro-batch.
+
+        Raises:
+            LayoutMismatch: No such component, or another shape.
+            BufferRefused: The gradient cannot be taken as it lies.
+            WindowError: The weight is bad, some component has fewer micro-batches than the others, or its block is on
+                its way to the other workers.
+        """
+        call, slot, span = Call.BEGIN if begins else Call.COMPONENT, self.layout.slot(name), self.span_of(name)
+        if not begins and self._of_span[span.key] in self._left:
+            self.state.ask(call)
+            raise self._on_its_way(span.called, do="say micro_batch(last=False) where a component comes more than once")
+        self._add(call, self._of_slot[name], (slot,), f"component '{name}'", [gradient], weight, measure)
+
+    def end_micro_batch(self) -> None:
+        """The micro-batch that comes component by component is over: what did not come had no gradient in it."""
+        now = self.state.ask(Call.COMPONENT)
+        self._window.end()
+        self.state.now = State.OPEN if now is State.COMING else now
+
     def block(self, index: int) -> BlockGradientSet:
         """Block `index` as it stands: views into the arena, held micro-batches folded, zeros where nothing came yet.
 
@@ -248,15 +283,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
                     self._zero(range(len(self.layout.slots)))
                     self.kernels.scale(self.arena.targets, np.float32(-1), self.arena.targets)
             return
-        lagging = np.flatnonzero(window.counts < len(window.weights)).tolist()
-        if lagging:
-            slot = self.layout.slots[lagging[0]]
-            raise WindowError(
-                f"component '{slot.name}'{and_more(lagging)} lacks part of the window",
-                got=f"{window.counts[lagging[0]]} micro-batches",
-                expected=f"{len(window.weights)} as the others have",
-                do="add what is missing; None stands for a component without a gradient",
-            )
+        self._refuse_lagging()
         self._flush(self._all, asked, measure=measure)
 
     def changing(self, over: State | None = None) -> AbstractContextManager[None]:
@@ -316,6 +343,11 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
         return self.layout.spans_by_key[name]
 
+    def span_of(self, name: str) -> Span:
+        """The block that a component lies in, or its own span; `LayoutMismatch` where there is no such component."""
+        slot = self.layout.slot(name)
+        return self.layout.spans_by_key[slot.name if slot.block is None else slot.block]
+
     def views(self) -> Mapping[str, Any]:
         """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
 
@@ -345,7 +377,27 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         pairs = zip(self.layout.slots, self.arena.targets, strict=True)
         return NamedArrays({slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs})
 
+    @cached_property
+    def _of_slot(self) -> Mapping[str, SlotSet]:
+        """Each component by itself. A span of one is the same set: what comes in either way is held together."""
+        alone = {s.slots[0].name: self._of_span[s.key] for s in self.layout.spans if len(s.slots) == 1}
+        sets = {slot.name: alone.get(slot.name) or self._slot_set([slot]) for slot in self.layout.slots}
+        self.kernels.prepare(self.arena, [*sets.values()])
+        return sets
+
     # ---- inside ----
+
+    def _refuse_lagging(self) -> None:
+        window = self._window
+        lagging = np.flatnonzero(window.counts < len(window.weights)).tolist()
+        if lagging:
+            slot = self.layout.slots[lagging[0]]
+            raise WindowError(
+                f"component '{slot.name}'{and_more(lagging)} lacks part of the window",
+                got=f"{window.counts[lagging[0]]} micro-batches",
+                expected=f"{len(window.weights)} as the others have",
+                do="add what is missing; None stands for a component without a gradient",
+            )
 
     def _add_part(self, span: Span, gradients: Gradients, weight: float, measure: bool, prefix: str = "") -> None:
         slot_set = self._of_span[span.key]
@@ -354,11 +406,12 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             raise self._on_its_way(span.called)
         self._add(Call.ADD_PART, slot_set, span.slots, span.called, gradients, weight, measure, prefix)
 
-    def _on_its_way(self, what: str) -> WindowError:
+    def _on_its_way(self, what: str, do: str | None = None) -> WindowError:
         return WindowError(
             f"{what} is on its way to the other workers",
             got=f"a contribution after the last of {self.accumulated_count} micro-batches",
             expected="step()",
+            do=do,
         )
 
     def _view(self, slot_set: SlotSet) -> None:
@@ -389,19 +442,16 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         scalar, measure = checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
         if call is Call.ADD and all(source is None for source in sources):
-            raise WindowError(
-                "no component has a gradient in this micro-batch",
-                got=f"None for all {len(sources)}",
-                do="call add() after backward() and before zero_grad(), and see that parameters require gradients; "
-                "where there are none, say add(None, weight=0)",
-            )
+            raise nothing_came(len(sources))
+        if call is Call.BEGIN:
+            self._refuse_lagging()
         contribution = self._intake.contribution(slot_set, slots, sources)
         self._window.refuse_other_weight(slot_set, scalar, where)
         if self.hold > 1:
             self._hold(contribution, scalar, added, measure=measure)
             return
         with _Changing(self, added):
-            self._window.count(contribution, scalar)
+            self._count(contribution, scalar, added)
             self._fold([self._window.fold_at_once(contribution, scalar)], measure=measure)
 
     def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
@@ -414,10 +464,15 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         with _Changing(self, added):
             if is_apart:
                 self._fold(window.held_passes(slot_set), measure=False)
-            window.count(contribution, weight)
+            self._count(contribution, weight, added)
             window.hold(contribution, weight)
             if is_full:
                 self._fold(window.held_passes(slot_set), measure=measure)
+
+    def _count(self, contribution: Contribution, weight: np.float32, added: State) -> None:
+        if added is State.COMING and not self._window.is_coming:
+            self._window.begin(weight)
+        self._window.count(contribution, weight)
 
     def _slot_set(self, slots: Sequence[Slot]) -> SlotSet:
         return SlotSet([self._position[slot.name] for slot in slots])

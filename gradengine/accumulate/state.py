@@ -8,6 +8,8 @@ small tables of their own.
 
     EMPTY --add--> OPEN --SEND--> SENDING --AGREE--> AGREED --handed back--> EMPTY, the next step
 
+A micro-batch that comes component by component is COMING from its first component until it ends.
+
 While memory is written the step is BROKEN, and it is so after a call that was interrupted, as by Ctrl-C: nothing is
 resumed in the middle, and only `discard()` leads out.
 """
@@ -31,6 +33,7 @@ class State(Enum):
     EMPTY = "nothing has come"
     NOTHING = "add(None) said that nothing comes"
     OPEN = "micro-batches have come"
+    COMING = "a micro-batch is coming, component by component"
     SENDING = "some of it was sent to other workers"
     FAILED = "its exchange failed; the window is kept"
     AGREED = "all workers know the same sums, and nothing has been handed back"
@@ -56,6 +59,8 @@ class Call(Enum):
     REPLAY = "replay"
     ZERO_ALL = "the accumulator's zero_all"
     RECONNECT = "reconnect"
+    BEGIN = "the first component of a micro-batch that comes component by component"
+    COMPONENT = "each later component of it, and its end"
     DISCARD = "discard"
 
     __hash__ = object.__hash__
@@ -104,6 +109,12 @@ _broken = Refusal(
     "{step} is broken: a call was interrupted, or another thread is in one",
     do="drop its window by {way_out}, and add its micro-batches again",
 )
+_part = Refusal(
+    "{step} holds a part of a micro-batch",
+    "one that has begun and not ended",
+    do="leave its `with`, or let its backward end; where that failed, drop the window by {way_out}",
+)
+_ended = Refusal("no micro-batch is coming component by component", do="begin one by engine.micro_batch()")
 _open = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
 _drop = Refusal("workers sum this window", "zero_all()", do="drop it by the engine's discard(), on every rank")
 _scale = Refusal(
@@ -117,13 +128,14 @@ _one = Refusal(
     "leave its `with`; discard() where an interrupt did",
 )
 _zero = Refusal("a captured window has micro-batches that count", "add(None, weight=0)")
+_whole = Refusal("a captured window takes whole micro-batches", "one that comes component by component", "add()")
 
 Cell: TypeAlias = State | Refusal | None
 SAME: Final = None  # the call leaves the state as it is
 _: Final = None  # the event does not come there
 
 # fmt: off
-EMPTY, NOTHING, OPEN, SENDING, FAILED, AGREED, BROKEN, CAPTURING, RECORDED, CAPTURED = State
+EMPTY, NOTHING, OPEN, COMING, SENDING, FAILED, AGREED, BROKEN, CAPTURING, RECORDED, CAPTURED = State
 #: The state that a call leads to when it is over, or its refusal. For a step it says whether it may begin: what it does
 #: on its way is events. A part may come while others were sent; of which span, the reducer knows.
 _CALLS: Mapping[State, tuple[Cell, ...]] = {
@@ -131,6 +143,7 @@ _CALLS: Mapping[State, tuple[Cell, ...]] = {
     EMPTY:     (OPEN,     OPEN,     NOTHING, SAME,    _none,   SAME,    CAPTURING, SAME,    SAME,      SAME),
     NOTHING:   (OPEN,     OPEN,     SAME,    SAME,    SAME,    SAME,    CAPTURING, SAME,    EMPTY,     SAME),
     OPEN:      (SAME,     SAME,     SAME,    SAME,    SAME,    _scale,  _open,     _open,   EMPTY,     SAME),
+    COMING:    (_part,    _part,    _part,   SAME,    _part,   _scale,  _open,     _open,   EMPTY,     SAME),
     SENDING:   (_sent,    SAME,     _sent,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     SAME),
     FAILED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     SAME),
     AGREED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     FAILED),
@@ -139,12 +152,28 @@ _CALLS: Mapping[State, tuple[Cell, ...]] = {
     RECORDED:  (SAME,     SAME,     _zero,   SAME,    SAME,    _scale,  _graph,    _graph,  CAPTURING, SAME),
     CAPTURED:  (_one,     _one,     _one,    _one,    _one,    _one,    _graph,    _graph,  SAME,      SAME),
 }
+#: The same for the calls that one micro-batch comes by.
+_CALLS_OF_ONE: Mapping[State, tuple[Cell, ...]] = {
+    #           BEGIN    COMPONENT
+    EMPTY:     (COMING,  _ended),
+    NOTHING:   (COMING,  _ended),
+    OPEN:      (COMING,  _ended),
+    COMING:    (_part,   SAME),
+    SENDING:   (_sent,   SAME),
+    FAILED:    (_kept,   _kept),
+    AGREED:    (_kept,   _kept),
+    BROKEN:    (_broken, _broken),
+    CAPTURING: (_whole,  _whole),
+    RECORDED:  (_whole,  _whole),
+    CAPTURED:  (_one,    _one),
+}
 #: The state that an event leads to.
 _EVENTS: Mapping[State, tuple[Cell, ...]] = {
     #           SEND     FAIL    AGREE
     EMPTY:     (_,       _,      _),
     NOTHING:   (SENDING, FAILED, AGREED),
     OPEN:      (SENDING, FAILED, AGREED),
+    COMING:    (SENDING, _,      _),
     SENDING:   (SENDING, FAILED, AGREED),
     FAILED:    (FAILED,  FAILED, AGREED),
     AGREED:    (_,       FAILED, AGREED),
@@ -158,7 +187,7 @@ _EVENTS: Mapping[State, tuple[Cell, ...]] = {
 #: For each state what a call or an event leads to.
 TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
     state: {
-        **{call: answer or state for call, answer in zip(Call, answers, strict=False)},
+        **{call: answer or state for call, answer in zip(Call, answers + _CALLS_OF_ONE[state], strict=False)},
         Call.DISCARD: EMPTY,
         **{event: answer for event, answer in zip(Event, _EVENTS[state], strict=True) if answer},
     }

@@ -31,6 +31,7 @@ class Window:
         self.measured: Flags = np.zeros(size, np.bool_)  # whose squared sums are of what the kernels wrote last
         self.producers: set[ProducerStream] = set()  # whose streams its gradients are worked on
         self._is_even = True  # every contribution so far was to all slots
+        self.is_coming = False  # a micro-batch comes component by component
         self._held: dict[SlotSet, list[tuple[Contribution, np.float32]]] = {}
         self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
         self._addresses: set[int] = set()  # that are held
@@ -74,14 +75,27 @@ class Window:
                     do="use hold=1, or leave them alone; this window is lost: discard() it",
                 )
 
+    def begin(self, weight: np.float32) -> None:
+        """A micro-batch begins that comes component by component: some may come twice, and some not at all."""
+        self.weights.append(weight)
+        self._is_even, self.is_coming = False, True
+
+    def end(self) -> None:
+        """That micro-batch is over: what did not come had no gradient."""
+        self.counts[:] = len(self.weights)
+        self._is_even, self.is_coming = True, False
+
     def count(self, contribution: Contribution, weight: np.float32) -> None:
         """Count a contribution to each of its slots, also where it has no gradient."""
         self.producers |= contribution.producers
         where = contribution.slots.where
-        if self._is_even or self.counts[where].max() == len(self.weights):
-            self.weights.append(weight)
-        self.counts[where] += 1
-        self._is_even = self._is_even and len(contribution.slots.positions) == self.counts.size
+        if self.is_coming:
+            self.counts[where] = len(self.weights)
+        else:
+            if self._is_even or self.counts[where].max() == len(self.weights):
+                self.weights.append(weight)
+            self.counts[where] += 1
+            self._is_even = self._is_even and len(contribution.slots.positions) == self.counts.size
         self.measured[contribution.given] = False
         self.used[contribution.given] = True
 
@@ -142,6 +156,16 @@ def _untagged(contribution: Contribution) -> list[int]:
     """Where its gradients lie, whatever their dtypes; 0 where there is nothing."""
     addresses: list[int] = (contribution.addresses & np.uint64(ADDRESS)).tolist()
     return addresses
+
+
+def nothing_came(components: int) -> WindowError:
+    """The error of a micro-batch in which no component has a gradient."""
+    return WindowError(
+        "no component has a gradient in this micro-batch",
+        got=f"None for all {components}",
+        do="call add() after backward() and before zero_grad(), and see that parameters require gradients; "
+        "where there are none, say add(None, weight=0)",
+    )
 
 
 def checked_weight(weight: float) -> np.float32:

@@ -1,0 +1,139 @@
+"""`clip_grad_norm_` with torch's signature, and a norm that is right in every dtype."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from gradengine.arguments import as_float, as_text, said, truth_value
+from gradengine.clip import checked_max_norm, clip_by_global_norm
+from gradengine.errors import BufferRefused, CallerError, NonFiniteGradient
+from gradengine.kernels import kernels_for
+from gradengine.torch.gradients import as_tensor, in_memory_order
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float | None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,  # noqa: ARG001  (torch's signature)
+) -> torch.Tensor:
+    """Scale the parameters' gradients in place so that their global norm is at most `max_norm`.
+
+    A replacement of `torch.nn.utils.clip_grad_norm_` with these differences:
+
+    - The norm is computed in fp64 where fp32 would lose precision, and returned as float32; torch's has the gradients'
+      dtype. A norm too large for float32 is returned as Inf, and clipped by its true value.
+    - The scale is min(1, max_norm / norm), without torch's epsilon of 1e-6. Each element is multiplied once in fp32
+      and rounded once. Nothing is written if the norm is within the bound.
+    - A norm that is NaN or Inf scales nothing, where torch would multiply every gradient by NaN or 0.
+    - A `max_norm` that is 0, negative or NaN, a norm other than the second, a parameter that is listed twice (torch
+      would count and scale its gradient twice), float64 and complex gradients, and gradients on several devices are
+      refused.
+
+    Args:
+        parameters: A tensor, or any iterable of them; those without `.grad` are skipped. Gradients are fp32, fp16 or
+            bf16, also mixed, on one device, dense in any order of their dimensions (channels_last, transposed).
+        max_norm: The bound, above 0; None clips nothing. torch takes 0, and makes each gradient zero.
+        norm_type: 2, the only one.
+        error_if_nonfinite: Raise where the norm is NaN or Inf. On a GPU a wait for the device, as torch's is.
+        foreach: Ignored: all gradients are always clipped together.
+
+    Returns:
+        The norm before clipping, a 0-d float32 tensor on the gradients' device; 0 on the CPU if there are none. On a
+        GPU the host does not wait, except in the first call with gradients of these sizes.
+
+    Raises:
+        BufferRefused: A gradient has gaps in memory, is sparse, of another dtype, device or tensor class, or shares
+            memory with another; it is named by its position: "parameters[3].grad".
+        CallerError: `max_norm`, `norm_type` or `parameters` is not as above.
+        DeviceUnavailable: The device is a GPU, and what it needs is missing.
+        NonFiniteGradient: NaN or Inf, with `error_if_nonfinite`: names the first gradient, index and value. A
+            RuntimeError too, which is what torch raises. Nothing has been written.
+
+    Example::
+
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+    """
+    if as_text(norm_type) not in {"2", "2.0"} and as_float(norm_type) != 2:
+        do = "use torch.nn.utils.clip_grad_norm_ for it"
+        raise CallerError("norm_type is not supported", got=said(norm_type), expected="2", do=do)
+    bound, must_be_finite = checked_max_norm(max_norm), truth_value("error_if_nonfinite", error_if_nonfinite)
+    gradients = _gradients_by_position(parameters)
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = _clip(gradients, bound)
+    if must_be_finite and not torch.isfinite(norm):
+        raise _first_non_finite(gradients)
+    return norm.to(torch.float32)
+
+
+class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
+    """Raised outside of any step or window; a RuntimeError too, since that is what code written for torch catches."""
+
+    def __init__(self, component: str, index: int, value: float, **place: Any) -> None:
+        super().__init__(component, index, value, **{"step": 0, **place})
+        self.what = f"the gradients' norm is not finite: '{component}' at index {index}"
+        self.do = "nothing was clipped; leave out this step, or pass error_if_nonfinite=False"
+
+
+def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
+    if isinstance(parameters, torch.Tensor):
+        given: Iterable[object] = [parameters]
+    elif isinstance(parameters, Iterable) and not hasattr(parameters, "shape"):  # a shape: another framework's array
+        given = parameters
+    else:
+        raise _not_parameters("parameters is neither a tensor nor an iterable of tensors", parameters)
+    gradients, position = {}, -1
+    for position, parameter in enumerate(given):
+        if not isinstance(parameter, torch.Tensor):
+            raise _not_parameters(f"parameters[{position}] is not a tensor", parameter)
+        gradient = parameter.grad
+        if gradient is not None:
+            gradients[f"parameters[{position}].grad"] = gradient
+    if position < 0 and isinstance(parameters, Generator):
+        warnings.warn("parameters is a generator with nothing left in it: nothing is clipped", stacklevel=3)
+    return gradients
+
+
+def _not_parameters(what: str, given: object) -> CallerError:
+    return CallerError(what, got=type(given).__name__, do="pass module.parameters()")
+
+
+def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
+    """Clip the gradients; the norm in fp64, on their device."""
+    device = next(iter(gradients.values())).device
+    views = {
+        name: g
+        if type(g) is torch.Tensor and not g.requires_grad and g.layout is torch.strided and g.is_contiguous()
+        else _plain(g, name)
+        for name, g in gradients.items()
+    }
+    # On torch's current stream the kernels run between torch's work before and after, without events.
+    with kernels_for(str(device)).device.on(torch.cuda.current_stream(device) if device.type == "cuda" else None):
+        return as_tensor(clip_by_global_norm(views, bound))
+
+
+def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
+    """The detached gradient, its dimensions in memory order."""
+    plain = gradient.detach()
+    if type(plain) is not torch.Tensor:
+        what = f"component '{name}' is a tensor subclass, whose memory may not hold its values"
+        do = "use torch.nn.utils.clip_grad_norm_ for it"
+        raise BufferRefused(what, got=type(plain).__name__, expected="torch.Tensor", do=do)
+    return in_memory_order(plain, plain)
+
+
+def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradient:
+    for name, gradient in gradients.items():
+        found = torch.isfinite(gradient).logical_not().flatten().nonzero()
+        if len(found):
+            index = int(found[0])
+            return _NonFiniteNorm(name, index, float(gradient.flatten()[index]))
+    raise AssertionError("a norm that is not finite has a gradient that is not")

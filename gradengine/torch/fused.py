@@ -1,0 +1,123 @@
+"""A deferred step by torch's fused optimizers, which average, clip and skip by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradengine.arguments import has
+from gradengine.errors import BufferRefused, CallerError
+from gradengine.layout.components import trainable
+from gradengine.result import StepResult
+from gradengine.torch.gradients import Parameters, as_tensor, give, refuse_stale
+
+
+def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Parameters) -> None:
+    """Step an optimizer that was built with `fused=True` on a deferred result: it averages, clips and skips by itself.
+
+    Each parameter's `.grad` becomes a view of the result's sum; those that no micro-batch used have none. torch divides
+    it by `result.inverse_factor` as it reads it, writes the quotient back, and changes neither parameters nor state if
+    `result.skipped` is set. On a GPU it reads both from the engine's memory, and the host does not wait, except for the
+    first step that is not skipped of an SGD with momentum and dampening. Call `module.zero_grad()` before the next
+    backward. Where it raises nothing was done.
+
+    Args:
+        optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
+        result: From `engine.step(deferred=True)`.
+        module: The module of the engine's layout, by `layout_of`; the optimizer's parameters are its own.
+
+    Raises:
+        BufferRefused: A parameter takes no fp32 or lies on another device, or the optimizer has one with a gradient
+            that is not the module's.
+        LayoutMismatch: The result is not of this module's layout.
+        CallerError: The optimizer is not fused, or none of its parameters is the module's, or the result is not
+            deferred, or the engine has been called since.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        ...
+        step_fused(optimizer, engine.step(deferred=True), model)
+        model.zero_grad()
+    """
+    _refuse_not_fused(optimizer)
+    refuse_stale(result)
+    before = {parameter: parameter.grad for parameter in trainable(module).values()}
+    give(module, result.sums, result.unused)
+    try:
+        _refuse_other_gradients(optimizer, result, before)
+        _step_scaled(optimizer, result)
+    except BaseException:
+        for parameter, gradient in before.items():  # a sum that is left would be the next optimizer's gradient
+            parameter.grad = gradient
+        raise
+
+
+def _refuse_not_fused(optimizer: Any) -> None:
+    takes_both = has(optimizer, "_step_supports_amp_scaling") and optimizer._step_supports_amp_scaling
+    # A loaded state dict brings its own `fused` with it.
+    if not (takes_both and all(group.get("fused", True) for group in optimizer.param_groups)):
+        raise CallerError(
+            "the optimizer cannot scale and skip by itself",
+            got=f"{type(optimizer).__name__} that is not fused",
+            expected="one of torch's fused optimizers",
+            do="build it with fused=True, or use engine.step() without deferred, and optimizer.step()",
+        )
+
+
+def _refuse_other_gradients(
+    optimizer: torch.optim.Optimizer, result: StepResult, own: Mapping[torch.nn.Parameter, Any]
+) -> None:
+    """Raise `BufferRefused` for gradients outside of the arena, which would be divided like the window's sum."""
+    start, stop = _extent(result.sums.values())
+    parameters = {(g, i): p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
+    for (group, index), parameter in parameters.items():
+        if parameter.grad is not None and not _is_within(parameter.grad, start, stop):
+            raise BufferRefused(
+                f"param_groups[{group}]['params'][{index}] has a gradient that is not this result's",
+                got=f"shape {tuple(parameter.shape)}",
+                do="build the optimizer of this module's parameters; set the .grad of others to None",
+            )
+    if own.keys().isdisjoint(parameters.values()):
+        raise CallerError("none of the optimizer's parameters is the module's", do="pass the module that it trains")
+
+
+def _extent(arrays: Iterable[Any]) -> tuple[int, int]:
+    """The address range of NumPy or CuPy arrays, by their own attributes: from_dlpack takes 10 us each."""
+    places = [(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr, a.nbytes) for a in arrays if a.size]
+    return min((first for first, _ in places), default=0), max((first + size for first, size in places), default=0)
+
+
+def _is_within(tensor: torch.Tensor, start: int, stop: int) -> bool:
+    is_dense = tensor.layout is torch.strided
+    return is_dense and (not tensor.numel() or start <= tensor.data_ptr() <= stop - tensor.nbytes)
+
+
+def _step_scaled(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
+    without_momentum = _without_momentum(optimizer)
+    scaled: Any = optimizer  # torch reads these two attributes without declaring them
+    scaled.grad_scale = as_tensor(result.inverse_factor).to(torch.float32)
+    scaled.found_inf = found_inf = as_tensor(result.skipped).to(torch.float32)
+    try:
+        optimizer.step()
+    finally:
+        del scaled.grad_scale, scaled.found_inf
+    for parameter, dampening in without_momentum:
+        if not dampening:  # 0 x momentum + gradient is what a first step stores
+            optimizer.state[parameter]["momentum_buffer"].masked_fill_(found_inf > 0, 0)
+        elif found_inf > 0:  # so that the next step is the first, which takes the gradient undampened; waits on a GPU
+            del optimizer.state[parameter]["momentum_buffer"]
+
+
+def _without_momentum(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, float]]:
+    """Parameters for which SGD's next step allocates a momentum buffer, which a skipped one leaves uninitialised."""
+    return [
+        (parameter, group["dampening"])
+        for group in optimizer.param_groups
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]
+        for parameter in group["params"]
+        if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+    ]

@@ -1,0 +1,226 @@
+"""A module's gradients into an engine and out of it, without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gradengine.accumulate.gradients import and_more
+from gradengine.arguments import refuse_other_kind, truth_value
+from gradengine.arrays.device import device_of
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+from gradengine.layout import GradientLayout
+from gradengine.layout.components import memory_order, shapes_in_memory, trainable
+from gradengine.result import StepResult
+
+Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
+
+
+def layout_of(module: Parameters) -> GradientLayout:
+    """The layout of a module's trainable parameters, in the order of `named_parameters()`; tied ones come once.
+
+    For a module it is `GradientLayout.of(module)`. Instead of a module every function here takes a list of parameters,
+    which are named by their position.
+
+    The dimensions of a dense parameter that is not contiguous (channels_last, transposed) are in memory order: so it is
+    accumulated, exchanged and handed back, which does not show where a transposed weight is square. `tensors_of`
+    permutes it back.
+
+    Raises:
+        CallerError: It is not a module.
+        LayoutMismatch: Nothing in it is trainable, or a lazy parameter has no shape yet.
+        BufferRefused: A parameter's gradients are not supported: float64, complex, sparse, a DTensor. One on the "meta"
+            device has a layout, but no gradients that could be added.
+
+    Example::
+
+        engine = GradientEngine(layout_of(model), max_norm=1.0)
+    """
+    return GradientLayout.of(shapes_in_memory(module))
+
+
+def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, torch.Tensor | None]:
+    """A module's gradients by name, as `engine.add` takes them and `engine.step(out=...)` writes them; no copy.
+
+    Args:
+        module: The module, of which the trainable parameters are used.
+        allocate: Give a parameter without `.grad` one of zeros, of its `grad_dtype`. Destinations need it:
+            `engine.step(out=...)` skips a None, though other micro-batches of the window may have used the parameter.
+            One unused in the whole window has zeros then, which AdamW decays: `drop_unused` removes them.
+
+    Returns:
+        Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself where the
+        parameter is contiguous, else a view; None where there is none, which `engine.add` counts as zero.
+
+    Example::
+
+        for tokens, batch in micro_batches:
+            model.zero_grad()
+            loss_of(model, batch).backward()
+            engine.add(gradients_of(model), weight=tokens)
+        engine.step(out=gradients_of(model, allocate=True))
+        optimizer.step()
+    """
+    parameters, allocate = trainable(module), truth_value("allocate", allocate)
+    for parameter in parameters.values():
+        if allocate and parameter.grad is None:
+            # Older torch has no grad_dtype; None means any.
+            parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        gradient = gradients[name]
+        if gradient is not None and not parameter.is_contiguous():
+            gradients[name] = in_memory_order(gradient, parameter)
+    return gradients
+
+
+def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A step's gradients as tensors with the parameters' own shapes and strides; no copy.
+
+    Args:
+        module: The module of the engine's layout, by `layout_of`; its parameters may have any dtype.
+        gradients: `result.gradients`, or a deferred step's `result.sums`; good until the next `engine.add`.
+
+    Returns:
+        Name -> tensor for each trainable parameter: a view with the gradients' dtype (float32) and on their device.
+
+    Raises:
+        LayoutMismatch: They do not belong to this module's layout.
+
+    Example::
+
+        for name, gradient in tensors_of(model, engine.step().gradients).items():
+            masters[name].grad = gradient  # fp32 master weights of a bf16 model
+    """
+    return {name: view_for(parameter, name, gradients) for name, parameter in trainable(module).items()}
+
+
+def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool = False) -> None:
+    """Make each trainable parameter's `.grad` a view of a step's result; no copy.
+
+    For fp32 parameters, and in torch >= 2.10 for others whose `grad_dtype` is float32 or None. Good until the next
+    `engine.add`. Call `module.zero_grad()` before the next backward, which would add to the engine's memory. Parameters
+    that no micro-batch of any worker used are left without a gradient, as torch leaves them, so that AdamW does not
+    decay them. Where it raises nothing was set.
+
+    Args:
+        module: The module of the engine's layout, by `layout_of`.
+        result: From `engine.step()`. A deferred one is for `step_fused`.
+        zero_unused: Give unused parameters zeros, for an optimizer that should decay them or needs every gradient.
+
+    Raises:
+        BufferRefused: A parameter takes no fp32, or lies on another device.
+        LayoutMismatch: The result is not of this module's layout.
+        CallerError: The engine has been called since, or the step was deferred: it left a sum.
+
+    Example::
+
+        give_gradients(model, engine.step())
+        optimizer.step()
+        model.zero_grad()
+    """
+    refuse_stale(result)
+    give(module, result.gradients, frozenset() if truth_value("zero_unused", zero_unused) else result.unused)
+
+
+def drop_unused(module: Parameters, result: StepResult) -> None:
+    """Set `.grad` to None where no micro-batch of any worker used the parameter, as torch leaves it.
+
+    For gradients that a step wrote into `.grad`, zeros where unused; `give_gradients` does this by itself. Where it
+    raises nothing was dropped.
+
+    Args:
+        module: The module of the engine's layout, by `layout_of`.
+        result: From `engine.step(out=gradients_of(module, allocate=True))`.
+
+    Raises:
+        LayoutMismatch: The result is not of this module's layout.
+        CallerError: The engine has been called since: what was unused may have a gradient by now.
+
+    Example::
+
+        drop_unused(model, engine.step(out=gradients_of(model, allocate=True)))
+        optimizer.step()
+    """
+    refuse_stale(result)
+    parameters = trainable(module)
+    unknown = sorted(result.unused - parameters.keys())
+    if unknown:
+        what = f"component '{unknown[0]}'{and_more(unknown)} is not a parameter of this module"
+        raise LayoutMismatch(what, do="pass the module of the engine's layout")
+    for name in result.unused:
+        parameters[name].grad = None
+
+
+# ---- for the other files ----
+
+
+def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor with its dimensions permuted to the memory order of `like`."""
+    order = memory_order(like)
+    return tensor if order is None else tensor.permute(order)
+
+
+def grad_dtype_of(parameter: torch.nn.Parameter) -> torch.dtype | None:
+    """The dtype that a parameter's gradient must have; None means any."""
+    found: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)  # older torch has no grad_dtype
+    return found
+
+
+def view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, Any]) -> torch.Tensor:
+    """The gradient of that name with the parameter's shape and strides."""
+    refuse_other_kind("gradients", gradients, Mapping, do="pass result.gradients")
+    ordered = in_memory_order(parameter, parameter)
+    view = from_dlpack(gradients[name]) if name in gradients else None
+    if view is None or view.shape != ordered.shape:
+        raise LayoutMismatch(
+            f"the result has no gradient for parameter '{name}'",
+            got="none" if view is None else tuple(view.shape),
+            expected=f"shape {tuple(ordered.shape)}",
+            do="build the engine with layout_of(module), and step it without out=",
+        )
+    order = memory_order(parameter)
+    return view if order is None else view.permute([order.index(d) for d in range(view.ndim)])
+
+
+def give(module: Parameters, gradients: Mapping[str, Any], unused: AbstractSet[str]) -> None:
+    """Make each parameter's `.grad` a view of its gradient, or None where it is unused; all or, with an error, none."""
+    parameters, views = trainable(module), tensors_of(module, gradients)
+    for name, view in views.items():
+        _refuse_as_gradient(view, parameters[name], name)
+    for name, parameter in parameters.items():
+        parameter.grad = None if name in unused else views[name]
+
+
+def _refuse_as_gradient(view: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> None:
+    taken = grad_dtype_of(parameter)
+    if taken not in (None, view.dtype):
+        do = "use engine.step(out=gradients_of(module, allocate=True)), which rounds to the parameter's dtype"
+        raise BufferRefused(
+            f"parameter '{name}' takes gradients of another dtype", got=view.dtype, expected=taken, do=do
+        )
+    if view.device != parameter.device:
+        what = f"parameter '{name}' is on another device than the engine"
+        raise BufferRefused(what, got=parameter.device, expected=view.device)
+
+
+def as_tensor(number: Any) -> torch.Tensor:
+    """A scalar of a result as a 0-d tensor, on a GPU without a copy or a wait."""
+    if device_of(number) == "cpu":
+        return torch.tensor(float(number), dtype=torch.float64)
+    return from_dlpack(number)
+
+
+def refuse_stale(result: StepResult) -> None:
+    """Raise `CallerError` where the engine has been called since the step."""
+    refuse_other_kind("result", result, StepResult, do="pass what engine.step() returned")
+    if not result.is_current:
+        raise CallerError(
+            f"the result of step {result.step} is out of date",
+            got="an add or a step of the engine since",
+            do="use each result before the engine is called again",
+        )
