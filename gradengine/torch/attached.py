@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, TracebackType
@@ -34,7 +34,7 @@ def attach(module: Parameters, engine: GradientEngine) -> Attached:
         engine: With `hold=1`, else the gradients stay until they are folded.
 
     Returns:
-        What begins micro-batches, steps, and takes the hooks away again, also at the end of its `with`.
+        What begins micro-batches and steps. Keep it: the hooks are there until it is gone, or its `with` is left.
 
     Raises:
         LayoutMismatch: The layout is not `layout_of(module)`: names the first parameter that differs.
@@ -82,10 +82,13 @@ class Attached(AbstractContextManager["Attached"]):
         self._of_backward: MicroBatch | None = None  # of a backward without one,
         self._backward = -1  # which has this number
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
+        # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
+        take = weakref.WeakMethod(self._take)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_take, take, name))
             for name, parameter in parameters.items()
         ]
+        self._remove = weakref.finalize(self, _remove_all, handles)
         _live.add(self)
 
     def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
@@ -156,8 +159,7 @@ class Attached(AbstractContextManager["Attached"]):
 
     def remove(self) -> None:
         """Take the hooks away; the window stays as it is."""
-        for handle in self._handles:
-            handle.remove()
+        self._remove()
         _live.discard(self)
 
     def refuse_same(self, parameters: Mapping[str, torch.nn.Parameter], engine: GradientEngine) -> None:
@@ -278,6 +280,17 @@ class _Passes(AbstractContextManager[None]):
 
     def __exit__(self, *fault: object) -> None:
         self._attached.leave(self._micro_batch, *fault)
+
+
+def _take(take: weakref.WeakMethod[Any], name: str, parameter: torch.nn.Parameter) -> None:
+    method = take()
+    if method is not None:
+        method(name, parameter)
+
+
+def _remove_all(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _is_nested() -> bool:
