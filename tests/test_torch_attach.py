@@ -1,11 +1,14 @@
 """Hooks that give an engine each gradient as backward makes it: torch's own loop, bit for bit, and what is refused."""
 
+import contextlib
 import copy
 import gc
 import math
+import re
 import shutil
 import warnings
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -678,6 +681,62 @@ class TestSeveralWorkers:
 
         first, second = on_ranks(work, 2)
         assert first == second
+
+
+class Gpt(Net):
+    """What nanoGPT's model answers: its logits and the loss."""
+
+    def forward(self, x, y):
+        logits = super().forward(x)
+        return logits, (logits - y).square().mean()
+
+
+class Enough(Exception):
+    """There are no more batches."""
+
+
+class TestThePage:
+    """nanoGPT's loop, as docs/torch.md shows it before and after."""
+
+    TEXT = (Path(__file__).parent.parent / "docs" / "torch.md").read_text()
+    LINES = re.search(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)[1].splitlines()
+
+    def losses(self, without, is_enabled):
+        program = "\n".join(line[1:] for line in self.LINES if line[0] != without)
+        model, found = Gpt(), []
+        model.register_forward_hook(lambda *args: found.append(args[2][1].item()))
+
+        def get_batch(_):
+            if len(found) == 24:
+                raise Enough
+            return batch(len(found)), torch.zeros(())
+
+        names = {
+            "torch": torch,
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05),
+            "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, enabled=is_enabled),
+            "device": "cpu",
+            "grad_clip": 0.05,
+            "gradient_accumulation_steps": 4,
+            "ctx": contextlib.nullcontext(),
+            "get_batch": get_batch,
+            "X": batch(0),
+            "Y": torch.zeros(()),
+        }
+        with pytest.raises(Enough):
+            exec(compile(program, "docs/torch.md", "exec"), names)
+        return found, names["scaler"].state_dict()
+
+    @pytest.mark.parametrize("is_enabled", [True, False])
+    def test_the_loop_learns_what_it_did(self, is_enabled):
+        (before, scale), (after, our_scale) = (self.losses(which, is_enabled) for which in "+-")
+        assert before[-1] < before[0] / 2
+        np.testing.assert_allclose(after, before, rtol=1e-4)
+        assert scale == our_scale
+
+    def test_at_most_five_lines_change(self):
+        assert [sum(line[0] == sign for line in self.LINES) for sign in "+-"] == [5, 5]
 
 
 class TestGradScaler:

@@ -40,7 +40,8 @@ class Window:
         """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
         if self._is_even:
             return  # it begins with these
-        for micro_batch in np.unique(self.counts[slot_set.where]).tolist():
+        counts = [len(self.weights) - 1] if self.is_coming else np.unique(self.counts[slot_set.where]).tolist()
+        for micro_batch in counts:
             if micro_batch < len(self.weights) and self.weights[micro_batch] != weight:
                 raise WindowError(
                     f"{where} of micro-batch {micro_batch} has another weight than its other parts",
