@@ -267,6 +267,11 @@ CALLS = {
     "engine.add_block(last)": lambda v: engine().add_block(0, [floats()], last=v),
     "engine.add_non_block(gradient)": lambda v: engine().add_non_block("head", v),
     "engine.add_non_block(last)": lambda v: engine().add_non_block("head", floats(2), last=v),
+    "engine.micro_batch(weight)": lambda v: engine().micro_batch(v),
+    "engine.micro_batch(last)": lambda v: engine().micro_batch(last=v),
+    "micro_batch.add(name)": lambda v: engine().micro_batch().add(v, floats(2)),
+    "micro_batch.add(gradient)": lambda v: engine().micro_batch().add("head", v),
+    "engine.step(loss_scale)": lambda v: stepped(loss_scale=v),
     "engine.step(deferred)": lambda v: stepped(deferred=v),
     "RawBuffer(pointer)": lambda v: raw(pointer=v) if v is None or type(v) is str else None,
     **{

@@ -1,5 +1,6 @@
 """A micro-batch that comes component by component: the same bits as one that comes whole, whatever the order."""
 
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -8,6 +9,7 @@ import strategies as draw
 from devices import bits_of, put_all
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import interrupted_at, places_of
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout
@@ -165,6 +167,29 @@ class TestRefusals:
             micro_batch.add("head", np.ones(2, np.float32))
         with pytest.raises(WindowError, match="is broken"):
             engine.step()
+
+    @pytest.mark.parametrize("hold", [1, 2])
+    def test_interrupted_at_any_line_it_is_in_the_window_or_is_not_or_the_window_is_broken(self, hold):
+        def begun():
+            engine = GradientEngine(TWO, hold=hold)
+            engine.add([np.float32([1]), np.float32([1])])
+            return engine
+
+        gradients = {"w": np.float32([4]), "b": np.float32([4])}
+        ends = set()
+        for at in places_of(partial(come, begun(), gradients)):
+            engine = begun()
+            interrupted_at(at, partial(come, engine, gradients))
+            if engine.accumulator.state.now is State.OPEN:
+                ends.add(float(engine.step().gradients["w"][0]))
+            else:
+                with pytest.raises(WindowError, match=r"discard\(\)"):
+                    engine.step()
+                ends.add("refused")
+                engine.discard()
+            engine.add(gradients)
+            assert engine.step().gradients["b"][0] == 4.0, at
+        assert ends == {1.0, 2.5, "refused"}
 
     def test_nothing_that_came(self):
         engine = GradientEngine(LAYOUT)

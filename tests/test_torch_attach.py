@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import strategies as draw
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import interrupted_at, places_of
 from ranks import on_ranks
 
 torch = pytest.importorskip("torch")
@@ -100,6 +102,12 @@ def fail_within(attached, *losses, fault):
         for loss in losses:
             loss.backward()
         raise fault
+
+
+def fail_within_another(attached, first, second):
+    with attached.micro_batch():
+        first.backward()
+        backward_within(attached, second)
 
 
 def backward_within(attached, *losses, **options):
@@ -438,6 +446,38 @@ class TestWhatGoesWrong:
         with pytest.raises(WindowError, match="holds a part of a micro-batch"):
             attached.step()
 
+    @pytest.mark.parametrize("way", ["with", "alone"])
+    def test_interrupted_at_any_line_a_micro_batch_is_in_the_window_or_is_not_or_the_window_is_refused(self, way):
+        def begun():
+            module = torch.nn.Linear(2, 2)
+            torch.nn.init.ones_(module.weight)
+            engine = GradientEngine(layout_of(module))
+            attached = attach(module, engine)
+            module(torch.ones(1, 2)).sum().backward()
+            return module, engine, attached
+
+        def second(module, attached):
+            loss = module(torch.full((1, 2), 4.0)).sum()
+            backward_within(attached, loss) if way == "with" else loss.backward()
+
+        module, _, attached = begun()
+        places, ends = places_of(partial(second, module, attached)), set()
+        for at in places:
+            module, engine, attached = begun()
+            interrupted_at(at, partial(second, module, attached))
+            module.zero_grad()
+            if engine.accumulator.state.now is State.OPEN:
+                ends.add(round(attached.step().norm ** 2, 3))
+            else:
+                with pytest.raises(WindowError, match=r"discard\(\)"):
+                    attached.step()
+                ends.add("refused")
+                engine.discard()
+            module.zero_grad()
+            module(torch.ones(1, 2)).sum().backward()
+            assert attached.step().norm == pytest.approx(math.sqrt(6)), at
+        assert ends == {6.0, 27.0, "refused"}  # 1s alone, or their mean with 4s for the weights
+
     def test_a_gradient_that_cannot_be_added(self):
         module = torch.nn.Embedding(5, 3)
         engine = GradientEngine(layout_of(module))
@@ -472,9 +512,13 @@ class TestWhatGoesWrong:
         attached.remove()
 
     def test_a_micro_batch_within_another(self):
-        attached, *_ = pair()
-        with pytest.raises(CallerError, match=r"micro_batch\(\) within another"), attached.micro_batch():
-            backward_within(attached)
+        attached, ours, *_ = pair()
+        with pytest.raises(WindowError, match="no component has a gradient"), attached.micro_batch():
+            backward_within(attached, loss_of(ours, 0))
+        assert attached.step().micro_batches == 1  # the inner one
+        ours.zero_grad()
+        with pytest.raises(WindowError, match="holds a part"):
+            fail_within_another(attached, loss_of(ours, 0), loss_of(ours, 1))
 
     def test_nothing_is_set_by_a_step_that_failed(self):
         for dtype in (torch.float32, torch.bfloat16):

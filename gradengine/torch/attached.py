@@ -105,7 +105,6 @@ class Attached(AbstractContextManager["Attached"]):
 
         Raises:
             WindowError: As `GradientEngine.micro_batch`; and at its end, where no parameter got a gradient.
-            CallerError: It is entered within another.
 
         Example::
 
@@ -180,8 +179,6 @@ class Attached(AbstractContextManager["Attached"]):
 
     def enter(self, micro_batch: MicroBatch) -> None:
         """The gradients that come next are this micro-batch's."""
-        if self._within is not None:
-            raise CallerError("micro_batch() within another", do="leave its `with` first")
         self._within = micro_batch
 
     def leave(self, micro_batch: MicroBatch, *fault: Any) -> None:
@@ -191,12 +188,14 @@ class Attached(AbstractContextManager["Attached"]):
             micro_batch.__exit__(*fault)
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Add the gradient of a parameter, which torch has just set, and free it."""
-        gradient = self._new_gradient(name, parameter)
-        micro_batch = self._within or self._of_this_backward(name)
-        with self._on_torchs_stream():
-            micro_batch.add(name, in_memory_order(gradient, parameter))
-        parameter.grad = None
+        """Add the gradient of a parameter, which torch has just set, and free it; the next would be added to it."""
+        try:
+            gradient = self._new_gradient(name, parameter)
+            micro_batch = self._within or self._of_this_backward(name)
+            with self._on_torchs_stream():
+                micro_batch.add(name, in_memory_order(gradient, parameter))
+        finally:
+            parameter.grad = None
 
     def _new_gradient(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
         gradient, given = parameter.grad, self._given.get(name)
@@ -235,6 +234,7 @@ class Attached(AbstractContextManager["Attached"]):
     def _drop_unfinished(self) -> None:
         """A backward that did not come to its end left a part of a micro-batch, which the engine then refuses."""
         micro_batch, self._of_backward = self._of_backward, None
+        self._within = None  # of a `with` that an interrupt kept from being entered, or left
         if micro_batch is not None:
             micro_batch.fail(RuntimeError)
 
