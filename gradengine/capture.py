@@ -13,7 +13,7 @@ from gradengine.arguments import listed, truth_value
 from gradengine.arrays.buffer import RawBuffer, refuse_freed
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, CallerError, WindowError
-from gradengine.kernels import Graph
+from gradengine.kernels import Device, Graph
 from gradengine.layout import Slot
 from gradengine.result import StepResult
 
@@ -181,6 +181,17 @@ class Capture(AbstractContextManager[CapturedWindow]):
             raise
         finally:
             self._end()
+
+
+def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
+    """Raise `CallerError` where the current stream records a graph and an engine does not, or the other way."""
+    if device.is_capturing() != is_recording:
+        raise CallerError(
+            "the current stream is not the one that is captured"
+            if is_recording
+            else "the current stream records a graph that this engine knows nothing of",
+            do="use this engine's capture(), on the stream of its `with`; discard() where an interrupt left that",
+        )
 
 
 def address_of(array: Any) -> int:

@@ -11,10 +11,16 @@ from gradengine.layout import GradientLayout
 
 @final
 class DeferredErrors:
-    """Asynchronous non-finite errors of one engine's steps, each raised once; without a readback there are none."""
+    """Asynchronous non-finite errors of one engine's steps, each raised once; without a readback there are none.
 
-    def __init__(self, readback: StatusReadback | None, layout: GradientLayout) -> None:
-        self._readback, self._layout = readback, layout
+    Args:
+        readback: By which the device tells the status of its steps.
+        layout: Whose components errors name.
+        raises: Whether `raise_pending` does; else what has come is only taken, so that the next have room to be sent.
+    """
+
+    def __init__(self, readback: StatusReadback | None, layout: GradientLayout, *, raises: bool = True) -> None:
+        self._readback, self._layout, self._raises = readback, layout, raises
         self.exist = readback is not None  # or will
         self._latest: StepStatus | None = None
         self._raised_bad_steps = 0
@@ -41,6 +47,12 @@ class DeferredErrors:
         is_queued, self._counted = self._counted == step + 1, -1
         return is_queued
 
+    def restart(self) -> None:
+        """Forget every step so far: the next ones are counted from another number."""
+        if self._readback is not None:
+            self._readback.restart()
+        self._latest, self._raised_bad_steps, self._counted = None, 0, -1
+
     def latest(self) -> StepStatus | None:
         """The newest status that has come; never a wait."""
         found = self._readback.newest() if self._readback is not None else None
@@ -57,7 +69,7 @@ class DeferredErrors:
         """Raise the error of the last bad step, where its status has come and nobody was told of it yet."""
         status = self.latest()
         # A status may also be older than what check() has read since.
-        if status is not None and status.bad_steps > self._raised_bad_steps:
+        if self._raises and status is not None and status.bad_steps > self._raised_bad_steps:
             self._raise(status)
 
     def of_step(self, step: int) -> NonFiniteGradient | None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.gradients import Gradients, destinations_of, handed_back
 from gradengine.accumulate.state import Call, Facts, State
-from gradengine.accumulate.window import checked_weight
-from gradengine.arguments import as_float, refuse_other_kind, said, truth_value
-from gradengine.arrays.buffer import Buffer
-from gradengine.arrays.frameworks import note_written
-from gradengine.capture import Capture, CapturedWindow
+from gradengine.accumulate.window import checked_weight, weighs_nothing
+from gradengine.arguments import as_float, refuse_other_kind, truth_value
+from gradengine.arrays.buffer import Array
+from gradengine.capture import Capture, CapturedWindow, refuse_other_graph
+from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
-from gradengine.errors import CallerError, GradientError, NotCopied, WindowError
+from gradengine.errors import CallerError, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
 from gradengine.kernels.device import Graph
@@ -36,7 +37,7 @@ Answer = TypeVar("Answer")
 
 
 @final
-class GradientEngine(NotCopied, instead="build another of the same layout: between windows it holds nothing"):
+class GradientEngine(NotCopied, instead="build another, and load_state_dict() what state_dict() saved"):
     """Accumulates micro-batches in fp32, sums them over workers, checks, clips, averages and hands back.
 
     Every call checks what it was given before it changes anything. A step that failed can be run again: `step()` once
@@ -125,10 +126,10 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
         parts = TensorParallelGroup(self.accumulator, replicated)
-        self._reducer = Reducer(
-            self.accumulator, average=self._settings.average, settings=self._settings.shared, parts=parts
-        )
-        self._late = DeferredErrors(self._kernels.status_readback(self.accumulator.arena, self._plan), layout)
+        average, shared = self._settings.average, self._settings.shared
+        self._reducer = Reducer(self.accumulator, average=average, settings=shared, parts=parts)
+        readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
+        self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
         self._capture: Capture | None = None  # while a window is captured
         self._kernels.prepare(self.accumulator.arena, (), self._plan)
         if exchange is not None or tp_exchange is not None:
@@ -222,12 +223,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         if gradients is None:
             if as_float(weight) != 0:
-                raise WindowError(
-                    "a micro-batch without gradients",
-                    got=f"weight {said(weight)}",
-                    expected="0: it counts nothing",
-                    do="add its gradients, or say add(None, weight=0) where there are none",
-                )
+                raise weighs_nothing(weight)
             self.accumulator.add_nothing()
             return
         self.accumulator.add(gradients, weight, measure=is_last and self.world_size == 1)
@@ -248,13 +244,9 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        self._whole(self._add_block, index, gradients, weight, last)
-
-    def _add_block(self, index: int, gradients: Gradients, weight: float, last: bool) -> None:
-        block, last = self.layout.block(index), truth_value("last", last)
-        self._ask_part(block)
-        self.accumulator.add_block(block.index, gradients, weight, measure=last and self.world_size == 1)
-        self._note_part(block, gradients, last, f"{block.name}.")
+        block = self.layout.block(index)
+        add = partial(self.accumulator.add_block, block.index, gradients, weight)
+        self._whole(self._add_part, block, add, gradients, truth_value("last", last), f"{block.name}.")
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, last: bool = False) -> None:
         """Add one component outside the blocks, by name or id, as `add_block` does a block.
@@ -262,13 +254,19 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
-        self._whole(self._add_non_block, name, gradient, weight, last)
+        add = partial(self.accumulator.add_non_block, name, gradient, weight)
+        self._whole(self._add_part, self.accumulator.non_block_span(name), add, [gradient], truth_value("last", last))
 
-    def _add_non_block(self, name: str | int, gradient: object, weight: float, last: bool) -> None:
-        span, last = self.accumulator.non_block_span(name), truth_value("last", last)
-        self._ask_part(span)
-        self.accumulator.add_non_block(name, gradient, weight, measure=last and self.world_size == 1)
-        self._note_part(span, [gradient], last)
+    def _add_part(
+        self, span: Span, add: Callable[..., None], gradients: Gradients, last: bool, prefix: str = ""
+    ) -> None:
+        self._ask(Call.ADD_PART)
+        self._settings.is_last(f"the window of {span.called}", self.accumulator.count_of(span))
+        add(measure=last and self.world_size == 1)
+        if self._capture is not None:
+            self._capture.window.keep(span.slots, gradients, prefix)
+        if last:
+            self._reducer.start((span,))
 
     def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> MicroBatch:
         """A micro-batch that comes component by component, in any order, as backward makes its gradients.
@@ -291,8 +289,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
         self._ask(Call.BEGIN)
         is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         is_last = is_last if last is None else truth_value("last", last)
-        scalar = float(checked_weight(weight))
-        return MicroBatch(self.accumulator, self._reducer, self._whole, scalar, is_last=is_last)
+        return MicroBatch(self.accumulator, self._reducer, self._whole, float(checked_weight(weight)), is_last=is_last)
 
     def step(
         self, out: Gradients | None = None, *, deferred: bool = False, loss_scale: float | None = None
@@ -334,14 +331,16 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             (self if self._state.now is State.AGREED else self._settings).loss_scale = loss_scale
         decided = self._decide()
         self._state.now = State.BROKEN  # until the next window is open: what is handed back is not a sum any more
+        accumulator, arena = self.accumulator, self.accumulator.arena
         if not deferred:
-            self._hand_back(decided, destinations)
+            with accumulator.changing(State.BROKEN) if destinations is None else arena.in_order():
+                self._kernels.hand_back(arena, decided.decision, self._plan, destinations)
         result = self._result(decided, out, deferred)
-        producers = self.accumulator.producers
+        producers = accumulator.producers
         if self._capture is not None:
             producers = producers | producers_of((destinations or {}).values())
             self._capture.window.closed(result, self.layout.slots, out, producers)
-            self.accumulator.drop_window()
+            accumulator.drop_window()
             self._state.now = State.CAPTURED
             return result
         self._kernels.device.hand_over(producers)
@@ -394,8 +393,63 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             device = self._kernels.device.name
             raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
         self._ask_for_graph(Call.CAPTURE)
-        window = CapturedWindow(self._launched, self._record_again)
+        window = CapturedWindow(lambda *given: self._whole(self._replay, *given), self._record_again)
         return Capture(window, graph, self._begin_capture, self._end_capture)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Save this rank's part of the open step, anywhere in its window: `load_state_dict` goes on to the same bytes.
+
+        Held micro-batches are folded, which changes no bit. Late errors of a GPU are not saved: call `check()` before.
+
+        Returns:
+            Name -> NumPy array in memory of its own: 4 bytes an element once a micro-batch has come. From a GPU it
+            waits for the work on the arena, and for a copy on another stream; the current stream goes on.
+
+        Raises:
+            WindowError: Some of it was sent to other workers; its step failed, or is broken; or a graph is recorded.
+            BufferRefused: A gradient that is held was given other memory, or freed.
+            NonFiniteGradient: Of an earlier step on a GPU, as by `add`.
+
+        Example:
+            >>> engine, resumed = (GradientEngine(GradientLayout.of({"w": (2,)})) for _ in range(2))
+            >>> engine.add({"w": np.array([6, 0], np.float32)})
+            >>> resumed.load_state_dict(engine.state_dict())
+            >>> resumed.step().gradients["w"]
+            array([6., 0.], dtype=float32)
+        """
+        return self._whole(self._save)
+
+    def _save(self) -> dict[str, Array]:
+        self._ask(Call.SAVE)
+        checkpoint = Checkpoint(self.current_step, self._reducer.worker, self.loss_scale, self.accumulator.saved())
+        return saved_state(checkpoint, self.layout, self._settings)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, in place of an empty window: step number, loss scale and window are what they were.
+
+        Device, transport, `hold`, bounds and groups may be others. With an exchange, joined already or joined later,
+        each rank loads what it saved; between windows any rank's state will do, for any number of ranks.
+
+        Args:
+            state: What `state_dict` returned; arrays that NumPy can read, as torch's on the host.
+
+        Raises:
+            LayoutMismatch: It is of another layout, or order of components; shows the rows that differ.
+            CallerError: It is of another `micro_batches` or `average`, of a later version, or not whole.
+            WindowError: A window is open here (`discard()` it), or the state's is another rank's.
+            NonFiniteGradient, BufferRefused: Of an earlier step on a GPU, as by `check`.
+        """
+        self._whole(self._load, state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._ask(Call.LOAD)
+        checkpoint = checkpoint_of(state, self.layout, self._settings)
+        self._reducer.refuse_other_worker(checkpoint.whose)
+        self.check()
+        self._late.restart()
+        self._settings.loss_scale = checkpoint.loss_scale
+        self._reducer.load(checkpoint.step, checkpoint.whose)
+        self.accumulator.load(checkpoint.window)
 
     def check(self) -> None:
         """Wait for a GPU's steps and raise what no call has raised yet: for the end of training, or a checkpoint.
@@ -405,7 +459,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             BufferRefused: A torch gradient was not cleared before a later add.
         """
         self._late.wait()
-        self._raise_late()
+        self._late.raise_pending()
         self.accumulator.check()
 
     def discard(self) -> None:
@@ -457,31 +511,10 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
 
     def _ask(self, call: Call) -> None:
         """Raise where a call does not fit the stream, or the state; and the error of an earlier step, once."""
-        self._refuse_other_graph()
+        refuse_other_graph(self._kernels.device, is_recording=self._capture is not None)
         if self._late.exist and self._capture is None:
-            self._raise_late()
+            self._late.raise_pending()
         self._state.ask(call, self._facts)
-
-    def _refuse_other_graph(self) -> None:
-        """Raise where the current stream records a graph, and it is not this engine's."""
-        is_recording = self._capture is not None
-        if self._kernels.device.is_capturing() != is_recording:
-            raise CallerError(
-                "the current stream is not the one that is captured"
-                if is_recording
-                else "the current stream records a graph that this engine knows nothing of",
-                do="use this engine's capture(), on the stream of its `with`; discard() where an interrupt left that",
-            )
-
-    def _ask_part(self, span: Span) -> None:
-        self._ask(Call.ADD_PART)
-        self._settings.is_last(f"the window of {span.called}", self.accumulator.count_of(span))
-
-    def _note_part(self, span: Span, gradients: Gradients, last: bool, prefix: str = "") -> None:
-        if self._capture is not None:
-            self._capture.window.keep(span.slots, gradients, prefix)
-        if last:
-            self._reducer.start((span,))
 
     def _ask_for_graph(self, call: Call) -> None:
         """Raise where no whole step of one worker's can be captured, or replayed."""
@@ -497,19 +530,13 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             "or_nothing": "" if self._reducer.is_alone else ", or add(None, weight=0) where this worker has none",
         }
 
-    def _raise_late(self) -> None:
-        if self._settings.raises:
-            self._late.raise_pending()
-        else:
-            self._late.latest()  # taken, so that the next steps' have room to be sent
-
     # ---- the step ----
 
     def _decide(self) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
         stats = self._reducer.agree()
         if not stats.micro_batches:
-            raise self._nothing_to_step()
+            raise self._reducer.nothing_to_step()
         divisor = self._settings.loss_scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         step = self._reducer.step
@@ -520,43 +547,21 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             raise non_finite
         return DecidedStep(stats, decision, non_finite, step)
 
-    def _nothing_to_step(self) -> WindowError:
-        """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
-        self._reducer.next_step()
-        return WindowError(
-            "step without a micro-batch on any worker",
-            got=f"0 micro-batches on each of {self.world_size} workers",
-            expected="at least 1 on one of them",
-            do="add() gradients first; all workers go on with the next step",
-        )
-
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
         zero_if_bad = self._settings.zero_if_bad
         if not self._reducer.is_alone:  # all workers decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        counted = 0  # a graph counts its own steps when it runs
-        if self._capture is None:
-            counted = self._late.note_queued(step)
         arena = self.accumulator.arena
+        counted = 0 if self._capture is not None else self._late.note_queued(step)  # a graph counts its own as it runs
         return self._kernels.finalise(arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
-
-    def _hand_back(self, decided: DecidedStep, destinations: dict[int, Buffer] | None) -> None:
-        arena = self.accumulator.arena
-        if destinations is None:
-            with self.accumulator.changing(State.BROKEN):
-                self._kernels.hand_back(arena, decided.decision, self._plan)
-        else:
-            with arena.in_order():
-                self._kernels.hand_back(arena, decided.decision, self._plan, destinations)
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
         accumulator = self.accumulator
         arrays = accumulator.arrays() if out is None else handed_back(self.layout.slots, out)
         if out is not None:
-            note_written(arrays.values())
             accumulator.note_written(arrays.values())
-        changes, names = accumulator.changes, self._group_names
-        return StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, self._late)
+        names, late, changes = self._group_names, self._late, self._state.changes
+        return StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, late)
 
     # ---- graphs ----
 
@@ -576,14 +581,11 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             self.step(out, deferred=deferred)
         return captured
 
-    def _launched(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
-        """Run a captured window once more, as a step of its own number."""
-        return self._whole(self._replay, captured, graph, recorded)
-
     def _replay(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
+        """Run a captured window once more, as a step of its own number."""
         self._ask_for_graph(Call.REPLAY)
-        self._refuse_other_graph()
-        self._raise_late()
+        refuse_other_graph(self._kernels.device, is_recording=False)
+        self._late.raise_pending()
         step = self.current_step
         with self.accumulator.arena.in_order():
             self._kernels.device.wait_for(captured.producers)  # refuses one that records a graph
@@ -592,7 +594,7 @@ class GradientEngine(NotCopied, instead="build another of the same layout: betwe
             graph.replay()
             self._kernels.device.hand_over(captured.producers)
         self._late.send()
-        self.accumulator.changes += 1
+        self._state.changes += 1
         captured.result = recorded.of_replay(step)
         self._reducer.next_step()
         return captured.result

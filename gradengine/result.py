@@ -117,7 +117,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
     @property
     def is_current(self) -> bool:
         """Whether the gradients are still this step's: no longer after an `add`, step or replay of its engine."""
-        return self._accumulator.changes == self._changes
+        return self._accumulator.state.changes == self._changes
 
     @property
     def gradients(self) -> Mapping[str, Any]:
@@ -182,7 +182,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     def of_replay(self, step: int) -> StepResult:
         """The same arrays as the result of another step."""
-        return replace(self, step=step, _changes=self._accumulator.changes)
+        return replace(self, step=step, _changes=self._accumulator.state.changes)
 
     @property
     def _decision(self) -> Decision:

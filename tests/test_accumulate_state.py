@@ -259,6 +259,8 @@ class Stand:
             Call.CAPTURE: self.capture_more,
             Call.REPLAY: self.graph.replay,
             Call.RECONNECT: lambda: engine.reconnect(Echo()),
+            Call.SAVE: engine.state_dict,
+            Call.LOAD: lambda: engine.load_state_dict(GradientEngine(LAYOUT).state_dict()),
             Call.DISCARD: engine.discard,
             Call.BEGIN: lambda: engine.micro_batch().add("head", self.of[1][1]),
             Call.COMPONENT: lambda: engine.accumulator.add_component("head", self.of[1][1], begins=False),

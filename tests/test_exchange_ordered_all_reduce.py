@@ -706,10 +706,11 @@ def test_another_number_of_frontiers_is_refused():
     refused(rank, rank.resume, [rank.frontier()] * 2, match="another number of frontiers: got 2, expected 3")
 
 
-def fresh(group, rank, part):
+def fresh(group, rank, part, step=0):
     """A rank that begins the open step anew: it dropped its window, or is a new process."""
     group.arenas[rank][:] = part
-    group.ranks[rank] = OrderedAllReduce(rank, 3, SMALL, group.ranks[rank]._shares, group.arenas[rank], KERNELS)
+    shares, arena = group.ranks[rank]._shares, group.arenas[rank]
+    group.ranks[rank] = OrderedAllReduce(rank, 3, SMALL, shares, arena, KERNELS, step=step)
 
 
 def test_a_rank_that_has_dropped_what_others_have_summed_cannot_go_on():
@@ -720,11 +721,34 @@ def test_a_rank_that_has_dropped_what_others_have_summed_cannot_go_on():
         refused(rank, rank.resume, frontiers, match=r"rank 0 has not contributed .* new process, or one that dropped")
 
 
-def test_a_rank_that_has_dropped_what_nobody_has_summed_goes_on_with_another_window():
+def test_a_sum_that_is_gone_with_its_owner_is_refused_where_it_was_begun_to_be_written():
+    """What it was written over is neither a part nor a sum; where nothing was written the parts travel again."""
+    group = stuck(3, {(0, 1), (0, 2)})
+    fresh(group, 0, group.steps[0][0])
+    frontiers = [b"", *[rank.frontier() for rank in group.ranks[1:]]]
+    for rank in group.ranks[1:]:
+        said = r"rank 1 has lost its part of share 0 in step 0 to a sum of rank 0 that is gone; discard\(\)"
+        refused(rank, rank.resume, frontiers, match=said)
+    for rank in group.ranks[1:]:
+        rank.keep_parts([Completion(Completed.RECEIVED, 0, tag(SUM, number)) for number in range(4)])
+    frontiers = [b"", *[rank.frontier() for rank in group.ranks[1:]]]
+    group.unstarted[0], group.stalled = [*SMALL.spans], set()
+    group.connect()
+    for rank in group.ranks:
+        rank.resume(frontiers)
+    group.run()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_rank_that_has_dropped_what_nobody_has_summed_goes_on_with_another_window(step):
+    """Also where the others were at another step when they met, and have loaded one that was saved."""
     group = stuck(3, {(2, rank) for rank in range(3)})
     assert any(rank.may_hold_sums for rank in group.ranks)
+    group.steps *= step + 1
+    for rank in group.ranks:
+        rank.step = step
     group.steps[0][2] = random_parts(SMALL, 1, [99])[0]
-    fresh(group, 2, group.steps[0][2])
+    fresh(group, 2, group.steps[0][2], step)
     frontiers = [rank.frontier() for rank in group.ranks[:2]] + [b""]
     group.unstarted[2] = [*SMALL.spans]
     group.connect()

@@ -100,6 +100,7 @@ ORDER = [
     "deferred",
     "result",
     "settings",
+    "checkpoint",
     "capture",
     "micro_batch",
     "engine",

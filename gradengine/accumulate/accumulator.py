@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, final
 
 import numpy as np
@@ -21,10 +20,11 @@ import numpy.typing as npt
 from gradengine.accumulate.block import BlockGradientSet
 from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
 from gradengine.accumulate.intake import Intake
-from gradengine.accumulate.state import Call, State, StepState
-from gradengine.accumulate.window import Window, checked_weight, nothing_came, ordered_sum
+from gradengine.accumulate.state import Call, Changing, State, StepState
+from gradengine.accumulate.window import SavedWindow, Window, checked_weight, nothing_came, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.frameworks import note_written
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for, refuse_bad_divisor
@@ -75,7 +75,6 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             kernels.fill_zero(list(_padding(memory, layout)))
         self._window = Window(len(layout.slots))
         self.state = StepState()
-        self.changes = 0
         is_reused = truth_value("reused_buffers", reused_buffers)
         self._intake = Intake(
             kernels.device, memory, holds=self.hold > 1, reused_buffers=is_reused, copy_strided=copy_strided
@@ -292,7 +291,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         Work queued in it is ordered after all that was queued before, on whatever stream. `over` is the state
         afterwards; by default the one before.
         """
-        return _Changing(self, over or self.state.ask(Call.VIEW))
+        return Changing(self.state, over or self.state.ask(Call.VIEW), self.arena.in_order())
 
     def check(self) -> None:
         """Wait for a GPU and raise `BufferRefused` for torch's gradients that were not cleared, as `add` does later."""
@@ -300,6 +299,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     def note_written(self, arrays: Collection[Any]) -> None:
         """A step handed its gradients back into the caller's arrays, which may be those that come next."""
+        note_written(arrays)
         self._intake.note_written(arrays)
 
     def close_span(self, span: Span) -> None:
@@ -360,10 +360,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         """
         if self._left and self.state.now is State.SENDING:  # a window that was kept may be looked at
             raise self._on_its_way("the window")
-        if self._window.held_with(self._all):
-            self._before_fold(self._all)
-            with self.changing():
-                self._fold(self._window.held_passes(self._all), measure=False)
+        self._fold_held()
         self._exposed[:] = True
         return self.arrays()
 
@@ -385,7 +382,42 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self.kernels.prepare(self.arena, [*sets.values()])
         return sets
 
+    # ---- saved and loaded ----
+
+    def saved(self) -> SavedWindow:
+        """The window as it stands, held micro-batches folded; on a GPU it waits for a copy of the arena alone.
+
+        Raises:
+            BufferRefused: What is held was given other memory, or freed.
+        """
+        self._fold_held()
+        window, sums = self._window, np.empty(0, np.float32)
+        if window.filled.any():
+            sums = self.arena.read(self.kernels.device.array(self.memory, (self.memory.size,)))
+            for position in np.flatnonzero(~window.filled).tolist():
+                slot = self.layout.slots[position]
+                sums[slot.offset : slot.stop] = 0  # an earlier window's
+        says_nothing, weights = self.state.now is State.NOTHING, np.array(window.weights, np.float32)
+        counts, used = window.counts.astype(np.int64), window.used | self._exposed
+        return SavedWindow(says_nothing, weights, counts, used, window.filled.copy(), sums)
+
+    def load(self, saved: SavedWindow) -> None:
+        """Go on with a window that was saved, in place of one that is empty."""
+        state = State.NOTHING if saved.says_nothing else State.OPEN if saved.weights.size else State.EMPTY
+        with self.changing(state):
+            for position in np.flatnonzero(saved.filled).tolist():
+                slot = self.layout.slots[position]
+                self.kernels.device.write(self.arena.targets[position], saved.sums[slot.offset : slot.stop])
+            self._window = Window.of(saved)
+
     # ---- inside ----
+
+    def _fold_held(self) -> None:
+        """Fold all that is held."""
+        if self._window.held_with(self._all):
+            self._before_fold(self._all)
+            with self.changing():
+                self._fold(self._window.held_passes(self._all), measure=False)
 
     def _refuse_lagging(self) -> None:
         window = self._window
@@ -450,7 +482,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         if self.hold > 1:
             self._hold(contribution, scalar, added, measure=measure)
             return
-        with _Changing(self, added):
+        with self.changing(added):
             self._count(contribution, scalar, added)
             self._fold([self._window.fold_at_once(contribution, scalar)], measure=measure)
 
@@ -461,7 +493,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         is_apart = window.held_with(slot_set) not in ([], [slot_set])  # they came in other parts before
         if is_full or is_apart:
             self._before_fold(slot_set)
-        with _Changing(self, added):
+        with self.changing(added):
             if is_apart:
                 self._fold(window.held_passes(slot_set), measure=False)
             self._count(contribution, weight, added)
@@ -483,7 +515,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         if self._window.filled[slot_set.index].all() and not self._window.held_with(slot_set):
             return
         self._before_fold(slot_set)
-        with _Changing(self, over):
+        with self.changing(over):
             self._fold(self._window.held_passes(slot_set), measure=measure)
             empty = slot_set.index[~self._window.filled[slot_set.index]].tolist()
             if empty:
@@ -505,30 +537,6 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         for fold in passes:
             self.kernels.accumulate(self.arena, fold, measure=measure)
             self._window.folded(fold, measured=measure)
-
-
-@final
-class _Changing(AbstractContextManager[None]):
-    """The step is BROKEN within it, and afterwards in the state that the call leads to.
-
-    No generator: one that an interrupt leaves suspended would end with its traceback, in a later window.
-    """
-
-    def __init__(self, accumulator: GradientAccumulator, over: State) -> None:
-        self._accumulator, self._over = accumulator, over
-        self._order = accumulator.arena.in_order()
-
-    def __enter__(self) -> None:
-        self._order.__enter__()
-        self._accumulator.changes += 1
-        self._accumulator.state.now = State.BROKEN
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._accumulator.state.now = self._over
-        self._order.__exit__(kind, fault, trace)
 
 
 @final

@@ -17,8 +17,10 @@ resumed in the middle, and only `discard()` leads out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
+from types import TracebackType
 from typing import Final, TypeAlias, final
 
 from gradengine.errors import WindowError
@@ -61,6 +63,8 @@ class Call(Enum):
     RECONNECT = "reconnect"
     BEGIN = "the first component of a micro-batch that comes component by component"
     COMPONENT = "each later component of it, and its end"
+    SAVE = "state_dict"
+    LOAD = "load_state_dict"
     DISCARD = "discard"
 
     __hash__ = object.__hash__
@@ -116,6 +120,10 @@ _part = Refusal(
 )
 _ended = Refusal("no micro-batch is coming component by component", do="begin one by engine.micro_batch()")
 _open = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
+_away = Refusal(
+    "{step} cannot be saved: some of it is on its way to the other workers",
+    do="save the window before its last micro-batch, or after step()",
+)
 _drop = Refusal("workers sum this window", "zero_all()", do="drop it by the engine's discard(), on every rank")
 _scale = Refusal(
     "the loss scale of an open window cannot be changed", "{change}", do="set it after step() or discard()"
@@ -152,20 +160,20 @@ _CALLS: Mapping[State, tuple[Cell, ...]] = {
     RECORDED:  (SAME,     SAME,     _zero,   SAME,    SAME,    _scale,  _graph,    _graph,  CAPTURING, SAME),
     CAPTURED:  (_one,     _one,     _one,    _one,    _one,    _one,    _graph,    _graph,  SAME,      SAME),
 }
-#: The same for the calls that one micro-batch comes by.
-_CALLS_OF_ONE: Mapping[State, tuple[Cell, ...]] = {
-    #           BEGIN    COMPONENT
-    EMPTY:     (COMING,  _ended),
-    NOTHING:   (COMING,  _ended),
-    OPEN:      (COMING,  _ended),
-    COMING:    (_part,   SAME),
-    SENDING:   (_sent,   SAME),
-    FAILED:    (_kept,   _kept),
-    AGREED:    (_kept,   _kept),
-    BROKEN:    (_broken, _broken),
-    CAPTURING: (_whole,  _whole),
-    RECORDED:  (_whole,  _whole),
-    CAPTURED:  (_one,    _one),
+#: The same for calls by which one micro-batch comes, and those that copy a window to the host and back.
+_MORE_CALLS: Mapping[State, tuple[Cell, ...]] = {
+    #           BEGIN    COMPONENT  SAVE      LOAD
+    EMPTY:     (COMING,  _ended,    SAME,     SAME),
+    NOTHING:   (COMING,  _ended,    SAME,     _open),
+    OPEN:      (COMING,  _ended,    SAME,     _open),
+    COMING:    (_part,   SAME,      _part,    _open),
+    SENDING:   (_sent,   SAME,      _away,    _open),
+    FAILED:    (_kept,   _kept,     _kept,    _open),
+    AGREED:    (_kept,   _kept,     _kept,    _open),
+    BROKEN:    (_broken, _broken,   _broken,  _broken),
+    CAPTURING: (_whole,  _whole,    _graph,   _graph),
+    RECORDED:  (_whole,  _whole,    _graph,   _graph),
+    CAPTURED:  (_one,    _one,      _graph,   _graph),
 }
 #: The state that an event leads to.
 _EVENTS: Mapping[State, tuple[Cell, ...]] = {
@@ -187,7 +195,7 @@ _EVENTS: Mapping[State, tuple[Cell, ...]] = {
 #: For each state what a call or an event leads to.
 TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
     state: {
-        **{call: answer or state for call, answer in zip(Call, answers + _CALLS_OF_ONE[state], strict=False)},
+        **{call: answer or state for call, answer in zip(Call, answers + _MORE_CALLS[state], strict=False)},
         Call.DISCARD: EMPTY,
         **{event: answer for event, answer in zip(Event, _EVENTS[state], strict=True) if answer},
     }
@@ -202,12 +210,13 @@ class StepState:
     Attributes:
         now: The state.
         has_engine: Whether an engine, and no longer `zero_all`, drops a broken window.
+        changes: How often the step's memory was written to.
     """
 
-    __slots__ = ("has_engine", "now")
+    __slots__ = ("changes", "has_engine", "now")
 
     def __init__(self) -> None:
-        self.now, self.has_engine = State.EMPTY, False
+        self.now, self.has_engine, self.changes = State.EMPTY, False, 0
 
     def ask(self, happening: Call | Event, facts: Callable[[], Facts] | None = None) -> State:
         """The state that a call or an event leads to; `WindowError`, with these facts, where the call does not fit."""
@@ -223,3 +232,31 @@ class StepState:
         """It has happened; raises `WindowError` as `ask`."""
         answer = TABLE[self.now][happening]
         self.now = answer if isinstance(answer, State) else self.ask(happening)
+
+
+@final
+class Changing(AbstractContextManager[None]):
+    """The step is BROKEN within it, and afterwards in the state that the call leads to.
+
+    No generator: one that an interrupt leaves suspended would end with its traceback, in a later window.
+
+    Args:
+        state: The step's.
+        over: The state afterwards.
+        order: Of what is queued on the memory that is written.
+    """
+
+    def __init__(self, state: StepState, over: State, order: AbstractContextManager[object]) -> None:
+        self._state, self._over, self._order = state, over, order
+
+    def __enter__(self) -> None:
+        self._order.__enter__()
+        self._state.changes += 1
+        self._state.now = State.BROKEN
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._state.now = self._over
+        self._order.__exit__(kind, fault, trace)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import as_float, out_of_range
+from gradengine.arguments import as_float, out_of_range, said
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, WindowError
 from gradengine.kernels import ADDRESS, Contribution, FoldPass, SlotSet
@@ -15,6 +16,23 @@ from gradengine.layout import Slot
 
 Flags = npt.NDArray[np.bool_]
 _ONE: np.float32 = np.float32(1)
+
+
+@dataclass(frozen=True)
+class SavedWindow:
+    """A window on the host: all that another accumulator of the same layout needs to go on with it."""
+
+    says_nothing: bool  # add(None) said that nothing comes
+    weights: npt.NDArray[np.float32]
+    counts: npt.NDArray[np.int64]
+    used: Flags
+    filled: Flags
+    sums: npt.NDArray[np.float32]  # the arena, with zeros for what is not filled; empty where nothing is
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything of it."""
+        return self.says_nothing or bool(self.weights.size) or bool(self.filled.any())
 
 
 class Window:
@@ -35,6 +53,15 @@ class Window:
         self._held: dict[SlotSet, list[tuple[Contribution, np.float32]]] = {}
         self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
         self._addresses: set[int] = set()  # that are held
+
+    @staticmethod
+    def of(saved: SavedWindow) -> Window:
+        """The window that was saved, with nothing held; its squared sums are taken anew."""
+        window = Window(saved.counts.size)
+        window.weights, window.counts = list(saved.weights), saved.counts.astype(np.intp)
+        window.used, window.filled = saved.used.copy(), saved.filled.copy()
+        window._is_even = bool((window.counts == len(window.weights)).all())
+        return window
 
     def refuse_other_weight(self, slot_set: SlotSet, weight: np.float32, where: str) -> None:
         """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
@@ -166,6 +193,16 @@ def nothing_came(components: int) -> WindowError:
         got=f"None for all {components}",
         do="call add() after backward() and before zero_grad(), and see that parameters require gradients; "
         "where there are none, say add(None, weight=0)",
+    )
+
+
+def weighs_nothing(weight: object) -> WindowError:
+    """The error of a micro-batch without gradients that would count something."""
+    return WindowError(
+        "a micro-batch without gradients",
+        got=f"weight {said(weight)}",
+        expected="0: it counts nothing",
+        do="add its gradients, or say add(None, weight=0) where there are none",
     )
 
 

@@ -48,6 +48,7 @@ def frontiers_of(
     size, (step,) = len(mine), _HEADER.unpack_from(mine)
     if len(frontiers) != world_size:
         raise ProtocolError("another number of frontiers", got=len(frontiers), expected=world_size)
+    is_new = np.array([not frontier for frontier in frontiers])
     frontiers = [frontier or _HEADER.pack(step) + bytes(size - _HEADER.size) for frontier in frontiers]
     for other, frontier in enumerate(frontiers):
         if len(frontier) != size:
@@ -60,14 +61,15 @@ def frontiers_of(
         raise ProtocolError(f"the frontier of rank {rank} is not its own", do="pass them in rank order")
     table = np.frombuffer(b"".join(frontiers), np.uint8).reshape(world_size, size)[:, _HEADER.size :]
     states, known = table[:, : len(owners)], table[:, len(owners) :]
-    _refuse_impossible(states, known, step, owners)
+    _refuse_lost(states, step, owners, is_new)
+    _refuse_impossible(states, known, owners)
     return states, known
 
 
-def _refuse_impossible(
-    states: npt.NDArray[np.uint8], known: npt.NDArray[np.uint8], step: int, owners: npt.NDArray[np.intp]
+def _refuse_lost(
+    states: npt.NDArray[np.uint8], step: int, owners: npt.NDArray[np.intp], is_new: npt.NDArray[np.bool_]
 ) -> None:
-    ranks = np.arange(len(states))
+    """Refuse what lacks a rank's part: it has begun anew, or its part was written over and there is no sum for it."""
     is_summed = states[owners, range(len(owners))] == State.SUMMED  # as each share's owner says
     is_summed_by_one = (states == State.SUMMED).any(axis=0)
     for rank in np.flatnonzero((is_summed_by_one & (states == State.LOCAL)).any(axis=1))[:1].tolist():
@@ -80,6 +82,20 @@ def _refuse_impossible(
             f"rank {rank} has lost its part of share {number} in step {step} to a message that was damaged on the way",
             do="discard() the window on every rank, and accumulate it again",
         )
+    # Of an owner that has begun anew; one that has no sum, and has not, has sent none.
+    for rank, number in np.argwhere((states == State.RECEIVING) & is_new[owners])[:1].tolist():
+        lost = f"its part of share {number} in step {step}"
+        raise HandshakeRefused(
+            f"rank {rank} has lost {lost} to a sum of rank {owners[number]} that is gone",
+            do="discard() the window on every rank; load what all saved in it, or accumulate it again",
+        )
+
+
+def _refuse_impossible(
+    states: npt.NDArray[np.uint8], known: npt.NDArray[np.uint8], owners: npt.NDArray[np.intp]
+) -> None:
+    ranks = np.arange(len(states))
+    is_summed = states[owners, range(len(owners))] == State.SUMMED
     impossible = (
         (states > State.DAMAGED)
         | (~is_summed & (states == State.SUMMED))  # a sum that its owner does not have

@@ -263,9 +263,10 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             raise self._failure
 
     def _follow(self, pump: Pump, all_reduce: OrderedAllReduce) -> None:
-        """Begin the next step if the engine has."""
+        """Begin the next step if the engine has; its number is the engine's, which may have loaded another."""
         if self._progress.carrier is not self and all_reduce.is_begun:
             self._to_the_end(pump.next_step)
+        all_reduce.step = self._progress.step
 
     def _to_the_end(self, call: Callable[[], T]) -> T:
         """What a call returns; one that does not come to its end closes the exchange, whose ranks would drift apart."""

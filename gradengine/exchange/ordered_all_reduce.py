@@ -98,7 +98,7 @@ class OrderedAllReduce:
         reads_in_place: Whether the links lend parts to their owner, which copies none then.
 
     Attributes:
-        step: The number of the open step.
+        step: The number of the open step; its owner may name it anew before any span is started.
         reads_in_place: As given.
         is_served: Whether a server owns all shares.
 
@@ -157,6 +157,7 @@ class OrderedAllReduce:
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
         self._outbox: list[Transfer] = []
         self.step = whole_number("step", step, 0)
+        self._parity = step % 2
         self._begin()
 
     def _places_of_sums(self, mine: Sequence[Share]) -> dict[int, tuple[Arena, Float64]]:
@@ -337,7 +338,7 @@ class OrderedAllReduce:
         """
         if not self.is_done:
             raise WindowError(f"step {self.step} is not summed on all ranks", do="wait for is_done")
-        self.step += 1
+        self.step, self._parity = self.step + 1, 1 - self._parity
         self._begin()
 
     def keep_parts(self, unwritten: Iterable[Completion]) -> None:
@@ -370,6 +371,7 @@ class OrderedAllReduce:
             self._states[number] = State.LOCAL  # RECEIVING too: an owner that has no sum has sent none
         if reads_in_place not in {None, self.reads_in_place}:
             self._make_room(bool(reads_in_place))
+        self._parity = self.step % 2  # a new process among the ranks knows nothing else
         self._reconnect()
         # First what is summed: those shares had rows when the links ended, so there is a row for each that is received.
         for number in np.flatnonzero(is_summed).tolist():
@@ -551,8 +553,9 @@ class OrderedAllReduce:
         return Copy(self.rank, tag, memory, self._shares[number].start, is_to_arena, self._behind[number])
 
     def _tag(self, kind: _Kind, number: int) -> int:
-        # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another.
-        return 6 * number + 2 * kind + self.step % 2
+        # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another. It is that
+        # of the steps that these links carried, since ranks load the state of another step one after the other.
+        return 6 * number + 2 * kind + self._parity
 
     def _named(self, peer: int) -> str:
         return "the server" if self.is_served and peer == self.world_size else f"rank {peer}"

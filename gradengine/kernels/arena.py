@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from gradengine.arguments import said
 from gradengine.arrays.buffer import Buffer
@@ -114,6 +115,10 @@ class Arena:
         Whatever reads or writes the memory belongs in one; kernels that are given the arena do so themselves.
         """
         return self.partials.order.use()
+
+    def read(self, array: Any) -> npt.NDArray[np.float32]:
+        """A copy on the host of an array in this memory, behind what was queued on it; waits for that alone."""
+        return self.partials.order.read(array)
 
     def follow(self) -> None:
         """Have whoever reads next come behind what was done with it, whatever stream and device are current."""

@@ -198,6 +198,11 @@ class CudaRuntime(Device):
         self.copy_to(there, here)
         self.drop(here)
 
+    def write(self, buffer: Buffer, values: npt.NDArray[np.float32]) -> None:
+        """See `Device.write`; through pinned memory."""
+        if values.size:
+            self.copied_into(self.array(buffer, (buffer.size,)), values)
+
     def clear(self, pointer: int, nbytes: int) -> None:
         """Queue zeros."""
         if nbytes:

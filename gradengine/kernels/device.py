@@ -39,6 +39,10 @@ class Order(ABC):
     def follow(self) -> None:
         """Have whoever reads next come behind what was queued, whatever stream and device are current."""
 
+    @abstractmethod
+    def read(self, array: Any) -> npt.NDArray[Any]:
+        """A copy on the host of an array in this memory, behind what was queued; waits for that alone."""
+
 
 class DeviceArena(ABC):
     """A device's arena, parts of which are copied to host memory and back while work on other parts goes on."""
@@ -133,6 +137,10 @@ class Device(ABC):
     @abstractmethod
     def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Any:
         """One of our fp32 buffers as the device's own kind of array (NumPy, CuPy), in that shape; no copy."""
+
+    @abstractmethod
+    def write(self, buffer: Buffer, values: npt.NDArray[np.float32]) -> None:
+        """Queue a copy of host values, as they are now, into one of our fp32 buffers."""
 
     @abstractmethod
     def order(self, memory: Buffer | None = None) -> Order:

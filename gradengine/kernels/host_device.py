@@ -70,6 +70,10 @@ class HostDevice(Device):
         view: Array = buffer.data.reshape(shape)
         return view
 
+    def write(self, buffer: Buffer, values: npt.NDArray[np.float32]) -> None:
+        """See `Device.write`; done at once."""
+        buffer.data[:] = values
+
     def order(self, memory: Buffer | None = None) -> Order:
         """What was called before is done."""
         return _ORDER
@@ -87,6 +91,9 @@ class _HostOrder(Order):
 
     def follow(self) -> None:
         pass
+
+    def read(self, array: Array) -> Array:
+        return np.array(array)
 
 
 _ORDER = _HostOrder()

@@ -165,6 +165,14 @@ class StatusReadback:
         with memory.order.use():
             self._runtime.copied_into(memory.field("steps"), np.array(steps, np.uint64))
 
+    def restart(self) -> None:
+        """Forget every step so far, and which of them were bad: the next ones may have their numbers; waits."""
+        memory = self._memory
+        with memory.order.use():
+            self._runtime.clear(memory.record.data.ptr, RECORD.itemsize)
+        memory.read()  # behind every copy that is under way
+        self._under_way, self._newest = [], None
+
     def read(self) -> StepStatus:
         """The status as it stands on the device: waits for it."""
         return self._memory.read()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
-from gradengine.errors import CallerError, NonFiniteGradient
+from gradengine.errors import CallerError, NonFiniteGradient, WindowError
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, Float64
 from gradengine.kernels.arena import PartialSums
@@ -25,6 +25,8 @@ from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, agree
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 from gradengine.threads import cached_property
+
+Worker: TypeAlias = tuple[int, int]  # a rank, and the workers in its group
 
 _NO_TOTALS: Float64 = np.empty(0)
 
@@ -61,6 +63,7 @@ class Reducer:
         self.agreed: StepStats | None = None  # what all ranks know, in a step that is AGREED
         self._state = accumulator.state
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
+        self._loaded_from: Worker | None = None  # whose window was loaded, while that is open
 
     @property
     def is_alone(self) -> bool:
@@ -72,6 +75,12 @@ class Reducer:
         """The number of the open step, counted from 0."""
         return self.workers.progress.step
 
+    @property
+    def worker(self) -> Worker:
+        """This worker's rank, and the workers that exchange: 0 of 1 without an exchange."""
+        exchange = self.workers.exchange
+        return (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
+
     @cached_property
     def _in_parts(self) -> Any:
         """The arena, or on a GPU what copies its shares: kept, as an exchange's rows of it are."""
@@ -80,6 +89,8 @@ class Reducer:
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
         """Join groups, and let leave again what had left through other exchanges."""
         self._state.enter(Call.RECONNECT)
+        if exchange is not None:
+            _refuse_other_worker(self._loaded_from, (exchange.rank, exchange.world_size))
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
@@ -101,6 +112,8 @@ class Reducer:
     def agree(self) -> StepStats:
         """Local sums become sums over all workers, and all workers know the same facts about them."""
         is_alone, accumulator = self.is_alone, self._accumulator
+        if self._loaded_from is not None:
+            _refuse_other_worker(self._loaded_from, self.worker)
         if self.agreed is not None and self._state.now is State.AGREED and not is_alone:
             return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
         self._kernels.device.wait_for(
@@ -153,6 +166,26 @@ class Reducer:
             group.progress.step = step
             group.leave()
 
+    def nothing_to_step(self) -> WindowError:
+        """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
+        self.next_step()
+        return WindowError(
+            "step without a micro-batch on any worker",
+            got=f"0 micro-batches on each of {self.worker[1]} workers",
+            expected="at least 1 on one of them",
+            do="add() gradients first; all workers go on with the next step",
+        )
+
+    def refuse_other_worker(self, whose: Worker | None) -> None:
+        """Raise `WindowError` where an exchange is joined, and this worker's window is not the one that was saved."""
+        if self.workers.exchange is not None:
+            _refuse_other_worker(whose, self.worker)
+
+    def load(self, step: int, whose: Worker | None) -> None:
+        """Open the step of a saved state, its window empty as yet; None is the worker of a window that is empty."""
+        self._begin(step)
+        self._loaded_from = whose
+
     def restart(self) -> None:
         """The step begins anew; nothing of it was sent."""
         self._begin(self.step)
@@ -161,7 +194,7 @@ class Reducer:
         for group in (self.workers, self.parts.group):
             if group.exchange is not None:
                 group.restart()
-        self._means, self.agreed = set(), None
+        self._means, self.agreed, self._loaded_from = set(), None, None
         self._accumulator.drop_window()
         self.workers.progress.step = self.parts.group.progress.step = step
         self._state.now = State.EMPTY  # last: before it the step is what it was, or BROKEN
@@ -237,6 +270,16 @@ class Reducer:
         """Where the host's squared sums of the components are."""
         partials = self._accumulator.arena.partials
         return partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
+
+
+def _refuse_other_worker(whose: Worker | None, here: Worker) -> None:
+    if whose is not None and whose != here:
+        raise WindowError(
+            "the window that was saved is another worker's: it would be counted twice, and this one's not at all",
+            got="rank {} of {}".format(*here),
+            expected="rank {} of {}".format(*whose),
+            do="load on each rank what it saved itself, with an exchange of as many; between windows any will do",
+        )
 
 
 @final
