@@ -31,7 +31,7 @@ from gradengine.exchange.linked import Progress
 Array = npt.NDArray[np.float32]
 Sum = Callable[[], None]
 
-SPANS, SECONDS = 25, 300.0
+SPANS = 25
 
 
 class Rank:

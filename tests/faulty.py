@@ -217,6 +217,11 @@ class Faulty:
         self._server = threading.Thread(target=serve, daemon=True)
         self._server.start()
 
+    def has_joined(self, rank):
+        """Whether this rank has begun to sum; a server is not asked."""
+        pump = None if rank == len(self.exchanges) else self.exchanges[rank]._pump
+        return rank == len(self.exchanges) or bool(pump and pump._all_reduce)
+
     def waits(self, rank, late):
         """Whether this rank, or the server, waits for that one alone."""
         waits = self.hub if rank == len(self.exchanges) else self.exchanges[rank]._pump

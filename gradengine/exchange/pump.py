@@ -201,7 +201,8 @@ class Pump(NotCopied, instead="make one for each link"):
             self._fail(fault)
         finally:
             self._turner = 0
-            self._news.ring()  # whoever closes this waits
+            if self._is_closing:  # who closes this waits
+                self._news.ring()
 
     def _turn_or_rest(self, longest: float | None = None) -> None:
         if self._turn():

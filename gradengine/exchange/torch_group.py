@@ -113,7 +113,7 @@ def _this_host() -> bytes:
 
 
 def _host_of_gloo() -> str:
-    """Where gloo listens, which other hosts have reached: as its own page says."""
+    """Where gloo listens, which other hosts have reached by now."""
     interface = os.environ.get(_INTERFACE, "").partition(",")[0]
     try:
         if not interface or sys.platform != "linux":

@@ -62,7 +62,7 @@ def attach(module: Parameters, engine: GradientEngine) -> Attached:
         if parameter.grad is not None:
             raise BufferRefused(f"parameter '{name}' has a gradient already", do="call zero_grad() before attach()")
     for other in list(_live):
-        other.refuse_same(parameters, engine)
+        other._refuse_same(parameters, engine)
     return Attached(module, parameters, engine)
 
 
@@ -161,7 +161,7 @@ class Attached(AbstractContextManager["Attached"]):
         self._remove()
         _live.discard(self)
 
-    def refuse_same(self, parameters: Mapping[str, torch.nn.Parameter], engine: GradientEngine) -> None:
+    def _refuse_same(self, parameters: Mapping[str, torch.nn.Parameter], engine: GradientEngine) -> None:
         """Raise `CallerError` where any of these parameters, or the engine, is attached here."""
         own, do = {id(parameter) for parameter in self._parameters.values()}, "remove() what attach() returned first"
         for name, parameter in parameters.items():
@@ -177,11 +177,11 @@ class Attached(AbstractContextManager["Attached"]):
 
     # ---- in backward ----
 
-    def enter(self, micro_batch: MicroBatch) -> None:
+    def _enter(self, micro_batch: MicroBatch) -> None:
         """The gradients that come next are this micro-batch's."""
         self._within = micro_batch
 
-    def leave(self, micro_batch: MicroBatch, *fault: Any) -> None:
+    def _leave(self, micro_batch: MicroBatch, *fault: Any) -> None:
         """They are so no more: it is over, or its backward failed."""
         self._within = None
         with self._on_torchs_stream():
@@ -276,10 +276,10 @@ class _Passes(AbstractContextManager[None]):
         self._attached, self._micro_batch = attached, micro_batch
 
     def __enter__(self) -> None:
-        self._attached.enter(self._micro_batch)
+        self._attached._enter(self._micro_batch)
 
     def __exit__(self, *fault: object) -> None:
-        self._attached.leave(self._micro_batch, *fault)
+        self._attached._leave(self._micro_batch, *fault)
 
 
 def _take(take: weakref.WeakMethod[Any], name: str, parameter: torch.nn.Parameter) -> None:

@@ -140,14 +140,18 @@ class SocketLink(Link):
             raise PeerLost(f"the link of rank {self.rank} is closed")
 
     def _refuse_lost(self) -> None:
+        if not self._faults:  # as nearly always
+            return
         missed = {transfer.peer for transfer in self._open if self._is_missed(transfer)}
+        if not missed:
+            return
         # The one that was lost first, if none says another: some may have closed for that in the middle of a message.
-        gone = [peer for peer in self._faults if peer in missed or peer not in self._farewells] if missed else []
-        for peer in sorted(gone, key=lambda peer: self._farewells.get(peer) is None)[:1]:
-            if peer in self._farewells:
-                raise self.lost_by(peer, self._farewells[peer])
-            self.lost = peer
-            raise self._faults[peer]
+        gone = [peer for peer in self._faults if peer in missed or peer not in self._farewells]
+        peer = min(gone, key=lambda peer: self._farewells.get(peer) is None)
+        if peer in self._farewells:
+            raise self.lost_by(peer, self._farewells[peer])
+        self.lost = peer
+        raise self._faults[peer]
 
     def _is_missed(self, transfer: Completion) -> bool:
         """Whether a transfer will never be over: what a rank sent before is received first, to the connection's end."""
