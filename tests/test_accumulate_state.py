@@ -149,10 +149,11 @@ class Echo(Exchange):
         self.layout, self.arena, self.progress = layout, arena, progress
         self.sums = arena.rows(1, layout.arena_size)[0]
 
-    def start(self, span, *, in_background=True):
-        self.arena.note(span.key)
-        row = self.sums[span.start : span.stop]
-        self.arena.copy("", row, span.start, is_to_arena=False, behind=span.key)
+    def start(self, *spans, in_background=True):
+        for span in spans:
+            self.arena.note(span.key)
+            row = self.sums[span.start : span.stop]
+            self.arena.copy("", row, span.start, is_to_arena=False, behind=span.key)
         while self.arena.is_copying:
             self.arena.poll(waits=True)
 

@@ -359,6 +359,18 @@ def test_without_descriptors_and_strangers_the_group_cannot_be(listener, monkeyp
         assert told == "rank 0 can have no more connections (Too many open files); raise the limit: ulimit -n"
 
 
+def test_who_calls_without_descriptors_is_told_at_once(listener, monkeypatch):
+    """Not after the whole timeout, as where nobody answers."""
+
+    def none_left(address, timeout):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(mesh_module, "connect_once", none_left)
+    kind, told = Started(listener.address, 1, 2, clock=lambda: 0.0).error()
+    assert kind is ExchangeError
+    assert told == "rank 1 can have no more connections (Too many open files); raise the limit: ulimit -n"
+
+
 def test_a_stranger_learns_a_nonce_alone(listener):
     first = Started(listener, 0, 2, job="run 1")
     channel = knock(listener.address)
@@ -735,6 +747,16 @@ def test_a_link_that_rank_0_cannot_have_chosen(listener):
             ProtocolError,
             "rank 0 chose no link: got 'pigeon', expected one of tcp, unix, shared_memory",
         )
+
+
+def test_a_rank_that_was_given_another_link_does_not_join(listener):
+    second = Started(listener.address, 1, 2, link="unix")
+    with contextlib.closing(answered(listener)) as channel:
+        channel.send(Members(bytes(16), "tcp"), msgpack.packb([NOWHERE]))
+        told = "rank 1 was given another link than the group's: got 'unix', expected 'tcp'; pass the same link on all"
+        kind, says = second.error()
+        assert kind is HandshakeRefused
+        assert says.startswith(told)
 
 
 # ---- the listener ----

@@ -741,8 +741,8 @@ class Faulty:
     def bind(self, *arguments):
         self.exchange.bind(*arguments)
 
-    def start(self, span, *, in_background=True):
-        self.exchange.start(span, in_background=in_background)
+    def start(self, *spans, in_background=True):
+        self.exchange.start(*spans, in_background=in_background)
 
     def wait(self):
         self._fail_at("wait")

@@ -84,9 +84,9 @@ def connect(
         join_timeout: Seconds to wait for all ranks to join.
         bucket_bytes: Bytes that a rank sums at a time; rank 0's value is used, or the server's, and changes no bit of
             the result.
-        link: "tcp", "unix" or "shared_memory": what bytes go over between ranks that meet at an address; rank 0's value
-            is used. None: the best that there is where they are. `exchange.link` says which it is: "unix" too where
-            not all engines have their arena in shared memory.
+        link: "tcp", "unix" or "shared_memory": what bytes go over between ranks that meet at an address. None: what
+            rank 0 chooses, the best that there is where they are, unless it was given one. `exchange.link` says which
+            it is: "unix" too where not all engines have their arena in shared memory.
         served: True if all connect to `gradengine serve`, which sums for them: needs one port that all reach.
         process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is its default one,
             which is None before `init_process_group`. Without url, token, job and served.

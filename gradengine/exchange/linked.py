@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, final
 
-from gradengine.arguments import refuse_other_kind, whole_number
+from gradengine.arguments import whole_number
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.addresses import Address
 from gradengine.exchange.comparison import (
@@ -44,7 +44,7 @@ from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
-from gradengine.exchange.shares import shares_of
+from gradengine.exchange.shares import refuse_started, shares_of
 from gradengine.kernels import HostKernels
 from gradengine.kernels.decision import Float64
 from gradengine.kernels.device import DeviceArena
@@ -164,29 +164,28 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         self._progress = progress
         self._arena = arena if isinstance(arena, DeviceArena) else None
 
-    def start(self, span: Span, *, in_background: bool = True) -> None:
-        """Start the all-reduce of a span whose local gradients are complete; returns at once.
+    def start(self, *spans: Span, in_background: bool = True) -> None:
+        """Start the all-reduce of spans whose local gradients are complete; returns at once.
 
         Args:
-            span: Not started in this step.
-            in_background: Have a thread send it from now on; else `wait` does, or the thread of another span.
+            spans: Not started in this step.
+            in_background: Have a thread send them from now on; else `wait` does, or the thread of another span.
 
         Raises:
-            WindowError: The span has been started in this step already, or the exchange is not bound.
+            WindowError: One has been started in this step already, or the exchange is not bound; none of them is.
         """
         pump, all_reduce = self._bound()
-        refuse_other_kind("span", span, Span)
-        if span.key in self._started:
-            raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
-        self._started.add(span.key)
+        refuse_started(spans, lambda span: span.key in self._started)
+        self._started.update(span.key for span in spans)
         with contextlib.suppress(ExchangeError):  # `wait` raises it
             self._refuse_failed()
             self._follow(pump, all_reduce)
             self._progress.carrier = self
-            if not all_reduce.is_started(span):  # else over an exchange that was lost
-                if self._arena is not None:
+            new = [span for span in spans if not all_reduce.is_started(span)]  # others over an exchange that was lost
+            if self._arena is not None:
+                for span in new:
                     self._arena.note(span.key)
-                self._to_the_end(lambda: pump.start(span, in_background=in_background))
+            self._to_the_end(lambda: pump.start(*new, in_background=in_background))
 
     def wait(self) -> tuple[NonFiniteValue, ...]:
         """Wait until the whole arena is reduced; then `progress.squares` are those of the sums.

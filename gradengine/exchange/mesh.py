@@ -80,7 +80,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         world_size: Ranks in the group.
         token: The group's secret.
         job: The job's name.
-        link: Of `LINKS`, that of all ranks, for which rank 0's is taken; None: the best for where they are.
+        link: Of `LINKS`, that of all ranks; None on rank 0: the best for where they are; elsewhere: rank 0's.
         is_served: Whether a server listens at the address, and no rank; then without a link.
 
     Attributes:
@@ -159,7 +159,7 @@ def mesh(
         job: The job's name.
         timeout: Seconds for the whole.
         clock: What seconds are counted by.
-        link: Of `LINKS`; rank 0's is taken, and None for the best.
+        link: As for `Meeting`.
 
     Raises:
         CallerError: An argument is out of range.
@@ -308,6 +308,7 @@ class _Joining:
             try:
                 return attempt()
             except OSError as fault:
+                self._refuse_full(fault)
                 reason = fault.strerror or str(fault)
             if self._left() < RETRY_SECONDS:
                 what = f"{self._who} has not {self._has_not} ({reason})"
@@ -323,7 +324,7 @@ class _Joining:
             line.say(Listening(url_of(listener.address)))
             self._has_not = "heard from rank 0 that all have joined"
             members, packed = line.expect(Members)
-            self._group, self._link = members.group, _chosen(members.link)
+            self._group, self._link = members.group, _chosen(members.link, self._link, self._rank)
             addresses = _addresses(packed, self._world_size - 1, self._way[1])
         except BaseException:
             if self._listener is not None:
@@ -407,10 +408,9 @@ class _Joining:
         try:
             connection, _ = listener.accept()
         except OSError as fault:  # for most reasons the caller's: it is gone again
-            if fault.errno in _FULL:
-                if not self._strangers:
-                    what = f"{self._who} can have no more connections ({fault.strerror})"
-                    raise ExchangeError(what, do="raise the limit: ulimit -n") from None
+            if not self._strangers:
+                self._refuse_full(fault)
+            elif fault.errno in _FULL:
                 self._drop(self._strangers[0])
             return
         try:
@@ -487,6 +487,12 @@ class _Joining:
 
     # ---- both ----
 
+    def _refuse_full(self, fault: OSError) -> None:
+        """Raise `ExchangeError` where this process, or its system, can have no more sockets."""
+        if fault.errno in _FULL:
+            what = f"{self._who} can have no more connections ({fault.strerror})"
+            raise ExchangeError(what, do="raise the limit: ulimit -n") from None
+
     def _best_link(self) -> str:
         """The link of all ranks, as they are connected with this one: the one that was asked for, or the best.
 
@@ -543,10 +549,13 @@ def _refuse_other_link(link: str | None, address: Address) -> None:
         refuse_without_shared_memory()
 
 
-def _chosen(link: str) -> str:
-    """The link that rank 0 has chosen; `ProtocolError` if it is none."""
+def _chosen(link: str, own: str | None, rank: int) -> str:
+    """The link that rank 0 has chosen; raises an error if it is none, or not the one that this rank was given."""
     if link not in LINKS:
         raise ProtocolError("rank 0 chose no link", got=said(link), expected=f"one of {', '.join(LINKS)}")
+    if own not in {None, link}:
+        what = f"rank {rank} was given another link than the group's"
+        raise HandshakeRefused(what, got=repr(own), expected=repr(link), do="pass the same link on all ranks")
     return link
 
 

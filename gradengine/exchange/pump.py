@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
-from gradengine.arguments import refuse_other_kind
 from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Completion, Idle, Link
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.shares import refuse_started
 from gradengine.exchange.transfers import Borrow, Copy, Receive, Send
 from gradengine.kernels.device import DeviceArena
 from gradengine.layout import Span
@@ -72,26 +72,24 @@ class Pump(NotCopied, instead="make one for each link"):
             self._all_reduce, self._arena = all_reduce, arena
             self._have_moved(in_background=True)
 
-    def start(self, span: Span, *, in_background: bool = True) -> None:
-        """Send a span, which holds all that this rank contributes; returns at once.
+    def start(self, *spans: Span, in_background: bool = True) -> None:
+        """Send spans, which hold all that this rank contributes; returns at once.
 
-        If the pump ends before it comes to the span, `OrderedAllReduce.is_started` says no: start it again.
+        If the pump ends before it comes to one, `OrderedAllReduce.is_started` says no: start it again.
 
         Args:
-            span: Not started in this step.
-            in_background: Send it from now on; else while something is waited for, or with others in the background.
+            spans: Not started in this step.
+            in_background: Send them from now on; else while something is waited for, or with others in the background.
 
         Raises:
-            WindowError: It was started before.
-            ExchangeError: As `wait`; the span is not started.
+            WindowError: One was started before; none of them is started now.
+            ExchangeError: As `wait`; none of them is started.
         """
-        refuse_other_kind("span", span, Span)
-        if span.key in self._handed or self._sums.is_started(span):
-            raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
+        refuse_started(spans, lambda span: span.key in self._handed or self._sums.is_started(span))
         with self._lock:
             self._refuse_failed()
-            self._handed.add(span.key)
-            self._spans.append(span)
+            self._handed.update(span.key for span in spans)
+            self._spans.extend(spans)
             self._have_moved(in_background=in_background)
 
     def wait(self, timeout: float) -> None:

@@ -7,7 +7,7 @@ neither on the bucket size nor on the number of ranks nor on who owns what.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -104,9 +104,7 @@ class ReadyShares:
 
     def complete(self, span: Span) -> Sequence[Share]:
         """The shares that can be sent now that this span is complete; `WindowError` if it was complete before."""
-        refuse_other_kind("span", span, Span)
-        if span.key in self._started:
-            raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
+        refuse_started((span,), self.is_complete)
         self._started.add(span.key)
         while self._leading < len(self._spans) and self._spans[self._leading].key in self._started:
             self._leading += 1
@@ -114,6 +112,16 @@ class ReadyShares:
         while self.count < len(self._shares) and self._shares[self.count].spans <= self._leading:
             self.count += 1
         return self._shares[first : self.count]
+
+
+def refuse_started(spans: Sequence[Span], is_started: Callable[[Span], bool]) -> None:
+    """Raise an error unless these are spans of which none is started, or given twice."""
+    keys: set[int | str] = set()
+    for span in spans:
+        refuse_other_kind("span", span, Span)
+        if span.key in keys or is_started(span):
+            raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
+        keys.add(span.key)
 
 
 def _buckets(layout: GradientLayout, size: int) -> Iterator[tuple[int, list[PlacedChunk]]]:

@@ -44,20 +44,18 @@ class AllReduce:
             exchange.bind(layout, arena, self.progress)
             is_alone = exchange.world_size == 1
             self.exchange, self.is_alone, self.state, self._gathered = exchange, is_alone, GroupState.SUMMING, {}
-            for span in layout.spans:
-                if span.key in self.started:
-                    exchange.start(span)
+            exchange.start(*(span for span in layout.spans if span.key in self.started))
         except CallerError:
             raise  # it is as it was: another engine's, perhaps
         except BaseException:
             exchange.close()  # else it keeps its address, known to nobody, and refuses the others as they come
             raise
 
-    def start(self, span: Span, *, in_background: bool = True) -> None:
-        """This rank's contribution to a span is complete and may travel: from now on, or else while `wait` waits."""
-        self.started.add(span.key)
+    def start(self, *spans: Span, in_background: bool = True) -> None:
+        """This rank's contribution to spans is complete and may travel: from now on, or else while `wait` waits."""
+        self.started.update(span.key for span in spans)
         if self.state is not GroupState.LEFT:
-            self._joined().start(span, in_background=in_background)
+            self._joined().start(*spans, in_background=in_background)
 
     def wait(self) -> None:
         """Return when all spans hold their sums."""

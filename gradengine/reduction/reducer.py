@@ -101,13 +101,14 @@ class Reducer:
         """The spans hold all that this worker contributes: they may leave, from now on or when the sums are awaited."""
         if self.workers.is_alone:
             return
-        for span in spans:
-            if span.key not in self.workers.started:
-                self._accumulator.close_span(span)
-                self._to_mean(span)
-                with self._accumulator.arena.in_order():
-                    self._state.enter(Event.SEND)
-                    self.workers.start(span, in_background=in_background)
+        new = [span for span in spans if span.key not in self.workers.started]
+        for span in new:
+            self._accumulator.close_span(span)
+            self._to_mean(span)
+        if new:
+            with self._accumulator.arena.in_order():
+                self._state.enter(Event.SEND)
+                self.workers.start(*new, in_background=in_background)
 
     def agree(self) -> StepStats:
         """Local sums become sums over all workers, and all workers know the same facts about them."""

@@ -132,9 +132,8 @@ class TensorParallelGroup:
         if not self.group.started:
             self._replicas.take(self._targets)
         with self._replicas.in_order():
-            for span in self._layout.spans:
-                if span.key not in self.group.started:
-                    self.group.start(span, in_background=False)
+            new = [span for span in self._layout.spans if span.key not in self.group.started]
+            self.group.start(*new, in_background=False)
         self.group.wait()
 
     def _totals_of_the_model(self, parts: Sequence[Float64]) -> Float64:
