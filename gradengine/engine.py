@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,6 +14,7 @@ from gradengine.accumulate.state import Call, Facts, State
 from gradengine.accumulate.window import checked_weight, weighs_nothing
 from gradengine.arguments import as_float, refuse_other_kind, truth_value
 from gradengine.arrays.buffer import Array
+from gradengine.arrays.frameworks import note_written
 from gradengine.capture import Capture, CapturedWindow, refuse_other_graph
 from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.clip import Groups, MaxNorm, clip_plan
@@ -66,8 +68,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             those without a micro-batch included, as in torch's DistributedDataParallel.
         loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
             GradScaler: unless it is told `scaler.get_scale()` here, norm and `max_norm` are of the scaled gradient.
-        reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
-            a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
+        reused_buffers: Deprecated, and without effect: of torch gradients that were not cleared `gradients_of` tells.
         copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
             added, on the CPU; else they are refused.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
@@ -103,13 +104,15 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         groups: Groups = None,
         average: Average = "weighted",
         loss_scale: float = 1.0,
-        reused_buffers: bool = False,
+        reused_buffers: bool | None = None,
         copy_strided: bool = False,
         tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         refuse_bad_exchanges(exchange, tp_exchange)
+        if reused_buffers is not None:
+            warnings.warn("reused_buffers has no effect any more: leave it out", DeprecationWarning, stacklevel=2)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
         if tp_exchange is None:
@@ -119,7 +122,6 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             layout,
             kernels_for(device),
             hold=hold,
-            reused_buffers=reused_buffers,
             copy_strided=copy_strided,
             is_shared=exchange is not None and exchange.shares_memory,
         )
@@ -212,7 +214,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
-            BufferRefused: A gradient cannot be taken as it lies, or is torch's and was not cleared since the last add.
+            BufferRefused: A gradient cannot be taken as it lies.
             WindowError: A bad weight, None for all components (as after a `zero_grad()` that came too early), a window
                 that is full, or a step before this one that failed or is broken.
         """
@@ -456,11 +458,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
         Raises:
             NonFiniteGradient: A step's gradient held NaN or Inf, with on_non_finite="raise".
-            BufferRefused: A torch gradient was not cleared before a later add.
         """
         self._late.wait()
         self._late.raise_pending()
-        self.accumulator.check()
 
     def discard(self) -> None:
         """Drop the window, also one whose step failed or is broken, and a capture whose `with` an interrupt left.
@@ -559,7 +559,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         accumulator = self.accumulator
         arrays = accumulator.arrays() if out is None else handed_back(self.layout.slots, out)
         if out is not None:
-            accumulator.note_written(arrays.values())
+            note_written(arrays.values())
         names, late, changes = self._group_names, self._late, self._state.changes
         return StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, late)
 

@@ -29,7 +29,6 @@ class EngineOptions(TypedDict, total=False):
     groups: Groups
     average: Average
     loss_scale: float
-    reused_buffers: bool
     copy_strided: bool
     tp_exchange: Exchange | None
     replicated: Replicated

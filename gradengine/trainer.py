@@ -101,7 +101,7 @@ class DistributedTrainer:
         check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
         options: Those of `GradientEngine`, by name: `device`, `max_norm`, `groups`, `average`, `on_non_finite`,
             `micro_batches` (of this worker in each step: the exchange starts with the last one), `hold`, `loss_scale`,
-            `reused_buffers`, and `tp_exchange` and `replicated`, for ranks that train on the same micro-batches.
+            `copy_strided`, and `tp_exchange` and `replicated`, for ranks that train on the same micro-batches.
 
     Raises:
         CallerError: An argument is out of range.

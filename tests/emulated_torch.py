@@ -4,7 +4,6 @@ import types
 from types import SimpleNamespace
 
 import numpy as np
-from devices import on_host
 
 
 class Tensor:
@@ -18,7 +17,6 @@ class Tensor:
 
     def __init__(self, array, **change):
         self.array, self.layout, self.device = array, "strided", SimpleNamespace(type="cuda", index=array.device.id)
-        self.storage = Storage()
         self.dtype, self.shape = f"torch.{array.dtype.name}", array.shape
         for name, value in change.items():
             setattr(self, name, value)
@@ -38,48 +36,8 @@ class Tensor:
     def is_neg(self):
         return False
 
-    def any(self):
-        return OnDevice([bool(on_host(self.array).any())], self.device)
-
-    def untyped_storage(self):
-        return self.storage
-
     def is_inference(self):
         return False
-
-
-class Storage:
-    """Memory, of one tensor or of several that are views of it."""
-
-
-class OnDevice:
-    """Truth values on the device: whoever asks for one waits, and is found out."""
-
-    is_cpu = False
-
-    def __init__(self, values, device):
-        self.values, self.device = values, device
-
-    def __bool__(self):
-        raise AssertionError("the host waits for the device")
-
-    tolist = __bool__
-
-
-class Pinned:
-    """Host memory that a copy comes to; it has come when the module says that the device `is_done`."""
-
-    def __init__(self, torch):
-        self._torch = torch
-
-    def copy_(self, source, *, non_blocking):
-        assert non_blocking
-        self._source = source
-        return self
-
-    def tolist(self):
-        assert self._torch.is_done
-        return self._source.values
 
 
 class Stream:
@@ -90,16 +48,11 @@ class Stream:
         if not is_old:
             self.__cuda_stream__ = lambda: (0, stream.ptr)
 
-    def record_event(self):
-        return SimpleNamespace(
-            query=lambda: self._torch.is_done, synchronize=lambda: setattr(self._torch, "is_done", True)
-        )
-
 
 def emulated_torch(stream, *, is_old=False):
     """A module; its current stream is `stream` until `current` is set, `asked` and `written` note what it is told."""
     torch = types.ModuleType("torch")
-    torch.Tensor, torch.strided, torch.bool, torch.is_done = Tensor, "strided", "torch.bool", True
+    torch.Tensor, torch.strided = Tensor, "strided"
     for dtype in ("float32", "float16", "bfloat16"):
         setattr(torch, dtype, f"torch.{dtype}")
     torch.asked, torch.written, torch.current = [], [], stream
@@ -108,14 +61,6 @@ def emulated_torch(stream, *, is_old=False):
         torch.asked.append(ordinal)
         return Stream(torch, torch.current, is_old=is_old)
 
-    def empty(_size, *, dtype, device, pin_memory):
-        assert (dtype, device, pin_memory) == (torch.bool, "cpu", True)
-        return Pinned(torch)
-
-    def stack(found):
-        return OnDevice([value for each in found for value in each.values], found[0].device)
-
-    torch.empty, torch.stack = empty, stack
     torch.cuda = SimpleNamespace(current_stream=current_stream)
     torch.autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=torch.written.extend))
     return torch

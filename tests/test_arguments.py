@@ -251,7 +251,7 @@ CALLS = {
         f"GradientEngine({name})": functools.partial(lambda name, v: engine(**{name: v}), name)
         for name in (
             *("max_norm", "exchange", "on_non_finite", "micro_batches", "hold", "average", "loss_scale"),
-            *("tp_exchange", "replicated", "reused_buffers", "copy_strided"),
+            *("tp_exchange", "replicated", "copy_strided"),
         )
     },
     "GradientEngine(groups)": lambda v: (
@@ -286,7 +286,6 @@ CALLS = {
     "PerBlockGradientAccumulator(layout)": PerBlockGradientAccumulator,
     "PerBlockGradientAccumulator(kernels)": lambda v: PerBlockGradientAccumulator(LAYOUT, v),
     "PerBlockGradientAccumulator(hold)": lambda v: PerBlockGradientAccumulator(LAYOUT, hold=v),
-    "PerBlockGradientAccumulator(reused_buffers)": lambda v: PerBlockGradientAccumulator(LAYOUT, reused_buffers=v),
     "PerBlockGradientAccumulator(copy_strided)": lambda v: PerBlockGradientAccumulator(LAYOUT, copy_strided=v),
     "accumulator.add(measure)": lambda v: PerBlockGradientAccumulator(LAYOUT).add(gradients(), measure=v),
     "accumulator.block": lambda v: PerBlockGradientAccumulator(LAYOUT).block(v),
@@ -352,7 +351,6 @@ CALLS = {
     "DistributedTrainer(layout)": lambda v: DistributedTrainer(trainer(), None, v),
     "DistributedTrainer(max_steps)": lambda v: DistributedTrainer(trainer(), None, LAYOUT, max_steps=v),
     "DistributedTrainer(check_every)": lambda v: DistributedTrainer(trainer(), None, LAYOUT, check_every=v),
-    "DistributedTrainer(reused_buffers)": lambda v: DistributedTrainer(trainer(), None, LAYOUT, reused_buffers=v),
     "trainer.train_batch(micro_batches)": lambda v: None if isinstance(v, (range, Mapping)) else trained(v),
     "trainer.forward_backward()": lambda v: trained(forward_backward=lambda batch: v),
     "trainer.forward_backward() loss": lambda v: trained(forward_backward=lambda batch: (v, gradients())),

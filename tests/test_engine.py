@@ -366,6 +366,11 @@ def test_passed_on_a_bad_group_is_unclipped_and_every_other_keeps_its_bound(back
     assert handed["head"].tolist() == [1]
 
 
+def test_an_option_without_effect_is_deprecated():
+    with pytest.warns(DeprecationWarning, match=r"^reused_buffers has no effect any more: leave it out$"):
+        GradientEngine(GradientLayout.of([(4,)]), reused_buffers=True)
+
+
 @pytest.mark.parametrize(
     "options", [{"exchange": 5}, {"tp_exchange": "tcp://x:1"}, {"hold": 0}, {"micro_batches": 0}, {"max_norm": -1.0}]
 )

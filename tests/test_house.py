@@ -56,7 +56,6 @@ ORDER = [
     "elementwise",
     "accumulate.state",
     "accumulate.gradients",
-    "accumulate.uncleared",
     "accumulate.intake",
     "accumulate.window",
     "accumulate.block",

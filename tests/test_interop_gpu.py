@@ -155,21 +155,27 @@ class TestTorchCupy:
                 copies = [t.from_dlpack(array).clone() for array in engine.step().gradients.values()]
                 assert all(bool((copy == value).all()) for copy in copies)
 
-    def test_what_was_not_cleared_is_told_when_the_gpu_is_done_and_not_waited_for(self, torch, gpu):
-        t, engine = torch.torch, GradientEngine(LAYOUT, gpu.kernels, max_norm=None)
-        gradients = [t.ones(slot.shape, device="cuda") for slot in LAYOUT.slots]
-        engine.add(gradients)
+    def test_what_was_not_cleared_is_told_and_what_was_is_not_asked(self, torch, gpu):
+        from gradengine.torch import gradients_of
+
+        t, module = torch.torch, torch.torch.nn.Linear(64, 8).cuda()
+
+        def backward():
+            module(t.ones(2, 64, device="cuda")).sum().backward()
+
+        backward()
+        gradients_of(module)
         t.cuda.set_sync_debug_mode("error")
         try:
-            for change in (t.Tensor.zero_, lambda tensor: tensor.add_(1)):
-                t.cuda._sleep(20_000_000)
-                for tensor in gradients:
-                    change(tensor)
-                engine.add(gradients)
+            for _ in range(3):
+                module.zero_grad(set_to_none=False)
+                backward()
+                gradients_of(module)
         finally:
             t.cuda.set_sync_debug_mode("default")
-        with pytest.raises(BufferRefused, match=r"'layers\.0\.w' was not cleared"):
-            engine.check()
+        backward()
+        with pytest.raises(BufferRefused, match=r"'weight' was not cleared"):
+            gradients_of(module)
 
     def test_clipping_in_place(self, torch, gpu, dtype):
         arrays = values(dtype)

@@ -8,7 +8,7 @@ the same bits, less traffic.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,7 +24,6 @@ from gradengine.accumulate.state import Call, Changing, State, StepState
 from gradengine.accumulate.window import SavedWindow, Window, checked_weight, nothing_came, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
-from gradengine.arrays.frameworks import note_written
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for, refuse_bad_divisor
@@ -55,7 +54,6 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         kernels: Kernels,
         hold: int,
         *,
-        reused_buffers: bool,
         copy_strided: bool = False,
         is_shared: bool = False,
     ) -> None:
@@ -75,10 +73,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             kernels.fill_zero(list(_padding(memory, layout)))
         self._window = Window(len(layout.slots))
         self.state = StepState()
-        is_reused = truth_value("reused_buffers", reused_buffers)
-        self._intake = Intake(
-            kernels.device, memory, holds=self.hold > 1, reused_buffers=is_reused, copy_strided=copy_strided
-        )
+        self._intake = Intake(kernels.device, memory, holds=self.hold > 1, copy_strided=copy_strided)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._all = self.arena.whole
@@ -292,15 +287,6 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         afterwards; by default the one before.
         """
         return Changing(self.state, over or self.state.ask(Call.VIEW), self.arena.in_order())
-
-    def check(self) -> None:
-        """Wait for a GPU and raise `BufferRefused` for torch's gradients that were not cleared, as `add` does later."""
-        self._intake.uncleared.refuse_late()
-
-    def note_written(self, arrays: Collection[Any]) -> None:
-        """A step handed its gradients back into the caller's arrays, which may be those that come next."""
-        note_written(arrays)
-        self._intake.note_written(arrays)
 
     def close_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum may travel; it takes no more in this window."""
@@ -547,8 +533,6 @@ class PerBlockGradientAccumulator(GradientAccumulator):
         layout: Where each component lies.
         kernels: The device's kernels; NumPy on the CPU by default.
         hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
-        reused_buffers: Each micro-batch's gradients are written into the same torch tensors, by `copy_` or `out=`. Else
-            a torch tensor that comes again after one change in place is refused: backward's, where it was not cleared.
         copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
             added; else they are refused. On the CPU only.
         is_shared: Have the arena lie where other processes of this host can map it. Without effect on a GPU.
@@ -570,7 +554,6 @@ class PerBlockGradientAccumulator(GradientAccumulator):
         kernels: Kernels | None = None,
         *,
         hold: int = 1,
-        reused_buffers: bool = False,
         copy_strided: bool = False,
         is_shared: bool = False,
     ) -> None:
@@ -578,7 +561,6 @@ class PerBlockGradientAccumulator(GradientAccumulator):
             layout,
             kernels_for("cpu" if kernels is None else kernels),
             hold,
-            reused_buffers=reused_buffers,
             copy_strided=copy_strided,
             is_shared=is_shared,
         )

@@ -27,7 +27,7 @@ class GpuGradientAccumulator(GradientAccumulator):
     Args:
         layout: Where each component lies.
         device: "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
-        hold: As for `PerBlockGradientAccumulator`; so is `reused_buffers`.
+        hold: As for `PerBlockGradientAccumulator`.
 
     Raises:
         CallerError: `hold` is no whole number >= 1.
@@ -41,14 +41,12 @@ class GpuGradientAccumulator(GradientAccumulator):
         1594624000
     """
 
-    def __init__(
-        self, layout: GradientLayout, device: DeviceLike = "cuda", *, hold: int = 1, reused_buffers: bool = False
-    ) -> None:
+    def __init__(self, layout: GradientLayout, device: DeviceLike = "cuda", *, hold: int = 1) -> None:
         kernels = kernels_for(device)
         if isinstance(kernels, HostKernels):
             raise CallerError("this accumulator is a GPU's", got="device 'cpu'", do="use PerBlockGradientAccumulator")
         kernels.device.refuse_to_exceed(self.memory_needed(layout), f"the accumulator of {layout!r}")
-        super().__init__(layout, kernels, hold, reused_buffers=reused_buffers)
+        super().__init__(layout, kernels, hold)
 
     @staticmethod
     def memory_needed(layout: GradientLayout) -> int:

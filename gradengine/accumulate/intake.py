@@ -7,11 +7,10 @@ taken as they lie where dtype, shape and layout of each are those of a micro-bat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradengine.accumulate.gradients import matched_views
-from gradengine.accumulate.uncleared import Uncleared, Versions
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.frameworks import torch_form, torch_pointers
 from gradengine.arrays.host import elements_at, in_c_order, without_owner
@@ -41,21 +40,17 @@ class Intake:
         arena: Buffer,
         *,
         holds: bool = False,
-        reused_buffers: bool = False,
         copy_strided: bool = False,
     ) -> None:
         self._device, self._arena, self._stop = device, arena, arena.pointer + arena.nbytes
         self._holds = holds  # gradients are read later than they come, and may have moved by then
-        self._reused_buffers = reused_buffers  # the caller writes each micro-batch into the same torch tensors
         self._copy_strided = copy_strided  # on the host
-        self.uncleared = Uncleared(device)
         self._known: dict[SlotSet, list[_Known]] = {}
         self._forms: dict[SlotSet, list[Any]] = {}  # of arrays on the host that were resolved before
         self._misses = 0
 
     def contribution(self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
         """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work."""
-        callers = sources
         if self._copy_strided:
             pairs = zip(slots, sources, strict=True)
             sources = [None if source is None else in_c_order(source, slot.name, slot.shape) for slot, source in pairs]
@@ -69,22 +64,14 @@ class Intake:
             contribution = self._as_of_now(known.contribution, sources, known.arrays.reader)
             if contribution.producers:
                 self._device.wait_for(contribution.producers)
-        elif (form := torch_form(sources) if self._misses >= _MOST_MISSES else None) is not None:
-            contribution = self._of_torch(slot_set, slots, sources, form)
-        else:
-            resolved = Contribution.of(slot_set, self._views(slots, sources))
-            contribution = self._as_of_now(resolved, sources, reader_of(sources) or read_each)
-            known = self._remember(sets, sources, resolved)
-        if not self._reused_buffers:
-            versions = self.uncleared.refuse(slot_set, slots, callers, None if known is None else known.versions)
-            if known is not None:
-                known.versions = versions
+            return contribution
+        form = torch_form(sources) if self._misses >= _MOST_MISSES else None
+        if form is not None:
+            return self._of_torch(slot_set, slots, sources, form)
+        resolved = Contribution.of(slot_set, self._views(slots, sources))
+        contribution = self._as_of_now(resolved, sources, reader_of(sources) or read_each)
+        self._remember(sets, sources, resolved)
         return contribution
-
-    def note_written(self, arrays: Collection[Any]) -> None:
-        """What a step handed back into these arrays is no change that backward made."""
-        versions = [known.versions for sets in self._known.values() for known in sets if known.versions is not None]
-        self.uncleared.note_written(arrays, versions)
 
     def _of_numpy(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
@@ -131,16 +118,14 @@ class Intake:
         found.addresses = contribution.addresses  # made once
         return found
 
-    def _remember(self, sets: list[_Known], sources: Sequence[Any], contribution: Contribution) -> _Known | None:
+    def _remember(self, sets: list[_Known], sources: Sequence[Any], contribution: Contribution) -> None:
         """Unless this loop makes new arrays for each micro-batch: to remember them costs as much as to look at them."""
         self._misses += sum(not known.arrays.are_alive and not known.came_again for known in sets)
         sets[:] = [known for known in sets if known.arrays.are_alive][-_REMEMBERED + 1 :]
         reader = reader_of(sources) if self._misses < _MOST_MISSES else None
         must_export = reader is read_cupy and contribution.producers  # another's that wraps one of CuPy's
-        if reader is None or must_export:
-            return None
-        sets.append(_Known(sources, contribution, reader))
-        return sets[-1]
+        if reader is not None and not must_export:
+            sets.append(_Known(sources, contribution, reader))
 
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
         views = matched_views(slots, sources, self._device.views)
@@ -161,7 +146,6 @@ class _Known:
     """The contribution of arrays that came before."""
 
     came_again = False
-    versions: Versions | None = None
 
     def __init__(self, sources: Sequence[Any], contribution: Contribution, reader: Reader) -> None:
         self.arrays = KnownArrays(sources, reader)

@@ -25,6 +25,8 @@ from gradengine.errors import BufferRefused, LayoutMismatch
 
 AnyArray: TypeAlias = Any  # of any framework
 
+TAKEN = "_gradengine_taken"  # attribute of a torch gradient: its version counter when it was last given to an engine
+
 _NO_KIND = object()  # of which nothing is
 
 
@@ -187,55 +189,6 @@ def torch_device(tensor: Any) -> str:
     return f"{tensor.device.type}:{tensor.device.index or 0}"
 
 
-def torch_versions(sources: Sequence[Any]) -> list[int | None]:
-    """Autograd's version counter of each torch tensor; None for anything else, and for tensors without one."""
-    kinds = _torch_kinds()
-    try:
-        return [s._version if type(s) in kinds else None for s in sources]
-    except RuntimeError:  # tensors made in inference mode have no version counter
-        return [s._version if type(s) in kinds and not s.is_inference() else None for s in sources]
-
-
-def fills_flat_buffer(tensor: Any) -> bool:
-    """Whether a torch tensor is a view of all of a flat one, as DDP's are of a bucket that holds one parameter."""
-    base = tensor._base
-    return base is not None and base.ndim == 1 and base.numel() == tensor.numel()
-
-
-@final
-class NonZero:
-    """Asynchronous test of torch tensors on one device, at least one, for non-zero elements.
-
-    On a GPU they are read on torch's current stream, and the host does not wait.
-    """
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        torch = sys.modules["torch"]
-        self._found = torch.stack([tensor.any() for tensor in tensors])
-        self._event: Any = None
-        if not self._found.is_cpu:
-            # The host would wait for a copy to memory that is not pinned.
-            pinned = torch.empty(len(tensors), dtype=torch.bool, device="cpu", pin_memory=True)
-            stream = torch.cuda.current_stream(self._found.device)
-            self._found = pinned.copy_(self._found, non_blocking=True)
-            self._event = stream.record_event()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the answers are on the host; never waits."""
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        """Wait for the GPU's work up to here."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def answers(self) -> list[bool]:
-        """One for each tensor, once they are known."""
-        found: list[bool] = self._found.tolist()
-        return found
-
-
 def jax_on_host(array: Any, component: str) -> Array:
     """A JAX array on the CPU as a read-only NumPy array of the same memory; waits until it is computed."""
     refuse_other_device(jax_device(array, component), component)
@@ -280,7 +233,7 @@ def _torch_stream(torch: ModuleType, device: str) -> TorchStream:
 def note_written(arrays: Iterable[object]) -> None:
     """Raise the version counters of torch tensors that were written to, so that a backward that saved them fails."""
     kinds = _torch_kinds()
-    tensors = [array for array in arrays if type(array) in kinds and not array.is_inference()]  # type: ignore[attr-defined]
+    tensors: list[Any] = [array for array in arrays if type(array) in kinds and not array.is_inference()]  # type: ignore[attr-defined]
     if not tensors:
         return
     count_change = sys.modules["torch"].autograd.graph.increment_version
@@ -289,6 +242,10 @@ def note_written(arrays: Iterable[object]) -> None:
     except (TypeError, RuntimeError):  # an older torch takes one
         for tensor in tensors:
             count_change(tensor)
+    for tensor in tensors:
+        whole = tensor if tensor._base is None else tensor._base
+        if hasattr(whole, TAKEN):  # this change was no backward's
+            setattr(whole, TAKEN, whole._version)
 
 
 # ---- slices of any framework's arrays ----

@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from gradengine.accumulate.gradients import and_more
 from gradengine.arguments import refuse_other_kind, truth_value
 from gradengine.arrays.device import device_of
+from gradengine.arrays.frameworks import TAKEN
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, shapes_in_memory, trainable
@@ -56,6 +57,10 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
         Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself where the
         parameter is contiguous, else a view; None where there is none, which `engine.add` counts as zero.
 
+    Raises:
+        BufferRefused: A gradient was returned before and not cleared since, so that backward added to it. On a GPU this
+            waits, where all that tells is whether it is zero.
+
     Example::
 
         for tokens, batch in micro_batches:
@@ -71,6 +76,7 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
             # Older torch has no grad_dtype; None means any.
             parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    _refuse_uncleared(gradients)
     for name, parameter in parameters.items():
         gradient = gradients[name]
         if gradient is not None and not parameter.is_contiguous():
@@ -154,6 +160,35 @@ def drop_unused(module: Parameters, result: StepResult) -> None:
         raise LayoutMismatch(what, do="pass the module of the engine's layout")
     for name in result.unused:
         parameters[name].grad = None
+
+
+def _refuse_uncleared(gradients: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise `BufferRefused` for a gradient that was not cleared since it was last seen here; else, note that it was.
+
+    Backward adds to a `.grad` that is there, and changes it once by that; clearing it in place changes it too. So where
+    one has changed twice all were cleared, and what has changed once since was not, unless it is zero: no backward
+    reached it then.
+    """
+    counted = {name: g for name, g in gradients.items() if g is not None and not g.is_inference()}
+    changes = {name: g._version - getattr(g, TAKEN, g._version) for name, g in counted.items()}
+    if max(changes.values(), default=0) == 1:
+        for name, count in changes.items():
+            if count == 1 and not _fills_flat_buffer(counted[name]) and counted[name].any():
+                raise BufferRefused(
+                    f"parameter '{name}' was not cleared since an earlier micro-batch",
+                    got="the same .grad, changed once in place: backward adds to one that is there",
+                    expected="the gradient of one micro-batch alone",
+                    do="discard() the window and call zero_grad() before each backward; or, where you write each "
+                    "gradient into this tensor yourself, add() the tensors as they are",
+                )
+    for gradient in counted.values():
+        setattr(gradient, TAKEN, gradient._version)
+
+
+def _fills_flat_buffer(gradient: torch.Tensor) -> bool:
+    """Whether it is a view of all of a flat one, as in DDP's bucket of one parameter: DDP's copy is one change too."""
+    base = gradient._base
+    return base is not None and base.ndim == 1 and base.numel() == gradient.numel()
 
 
 # ---- for the other files ----
