@@ -4,6 +4,7 @@ Gradients come in where they lie, micro-batches add up in fp32, workers are summ
 clipped by its global norm, averaged and handed back. `GradientEngine` is the whole step; the parts work alone too.
 """
 
+import os
 import sys
 
 try:
@@ -11,6 +12,7 @@ try:
     from gradengine.accumulate.block import BlockGradientSet
     from gradengine.accumulate.gpu import GpuGradientAccumulator
     from gradengine.arrays.buffer import RawBuffer
+    from gradengine.calls import log_calls
     from gradengine.clip import (
         FusedClipState,
         clip_by_global_norm,
@@ -66,3 +68,5 @@ __all__ = [
     "local_group",
     "shard_batches",
 ]
+
+log_calls(globals(), os.environ)

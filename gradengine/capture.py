@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.arguments import listed, truth_value
@@ -16,6 +16,19 @@ from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.kernels import Device, Graph
 from gradengine.layout import Slot
 from gradengine.result import StepResult
+
+
+class Recorder(Protocol):
+    """The engine that a window is captured of: see `GradientEngine`."""
+
+    def capture(self) -> AbstractContextManager[CapturedWindow]:
+        """Record a window."""
+
+    def add(self, gradients: Gradients | None, weight: float = 1.0) -> None:
+        """Add a micro-batch."""
+
+    def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
+        """Close the window."""
 
 
 @final
@@ -43,9 +56,9 @@ class CapturedWindow:
     def __init__(
         self,
         launched: Callable[[CapturedWindow, Graph, StepResult], StepResult],
-        record_again: Callable[..., CapturedWindow],
+        engine: Recorder,
     ) -> None:
-        self._launched, self._record_again = launched, record_again
+        self._launched, self._engine = launched, engine
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Graph | None = None
@@ -91,7 +104,10 @@ class CapturedWindow:
                 expected="whole ones only" if self._weights is None else f"{len(self._weights)}",
             )
         is_deferred = self.result is not None and self.result.deferred
-        fresh = self._record_again(micro_batches, self._weights, self.out if out is None else out, is_deferred)
+        with self._engine.capture() as fresh:
+            for gradients, weight in zip(micro_batches, self._weights, strict=True):
+                self._engine.add(gradients, weight)
+            self._engine.step(self.out if out is None else out, deferred=is_deferred)
         self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
         self.out, self.producers = fresh.out, fresh.producers
 

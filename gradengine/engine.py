@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, final
@@ -14,7 +14,6 @@ from gradengine.accumulate.state import Call, Facts, State
 from gradengine.accumulate.window import checked_weight, weighs_nothing
 from gradengine.arguments import as_float, refuse_other_kind, truth_value
 from gradengine.arrays.buffer import Array
-from gradengine.arrays.frameworks import note_written
 from gradengine.capture import Capture, CapturedWindow, refuse_other_graph
 from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.clip import Groups, MaxNorm, clip_plan
@@ -29,7 +28,7 @@ from gradengine.micro_batch import MicroBatch
 from gradengine.reduction.reducer import DecidedStep, Reducer
 from gradengine.reduction.stats import StepStats
 from gradengine.reduction.tensor_parallel_group import Replicated, TensorParallelGroup
-from gradengine.result import StepResult
+from gradengine.result import Observers, StepResult
 from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale, refuse_bad_exchanges
 
 __all__ = ["GradientEngine"]
@@ -133,6 +132,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
         self._capture: Capture | None = None  # while a window is captured
+        self._observers = Observers()
         self._kernels.prepare(self.accumulator.arena, (), self._plan)
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
@@ -318,7 +318,8 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
             ExchangeError: The workers' settings differ, or the sums that they hold; the window is kept.
         """
-        return self._whole(self._step, out, truth_value("deferred", deferred), loss_scale)
+        result = self._whole(self._step, out, truth_value("deferred", deferred), loss_scale)
+        return result if self._capture is not None else self._observers.shown(result)
 
     def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None) -> StepResult:
         if deferred and (out is not None or len(self._plan.max_norms) > 1):
@@ -350,6 +351,20 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             self._late.send()
         self._reducer.next_step()
         return result
+
+    def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], None]:
+        """Have each step's result, and each replay's, go to a function before it is returned; to several in turn.
+
+        The step is made by then: what the function raises, the caller of `step` gets. What this returns takes it away.
+
+        Example:
+            >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}))
+            >>> remove = engine.on_step(lambda result: print(result.metrics()["grad_norm"]))
+            >>> engine.add({"w": np.array([3, 4], np.float32)})
+            >>> result = engine.step()
+            5.0
+        """
+        return self._observers.add(callback)
 
     @property
     def has_open_window(self) -> bool:
@@ -383,19 +398,13 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         Raises:
             CallerError: On the CPU, or with an exchange: there a step waits for other workers.
             WindowError: A window is open, or being captured, or none was closed inside.
-
-        Example:
-            >>> engine = GradientEngine(GradientLayout.of([(2,)]))
-            >>> engine.capture()
-            Traceback (most recent call last):
-            gradengine.errors.CallerError: only a GPU's steps can be captured: got device 'cpu', expected ...
         """
         graph = self._kernels.device.graph()
         if graph is None:
             device = self._kernels.device.name
             raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
         self._ask_for_graph(Call.CAPTURE)
-        window = CapturedWindow(lambda *given: self._whole(self._replay, *given), self._record_again)
+        window = CapturedWindow(lambda *given: self._observers.shown(self._whole(self._replay, *given)), self)
         return Capture(window, graph, self._begin_capture, self._end_capture)
 
     def state_dict(self) -> dict[str, Array]:
@@ -545,7 +554,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        return DecidedStep(stats, decision, non_finite, step)
+        return DecidedStep(stats, decision, non_finite, step, self._reducer.took)
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
         zero_if_bad = self._settings.zero_if_bad
@@ -558,8 +567,6 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
         accumulator = self.accumulator
         arrays = accumulator.arrays() if out is None else handed_back(self.layout.slots, out)
-        if out is not None:
-            note_written(arrays.values())
         names, late, changes = self._group_names, self._late, self._state.changes
         return StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, late)
 
@@ -571,15 +578,6 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
     def _end_capture(self) -> None:
         self._capture = None  # the graph is the caller's to drop, and what it keeps alive
         self._reducer.restart()  # nothing of it has run, however it ended
-
-    def _record_again(
-        self, micro_batches: Sequence[Gradients], weights: Sequence[float], out: Gradients | None, deferred: bool
-    ) -> CapturedWindow:
-        with self.capture() as captured:
-            for gradients, weight in zip(micro_batches, weights, strict=True):
-                self.add(gradients, weight)
-            self.step(out, deferred=deferred)
-        return captured
 
     def _replay(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""

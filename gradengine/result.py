@@ -8,13 +8,14 @@ device and stream the step was queued on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.arguments import said, truth_value
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NonFiniteGradient, NotCopied
 from gradengine.kernels import Decision
@@ -114,6 +115,46 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         slots = self._accumulator.layout.slots
         return frozenset(slots[position].name for position in np.flatnonzero(self._decided.stats.unused).tolist())
 
+    def metrics(self, *, blocks: bool = False) -> dict[str, float]:
+        """What people watch, flat, for a logger of numbers. On a GPU this waits for the step.
+
+        Args:
+            blocks: With the norm of each block, and of each component outside of them, as "grad_norm/layers.0".
+
+        Returns:
+            "grad_norm" and "clip_scale" as `norm` and `scale`; "clipped" and "skipped", 1.0 or 0.0; "weight" and
+            "micro_batches" of all workers; "exchange_seconds" from the first span that left until the last sum was
+            there, and "exchange_hidden_seconds", those of them that `step` did not wait for: both 0.0 without an
+            exchange. With groups also "grad_norm/" and each group's name.
+
+        Example:
+            >>> from gradengine import GradientEngine, GradientLayout
+            >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
+            >>> engine.add({"w": np.array([3, 4], np.float32)})
+            >>> metrics = engine.step().metrics()
+            >>> metrics["grad_norm"], metrics["clip_scale"], metrics["clipped"]
+            (5.0, 0.2, 1.0)
+        """
+        scale, (total, waited) = float(self.scale), self._decided.took
+        found = {
+            "grad_norm": float(self.norm),
+            "clip_scale": scale,
+            "clipped": float(scale < 1),
+            "skipped": float(self.skipped),
+            "weight": self.weight,
+            "micro_batches": float(self.micro_batches),
+            "exchange_seconds": total,
+            "exchange_hidden_seconds": max(0.0, total - waited),
+        }
+        parts = self.group_norms if len(self._group_names) > 1 else {}
+        if truth_value("blocks", blocks):
+            layout = self._accumulator.layout
+            names = [block.name for block in layout.blocks]
+            norms = zip(layout.slots, self.component_norms, strict=True)
+            parts = {**parts, **dict(zip(names, self.block_norms, strict=True))}
+            parts |= {slot.name: norm for slot, norm in norms if slot.block is None}
+        return found | {f"grad_norm/{name}": float(norm) for name, norm in parts.items()}
+
     @property
     def is_current(self) -> bool:
         """Whether the gradients are still this step's: no longer after an `add`, step or replay of its engine."""
@@ -193,3 +234,29 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
     def _kept_arrays(self) -> Mapping[str, Any]:
         self._accumulator.arena.follow()
         return self._arrays
+
+
+@final
+class Observers:
+    """Functions that are shown each step's result."""
+
+    def __init__(self) -> None:
+        self._callbacks: dict[object, Callable[[StepResult], object]] = {}
+
+    def add(self, callback: Callable[[StepResult], object]) -> Callable[[], None]:
+        """Show it each result from now on; what is returned ends that."""
+        if not callable(callback):
+            raise CallerError("callback cannot be called", got=said(callback), expected="a function of a step's result")
+        key = object()
+        self._callbacks[key] = callback
+
+        def remove() -> None:
+            self._callbacks.pop(key, None)
+
+        return remove
+
+    def shown(self, result: StepResult) -> StepResult:
+        """The result, once all have seen it."""
+        for callback in list(self._callbacks.values()):
+            callback(result)
+        return result

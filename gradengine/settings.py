@@ -29,6 +29,7 @@ class EngineOptions(TypedDict, total=False):
     groups: Groups
     average: Average
     loss_scale: float
+    reused_buffers: bool | None
     copy_strided: bool
     tp_exchange: Exchange | None
     replicated: Replicated

@@ -537,6 +537,15 @@ class TestVerdict:
         result = graph.replay()
         assert (result.step, bits_of(result)) == (2, bits_of(eager(device, [values_of(0)])))
 
+    def test_each_replay_is_shown_and_the_recording_is_not(self, device):
+        engine, arrays, seen = new_engine(device), arrays_of(device, 0), []
+        engine.on_step(lambda result: seen.append(result.step))
+        graph = captured_window(engine, [arrays])
+        assert seen == []
+        graph.replay()
+        graph.replay()
+        assert seen == [0, 1]
+
     def test_check_of_a_replay(self, device):
         engine, arrays = new_engine(device), arrays_of(device, 0)
         graph = captured_window(engine, [arrays])

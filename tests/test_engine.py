@@ -383,6 +383,59 @@ def test_bad_arguments_are_refused_before_any_memory_is_taken(backend, monkeypat
         GradientEngine(SMALL, backend.kernels, **options)
 
 
+class TestOnStep:
+    @staticmethod
+    def engine(**options):
+        return GradientEngine(GradientLayout.of({"w": (2,)}), **options)
+
+    @staticmethod
+    def stepped(engine):
+        engine.add([np.array([3, 4], np.float32)])
+        return engine.step()
+
+    def test_each_steps_result_goes_to_all_in_turn_until_they_are_taken_away(self):
+        engine, seen = self.engine(), []
+        remove = engine.on_step(lambda result: seen.append(("first", result)))
+        engine.on_step(lambda result: seen.append(("second", result)))
+        first = self.stepped(engine)
+        remove()
+        remove()
+        second = self.stepped(engine)
+        assert seen == [("first", first), ("second", first), ("second", second)]
+
+    def test_what_one_raises_comes_from_a_step_that_is_made(self):
+        engine = self.engine()
+
+        def fail(result):
+            raise RuntimeError(f"disk full at step {result.step}")
+
+        engine.on_step(fail)
+        with pytest.raises(RuntimeError, match="disk full at step 0"):
+            self.stepped(engine)
+        assert (engine.current_step, engine.has_open_window) == (1, False)
+
+    def test_a_step_that_fails_is_not_shown(self):
+        engine = self.engine()
+        engine.on_step(pytest.fail)
+        engine.add([np.array([3, np.nan], np.float32)])
+        with pytest.raises(NonFiniteGradient):
+            engine.step()
+
+    def test_what_cannot_be_called_is_refused(self):
+        with pytest.raises(CallerError, match=r"^callback cannot be called: got 5, expected a function"):
+            self.engine().on_step(5)
+
+    def test_the_exchanges_seconds_are_among_what_is_shown(self):
+        def work(exchange):
+            metrics = self.stepped(self.engine(exchange=exchange)).metrics()
+            exchange.barrier()
+            return metrics
+
+        for metrics in on_ranks(work, 2):
+            assert metrics["exchange_seconds"] > 0
+            assert metrics["exchange_seconds"] >= metrics["exchange_hidden_seconds"] >= 0
+
+
 @pytest.mark.parametrize("hold", [1, 2])
 class TestCopyStrided:
     def test_the_step_has_the_bits_of_contiguous_gradients(self, hold):

@@ -292,6 +292,36 @@ def test_a_healthy_exchange_is_left_for_another():
     close(worker.exchange for worker in workers)
 
 
+def test_to_start_nothing_begins_no_step():
+    workers = bound(exchanges_of(2), SMALL, contributions(SMALL, 2))
+    for worker in workers:
+        worker.exchange.start()
+        assert worker.progress.carrier is None
+    assert on_all(Worker.sum, workers) == [(), ()]
+    close(worker.exchange for worker in workers)
+
+
+def test_how_long_the_sums_took_and_what_was_waited_for_them(monkeypatch):
+    """From the first span to the last sum; of which a thread moved what came before the wait."""
+    now, wait = [10.0], Pump.wait
+
+    def later(pump, timeout):
+        now[0] = 17.0
+        wait(pump, timeout)
+
+    monkeypatch.setattr(Pump, "wait", later)
+    (exchange,) = exchanges_of(1, clock=lambda: now[0])
+    (worker,) = bound([exchange], SMALL, contributions(SMALL, 1))
+    exchange.start(ALL[0], in_background=False)
+    now[0] = 12.0
+    exchange.start(*ALL[1:], in_background=False)
+    exchange.wait()
+    assert worker.progress.took == (7.0, 5.0)
+    worker.progress.next_step()
+    assert worker.progress.took == (0.0, 0.0)
+    exchange.close()
+
+
 def test_a_step_begun_over_links_goes_on_over_links_and_another_does_not():
     over_links = half_summed()
     with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET, join_timeout=SOON) as exchanges:

@@ -104,6 +104,7 @@ ORDER = [
     "micro_batch",
     "engine",
     "trainer",
+    "calls",
     "",
 ]
 STEP = [room for room in ORDER if not room.startswith("exchange")]

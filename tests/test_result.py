@@ -103,6 +103,31 @@ class TestNumbers:
         assert float(result.inverse_factor) == pytest.approx(2 / scales[0], rel=1e-6)
         assert (result.weight, result.micro_batches, result.step, result.deferred) == (2.0, 1, 0, False)
 
+    @pytest.mark.parametrize("groups", [None, "block"])
+    def test_metrics_are_the_numbers_flat(self, backend, groups):
+        norms = [draw.exact_norm([gradient]) for gradient in draw.random_gradients(0, LAYOUT.slots)]
+        metrics = stepped(backend, groups=groups).metrics()
+        assert all(type(number) is float for number in metrics.values())
+        wanted = {
+            "grad_norm": math.hypot(*norms),
+            "clip_scale": min(min(1.0, 0.5 / norm) for norm in (norms if groups else [math.hypot(*norms)])),
+            **dict.fromkeys(("clipped", "micro_batches"), 1),
+            **dict.fromkeys(("skipped", "exchange_seconds", "exchange_hidden_seconds"), 0),
+            "weight": 2,
+        }
+        if groups:
+            wanted |= {f"grad_norm/{n}": norm for n, norm in zip(("block 0", "block 1", "rest"), norms, strict=True)}
+        assert metrics == pytest.approx(wanted, rel=1e-6)
+        wanted |= {f"grad_norm/{n}": norm for n, norm in zip(("layers.0", "layers.1", "head"), norms, strict=True)}
+        assert stepped(backend, groups=groups).metrics(blocks=True) == pytest.approx(wanted, rel=1e-6)
+
+    def test_metrics_of_a_step_that_clips_nothing_or_is_skipped(self, backend):
+        engine = GradientEngine(LAYOUT, backend.kernels, max_norm=1e6, on_non_finite="skip")
+        for value, clipped, skipped in ((1.0, 0.0, 0.0), (np.nan, 0.0, 1.0)):
+            engine.add(put_all(backend, [np.full(slot.shape, value, np.float32) for slot in LAYOUT.slots]))
+            metrics = engine.step().metrics()
+            assert (metrics["clipped"], metrics["skipped"]) == (clipped, skipped)
+
     def test_sums_are_no_gradients_and_gradients_no_sums(self, backend):
         """An optimizer would take sums for gradients, and move by the whole window's weight too far."""
         engine = GradientEngine(LAYOUT, backend.kernels, max_norm=0.5)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, final
 
 from gradengine.arguments import said
 from gradengine.arrays.buffer import Buffer, refuse_other_shape, refuse_overlapping_destinations
+from gradengine.arrays.frameworks import note_written
 from gradengine.errors import LayoutMismatch
 from gradengine.kernels import Device
 from gradengine.layout import Slot
@@ -141,9 +142,11 @@ def destinations_of(
 
 
 def handed_back(slots: Sequence[Slot], out: Gradients) -> Mapping[str, Any]:
-    """Name -> what was written, of the caller's own destinations."""
+    """Name -> what was written, of the caller's own destinations, whose frameworks are told."""
     arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
-    return {slot.name: array for slot, array in arrays if array is not None}
+    written = {slot.name: array for slot, array in arrays if array is not None}
+    note_written(written.values())
+    return written
 
 
 def _first_of(gradients: Mapping[str, object], limit: int = 3) -> str:

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
 from gradengine.arguments import whole_number
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
@@ -59,6 +59,18 @@ DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as
 _GRACE_SECONDS = 5.0  # that a rank waits longer than its server, which knows who is late
 
 
+class Seconds(NamedTuple):
+    """How long a step's sums took.
+
+    Attributes:
+        total: From the start of the first span until the last sum was there.
+        waited: What the step waited for them.
+    """
+
+    total: float = 0.0
+    waited: float = 0.0
+
+
 @dataclass
 class Progress:
     """Progress of one step's all-reduce on this worker; kept by the engine, so that a new exchange can resume it."""
@@ -69,6 +81,7 @@ class Progress:
     membership: Membership = field(default_factory=Membership)
     carrier: Exchange | None = None  # the exchange that has, or had, spans of this step
     squares: Float64 | None = None  # of each chunk of the partial sums, once the exchange has measured the sums
+    took: Seconds = field(default_factory=Seconds)
 
     def next_step(self) -> None:
         """The step is over on all ranks."""
@@ -77,7 +90,7 @@ class Progress:
 
     def restart(self) -> None:
         """The step starts over: the arena holds nothing of it."""
-        self.bad, self.carrier, self.squares = [], None, None
+        self.bad, self.carrier, self.squares, self.took = [], None, None, Seconds()
 
 
 class Exchange(NotCopied, instead="make one in each process, with connect()"):
@@ -127,6 +140,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         self._arena: DeviceArena | None = None  # where it is not the host's
         self._progress = Progress()
         self._started: set[int | str] = set()  # keys of the spans of this step
+        self._began = 0.0  # when the first of them was started
         self._failure: BaseException | None = None  # what is raised from now on
         self._process = os.getpid()
 
@@ -176,6 +190,9 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         """
         pump, all_reduce = self._bound()
         refuse_started(spans, lambda span: span.key in self._started)
+        if not spans:
+            return  # the step is begun by none
+        self._began = self._began if self._started else self._clock()
         self._started.update(span.key for span in spans)
         with contextlib.suppress(ExchangeError):  # `wait` raises it
             self._refuse_failed()
@@ -202,9 +219,11 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         if not self._started:
             what = f"rank {self.rank} waits for sums and has started nothing"
             raise WindowError(what, do="start() every span of the step first")
+        waits = self._clock()
         self._to_the_end(lambda: pump.wait(self._timeout))
         self._started = set()
         self._progress.squares = all_reduce.squares
+        self._progress.took = Seconds(max(0.0, pump.moved_at - self._began), self._clock() - waits)
         return tuple(all_reduce.bad)
 
     def gather(self, data: bytes) -> list[bytes]:

@@ -92,6 +92,11 @@ class Pump(NotCopied, instead="make one for each link"):
             self._spans.extend(spans)
             self._have_moved(in_background=in_background)
 
+    @property
+    def moved_at(self) -> float:
+        """When something was over, or started, for the last time, by the clock."""
+        return self._moved_at
+
     def wait(self, timeout: float) -> None:
         """Return when the step is done on this rank: the arena holds the sums and may be overwritten.
 

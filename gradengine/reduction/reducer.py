@@ -16,7 +16,7 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.linked import Exchange, Seconds
 from gradengine.kernels import Decision, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
@@ -39,6 +39,7 @@ class DecidedStep:
     decision: Decision
     non_finite: NonFiniteGradient | None  # where the host knows it
     step: int
+    took: Seconds  # the sums over workers
 
 
 @final
@@ -74,6 +75,11 @@ class Reducer:
     def step(self) -> int:
         """The number of the open step, counted from 0."""
         return self.workers.progress.step
+
+    @property
+    def took(self) -> Seconds:
+        """How long the step's sums over workers took; 0 without an exchange."""
+        return self.workers.progress.took
 
     @property
     def worker(self) -> Worker:

@@ -1,0 +1,109 @@
+"""GRADENGINE_LOG: a line on stderr for each public call, with its time and, at level 3, with what it was given.
+
+Where the variable is not set nothing is wrapped, and a call costs what it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar
+
+from gradengine.arguments import said
+from gradengine.engine import GradientEngine
+from gradengine.errors import CallerError
+from gradengine.exchange import Exchange
+from gradengine.trainer import DistributedTrainer
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+VARIABLE = "GRADENGINE_LOG"
+_LEVELS = {"": 0, "0": 0, "1": 1, "3": 3}
+_CLASSES = (GradientEngine, DistributedTrainer, Exchange)
+
+logger = logging.getLogger("gradengine.calls")
+
+
+def log_calls(names: MutableMapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Log each call of the public functions among these names, and of the classes that step, if the variable is set.
+
+    Args:
+        names: The package's, in which the functions are replaced.
+        environment: The environment variables.
+
+    Raises:
+        CallerError: The variable is something else than 0, 1 or 3.
+    """
+    asked = environment.get(VARIABLE, "")
+    if asked not in _LEVELS:
+        what = f"environment variable {VARIABLE} has no such level"
+        raise CallerError(what, got=said(asked), expected="1 for calls and times, 3 for shapes too", do="or unset it")
+    level = _LEVELS[asked]
+    if not level:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d gradengine: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for kind in _CLASSES:
+        calls = {name: call for name, call in vars(kind).items() if inspect.isfunction(call) and _is_public(name)}
+        for name, call in calls.items():
+            setattr(kind, name, logged(call, level, is_method=True))
+    functions = {name: each for name, each in names.items() if inspect.isfunction(each) and _is_public(name)}
+    names.update({name: logged(each, level) for name, each in functions.items() if name != log_calls.__name__})
+
+
+def logged(call: Call, level: int, *, is_method: bool = False) -> Call:
+    """The call, followed by its line."""
+
+    @functools.wraps(call)
+    def with_line(*given: Any, **named: Any) -> Any:
+        begin, ended = time.perf_counter(), ""
+        try:
+            return call(*given, **named)
+        except BaseException as fault:
+            ended = f", raised {said(fault)}"
+            raise
+        finally:
+            place, took = _place(given[0]) if is_method else "", 1e3 * (time.perf_counter() - begin)
+            shown = _arguments(given[is_method:], named) if level > 1 else "..."
+            logger.info("%s%s(%s) took %.3f ms%s", place, _name(call), shown, took, ended)
+
+    return with_line  # type: ignore[return-value]
+
+
+def _is_public(name: str) -> bool:
+    return name == "__init__" or not name.startswith("_")
+
+
+def _name(call: Callable[..., Any]) -> str:
+    return call.__qualname__.removesuffix(".__init__")
+
+
+def _place(owner: object) -> str:
+    """Whose call it is: "rank 0, step 3: ", as far as the owner knows."""
+    facts = {"rank": getattr(owner, "rank", None), "step": getattr(owner, "current_step", None)}
+    known = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+    return f"{known}: " if known else ""
+
+
+def _arguments(given: Sequence[object], named: Mapping[str, object]) -> str:
+    """What was given, but for secrets."""
+    shown = {name: "..." if name == "token" else _described(value) for name, value in named.items()}
+    return ", ".join([*map(_described, given), *(f"{name}={each}" for name, each in shown.items())])
+
+
+def _described(value: object) -> str:
+    """Arrays by dtype and shape, in mappings and sequences too; anything else as errors show it."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_described(each)}' for name, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_described, value))}]"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return str(said(value))
+    return f"{dtype}[{', '.join(map(str, shape))}]"
