@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plan_workers import Footprint, Stepper, link_of, served
+from plan_workers import Footprint, Stepper, served
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +31,6 @@ from gradengine.bench.workers import Crew, ExchangeReduction, ThreadReductions, 
 from gradengine.errors import GradientError
 from gradengine.exchange import GradientServer
 from gradengine.plan.machine import (
-    TRANSPORTS,
     Rates,
     Sum,
     on_one_machine,
@@ -44,6 +43,7 @@ from gradengine.plan.traffic import ready_shares, span_bytes
 
 TOLERANCE = 1e-5
 REST_SECONDS = 0.03
+LINKS = {"tcp://": "tcp", "unix://": "unix", "shared memory": "shared_memory"}  # transports of processes -> `link=`
 
 
 @dataclass(frozen=True)
@@ -101,21 +101,22 @@ def crews(builds: dict[str, Callable[[], Crew]]) -> Iterator[dict[str, Crew]]:
 
 def rates(found: dict[str, Any], elements: int) -> Rates:
     """The constants that one run measured."""
-    return rates_of(found["owner"] | {name: found[name]["seconds"] for name in ("tcp", "unix")}, elements)
+    links = {name: found[name]["seconds"] for name in LINKS.values() if name in found}
+    return rates_of(found["owner"] | links, elements)
 
 
 # ---- the exchange ----
 
 
 def exchange_checks(workers: int, elements: int, rounds: int) -> tuple[list[Check], Rates]:
-    """Each of `TRANSPORTS`: predicted from the constants of the same rounds. The server is a thread of this process."""
+    """Each transport: predicted from the constants of the same rounds. The server is a thread of this process."""
     with TemporaryDirectory(prefix="gradengine-plan-") as name, GradientServer(workers) as server:
-        folder = Path(name)
-        urls = {"tcp://": f"tcp://127.0.0.1:{free_port()}", "unix://": f"unix://{folder / 'group'}"}
-        builds: dict[str, Callable[[], Crew]] = pairs(folder, elements)
-        for transport, url in urls.items():
-            build = partial(ExchangeReduction.over, url, link_of(url), workers, elements)
-            builds[transport] = partial(Crew, build, workers)
+        builds: dict[str, Callable[[], Crew]] = pairs(Path(name), elements)
+        for transport, link in LINKS.items():
+            if link in builds:
+                url = f"tcp://127.0.0.1:{free_port()}"  # ranks of one host find each other there too
+                build = partial(ExchangeReduction.over, url, link, workers, elements)
+                builds[transport] = partial(Crew, build, workers)
         builds["served"] = partial(Crew, partial(served, server.url, workers, elements), workers)
         builds["threads"] = partial(Crew, partial(ThreadReductions, workers, elements), 1)
         with crews(builds) as made:
@@ -135,7 +136,7 @@ def exchange_checks(workers: int, elements: int, rounds: int) -> tuple[list[Chec
 def predicted_exchanges(known: Rates, elements: int, workers: int) -> dict[str, float]:
     """Transport -> its seconds by `--one-machine`."""
     spans = span_bytes(span_layout(elements))
-    return {name: on_one_machine(name, spans, workers, known).seconds for name in TRANSPORTS}
+    return {name: on_one_machine(name, spans, workers, known).seconds for name in known.transports("cpu")}
 
 
 def refuse_wrong(variant: str, crew: Crew) -> None:
@@ -159,7 +160,7 @@ def overlap_checks(elements: int, backwards: Sequence[float], rounds: int, worke
             url = f"tcp://127.0.0.1:{free_port()}"
             builds[shown(backward)] = partial(Crew, partial(Stepper, url, workers, elements, backward), workers)
         with crews(builds) as made:
-            cases: dict[str, Any] = {n: (made[n].run, made[n].prepare) for n in ("tcp", "unix")}
+            cases: dict[str, Any] = {n: (made[n].run, made[n].prepare) for n in LINKS.values() if n in made}
             cases |= {n: (partial(slowest, made[n]), lambda: None) for n in map(shown, backwards)}
             found = medians(cases | {"owner": (Sum(elements).run, lambda: None)}, rounds)
     known = rates(found, elements)

@@ -9,14 +9,9 @@ from gradengine.bench.device import peak_growth
 from gradengine.bench.workers import ExchangeReduction, contribution, span_layout
 from gradengine.plan.traffic import ready_shares
 
-__all__ = ["Footprint", "Stepper", "link_of", "served"]
+__all__ = ["Footprint", "Stepper", "served"]
 
 _JOIN_SECONDS = 60.0
-
-
-def link_of(url: str) -> str:
-    """The link that is predicted for a URL: ranks of one host would take a faster one."""
-    return url.partition(":")[0]
 
 
 def served(url: str, workers: int, elements: int, rank: int) -> ExchangeReduction:
@@ -29,7 +24,7 @@ class Stepper:
 
     def __init__(self, url: str, workers: int, elements: int, backward_seconds: float, rank: int) -> None:
         self._layout, self._backward = span_layout(elements), backward_seconds
-        self._exchange = connect(url, rank, workers, link=link_of(url), join_timeout=_JOIN_SECONDS)
+        self._exchange = connect(url, rank, workers, link="tcp", join_timeout=_JOIN_SECONDS)
         self._engine = GradientEngine(self._layout, exchange=self._exchange, max_norm=1.0)
         self._gradients = [[contribution(rank, slot.size) for slot in span.slots] for span in self._layout.spans]
         self._shares = ready_shares(self._layout)
@@ -61,7 +56,7 @@ class Footprint:
 
     def _train(self) -> None:
         url, rank, workers = self._place
-        exchange = None if url is None else connect(url, rank, workers, link=link_of(url), join_timeout=_JOIN_SECONDS)
+        exchange = None if url is None else connect(url, rank, workers, link="tcp", join_timeout=_JOIN_SECONDS)
         layout = span_layout(self._elements)
         engine = GradientEngine(layout, exchange=exchange, max_norm=1.0)
         for _ in range(2):

@@ -1,5 +1,6 @@
 """The script that holds predictions against this machine: its logic, at sizes where nothing takes time."""
 
+import dataclasses
 import json
 import math
 import re
@@ -37,7 +38,7 @@ def assert_sound(checks):
 def test_exchanges_are_predicted_and_measured_in_one_run(plan_check):
     checks, rates = plan_check.exchange_checks(2, ELEMENTS, rounds=1)
     names = [check.what.rpartition(", ")[2] for check in checks]
-    assert names == ["tcp://", "unix://", "threads", "served"]
+    assert names == rates.transports("cpu")
     assert_sound(checks)
     assert min(rates.tcp, rates.unix, rates.sum, rates.copy) > 0
     for name, check in zip(names, checks, strict=True):
@@ -46,20 +47,24 @@ def test_exchanges_are_predicted_and_measured_in_one_run(plan_check):
 
 # A model's layout in place of the benchmark's spans, so that the command's own path can be asked for the same figures.
 MODEL = Model("tiny", "", 256, 4, 4, 4, 1024, 512)
-RATES = Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9)
+RATES = Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9, shared_memory=9e9)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_what_is_compared_with_runs_is_what_the_command_predicts(plan_check, monkeypatch, workers):
     monkeypatch.setattr(plan_check, "span_layout", lambda _: MODEL.layout())
-    here = predict(Question(MODEL, workers, machine=RATES, backward_seconds=0.01)).exchanges
+    asked = Question(MODEL, workers, machine=RATES, backward_seconds=0.01)
+    here = predict(dataclasses.replace(asked, device="cpu")).exchanges
     assert plan_check.predicted_exchanges(RATES, 0, workers) == {name: pair[1].seconds for name, pair in here.items()}
+    here = predict(asked).exchanges  # whose backward is elsewhere
     assert plan_check.predicted_wait(RATES, 0, workers, 0.01) == here["tcp://"][1].exposed_seconds
 
 
 def test_the_constants_are_those_of_the_command(plan_check):
     found = {"owner": {"sum": 0.1, "copy": 0.3}, "tcp": {"seconds": 1.0}, "unix": {"seconds": 0.5}}
     seconds = {"sum": 0.1, "copy": 0.3, "tcp": 1.0, "unix": 0.5}
+    assert plan_check.rates(found, ELEMENTS) == rates_of(seconds, ELEMENTS)
+    found["shared_memory"], seconds["shared_memory"] = {"seconds": 0.2}, 0.2
     assert plan_check.rates(found, ELEMENTS) == rates_of(seconds, ELEMENTS)
 
 

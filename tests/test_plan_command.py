@@ -22,7 +22,7 @@ from gradengine.plan import command
 from gradengine.plan.machine import Rates
 from gradengine.plan.table import size
 
-RATES = Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9)
+RATES = Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9, shared_memory=9e9)
 ROOT = Path(__file__).parent.parent
 
 
@@ -109,8 +109,9 @@ def test_one_machine_is_measured_and_predicted(tmp_path, monkeypatch):
     nbytes = 1594036224
     assert found["exchange"]["tcp://"]["seconds"] == pytest.approx(4 * nbytes / 4e9 + 3 * nbytes / 20e9)
     assert found["question"]["machine"] == vars(RATES)
-    assert found["choice"]["transport"] == "unix://"
-    assert "choose unix://" in output
+    assert found["choice"]["transport"] == "shared memory"
+    assert "choose shared memory: a step waits" in output
+    assert "connect() takes it by itself where all ranks are on one host." in output
 
 
 @pytest.fixture

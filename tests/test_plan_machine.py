@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transports import HAS_SHARED_MEMORY, Transport, group, on_all, shared
 
 from gradengine.bench.workers import Crew, contribution
 from gradengine.errors import CallerError
+from gradengine.exchange import Progress
+from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.kernels.host_threads import available_cpus
+from gradengine.layout import GradientLayout
 from gradengine.plan import machine
 from gradengine.plan.machine import (
     TRANSPORTS,
@@ -21,21 +25,56 @@ from gradengine.plan.machine import (
     pairs,
     rates_of,
 )
-from gradengine.plan.traffic import Network, ordered
+from gradengine.plan.traffic import Network, ordered, span_bytes
 from gradengine.tensor_parallel_cost import Bandwidth
 
-RATES = Rates(cores=2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9)
+RATES = Rates(cores=2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9, shared_memory=5e9)
 
 
 def test_copies_and_sums_are_counted_as_the_code_makes_them():
-    """10^9 bytes, 3 workers: 2 sets of parts and 2 of sums; 3 sets summed; threads copy 2 sets of sums; a server 3."""
+    """10^9 bytes, 3 workers: 2 sets of parts and 2 of sums; 3 sets summed; in place 2 sets of sums; a server 3."""
     assert RATES.seconds("tcp://", 10**9, 3) == pytest.approx(4 / 4 + 3 / 20)
     assert RATES.seconds("unix://", 10**9, 3) == pytest.approx(4 / 8 + 3 / 20)
+    assert RATES.seconds("shared memory", 10**9, 3) == pytest.approx(2 / 5 + 3 / 20)
     assert RATES.seconds("threads", 10**9, 3) == pytest.approx(2 / 10 + 3 / 20)
     assert RATES.seconds("served", 10**9, 3) == pytest.approx(6 / 4 + 3 / 20)
 
 
-@pytest.mark.parametrize("transport", ["tcp://", "unix://", "threads"])
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="no memfd on this platform")
+def test_in_shared_memory_only_sums_are_copied_and_each_message_takes_two_signals(monkeypatch):
+    """Counted in the link: bytes that each rank copies and that it reads in place, and signals that it sends."""
+    elements, world = 6 << 20, 3  # two buckets
+    layout = GradientLayout.of([(elements,)])
+    copied, read, signals = (dict.fromkeys(range(world), 0) for _ in range(3))
+    take, queue = SharedMemoryLink._take, SharedMemoryLink._queue
+
+    def counted_take(link, peer, tag, start, size):
+        take(link, peer, tag, start, size)
+        (copied if link.borrowed(peer, tag) is None else read)[link.rank] += size
+
+    def counted_queue(link, transfer, *rest, **options):
+        signals[link.rank] += transfer.tag >= 1 << 22  # beyond those of an all-reduce
+        queue(link, transfer, *rest, **options)
+
+    monkeypatch.setattr(SharedMemoryLink, "_take", counted_take)
+    monkeypatch.setattr(SharedMemoryLink, "_queue", counted_queue)
+    with group(Transport.SHARED_MEMORY, world) as exchanges:
+
+        def reduce(exchange):
+            exchange.bind(layout, shared(contribution(exchange.rank, elements)), Progress())
+            for span in layout.spans:
+                exchange.start(span)
+            exchange.wait()
+            exchange.barrier()
+
+        on_all(reduce, exchanges)
+    found = on_one_machine("shared memory", span_bytes(layout), world, RATES)
+    assert sum(copied.values()) == sum(read.values()) == found.total_bytes == (world - 1) * 4 * elements
+    assert max(copied.values()) == pytest.approx(found.busiest_link_bytes, rel=0.01)
+    assert set(signals.values()) == {found.messages}
+
+
+@pytest.mark.parametrize("transport", ["tcp://", "unix://", "shared memory", "threads"])
 def test_more_cores_help_as_far_as_there_are_workers(transport):
     at = {cores: dataclasses.replace(RATES, cores=cores).seconds(transport, 10**9, 4) for cores in (2, 3, 4, 16)}
     assert at[2] == pytest.approx(1.5 * at[3]) == pytest.approx(2 * at[4])
@@ -53,6 +92,12 @@ def test_every_worker_more_takes_longer_and_time_is_proportional_to_bytes(world,
         assert RATES.seconds(transport, nbytes, world) < RATES.seconds(transport, nbytes, world + 1)
         twice = RATES.seconds(transport, 2 * nbytes, world)
         assert twice == pytest.approx(2 * RATES.seconds(transport, nbytes, world))
+
+
+def test_only_a_cpus_arenas_are_in_shared_memory_and_only_where_there_is_any():
+    assert RATES.transports("cpu") == list(TRANSPORTS)
+    without = ["tcp://", "unix://", "threads", "served"]
+    assert RATES.transports("cuda") == dataclasses.replace(RATES, shared_memory=None).transports("cpu") == without
 
 
 def test_one_core_takes_as_long_as_it_was_measured_to_take():
@@ -79,11 +124,12 @@ def test_spans_take_together_what_the_set_takes(transport, sizes, workers):
     assert traffic.seconds == pytest.approx(RATES.seconds(transport, sum(sizes), workers))
 
 
-def test_bytes_are_those_that_a_rank_or_the_server_sends_and_of_threads_what_one_copies():
+def test_bytes_are_those_that_a_rank_or_the_server_sends_and_in_place_what_one_copies():
     found = {name: on_one_machine(name, [3000], 3, RATES) for name in TRANSPORTS}
     links = {name: (each.busiest_link_bytes, each.total_bytes, each.messages) for name, each in found.items()}
     assert links == {
-        "tcp://": (4000, 12000, 4), "unix://": (4000, 12000, 4), "threads": (2000, 6000, 0), "served": (9000, 18000, 3)
+        "tcp://": (4000, 12000, 4), "unix://": (4000, 12000, 4), "served": (9000, 18000, 3),
+        "shared memory": (2000, 6000, 8), "threads": (2000, 6000, 0),
     }  # fmt: skip
 
 
@@ -113,8 +159,11 @@ def test_a_step_waits_for_the_engines_too():
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf"), True, "4e9", None])
-@pytest.mark.parametrize("name", ["cores", "tcp", "unix", "sum", "copy"])
+@pytest.mark.parametrize("name", ["cores", "tcp", "unix", "sum", "copy", "shared_memory"])
 def test_rates_out_of_range_are_refused_by_name(name, rate):
+    if (name, rate) == ("shared_memory", None):  # a system that has none
+        assert dataclasses.replace(RATES, shared_memory=rate).shared_memory is None
+        return
     with pytest.raises(CallerError, match=f"a machine's '{name}' is out of range"):
         Rates(**{**vars(RATES), name: rate})
 
@@ -124,7 +173,28 @@ def test_rates_out_of_range_are_refused_by_name(name, rate):
 ELEMENTS = (1 << 20) + 32 * 1024  # two messages each way
 
 
-@pytest.mark.parametrize("transport", ["tcp", "unix"])
+PAIRS = ["tcp", "unix", *(["shared_memory"] if HAS_SHARED_MEMORY else [])]
+
+
+def test_a_pair_that_cannot_be_is_not_measured(tmp_path, monkeypatch):
+    assert list(pairs(tmp_path, ELEMENTS)) == PAIRS
+    monkeypatch.setattr(machine, "has_shared_memory", lambda: False)
+    assert list(pairs(tmp_path, ELEMENTS)) == ["tcp", "unix"]
+    assert rates_of(SECONDS, 10**6).shared_memory is None
+
+
+@pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="no memfd on this platform")
+def test_a_pair_in_shared_memory_sends_nothing_else_through_its_socket(tmp_path):
+    work = on_all(lambda rank: machine.Duplex(SharedMemoryLink, str(tmp_path / "lent"), ELEMENTS, rank), [0, 1])
+    on_all(machine.Duplex.run, work)
+    for each in work:
+        assert each.error() == 0
+        assert each._link.lends(each._mine)
+        assert each._link.lends(each.arena)
+        each._link.close()
+
+
+@pytest.mark.parametrize("transport", PAIRS)
 def test_each_of_a_pair_gets_what_the_other_has(tmp_path, transport):
     crew = pairs(tmp_path, ELEMENTS)[transport]()
     try:
@@ -154,6 +224,7 @@ SECONDS = {"tcp": 1.0, "unix": 0.5, "sum": 0.25, "copy": 0.1}
 def test_rates_are_bytes_by_seconds_and_a_pair_sends_both_ways():
     rates = rates_of(SECONDS, 10**6)
     assert (rates.tcp, rates.unix) == (8e6, 16e6)
+    assert rates_of(SECONDS | {"shared_memory": 0.8}, 10**6).shared_memory == 1e7
     assert (rates.sum, rates.copy) == (32e6, 40e6)
     assert rates.cores == available_cpus()
 
@@ -168,7 +239,8 @@ def test_rates_are_proportional_to_what_was_sent(elements, scale):
 def test_this_machine_is_measured():
     """Only that it can be: a rate below a megabyte a second would be a fault of the measurement."""
     rates = measure_rates(elements=ELEMENTS, rounds=2)
-    assert min(rates.tcp, rates.unix, rates.sum, rates.copy) > 1e6
+    assert min(rates.tcp, rates.unix, rates.sum, rates.copy, rates.shared_memory or 1e7) > 1e6
+    assert (rates.shared_memory is not None) == HAS_SHARED_MEMORY
     assert rates.cores >= 1
 
 

@@ -49,9 +49,10 @@ def test_one_worker_is_beyond_the_picture():
 
 
 def test_one_machine_has_a_line_for_each_transport():
-    plan = predict(Question(load_model("350m"), 3, machine=Rates(2, 4e9, 8e9, sum=20e9, copy=10e9)))
+    rates = Rates(2, 4e9, 8e9, sum=20e9, copy=10e9, shared_memory=9e9)
+    plan = predict(Question(load_model("350m"), 3, machine=rates, device="cpu"))
     lines = lines_of(plan)
-    for name in ("tcp://", "unix://", "threads", "served"):
+    for name in ("tcp://", "unix://", "shared memory", "threads", "served"):
         at = dict(zip(*lines[{"served": "tcp://, served"}.get(name, name)].get_data(), strict=True))
         assert at[3] == pytest.approx(plan.exchanges[name][1].seconds)
     assert drawn(plan).axes[0].get_title() == "350m: exchange of a step within one machine"

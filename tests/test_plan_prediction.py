@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transports import Transport, group, on_all
+from transports import Transport, group, on_all, shared
 
 from gradengine import GpuGradientAccumulator, GradientEngine, GradientLayout, connect
 from gradengine.errors import CallerError
@@ -44,7 +44,9 @@ SMALL = 1 << 20  # bytes of indices and partial sums
 TEN_GIGABITS = Bandwidth.gigabits(10)
 QUESTION = Question(load_model("350m"), workers=4, bandwidth=TEN_GIGABITS, tp=2)
 
-HERE = Question(load_model("350m"), 3, machine=Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9))
+RATES = Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9, shared_memory=9e9)
+HERE = Question(load_model("350m"), 3, machine=RATES)
+ON_CPUS = dataclasses.replace(HERE, device="cpu")
 
 questions = st.builds(
     Question,
@@ -240,19 +242,20 @@ def test_rows_are_what_an_exchange_makes(layout, workers):
     assert rows[0] <= max(taken) <= rows[0] + SMALL
 
 
-@pytest.mark.parametrize("transport", [Transport.TCP, Transport.UNIX, Transport.THREADS])
+@pytest.mark.parametrize("transport", [transport for transport in Transport if transport is not Transport.SERVER])
 def test_rows_are_what_ranks_that_have_joined_have_taken(transport):
-    """Measured: what NumPy has allocated in a process with three ranks; threads read the others' parts in place."""
+    """Measured: what NumPy has allocated in a process with three ranks; some read the others' parts in place."""
     layout = GradientLayout.of({f"layers.{i}.w": (1 << 22,) for i in range(6)})
     with group(transport, 3) as exchanges:
-        arenas = [np.zeros(layout.arena_size, np.float32) for _ in exchanges]
+        arenas = [shared(np.zeros(layout.arena_size, np.float32)) for _ in exchanges]
         tracemalloc.start()
         try:
             on_all(lambda pair: pair[0].bind(layout, pair[1], Progress()), [*zip(exchanges, arenas, strict=True)])
             taken = sum(trace.size for trace in tracemalloc.take_snapshot().traces if trace.domain == NUMPY)
         finally:
             tracemalloc.stop()
-    rows = DEFAULT_SHARE_BYTES if transport is Transport.THREADS else row_bytes(layout, 3)[0]
+    is_in_place = transport.value in {"threads", "shared_memory"}
+    rows = DEFAULT_SHARE_BYTES if is_in_place else row_bytes(layout, 3)[0]
     assert taken == pytest.approx(3 * rows, abs=3 * SMALL)
 
 
@@ -413,13 +416,14 @@ def test_the_plans_advice_holds_in_the_plan():
     assert f"wait {duration(faster.exchanges['ordered'][1].exposed_seconds)};" in link
 
 
-def test_on_one_machine_processes_take_unix_sockets():
+def test_on_one_machine_processes_take_shared_memory_where_there_is_any_else_unix_sockets():
     here = {name: Overlap(1.0, seconds) for name, seconds in (("tcp://", 0.9), ("unix://", 0.5), ("threads", 0.1))}
     choice = chosen(0.5, here)
     assert (choice.transport, choice.waits_of_step) == ("unix://", 0.5)
     assert len(choice.remedies) == 1
     assert "4 a step, not 1" in choice.remedies[0]
     assert chosen(100.0, here).remedies == ()
+    assert chosen(0.5, here | {"shared memory": Overlap(1.0, 0.2)}).transport == "shared memory"
 
 
 def test_the_only_transport_recommended_exists():
@@ -440,12 +444,18 @@ def test_durations_are_what_they_say(number):
 
 
 def test_one_machine_is_predicted_by_the_model_of_its_copies():
-    found = predict(HERE).exchanges
+    found = predict(ON_CPUS).exchanges
     nbytes = HERE.model.layout().nbytes
     assert found["tcp://"][1].seconds == pytest.approx(4 * nbytes / 4e9 + 3 * nbytes / 20e9)
     assert found["unix://"][1].seconds == pytest.approx(4 * nbytes / 8e9 + 3 * nbytes / 20e9)
+    assert found["shared memory"][1].seconds == pytest.approx(2 * nbytes / 9e9 + 3 * nbytes / 20e9)
     assert found["threads"][1].seconds == pytest.approx(2 * nbytes / 10e9 + 3 * nbytes / 20e9)
     assert found["served"][1].seconds == pytest.approx(6 * nbytes / 4e9 + 3 * nbytes / 20e9)
+    assert predict(ON_CPUS).choice.transport == "shared memory"
+
+
+def test_a_gpus_arenas_are_not_in_shared_memory():
+    assert set(predict(ON_CPUS).exchanges) - set(predict(HERE).exchanges) == {"shared memory"}
     assert predict(HERE).choice.transport == "unix://"
 
 
@@ -469,6 +479,7 @@ def test_the_json_of_one_machine_has_its_rates_and_no_bandwidth():
     assert found["question"]["machine"] == dataclasses.asdict(HERE.machine)
     assert found["question"]["bandwidth_bytes_per_second"] is None
     assert set(found["exchange"]) == {"tcp://", "unix://", "threads", "served"}
+    assert predict(ON_CPUS).as_json()["exchange"]["shared memory"]["messages"] > 0
     json.dumps(found, allow_nan=False)
 
 

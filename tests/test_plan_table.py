@@ -21,7 +21,8 @@ from gradengine.tensor_parallel_cost import Bandwidth
 
 TEN_GIGABITS = Bandwidth.gigabits(10)
 QUESTION = Question(load_model("350m"), workers=4, bandwidth=TEN_GIGABITS, tp=2)
-HERE = Question(load_model("350m"), 3, machine=Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9))
+RATES = Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9, shared_memory=9e9)
+HERE = Question(load_model("350m"), 3, machine=RATES)
 
 
 def shown(question, width):
@@ -64,6 +65,7 @@ def test_planned_transports_are_marked_as_such():
     assert "ordered, tcp:// " in text
     assert "star, served=True " in text
     assert "* planned, not in this version" in text
+    assert "On one machine connect() takes a faster link by itself" in text
 
 
 def test_a_tied_head_is_pointed_out_with_what_to_do():
@@ -126,8 +128,11 @@ def test_where_a_step_waits_long_the_remedies_are_shown():
 
 def test_one_machine_shows_what_was_measured_and_no_links():
     text = squeezed(shown(HERE, 120))
-    assert "cores 2; GB/s as measured: tcp 4, unix 8, sum 20, copy 10" in text
+    assert "cores 2; GB/s as measured: tcp 4, unix 8, sum 20, copy 10, shared memory 9" in text
     assert "choose unix://" in text
+    assert "choose shared memory" in squeezed(shown(dataclasses.replace(HERE, device="cpu"), 120))
+    without = dataclasses.replace(HERE, device="cpu", machine=dataclasses.replace(RATES, shared_memory=None))
+    assert "shared memory" not in shown(without, 120)
     assert "planned" not in text
     assert "each way of each rank" not in text
 

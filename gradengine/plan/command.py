@@ -63,7 +63,7 @@ def plan(
 
     N workers are data-parallel; each is a group of T tensor-parallel ranks,
     N x T ranks in all. Nothing is run. For --one-machine its links, sums
-    and matrix products are timed for 3 seconds; the products only if neither
+    and matrix products are timed for 4 seconds; the products only if neither
     --tflops nor --backward-seconds is given.
     """
     _refuse_bad_paths(json, plot)

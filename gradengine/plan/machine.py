@@ -2,14 +2,15 @@
 
 For N bytes and W workers: (W - 1) N bytes of parts, and as many of sums, go into the kernel at one process and out of
 it at another, checksums taken; W N bytes of parts are summed. A server has W N of each. Threads of one process send
-nothing: parts are read where they are, and the sums are copied to the W - 1 other arenas. `--one-machine` and
-`bench/plan_check.py` measure the rates alike.
+nothing: parts are read where they are, and the sums are copied to the W - 1 other arenas. So do processes in shared
+memory, where sockets carry signals alone. `--one-machine` and `bench/plan_check.py` measure the rates alike.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,10 +22,12 @@ from typing import final
 import numpy as np
 
 from gradengine.arguments import as_float, said
+from gradengine.arrays.shared import has_shared_memory, shared_array
 from gradengine.bench.workers import Crew, Reduction, contribution, free_port, sockets_of, span_layout
 from gradengine.errors import CallerError
 from gradengine.exchange.addresses import Address
 from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
+from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.shares import shares_of
@@ -39,7 +42,9 @@ __all__ = [
     "pairs", "rates_of",
 ]  # fmt: skip
 
-TRANSPORTS = ("tcp://", "unix://", "threads", "served")  # the last over TCP
+TRANSPORTS = ("tcp://", "unix://", "shared memory", "threads", "served")  # the last over TCP
+# Where parts are read in place and sums alone are copied: signals that a message takes (lent, read) over a socket.
+_SIGNALS = {"shared memory": 2, "threads": 0}
 _PAIR = 2  # processes, each of one thread that sends and receives; and threads that sum
 _SHARE = DEFAULT_SHARE_BYTES // 4
 _ELEMENTS, _ROUNDS = 1 << 23, 5  # 34 MB: beyond the caches, and a second in all
@@ -52,7 +57,7 @@ class Rates:
     """What a machine was measured to do, in bytes a second.
 
     Raises:
-        CallerError: One is not above 0, or not finite.
+        CallerError: One is not above 0, or not finite; only shared memory may be None.
     """
 
     cores: int  # that all processes share
@@ -60,11 +65,23 @@ class Rates:
     unix: float  # the same over a Unix socket
     sum: float  # what an owner sums, bytes of parts
     copy: float  # one thread's copy of a share, bytes of one copy
+    # Two processes' copies of what the other lends, both at once and summed; None where this system lends none.
+    shared_memory: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 < as_float(value) < float("inf"):  # NaN is refused
+            is_none = name == "shared_memory" and value is None
+            if not (is_none or 0 < as_float(value) < float("inf")):  # NaN is refused
                 raise CallerError(f"a machine's '{name}' is out of range", got=said(value), expected="a number above 0")
+
+    def transports(self, device: str) -> list[str]:
+        """Those of `TRANSPORTS` that there are for arenas of this device: a GPU's are not lent to other processes.
+
+        >>> Rates(2, 4e9, 4e9, sum=20e9, copy=10e9, shared_memory=10e9).transports("cuda")
+        ['tcp://', 'unix://', 'threads', 'served']
+        """
+        are_lent = self.shared_memory is not None and device == "cpu"
+        return [name for name in TRANSPORTS if are_lent or name != "shared memory"]
 
     def seconds(self, transport: str, nbytes: int, workers: int) -> float:
         """What one of `TRANSPORTS` takes to move and to sum: added, since a process has one thread for both.
@@ -76,8 +93,14 @@ class Rates:
         if transport == "served":  # as fast as the server, which is one process
             return 2 * workers * nbytes / self.tcp + summed
         others, cores = (workers - 1) * nbytes, min(self.cores, workers)
-        moved = {"tcp://": 2 * others / self.tcp, "unix://": 2 * others / self.unix, "threads": others / self.copy}
-        return (moved[transport] + summed) * min(self.cores, _PAIR) / cores
+        times, rate = {  # parts and sums, or sums alone
+            "tcp://": (2, self.tcp),
+            "unix://": (2, self.unix),
+            "shared memory": (1, self.shared_memory),
+            "threads": (1, self.copy),
+        }[transport]
+        assert rate is not None  # noqa: S101  (it is one of `transports`)
+        return (times * others / rate + summed) * min(self.cores, _PAIR) / cores
 
 
 def on_one_machine(transport: str, spans: Sequence[int], workers: int, rates: Rates) -> Traffic:
@@ -85,9 +108,9 @@ def on_one_machine(transport: str, spans: Sequence[int], workers: int, rates: Ra
     if workers == 1:
         return Traffic(span_seconds=(0.0,) * len(spans))
     traffic = (star if transport == "served" else ordered)(spans, workers, _NO_LIMIT)
-    if transport == "threads":
-        link = traffic.busiest_link_bytes // 2  # sums alone
-        traffic = Traffic((), link, link, traffic.total_bytes // 2)
+    if transport in _SIGNALS:
+        link, signals = traffic.busiest_link_bytes // 2, _SIGNALS[transport] * traffic.messages
+        traffic = Traffic((), link, link, traffic.total_bytes // 2, signals)
     seconds = tuple(rates.seconds(transport, nbytes, workers) for nbytes in spans)
     return replace(traffic, span_seconds=seconds, latency_steps=0, tail_seconds=0.0)
 
@@ -112,9 +135,12 @@ def overlap_on_one_machine(
 class Duplex(Reduction):
     """One of two processes that send each other a whole set at once, share by share, over a link of one connection."""
 
-    def __init__(self, address: Address, elements: int, rank: int) -> None:
+    def __init__(self, kind: type[SocketLink], address: Address, elements: int, rank: int) -> None:
         super().__init__(rank, 2, elements)
-        self._link = SocketLink(rank, {1 - rank: sockets_of(address, 2, rank)})
+        if kind is SharedMemoryLink:  # as the arenas of engines, which are lent and copied to
+            self._mine, self.arena = shared_array(elements), shared_array(elements)
+            np.copyto(self._mine, contribution(rank, elements))
+        self._link = kind(rank, {1 - rank: sockets_of(address, 2, rank)})
 
     def run(self) -> None:
         """Send and receive at once."""
@@ -162,24 +188,29 @@ class Sum:
 
 
 def pairs(folder: Path, elements: int) -> dict[str, Callable[[], Crew]]:
-    """The pairs of processes that send each other a set: "tcp" and "unix" -> how one is started."""
-    addresses: dict[str, Address] = {"tcp": ("127.0.0.1", free_port()), "unix": str(folder / "plain")}
-    return {name: partial(Crew, partial(Duplex, address, elements), 2) for name, address in addresses.items()}
+    """The pairs of processes that send each other a set: "tcp", "unix" and "shared_memory" -> how one is started."""
+    links: dict[str, tuple[type[SocketLink], Address]] = {
+        "tcp": (SocketLink, ("127.0.0.1", free_port())),
+        "unix": (SocketLink, str(folder / "plain")),
+    }
+    if has_shared_memory():
+        links["shared_memory"] = SharedMemoryLink, str(folder / "lent")
+    return {name: partial(Crew, partial(Duplex, *link, elements), 2) for name, link in links.items()}
 
 
 def rates_of(seconds: Mapping[str, float], elements: int) -> Rates:
-    """From the seconds of each: "tcp" and "unix" of a pair, "sum" and "copy" of a `Sum`.
+    """From the seconds of each: of `pairs`, and "sum" and "copy" of a `Sum`.
 
     >>> rates_of({"tcp": 1, "unix": 0.5, "sum": 0.1, "copy": 0.2}, elements=10**9).tcp
     8000000000.0
     """
-    nbytes = {"tcp": 8 * elements, "unix": 8 * elements, "sum": 8 * elements, "copy": 4 * elements}
-    return Rates(available_cpus(), **{name: nbytes[name] / seconds[name] for name in nbytes})
+    rates = {name: (4 if name == "copy" else 8) * elements / taken for name, taken in seconds.items()}
+    return Rates(available_cpus(), **rates)
 
 
 def measure_rates(elements: int = _ELEMENTS, rounds: int = _ROUNDS) -> Rates:
-    """Medians of that many interleaved rounds, after one that is dropped; it starts four processes."""
-    samples: dict[str, list[float]] = {name: [] for name in ("tcp", "unix", "sum", "copy")}
+    """Medians of that many interleaved rounds, after one that is dropped; it starts two processes for each link."""
+    samples: dict[str, list[float]] = defaultdict(list)
     with TemporaryDirectory(prefix="gradengine-plan-") as folder, ExitStack() as stack:
         crews = {}
         for name, build in pairs(Path(folder), elements).items():

@@ -19,6 +19,7 @@ _STYLES: dict[str, tuple[str, str, Any, float]] = {
     "nccl": ("NCCL (nccl://, planned)", "#8fd39a", (6, (4, 8)), 1.8),
     "tcp://": ("tcp://", "#c44e52", "-", 2.2),
     "unix://": ("unix://", "#4c72b0", "-", 2.2),
+    "shared memory": ("shared memory", "#8172b3", "-", 2.2),
     "threads": ("threads", "#dd8452", "-", 2.2),
     "served": ("tcp://, served", "#8fd39a", "-", 2.2),
 }

@@ -14,7 +14,7 @@ from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
 from gradengine.exchange.ordered_all_reduce import Flight, flight_of
 from gradengine.exchange.shares import Share, shares_of
 from gradengine.layout import GradientLayout
-from gradengine.plan.machine import TRANSPORTS, Rates, on_one_machine, overlap_on_one_machine
+from gradengine.plan.machine import Rates, on_one_machine, overlap_on_one_machine
 from gradengine.plan.models import Model
 from gradengine.plan.traffic import (
     ALGORITHMS,
@@ -137,7 +137,8 @@ class Question:
             network = Network(self.bandwidth, self.latency_seconds, self.socket_bandwidth, self.sum_bandwidth)
             return {name: algorithm(spans, workers, network) for name, algorithm in ALGORITHMS.items()}
         rates = self.machine
-        return {name: on_one_machine(name, spans, workers, rates) for name in TRANSPORTS} if rates else {}
+        assert rates is not None  # noqa: S101  (one of both is given)
+        return {name: on_one_machine(name, spans, workers, rates) for name in rates.transports(self.device)}
 
 
 def _refuse_outside(name: str, value: Any) -> None:
@@ -185,7 +186,7 @@ class Compute:
 class Choice:
     """The transport to take."""
 
-    transport: str  # "none" for one worker, "unix://" on one machine, else "tcp://"
+    transport: str  # "none" for one worker, "shared memory" or "unix://" on one machine, else "tcp://"
     reason: str  # one sentence
     waits_of_step: float = 0.0  # what a step waits for it, as a share of the step
     remedies: tuple[str, ...] = ()  # what shortens a wait of more than a fifth of the step, each a sentence
@@ -370,7 +371,8 @@ def choose(
         >>> choose(1, 0.99, {"unix://": Overlap(1.0, 0.01)}).reason
         'a step waits 10.0 ms for it, 1.0% of its time.'
     """
-    transport, taken = ("tcp://", "ordered") if "ordered" in exchanges else ("unix://", "unix://")
+    taken = next(name for name in ("ordered", "shared memory", "unix://") if name in exchanges)
+    transport = "tcp://" if taken == "ordered" else taken
     waits = exchanges[taken].exposed_seconds
     step = micro_batches * micro_batch_seconds + waits
     reason = f"a step waits {duration(waits)} for it, {waits / step:.1%} of its time."

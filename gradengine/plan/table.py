@@ -28,6 +28,10 @@ _ONE_MACHINE = f"{_EXPOSED}, its engine's work included"
 _SHARED_CORES = (
     "exposed: what the step waits, its engine's work included; backward takes the same cores, and hides nothing"
 )
+_HOW = {  # by the transport that is chosen
+    "tcp://": "On one machine connect() takes a faster link by itself: the same bits; see --one-machine.",
+    "shared memory": "connect() takes it by itself where all ranks are on one host.",
+}
 _ON_THE_HOST = ("exchange_rows", "pinned_rows")
 _TIED = (
     "The tied LM head is complete when backward ends, and first in the layout's order, so nothing is hidden."
@@ -84,8 +88,9 @@ def _tensor_parallel(question: Question) -> str:
 
 def _links(question: Question) -> Iterator[tuple[str, str]]:
     if question.machine is not None:
-        rates = [f"{name} {rate / 1e9:.3g}" for name, rate in vars(question.machine).items() if name != "cores"]
-        yield "machine", f"cores {question.machine.cores}; GB/s as measured: {', '.join(rates)}"
+        rates = {name.replace("_", " "): rate for name, rate in vars(question.machine).items() if rate is not None}
+        cores, said = rates.pop("cores"), ", ".join(f"{name} {rate / 1e9:.3g}" for name, rate in rates.items())
+        yield "machine", f"cores {cores}; GB/s as measured: {said}"
         return
     yield "links", f"{question.bandwidth} each way of each rank; {duration(question.latency_seconds)} a message"
     if question.tp > 1:
@@ -122,8 +127,8 @@ def _conclusions(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "choose", f"{'no exchange' if choice.transport == 'none' else choice.transport}: {choice.reason}"
     for remedy in choice.remedies:
         yield "", f"- {remedy}"
-    if choice.transport == "tcp://":
-        yield "", "On one machine unix://, or local_group for threads: the same bits; see --one-machine."
+    if choice.transport in _HOW:
+        yield "", _HOW[choice.transport]
     if plan.question.model.embedding == "tied" and choice.transport != "none":
         yield "", _TIED
 
