@@ -8,7 +8,11 @@ import pytest
 pytest_plugins = ["record", "skips"]  # of tests/: they hold for each test, the package's doctests too
 collect_ignore = [
     path
-    for name, path in (("torch", "gradengine/torch"), ("jax", "gradengine/jax.py"))
+    for name, path in (
+        ("torch", "gradengine/torch"),
+        ("jax", "gradengine/jax"),
+        ("optax", "gradengine/jax/multi_steps.py"),
+    )
     if not importlib.util.find_spec(name)
 ]
 

@@ -4,7 +4,8 @@
     python examples/jax_loop.py
 
 `GradientTree` names the leaves for the engine and makes its result a tree again, without a copy either way. AdamW is
-plain `jax.tree.map`; any optimizer that takes a tree of gradients fits there.
+plain `jax.tree.map`; any optimizer that takes a tree of gradients fits there, and those of optax are wrapped by
+`gradengine.jax.multi_steps` (docs/jax.md).
 
 It checks itself against the same loop in JAX alone, on parameters of its own: sums by `jax.tree.map` in fp32, divided,
 clipped. In each step losses agree to 1e-5 and gradients to 1e-4 of their norm (the two round differently, and each step
@@ -64,8 +65,7 @@ def with_gradengine() -> Averaged:
             engine.add(tree.gradients(gradients), weight=len(x))
             losses.append(len(x) * float(loss))
         result = engine.step()
-        # With optax, on_non_finite="pass" hands NaN on and `optax.apply_if_finite` drops the update;
-        # or on_non_finite="skip", and no `optimizer.update` where `result.skipped`.
+        # With optax `gradengine.jax.multi_steps` does all this, skipped steps included.
         return tree.tree(result.gradients), sum(losses) / result.weight
 
     return averaged

@@ -2,6 +2,7 @@
 
 import doctest
 import functools
+import importlib
 import math
 import subprocess
 import sys
@@ -20,14 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine import GradientEngine
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+from gradengine.errors import BufferRefused, CallerError, DeviceUnavailable, LayoutMismatch
 from gradengine.kernels import kernels_for
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-import gradengine.jax as module  # noqa: E402
-from gradengine.jax import GradientTree, clip_by_global_norm  # noqa: E402
+from gradengine.jax import GradientTree, clip_by_global_norm, multi_steps  # noqa: E402
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # half an ulp of 1
 
@@ -590,11 +590,20 @@ def test_the_engine_takes_jax_arrays_without_this_module():
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
-def test_the_examples_in_the_docstrings_run():
-    """Also where doctests are collected without JAX, and this file left out."""
-    found = doctest.testmod(module)
-    assert found.attempted >= 8
+@pytest.mark.parametrize("file", ["tree", "clipping"])
+def test_the_examples_in_the_docstrings_run(file):
+    """Also where doctests are collected without JAX, and these files left out."""
+    found = doctest.testmod(importlib.import_module(f"gradengine.jax.{file}"))
+    assert found.attempted >= 2
     assert found.failed == 0
+
+
+def test_optax_is_needed_for_its_own_function_alone(monkeypatch):
+    code = "import gradengine.jax, sys; assert 'optax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(DeviceUnavailable, match="multi_steps needs optax, which is not installed; pip install optax"):
+        multi_steps(None, None)
 
 
 @pytest.mark.parametrize(

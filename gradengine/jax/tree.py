@@ -1,6 +1,4 @@
-"""JAX interface: pytrees of gradients into and out of an engine, and clipping of immutable arrays.
-
-Not imported by any other file; the engine takes JAX arrays without it.
+"""Conversion between pytrees of JAX arrays and an engine's components.
 
 A result's arrays are views of the engine's arena, which the next `add` overwrites, and JAX computes asynchronously. A
 view is safe if everything computed from it is ready before the next `add`; else take a copy
@@ -15,23 +13,17 @@ return the view's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gradengine.accumulate.gradients import and_more, in_slot_order
 from gradengine.arguments import as_text, has, said, truth_value
-from gradengine.arrays.device import device_of
-from gradengine.clip import checked_max_norm
 from gradengine.errors import BufferRefused, LayoutMismatch
-from gradengine.kernels import ClipPlan, Decision, decide, kernels_for
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import DEEPEST, MOST_ITEMS
-
-__all__ = ["GradientTree", "clip_by_global_norm"]
 
 Leaves: TypeAlias = dict[str, Any]
 
@@ -65,7 +57,7 @@ class GradientTree:
     """
 
     def __init__(self, tree: Any) -> None:
-        leaves, self._structure = _flattened(tree)
+        leaves, self._structure = flattened(tree)
         self.layout = GradientLayout.of({name: leaf for name, leaf in leaves.items() if leaf is not None})
         self._shapes = {slot.name: slot.shape for slot in self.layout.slots}
         self._leaves = dict.fromkeys(leaves)  # the arrays themselves are not kept
@@ -79,7 +71,7 @@ class GradientTree:
         Raises:
             LayoutMismatch: A leaf is missing, unexpected or of another shape, or the tree has other containers.
         """
-        leaves, structure = _flattened(tree)
+        leaves, structure = flattened(tree)
         if structure != self._structure:
             raise self._other_structure(leaves, structure)
         for name, leaf in leaves.items():
@@ -101,7 +93,7 @@ class GradientTree:
         """
         ordered = in_slot_order(self.layout.slots, gradients, "the tree")
         arrays = dict(zip(self._shapes, ordered, strict=True))
-        read = _copied if truth_value("copy", copy) else _viewed
+        read = _copied if truth_value("copy", copy) else viewed
         taken = {name: None if array is None else read(name, array) for name, array in arrays.items()}
         return self._structure.unflatten([taken.get(name) for name in self._leaves])
 
@@ -130,63 +122,7 @@ class GradientTree:
             raise LayoutMismatch(f"component '{name}' has another shape", got=got, expected=self._shapes[name])
 
 
-def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
-    """Clip a tree of gradients by its global norm; outside of jit, because it waits for the norm.
-
-    Like `optax.clip_by_global_norm` it has no epsilon. Unlike there, the norm is computed in fp64 where fp32 would lose
-    precision (there in the leaves' dtype: fp16 overflows at a norm of 256) and returned, each element is multiplied
-    once (there divided, then multiplied), and a norm of NaN or Inf scales nothing (there it makes NaN or zeros).
-
-    Args:
-        tree: Arrays in fp32, fp16 or bf16, on one device. None leaves stay; an empty tree has norm 0.
-        max_norm: The bound, above 0; None clips nothing.
-
-    Returns:
-        A new tree in the leaves' dtypes, each element multiplied once in fp32 and rounded once (by JAX, whose CPU
-        backend flushes subnormals to zero), or the tree itself if there is nothing to clip; and the norm before.
-
-    Raises:
-        CallerError: `max_norm` is 0, negative or NaN.
-        BufferRefused: A leaf is traced, deleted, sharded over several devices, or of another dtype.
-        LayoutMismatch: Two paths give one name.
-
-    Example:
-        >>> tree, norm = clip_by_global_norm({"w": jnp.array([0.0, 8.0]), "b": [jnp.array(6.0), None]}, 5.0)
-        >>> norm, tree["w"].tolist(), tree["b"]
-        (10.0, [0.0, 4.0], [Array(3., dtype=float32), None])
-    """
-    bound = checked_max_norm(max_norm)
-    decision = _decide({name: leaf for name, leaf in _flattened(tree)[0].items() if leaf is not None}, bound)
-    if decision.factor == 1:
-        return tree, decision.norm
-    return jax.tree.map(lambda leaf: _scaled(leaf, decision.factor), tree), decision.norm
-
-
-def _decide(leaves: Leaves, bound: float) -> Decision:
-    """Norm and factor on the host, so that a factor of 1 needs no new tree."""
-    kernels = kernels_for(_device_of(leaves.values()))
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):  # JAX could not scale what the kernels measure
-            raise BufferRefused(f"component '{name}' is neither a JAX nor a NumPy array", got=type(leaf).__name__)
-    views = kernels.device.views(list(leaves.values()), list(leaves))
-    arena = kernels.arena(views)
-    kernels.measure(arena)
-    return decide(kernels.totals(arena), ClipPlan((0,) * len(views), (bound,)), 1.0)
-
-
-def _device_of(leaves: Iterable[Any]) -> str:
-    """The first leaf's device; "cpu" for a traced or sharded one, which `host_buffer` refuses."""
-    leaf = next(iter(leaves), None)
-    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
-        return "cpu"
-    sharding: Any = leaf.sharding
-    return "cpu" if {device.platform for device in sharding.device_set} == {"cpu"} else device_of(leaf)
-
-
-_scaled: Any = jax.jit(lambda leaf, factor: (leaf.astype(jnp.float32) * factor).astype(leaf.dtype))
-
-
-def _flattened(tree: Any) -> tuple[Leaves, Any]:
+def flattened(tree: Any) -> tuple[Leaves, Any]:
     """A tree's leaves by name, None included, and its structure."""
     _refuse_unbounded(tree)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
@@ -220,7 +156,8 @@ def _part(key: Any) -> str:
     return as_text(next(named, key))
 
 
-def _viewed(name: str, array: Any) -> Any:
+def viewed(name: str, array: Any) -> Any:
+    """A JAX array in the same memory; raises `BufferRefused` where JAX cannot read it in place."""
     try:
         return jax.dlpack.from_dlpack(array)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)

@@ -1,0 +1,72 @@
+"""Clipping of a tree of immutable arrays by its global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradengine.arrays.device import device_of
+from gradengine.clip import checked_max_norm
+from gradengine.errors import BufferRefused
+from gradengine.jax.tree import Leaves, flattened
+from gradengine.kernels import ClipPlan, Decision, decide, kernels_for
+
+
+def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
+    """Clip a tree of gradients by its global norm; outside of jit, because it waits for the norm.
+
+    Like `optax.clip_by_global_norm` it has no epsilon. Unlike there, the norm is computed in fp64 where fp32 would lose
+    precision (there in the leaves' dtype: fp16 overflows at a norm of 256) and returned, each element is multiplied
+    once (there divided, then multiplied), and a norm of NaN or Inf scales nothing (there it makes NaN or zeros).
+
+    Args:
+        tree: Arrays in fp32, fp16 or bf16, on one device. None leaves stay; an empty tree has norm 0.
+        max_norm: The bound, above 0; None clips nothing.
+
+    Returns:
+        A new tree in the leaves' dtypes, each element multiplied once in fp32 and rounded once (by JAX, whose CPU
+        backend flushes subnormals to zero), or the tree itself if there is nothing to clip; and the norm before.
+
+    Raises:
+        CallerError: `max_norm` is 0, negative or NaN.
+        BufferRefused: A leaf is traced, deleted, sharded over several devices, or of another dtype.
+        LayoutMismatch: Two paths give one name.
+
+    Example:
+        >>> tree, norm = clip_by_global_norm({"w": jnp.array([0.0, 8.0]), "b": [jnp.array(6.0), None]}, 5.0)
+        >>> norm, tree["w"].tolist(), tree["b"]
+        (10.0, [0.0, 4.0], [Array(3., dtype=float32), None])
+    """
+    bound = checked_max_norm(max_norm)
+    decision = _decide({name: leaf for name, leaf in flattened(tree)[0].items() if leaf is not None}, bound)
+    if decision.factor == 1:
+        return tree, decision.norm
+    return jax.tree.map(lambda leaf: _scaled(leaf, decision.factor), tree), decision.norm
+
+
+def _decide(leaves: Leaves, bound: float) -> Decision:
+    """Norm and factor on the host, so that a factor of 1 needs no new tree."""
+    kernels = kernels_for(_device_of(leaves.values()))
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):  # JAX could not scale what the kernels measure
+            raise BufferRefused(f"component '{name}' is neither a JAX nor a NumPy array", got=type(leaf).__name__)
+    views = kernels.device.views(list(leaves.values()), list(leaves))
+    arena = kernels.arena(views)
+    kernels.measure(arena)
+    return decide(kernels.totals(arena), ClipPlan((0,) * len(views), (bound,)), 1.0)
+
+
+def _device_of(leaves: Iterable[Any]) -> str:
+    """The first leaf's device; "cpu" for a traced or sharded one, which `host_buffer` refuses."""
+    leaf = next(iter(leaves), None)
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+        return "cpu"
+    sharding: Any = leaf.sharding
+    return "cpu" if {device.platform for device in sharding.device_set} == {"cpu"} else device_of(leaf)
+
+
+_scaled: Any = jax.jit(lambda leaf, factor: (leaf.astype(jnp.float32) * factor).astype(leaf.dtype))
