@@ -12,6 +12,8 @@ collect_ignore = [
         ("torch", "gradengine/torch"),
         ("jax", "gradengine/jax"),
         ("optax", "gradengine/jax/multi_steps.py"),
+        ("transformers", "gradengine/torch/transformers.py"),
+        ("lightning", "gradengine/torch/lightning.py"),
     )
     if not importlib.util.find_spec(name)
 ]

@@ -31,8 +31,6 @@ from gradengine.reduction.tensor_parallel_group import Replicated, TensorParalle
 from gradengine.result import Observers, StepResult
 from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale, refuse_bad_exchanges
 
-__all__ = ["GradientEngine"]
-
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
@@ -62,9 +60,8 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         hold: Micro-batches kept by reference and folded in one pass; their buffers must stay unchanged until then.
         groups: Components that share a norm: None (global), "block", "component", or a mapping or function by slot.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means;
-            "sum" the weighted sum of a worker's micro-batches, for a loss that was divided by their number before
-            backward, as HF Trainer, Accelerate and Lightning do. Over workers it is the mean of all workers' sums,
-            those without a micro-batch included, as in torch's DistributedDataParallel.
+            "sum" the weighted sum, for a loss that was divided before backward, as HF Trainer, Accelerate and Lightning
+            do; over workers the mean of all workers' sums, as in torch's DistributedDataParallel.
         loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
             GradScaler: unless it is told `scaler.get_scale()` here, norm and `max_norm` are of the scaled gradient.
         reused_buffers: Deprecated, and without effect: of torch gradients that were not cleared `gradients_of` tells.
@@ -127,8 +124,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
         parts = TensorParallelGroup(self.accumulator, replicated)
-        average, shared = self._settings.average, self._settings.shared
-        self._reducer = Reducer(self.accumulator, average=average, settings=shared, parts=parts)
+        self._reducer = Reducer(self.accumulator, average=average, settings=self._settings.shared, parts=parts)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
         self._capture: Capture | None = None  # while a window is captured
@@ -161,6 +157,11 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
     def on_non_finite(self) -> OnNonFinite:
         """What is done with a gradient that is not finite: "raise", "skip" or "pass"."""
         return self._settings.on_non_finite
+
+    @property
+    def average(self) -> Average:
+        """What the sum is divided by: "weighted", "per_worker" or "sum"."""
+        return self._settings.average
 
     @property
     def loss_scale(self) -> float:

@@ -22,6 +22,8 @@ SLOW = [
     # Real torchruns: two of them are left, with two ranks on one host, over sockets and over its process group.
     r"test_launchers\.py::test_(ranks_of_two_torchruns|after_torchrun|torchrun_s_own|gradengine_env)",
     r"test_launchers\.py::test_(what_the_page_defines|a_command_that_is_shown.*--by launcher)",
+    # Ranks of a training framework as processes, each of which imports it: those of transformers are left.
+    r"test_torch_trainers\.py::TestRanks::test_two_ranks_learn.*\[lightning",
     # Ranks of a torch process group as processes, each of which imports it: those that go on to the end are left.
     r"test_exchange_torch_group\.py::test_(a_rank_that_does_not|engines_over_groups|after_a_rank_has_left)",
     # A hundred flipped bits over each link are left.

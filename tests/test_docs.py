@@ -21,7 +21,8 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorte
 # The other pages of docs/ answer a question each.
 REFERENCES = {"docs/gpu.md", "docs/numerics.md", "docs/wire.md"}
 ANSWERS = [page for page in PAGES if page.startswith("docs/") and page not in REFERENCES]
-FRAMEWORKS = ("torch", "jax", "optax", "flax")  # optional; a page that imports one is skipped where it is not installed
+# Optional; a page that imports one is skipped where it is not installed.
+FRAMEWORKS = ("torch", "jax", "optax", "flax", "transformers", "peft", "accelerate", "lightning")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 

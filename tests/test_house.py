@@ -121,7 +121,8 @@ FREE = (
     "torch",
     "jax",
 )  # they use it; nothing in it uses them
-FRAMEWORKS = {"torch", "jax", "cupy", "tensorflow", "mlx"}
+TRAINERS = {"transformers", "accelerate", "lightning"}
+FRAMEWORKS = {"torch", "jax", "cupy", "tensorflow", "mlx"} | TRAINERS
 
 
 def modules():
@@ -162,6 +163,16 @@ def stands_before(imported, name):
 
 def test_the_core_imports_no_framework():
     assert [name for name, path in CORE if FRAMEWORKS & {imported.split(".")[0] for imported in imports(path)}] == []
+
+
+def test_a_training_framework_is_imported_by_its_own_file_alone():
+    found = {name: {each.split(".")[0] for each in imports(path)} & TRAINERS for name, path in modules()}
+    assert {name: imported for name, imported in found.items() if imported} == {
+        "torch.lightning": {"lightning"},
+        "torch.transformers": {"transformers"},
+    }
+    theirs = ("gradengine.torch.lightning", "gradengine.torch.transformers")
+    assert [name for name, path in modules() if any(each.startswith(theirs) for each in imports(path))] == []
 
 
 def test_files_and_functions_stay_small():

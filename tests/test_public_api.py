@@ -11,13 +11,12 @@ import pytest
 
 import gradengine
 
+FRAMEWORKS = {"gradengine.torch", "gradengine.torch.transformers", "gradengine.torch.lightning", "gradengine.jax"}
 MODULES = [
     name
     for _, name, _ in pkgutil.walk_packages(gradengine.__path__, "gradengine.")
     if not name.startswith(("gradengine.bench", "gradengine.demo", "gradengine.cli", "gradengine.__main__"))
-    and (
-        name not in {"gradengine.torch", "gradengine.jax"} or importlib.util.find_spec(name.removeprefix("gradengine."))
-    )
+    and (name not in FRAMEWORKS or importlib.util.find_spec(name.rpartition(".")[2]))
 ]
 
 

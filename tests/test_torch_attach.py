@@ -787,12 +787,14 @@ class TestGradScaler:
     def scaler(self, **options):
         return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**4, "growth_interval": 3, **options})
 
-    @pytest.mark.parametrize("leftover", ["", "unscale_"])
+    @pytest.mark.parametrize("way", ["alone", "unscale_ is left", "a trainer steps it"])
     @pytest.mark.parametrize("bad", [(), (0,), (2, 3, 9)])
-    def test_losses_skips_and_scale_are_those_of_torchs_own_loop(self, bad, leftover):
+    def test_losses_skips_and_scale_are_those_of_torchs_own_loop(self, bad, way):
         """Over many steps, with a loss that is not finite in some; growth and backoff both come."""
         modules, scalers = [Net(), Net()], [self.scaler(), self.scaler()]
-        engine = GradientEngine(layout_of(modules[0]), max_norm=0.05, average="sum", on_non_finite="skip")
+        is_trainers = way == "a trainer steps it"
+        on_non_finite = "pass" if is_trainers else "skip"
+        engine = GradientEngine(layout_of(modules[0]), max_norm=0.05, average="sum", on_non_finite=on_non_finite)
         attached = attach(modules[0], engine)
         optimizers = [torch.optim.AdamW(module.parameters(), lr=0.02) for module in modules]
         seen = [[], []]
@@ -802,21 +804,35 @@ class TestGradScaler:
                     loss = loss_of(module, step, k) / 2
                     seen[which].append(loss.item())
                     scaler.scale(loss * (math.inf if step in bad and k else 1)).backward()
-            if leftover:
+            if way == "unscale_ is left":
                 scalers[0].unscale_(optimizers[0])
-            result = attached.step(scaler=scalers[0])
-            optimizers[0].step()
+            result = attached.step(scaler=scalers[0], unscale=not is_trainers)
+            if is_trainers:
+                scalers[0].step(optimizers[0])
+                scalers[0].update()
+            else:
+                optimizers[0].step()
             scalers[1].unscale_(optimizers[1])
             torch.nn.utils.clip_grad_norm_(modules[1].parameters(), 0.05)
             scalers[1].step(optimizers[1])
             scalers[1].update()
             for module in modules:
                 module.zero_grad()
-            assert bool(result.skipped) == (step in bad)
+            assert math.isfinite(result.norm) == (step not in bad)
             assert scalers[0].state_dict() == scalers[1].state_dict()
         assert scalers[0].get_scale() != 2.0**4
         np.testing.assert_allclose(seen[0], seen[1], rtol=1e-4)
         assert [s["step"] for s in optimizers[0].state.values()] == [s["step"] for s in optimizers[1].state.values()]
+
+    def test_what_a_trainer_is_left_is_clipped_by_the_true_norm_and_scaled(self):
+        attached, ours, theirs, engines = pair({"on_non_finite": "pass", "max_norm": 0.01})
+        scaler = self.scaler()
+        scaler.scale(loss_of(ours, 0)).backward()
+        by_hand(theirs, engines[1], loss_of(theirs, 0))
+        result, expected = attached.step(scaler=scaler, unscale=False), engines[1].step()
+        assert result.norm == pytest.approx(expected.norm, rel=1e-6)
+        for name, parameter in ours.named_parameters():
+            np.testing.assert_allclose(parameter.grad, 2.0**4 * expected.gradients[name], rtol=1e-5, atol=1e-9)
 
     def test_one_that_is_not_enabled_is_none(self):
         attached, ours, *_ = pair()
@@ -836,6 +852,14 @@ class TestGradScaler:
             attached.step(scaler=self.scaler())
         with pytest.raises(CallerError, match="scaler"):
             attached.step(scaler=2.0**16)
+        scaler = self.scaler()
+        scaler.scale(torch.ones(1))
+        with pytest.raises(
+            CallerError, match=r"trainer's GradScaler skips by what it finds in .grad: got .*'skip'; build"
+        ):
+            attached.step(scaler=scaler, unscale=False)
+        with pytest.raises(CallerError, match="unscale is not a bool"):
+            attached.step(scaler=scaler, unscale=None)
         assert engines[0].accumulator.accumulated_count == 1
         assert attached.step().norm > 0
 

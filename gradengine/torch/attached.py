@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from gradengine.arguments import refuse_lacking, refuse_other_kind
+from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.layout import GradientLayout
@@ -114,7 +114,7 @@ class Attached(AbstractContextManager["Attached"]):
         self._drop_unfinished()
         return _Passes(self, self._engine.micro_batch(weight, last=last))
 
-    def step(self, *, scaler: Any = None) -> StepResult:
+    def step(self, *, scaler: Any = None, unscale: bool = True) -> StepResult:
         """Step the engine, and make each parameter's `.grad` its result, for any optimizer.
 
         They are views of the arena where all parameters take fp32 gradients, good until the next micro-batch: call
@@ -126,13 +126,16 @@ class Attached(AbstractContextManager["Attached"]):
             scaler: The torch.amp.GradScaler that scaled the window's losses; the engine has `on_non_finite="skip"`.
                 The gradients are unscaled by it, and it is updated: in place of `scaler.step` and `scaler.update`
                 follows `optimizer.step()` alone.
+            unscale: False where a trainer calls `scaler.step` and `scaler.update` itself. Then `.grad` is clipped by
+                the true norm and still multiplied by the scale, and the engine has `on_non_finite="pass"`: the scaler
+                skips and is updated as ever.
 
         Returns:
             The engine's result.
 
         Raises:
             LayoutMismatch: A parameter was replaced, or requires gradients and did not when the hooks were made.
-            CallerError: The scaler has scaled no loss, or the engine does not skip.
+            CallerError: The scaler has scaled no loss, or the engine does not leave the verdict where it belongs.
             GradientError: As `GradientEngine.step`; no `.grad` was set.
 
         Example::
@@ -144,7 +147,7 @@ class Attached(AbstractContextManager["Attached"]):
         self._refuse_other_parameters()
         self._drop_unfinished()
         used = scaler if scaler is not None and _is_enabled(scaler) else None
-        loss_scale = None if used is None else _scale_of(used, self._engine)
+        loss_scale = None if used is None else _scale_of(used, self._engine, unscale=truth_value("unscale", unscale))
         with self._on_torchs_stream():
             result, gradients = self._stepped(loss_scale)
         is_skipped = self._engine.on_non_finite == "skip" and float(result.skipped) > 0
@@ -152,8 +155,10 @@ class Attached(AbstractContextManager["Attached"]):
         for name, parameter in self._parameters.items():
             parameter.grad = kept.get(name)
         self._given = {name: weakref.ref(gradient) for name, gradient in kept.items()}
-        if used is not None:
+        if loss_scale is not None and unscale:
             _tell(used, next(iter(self._parameters.values())).device, is_skipped=is_skipped)
+        elif loss_scale is not None and kept:
+            torch._foreach_mul_(list(kept.values()), loss_scale)
         return result
 
     def remove(self) -> None:
@@ -318,10 +323,14 @@ def _is_enabled(scaler: Any) -> bool:
     return bool(scaler.is_enabled())
 
 
-def _scale_of(scaler: Any, engine: GradientEngine) -> float:
-    if engine.on_non_finite != "skip":
-        got, do = f"on_non_finite={engine.on_non_finite!r}", 'build the engine with on_non_finite="skip"'
+def _scale_of(scaler: Any, engine: GradientEngine, *, unscale: bool) -> float:
+    got = f"on_non_finite={engine.on_non_finite!r}"
+    if unscale and engine.on_non_finite != "skip":
+        do = 'build the engine with on_non_finite="skip"'
         raise CallerError("a GradScaler skips steps, and this engine does not", got=got, do=do)
+    if not unscale and engine.on_non_finite != "pass":
+        do = 'build the engine with on_non_finite="pass"'
+        raise CallerError("a trainer's GradScaler skips by what it finds in .grad", got=got, do=do)
     if getattr(scaler, "_scale", scaler) is None:  # torch makes it with the first loss
         raise CallerError("the scaler has scaled no loss", do="call scaler.scale(loss).backward()")
     return float(scaler.get_scale())

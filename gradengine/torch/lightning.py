@@ -1,0 +1,102 @@
+"""Lightning's automatic optimization with an engine, which accumulates, sums over ranks, unscales and clips.
+
+Not imported by `gradengine.torch`: `from gradengine.torch.lightning import EngineCallback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from gradengine.arguments import refuse_other_kind
+from gradengine.engine import GradientEngine
+from gradengine.errors import CallerError
+from gradengine.result import StepResult
+from gradengine.torch.attached import Attached, attach
+from gradengine.torch.trainers import leave_sum_to, refuse_clipping_twice, refuse_dividing_again
+
+__all__ = ["EngineCallback"]
+
+
+@final
+class EngineCallback(Callback):  # type: ignore[misc]
+    """A callback that gives an engine each gradient of `trainer.fit()`, and steps it before the optimizer.
+
+    It wraps the closure that Lightning hands to the module's `optimizer_step`. The engine's state is in Lightning's
+    checkpoints, which may be of the middle of a window: fitting goes on to the same bytes.
+
+    Args:
+        engine: With `average="sum"`, and under "16-mixed" `on_non_finite="pass"`; of several ranks, with their
+            exchange.
+
+    Raises:
+        CallerError: As `fit()` begins: optimization is manual, the engine divides again, `gradient_clip_val` is set,
+            the strategy accumulates, or its ranks are not those of the engine.
+        LayoutMismatch, BufferRefused: As it begins: as `attach`.
+
+    Example::
+
+        engine = GradientEngine(layout_of(module), max_norm=1.0, average="sum")
+        trainer = Trainer(accumulate_grad_batches=4, callbacks=[EngineCallback(engine)])
+        trainer.fit(module, loader)
+    """
+
+    result: StepResult | None = None  #: of the last step
+
+    def __init__(self, engine: GradientEngine) -> None:
+        refuse_other_kind("engine", engine, GradientEngine)
+        self._engine = engine
+        self._attached: Attached | None = None  # while it fits
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Drop what a run that broke off left, before a checkpoint is loaded."""
+        self.teardown(trainer, pl_module, stage)
+        if stage == "fit":
+            self._engine.discard()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the engine to the module."""
+        if not pl_module.automatic_optimization:
+            do = "call attach() and attached.step() in the module, without this callback"
+            raise CallerError("a module with manual optimization steps by itself", do=do)
+        if trainer.strategy.handles_gradient_accumulation:
+            raise CallerError("the strategy accumulates gradients by itself", got=type(trainer.strategy).__name__)
+        refuse_dividing_again(self._engine)
+        refuse_clipping_twice("gradient_clip_val", trainer.gradient_clip_val)
+        leave_sum_to(self._engine, trainer.strategy.model, trainer.world_size)
+        self._attached = attach(pl_module, self._engine)
+        finish = partial(self._finish, self._attached, getattr(trainer.precision_plugin, "scaler", None))
+        pl_module.optimizer_step = partial(_optimizer_step, pl_module.optimizer_step, finish)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the hooks away."""
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
+            vars(pl_module).pop("optimizer_step", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's, as tensors."""
+        return {name: torch.from_numpy(array) for name, array in self._engine.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the engine go on from what a checkpoint holds of it."""
+        self._engine.load_state_dict(state_dict)
+
+    def _finish(self, attached: Attached, scaler: Any, closure: Callable[[], Any]) -> Any:
+        """Run the last micro-batch of a window, then the engine's step; what the micro-batch returned."""
+        output = closure()
+        if self._engine.has_open_window:
+            self.result = attached.step(scaler=scaler, unscale=False)
+        return output
+
+
+def _optimizer_step(
+    own: Callable[..., None], finish: Callable[..., Any], epoch: int, batch_idx: int, optimizer: Any, closure: Any
+) -> None:
+    """The module's own `optimizer_step`, of a longer closure."""
+    own(epoch, batch_idx, optimizer, partial(finish, closure))

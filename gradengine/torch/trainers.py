@@ -1,0 +1,50 @@
+"""What the doors of training frameworks share: which engine fits them, and that only one of the two sums over ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from gradengine.engine import GradientEngine
+from gradengine.errors import CallerError
+
+
+def refuse_dividing_again(engine: GradientEngine) -> None:
+    """Raise `CallerError` where the engine would divide what comes of a loss that its trainer has divided."""
+    if engine.average != "sum":
+        raise CallerError(
+            "the trainer divides the loss by the micro-batches or tokens of a step, and the engine would do so again",
+            got=f"average={engine.average!r}",
+            do='build the engine with average="sum"',
+        )
+
+
+def refuse_clipping_twice(option: str, bound: float | None) -> None:
+    """Raise `CallerError` where the trainer would clip what the engine has clipped."""
+    if bound and bound < math.inf:
+        what = f"the engine clips, and the trainer would clip again by its {option}"
+        raise CallerError(what, got=bound, expected=0, do="give the bound to the engine, as its max_norm")
+
+
+def leave_sum_to(engine: GradientEngine, module: torch.nn.Module, world_size: int) -> None:
+    """Have the DistributedDataParallel of a trainer with several ranks leave their sum to the engine's exchange.
+
+    Raises:
+        CallerError: The engine has not these ranks, or something else than DistributedDataParallel joins them.
+    """
+    if world_size == 1:
+        return
+    if engine.world_size != world_size:
+        raise CallerError(
+            "the trainer's ranks are not the engine's, which would be given what one rank makes",
+            got=f"world size {engine.world_size}",
+            expected=world_size,
+            do="start by torchrun, and build the engine with exchange=connect()",
+        )
+    parallel = [each for each in module.modules() if isinstance(each, torch.nn.parallel.DistributedDataParallel)]
+    if not parallel:
+        what = "the trainer joins its ranks by something else than DistributedDataParallel, which sums as well"
+        raise CallerError(what, got=type(module).__name__)
+    for each in parallel:
+        each.require_backward_grad_sync = False  # as within its no_sync()

@@ -1,0 +1,91 @@
+"""HF Trainer with an engine, which accumulates, sums over ranks, unscales and clips: by a callback, without a subclass.
+
+Not imported by `gradengine.torch`: `from gradengine.torch.transformers import EngineCallback`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, final
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from gradengine.arguments import refuse_other_kind
+from gradengine.engine import GradientEngine
+from gradengine.errors import CallerError
+from gradengine.result import StepResult
+from gradengine.torch.attached import Attached, attach
+from gradengine.torch.gradients import as_tensor
+from gradengine.torch.trainers import leave_sum_to, refuse_clipping_twice, refuse_dividing_again
+
+__all__ = ["EngineCallback"]
+
+
+@final
+class EngineCallback(TrainerCallback):  # type: ignore[misc]
+    """A callback that gives an engine each gradient of `trainer.train()`, and steps it where Trainer would clip.
+
+    Trainer goes on to log `grad_norm` (the engine's, before it clips), to step a GradScaler, and to save. A checkpoint
+    is always between two windows: nothing of the engine is to be saved in it. What a run that broke off left in the
+    engine is dropped when the next one begins.
+
+    Args:
+        trainer: The trainer that the callback is added to, with `max_grad_norm=0`.
+        engine: With `average="sum"`, and under fp16 `on_non_finite="pass"`; of several ranks, with their exchange.
+
+    Raises:
+        CallerError: As `train()` begins: the engine divides again, Trainer clips too, DeepSpeed accumulates, or the
+            ranks of Trainer are not those of the engine.
+        LayoutMismatch, BufferRefused: As it begins: as `attach`.
+
+    Example::
+
+        trainer = Trainer(model, TrainingArguments("out", max_grad_norm=0, gradient_accumulation_steps=4), ...)
+        engine = GradientEngine(layout_of(trainer.model), trainer.args.device, max_norm=1.0, average="sum")
+        trainer.add_callback(EngineCallback(trainer, engine))
+        trainer.train()
+    """
+
+    result: StepResult | None = None  #: of the last step
+
+    def __init__(self, trainer: Trainer, engine: GradientEngine) -> None:
+        refuse_other_kind("trainer", trainer, Trainer)
+        refuse_other_kind("engine", engine, GradientEngine)
+        self._trainer, self._engine = trainer, engine
+        self._attached: Attached | None = None  # while it trains
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Attach the engine to the model."""
+        self.on_train_end(args, state, control)
+        refuse_dividing_again(self._engine)
+        refuse_clipping_twice("max_grad_norm", args.max_grad_norm)
+        if self._trainer.is_deepspeed_enabled:
+            raise CallerError("DeepSpeed accumulates gradients by itself, and would have none")
+        leave_sum_to(self._engine, self._trainer.model_wrapped, args.world_size)
+        self._engine.discard()
+        self._attached = attach(self._trainer.model, self._engine)
+        # What Trainer calls for a norm to log, right after the last backward.
+        self._trainer.accelerator.clip_grad_norm_ = partial(self._norm, self._attached)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Step the engine where Trainer asked for no norm, as before version 5."""
+        if self._attached is not None and self._engine.has_open_window:
+            self._step(self._attached)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the hooks away."""
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
+            vars(self._trainer.accelerator).pop("clip_grad_norm_", None)
+
+    def _norm(self, attached: Attached, *_: Any, **__: Any) -> torch.Tensor:
+        """Step the engine; its norm, in place of Accelerate's."""
+        norm = as_tensor(self._step(attached).norm)
+        self._trainer.accelerator.unscale_gradients()
+        return norm
+
+    def _step(self, attached: Attached) -> StepResult:
+        self.result = attached.step(scaler=self._trainer.accelerator.scaler, unscale=False)
+        return self.result

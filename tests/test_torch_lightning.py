@@ -1,0 +1,275 @@
+"""Lightning by the engine's callback, and by hand in manual optimization: as Lightning's own; saved in mid-window."""
+
+import math
+import re
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+from gradengine import GradientEngine  # noqa: E402
+from gradengine.errors import CallerError, LayoutMismatch  # noqa: E402
+from gradengine.torch import attach, layout_of  # noqa: E402
+from gradengine.torch.lightning import EngineCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+
+K, MAX_NORM = 3, 0.1
+
+
+class Net(LightningModule):
+    """Losses are kept; that of a bad micro-batch is infinite, and one that is left out is none."""
+
+    automatic = True
+
+    def __init__(self, bad=(), left_out=()):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        self.bad, self.left_out, self.losses, self.weights = bad, left_out, [], []
+        self.automatic_optimization = self.automatic
+
+    def loss_of(self, batch_idx):
+        loss = self.layers(batch_of(batch_idx, self.global_rank)).float().square().mean() * (
+            math.inf if batch_idx in self.bad else 1
+        )
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in self.left_out else self.loss_of(batch_idx)
+
+    def on_train_batch_end(self, *_):
+        self.weights.append([parameter.detach().clone() for parameter in self.parameters()])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, 8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Manual(Net):
+    """Its own loop: Lightning's way of clipping, or the engine's."""
+
+    automatic = False
+
+    def __init__(self, engine_options=None, **options):
+        super().__init__(**options)
+        self.engine = GradientEngine(layout_of(self), **engine_options) if engine_options else None
+
+    def on_train_start(self):
+        self.attached = attach(self, self.engine) if self.engine else None
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss_of(batch_idx) / K)
+        if (batch_idx + 1) % K == 0 or self.trainer.is_last_batch:
+            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+            if self.attached:
+                self.attached.step(scaler=scaler, unscale=False)
+            elif scaler is None:
+                self.clip_gradients(optimizer, gradient_clip_val=MAX_NORM, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def batch_of(batch_idx, rank):
+    """By its number: Lightning leaves it to the loader to go on in mid-epoch."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(batch_idx + 100 * rank))
+
+
+def data():
+    """Ten micro-batches: with K = 3 the last window of an epoch is one of them."""
+    return torch.utils.data.DataLoader(torch.arange(10))
+
+
+def trainer_of(*callbacks, **options):
+    options = {"max_epochs": 2, "accumulate_grad_batches": K, **options}
+    return Trainer(
+        accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def fitted(module, *callbacks, ckpt_path=None, **options):
+    trainer_of(*callbacks, **options).fit(module, data(), ckpt_path=ckpt_path)
+    return module
+
+
+def callback_of(module, **options):
+    return EngineCallback(GradientEngine(layout_of(module), **{"max_norm": MAX_NORM, "average": "sum", **options}))
+
+
+def with_engine(module, *callbacks, engine_options=None, **options):
+    return fitted(module, callback_of(module, **(engine_options or {})), *callbacks, **options)
+
+
+def fp16():
+    """Lightning makes a scaler for a GPU alone, unless it is given this plugin."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def assert_same(ours, theirs, rtol=1e-6, weights=1e-6):
+    assert ours.losses == pytest.approx(theirs.losses, rel=rtol, nan_ok=True)
+    assert len(ours.losses) == 20
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=weights)
+
+
+def assert_equal(mine, others):
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class TestAsLightningsOwn:
+    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+    def test_automatic_optimization(self, precision):
+        ours = with_engine(Net(), precision=precision)
+        assert_same(ours, fitted(Net(), precision=precision, gradient_clip_val=MAX_NORM))
+        assert not torch.equal(ours.weights[0][0], ours.weights[-1][0])
+
+    def test_without_a_bound(self):
+        assert_same(with_engine(Net(), engine_options={"max_norm": None}), fitted(Net()))
+
+    def test_losses_skips_and_scale_of_a_scaler(self):
+        plugins = [fp16(), fp16()]
+        ours = with_engine(Net(bad=(4,)), plugins=plugins[:1], engine_options={"on_non_finite": "pass"})
+        theirs = fitted(Net(bad=(4,)), plugins=plugins[1:], gradient_clip_val=MAX_NORM)
+        assert_same(ours, theirs, rtol=1e-3, weights=1e-4)
+        assert plugins[0].scaler.state_dict() == plugins[1].scaler.state_dict()
+        assert_equal(ours.weights[5], ours.weights[2])
+        assert any(not torch.equal(*pair) for pair in zip(ours.weights[8], ours.weights[5], strict=True))
+
+    def test_manual_optimization(self):
+        ours = fitted(Manual({"max_norm": MAX_NORM, "average": "sum"}), accumulate_grad_batches=1)
+        assert_same(ours, fitted(Manual(), accumulate_grad_batches=1))
+
+    def test_losses_skips_and_scale_of_a_scaler_in_manual_optimization(self):
+        plugins = [fp16(), fp16()]
+        options = {"average": "sum", "on_non_finite": "pass"}
+        ours = fitted(Manual(options, bad=(4,)), accumulate_grad_batches=1, plugins=plugins[:1])
+        theirs = fitted(Manual(bad=(4,)), accumulate_grad_batches=1, plugins=plugins[1:])
+        assert_same(ours, theirs, rtol=1e-3, weights=1e-4)
+        assert plugins[0].scaler.state_dict() == plugins[1].scaler.state_dict()
+        assert_equal(ours.weights[5], ours.weights[2])
+
+    @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+    def test_micro_batches_that_are_left_out(self):
+        """At the end of a window, in its middle, at its beginning, and all of it."""
+        ours, theirs = (Net(left_out=(0, 2, 4, 6, 7, 8)) for _ in range(2))
+        with_engine(ours)
+        fitted(theirs, gradient_clip_val=MAX_NORM)
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+        assert len(ours.losses) == 8
+        assert_equal(ours.weights[8], ours.weights[5])
+
+    def test_a_modules_own_optimizer_step(self):
+        class Halved(Net):
+            def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+                for group in optimizer.param_groups:
+                    group["lr"] = 5e-3
+                optimizer.step(closure=optimizer_closure)
+
+        assert_same(with_engine(Halved()), fitted(Halved(), gradient_clip_val=MAX_NORM))
+
+
+class Save(Callback):
+    """A checkpoint after a micro-batch, and the end."""
+
+    def __init__(self, path, after):
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+            raise ZeroDivisionError
+
+
+class TestInTheMiddle:
+    def test_a_step_that_is_skipped_changes_no_weight(self):
+        ours = with_engine(Net(bad=(4,)), engine_options={"on_non_finite": "skip"})
+        assert_equal(ours.weights[5], ours.weights[2])
+        assert all(each.isfinite().all() for each in ours.parameters())
+
+    @pytest.mark.parametrize("after", [3, 4, 5, 6])
+    def test_a_run_goes_on_to_the_same_bytes_from_a_checkpoint_anywhere_in_a_window(self, after, tmp_path):
+        whole = with_engine(Net(), max_epochs=1)
+        path = tmp_path / "middle.ckpt"
+        with pytest.raises(ZeroDivisionError):
+            with_engine(Net(), Save(path, after), max_epochs=1)
+        resumed = with_engine(Net(), ckpt_path=path, max_epochs=1)
+        assert len(resumed.losses) == 10 - after
+        assert_equal(resumed.parameters(), whole.parameters())
+
+    def test_what_a_run_that_broke_off_left_is_dropped_by_the_next(self, tmp_path):
+        module = Net()
+        callback = callback_of(module)
+        with pytest.raises(ZeroDivisionError):
+            fitted(module, callback, Save(tmp_path / "middle.ckpt", 4), max_epochs=1)
+        again = Net()
+        again.load_state_dict(module.state_dict())
+        fitted(module, callback, max_epochs=1)
+        assert module.losses[4:] == with_engine(again, max_epochs=1).losses
+        assert callback.result.micro_batches == 1
+
+    def test_after_fitting_the_module_is_as_before(self):
+        module = Net()
+        callback = callback_of(module)
+        fitted(module, callback, max_epochs=1)
+        assert "optimizer_step" not in vars(module)
+        module.loss_of(0).backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        assert callback.result.step == 3
+
+    def test_what_is_logged_of_a_result(self):
+        class Logging(Net):
+            def on_train_batch_end(self, *given):
+                super().on_train_batch_end(*given)
+                self.log("grad_norm", self.trainer.callbacks[0].result.norm if len(self.weights) >= K else math.nan)
+
+        module = Logging()
+        trainer = trainer_of(callback_of(module), max_epochs=1)
+        trainer.fit(module, data())
+        assert trainer.callback_metrics["grad_norm"] == pytest.approx(trainer.callbacks[0].result.norm)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("make", "engine_options", "options", "match"),
+        [
+            (Net, {"average": "weighted"}, {}, "divides the loss .* got average='weighted'; build .*average=\"sum\""),
+            (Net, {}, {"gradient_clip_val": 1.0}, "would clip again by its gradient_clip_val: got 1.0, expected 0"),
+            (Manual, {}, {"accumulate_grad_batches": 1}, "manual optimization steps by itself; call attach()"),
+        ],
+    )
+    def test_before_anything_is_trained(self, make, engine_options, options, match):
+        module = make()
+        with pytest.raises(CallerError, match=match):
+            with_engine(module, engine_options=engine_options, **options)
+        assert module.losses == []
+        assert "optimizer_step" not in vars(module)
+
+    def test_a_strategy_that_accumulates(self, monkeypatch):
+        module = Net()
+        trainer = trainer_of(callback_of(module))
+        monkeypatch.setattr(type(trainer.strategy), "handles_gradient_accumulation", True)
+        with pytest.raises(CallerError, match="accumulates gradients by itself: got SingleDeviceStrategy"):
+            trainer.fit(module, data())
+
+    def test_a_scaler_that_would_not_see_what_is_not_finite(self):
+        with pytest.raises(CallerError, match=re.escape("got on_non_finite='skip'; build the engine with on_non_fin")):
+            with_engine(Net(), plugins=[fp16()], engine_options={"on_non_finite": "skip"})
+
+    def test_another_module(self):
+        other = torch.nn.Linear(2, 2)
+        with pytest.raises(LayoutMismatch):
+            fitted(Net(), callback_of(other))
+
+    def test_what_is_no_engine(self):
+        with pytest.raises(CallerError, match="engine"):
+            EngineCallback(Net())
