@@ -1,6 +1,7 @@
-"""Write the README's tables from recorded results: `python bench/draw.py` (they stand between marks there).
+"""Write the tables of docs/measured.md and of the README from recorded results: `python bench/draw.py`.
 
-The GPU's table follows the CPU's where there are results of a GPU, and is nothing where there are none.
+They stand between marks there. The GPU's table follows the CPU's where there are results of a GPU, and is nothing where
+there are none. The README has a row for each line of `CHOSEN`.
 """
 
 import json
@@ -11,6 +12,19 @@ RESULTS = ROOT / "bench/results"
 BEGIN, END = "<!-- table: bench/draw.py -->", "<!-- end of table -->"
 GPU_BEGIN, GPU_END = "<!-- table of GPUs: bench/draw.py -->", "<!-- end of table of GPUs -->"
 YARDSTICKS = {"copy", "triad"}
+# What a reader is told first, the losses among it: words, recorded result, ours, the other.
+CHOSEN = (
+    ("4 bf16 micro-batches of 91 million elements into fp32", "accumulate-bf16", "ours hold=1", "torch add_"),
+    ("the same of fp32", "accumulate", "ours hold=1", "torch foreach"),
+    ("the whole step of these: sum, norm, clip, average", "step", "ours hold=1", "torch foreach, mean"),
+    ("clip 91 million elements", "clip", "ours", "torch foreach"),
+    ("the same of bf16", "clip-bf16", "ours", "torch foreach"),
+    ("a step of 218 tensors of 10,000 elements", "step-218x10000", "ours hold=1", "torch foreach, mean"),
+    ("a step of 34 tensors of 100 elements", "step-34x100", "ours hold=1", "torch foreach, mean"),
+    ("the same", "step-34x100", "ours hold=1", "numpy by hand"),
+    ("100 MB between two processes of one host", "exchange", "ours shared memory", "torch gloo"),
+    ("the same over TCP", "exchange", "ours tcp://", "torch gloo"),
+)
 
 
 def line(report: dict, row: dict) -> str:
@@ -34,6 +48,16 @@ def table(results: Path) -> str:
     rows = [line(report, row) for report in reports for row in report["rows"] if row["variant"] not in YARDSTICKS]
     head = ["| benchmark | variant | median ms | GB/s counted | time, in times of ours |", "|---|---|---|---|---|"]
     return "\n".join([BEGIN, "", *head, *rows, "", END])
+
+
+def chosen(results: Path) -> str:
+    """The rows of `CHOSEN` as Markdown."""
+    found = ["| | ours | other | | |", "|---|---|---|---|---|"]
+    for words, name, ours, other in CHOSEN:
+        rows = {row["variant"]: row for row in json.loads((results / f"cpu-2core-{name}.json").read_text())["rows"]}
+        times = [f"{1e3 * rows[variant]['median_s']:.1f} ms" for variant in (ours, other)]
+        found.append(f"| {words} | {times[0]} | {other} | {times[1]} | {rows[other]['ratios'][ours]:.2f}x |")
+    return "\n".join([BEGIN, "", *found, "", END])
 
 
 def gpu_tables(results: Path) -> str:
@@ -83,6 +107,12 @@ def gpu_line(report: dict, row: dict) -> str:
     return f"| {name} | {row['variant']} | {figures} | {ratios} |"
 
 
+def put(page: str, drawn_table: str) -> str:
+    """The page with this table between its marks."""
+    before, rest = page.split(BEGIN)
+    return before + drawn_table + rest.split(END)[1]
+
+
 def drawn(page: str, results: Path) -> str:
     """The page with the tables of these results."""
     before, rest = page.split(BEGIN)
@@ -94,5 +124,6 @@ def drawn(page: str, results: Path) -> str:
 
 
 if __name__ == "__main__":
-    README = ROOT / "README.md"
-    README.write_text(drawn(README.read_text(), RESULTS))
+    README, MEASURED = ROOT / "README.md", ROOT / "docs/measured.md"
+    README.write_text(put(README.read_text(), chosen(RESULTS)))
+    MEASURED.write_text(drawn(MEASURED.read_text(), RESULTS))

@@ -401,6 +401,18 @@ def test_results_of_a_gpu_follow_the_cpus_and_go_with_their_file(tmp_path):
     assert draw.drawn(with_gpu, tmp_path) == draw.drawn(PAGE, tmp_path)
 
 
+def test_the_pages_have_what_was_recorded():
+    readme, measured = ((ROOT / name).read_text() for name in ("README.md", "docs/measured.md"))
+    assert draw.put(readme, draw.chosen(draw.RESULTS)) == readme
+    assert draw.drawn(measured, draw.RESULTS) == measured
+
+
+def test_what_is_lost_is_among_what_is_told_first():
+    ratios = [float(ratio) for ratio in re.findall(r"\| (\d\.\d\d)x \|$", draw.chosen(draw.RESULTS), re.MULTILINE)]
+    assert len(ratios) == len(draw.CHOSEN)
+    assert min(ratios) < 0.5 < 2 < max(ratios)
+
+
 def test_of_odd_sizes_ours_alone_is_drawn():
     rows = [{"variant": variant} for variant in ("ours", "torch foreach", "copy")]
     shown = draw.rows_shown({"benchmark": "norm", "rows": rows, "parameters": {"odd": True}})

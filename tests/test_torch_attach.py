@@ -739,6 +739,33 @@ class Enough(Exception):
     """There are no more batches."""
 
 
+class TestTheReadme:
+    """A loop before and after."""
+
+    def weights(self, without, monkeypatch):
+        text = (Path(__file__).parent.parent / "README.md").read_text()
+        lines = re.search(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1].splitlines()
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+            monkeypatch.setenv(name, value)
+        model = Net()
+        names = {
+            "torch": torch,
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05),
+            "loss_of": lambda output, y: (output - y).square().mean(),
+            "windows": [[(batch(step, k), torch.zeros(())) for k in range(3)] for step in range(4)],
+        }
+        exec(compile("\n".join(line[1:] for line in lines if line[0] != without), "README.md", "exec"), names)
+        if "engine" in names:
+            names["engine"].exchange.close()
+        return [parameter.detach().numpy() for parameter in model.parameters()]
+
+    def test_the_loop_learns_what_it_did(self, monkeypatch):
+        before, after = (self.weights(which, monkeypatch) for which in "+-")
+        for ours, theirs in zip(after, before, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 class TestThePage:
     """nanoGPT's loop, as docs/torch.md shows it before and after."""
 
