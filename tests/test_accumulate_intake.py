@@ -118,15 +118,101 @@ def test_new_tensors_at_the_same_addresses_are_looked_at(device, lookup, arrival
     assert lookup.looked == 4
 
 
-def test_a_loop_that_makes_new_arrays_is_noticed(device, lookup, arrivals, tensors):
-    """To remember them costs as much as to look at them, and nothing comes of it."""
-    for _ in range(100):
-        arrivals.contribution(PLACES, LAYOUT.slots, [Tensor(tensor.array) for tensor in tensors])
-    assert arrivals._known[PLACES] == []
-    for _ in range(2):
-        contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors)
-        assert pointers(contribution) == [tensor.data_ptr() for tensor in tensors]
-    assert lookup.looked == 102 * 2
+class TestByTheirForm:
+    """A loop that makes new arrays is noticed: to remember them costs as much as to look at them. Those of one form are
+    taken as they lie.
+    """
+
+    @pytest.fixture(params=["torch", "CuPy"])
+    def new(self, request, device, tensors):
+        """New arrays, as a framework makes them for each micro-batch."""
+        made = tensors_of if request.param == "torch" else list
+        return lambda value=1.0: made(arrays_of(device, value))
+
+    @pytest.fixture
+    def add(self, arrivals):
+        def add(arrays):
+            return arrivals.contribution(PLACES, LAYOUT.slots, arrays)
+
+        return add
+
+    @pytest.fixture
+    def noticed(self, new, add):
+        for _ in range(20):
+            add(new())
+
+    @pytest.fixture
+    def lies_at(self):
+        return lambda array: array.data_ptr() if isinstance(array, Tensor) else array.data.ptr
+
+    def test_they_are_looked_at_no_more(self, lookup, new, add, noticed, lies_at):
+        looked = lookup.looked
+        assert looked < 15 * 2
+        for _ in range(20):
+            arrays = new()
+            contribution = add(arrays)
+            assert pointers(contribution) == [lies_at(array) for array in arrays]
+            assert contribution.present.tolist() == [True, True]
+        assert lookup.looked == looked
+
+    def test_another_form_is_looked_at(self, device, lookup, new, add, noticed):
+        looked = lookup.looked
+        made = type(new()[0])
+        halves = put_all(device, [np.ones(slot.shape, np.float16) for slot in LAYOUT.slots])
+        halves = tensors_of(halves) if made is Tensor else halves
+        contribution = add(halves)
+        assert lookup.looked == looked + 2
+        assert [int(address) >> 56 for address in contribution.addresses] == [1, 1]
+
+    def test_what_would_be_refused_is(self, device, arrivals, new, add, noticed):
+        wrong = put_all(device, [np.ones(4, np.float32), np.ones(5, np.float32)])
+        strided = put_all(device, [np.ones(4, np.float32), np.ones((3, 2), np.float32)])
+        strided[1] = strided[1].T
+        ours = [device.kernels.device.array(arrivals._arena.part(0, 4), (4,)), arrays_of(device)[1]]
+        as_they_come = tensors_of if isinstance(new()[0], Tensor) else list
+        for arrays, says in ((wrong, "'1' has another shape"), (strided, "'1' is not contiguous"), (ours, "own arena")):
+            for _ in range(2):
+                with pytest.raises((BufferRefused, LayoutMismatch), match=says):
+                    add(as_they_come(arrays))
+
+    def test_one_without_a_gradient_is_looked_at(self, lookup, new, add, noticed):
+        assert add([new()[0], None]).present.tolist() == [True, False]
+
+    def test_a_held_one_that_moved_is_told(self, lookup, new):
+        arrivals = Intake(lookup, lookup.allocate(64), holds=True)
+        for _ in range(20):
+            contribution = arrivals.contribution(PLACES, LAYOUT.slots, arrays := new())
+        assert contribution.address_check.moved([0, 1]) is None
+        if isinstance(arrays[1], Tensor):
+            arrays[1].array = new()[1].array
+            assert contribution.address_check.moved([0, 1]) == 1
+
+    def test_nobodys_memory_is_kept(self, new, add, noticed):
+        arrays = new()
+        gone = weakref.ref(arrays[0])
+        add(arrays)
+        del arrays
+        gc.collect()
+        assert gone() is None
+
+
+def test_tensors_are_taken_by_their_form_behind_the_stream_that_torch_is_on_now(device, arrivals, tensors):
+    def producers():
+        contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors_of(arrays_of(device)))
+        return {producer.stream() for producer in contribution.producers}
+
+    for _ in range(20):
+        assert producers() == {device.xp.cuda.get_current_stream().ptr}
+    sys.modules["torch"].current = side = device.xp.cuda.Stream(non_blocking=True)
+    assert producers() == {side.ptr}
+
+
+def test_tensors_that_require_gradients_are_asked_each_time_whether_they_are_leaves(device, lookup, arrivals, tensors):
+    for _ in range(20):
+        made = [Tensor(array, requires_grad=True, is_leaf=False) for array in arrays_of(device)]
+        arrivals.contribution(PLACES, LAYOUT.slots, made)
+    with pytest.raises(BufferRefused, match="requires grad: it is a parameter"):
+        arrivals.contribution(PLACES, LAYOUT.slots, [Tensor(a, requires_grad=True) for a in arrays_of(device)])
 
 
 def test_sets_that_came_again_before_they_went_are_no_reason_to_give_up(device, lookup, arrivals):
@@ -197,14 +283,13 @@ def test_nobodys_memory_is_kept(device, arrivals):
     assert gone() is None
 
 
-def test_a_set_of_which_one_is_gone_is_not_known_any_more(device, lookup, arrivals):
+def test_a_set_of_which_one_is_gone_is_not_known_any_more(device, arrivals):
     """Its id may be another array's from then on."""
     for value in range(20):
         arrays = arrays_of(device, value)
         contribution = arrivals.contribution(PLACES, LAYOUT.slots, arrays)
         assert pointers(contribution) == [array.data.ptr for array in arrays]
         del arrays, contribution
-    assert lookup.looked == 20 * 2
 
 
 def test_what_is_refused_is_refused_again(device, arrivals):

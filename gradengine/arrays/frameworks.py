@@ -121,14 +121,14 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
 
 
 def torch_form(sources: Sequence[Any]) -> list[Any] | None:
-    """Of torch tensors in host memory all that their resolving depends on besides where they lie; None for others.
+    """Of torch tensors all that their resolving depends on besides where they lie; None for anything else.
 
     Only that a leaf may not require a gradient is not told. 0.4 us a tensor.
     """
-    if set(map(type, sources)) != {_torch_kinds()[0]} or not sources[0].is_cpu:
+    if set(map(type, sources)) != {_torch_kinds()[0]}:
         return None
     try:
-        return [(t.dtype, t.shape, t.is_cpu, t.layout, t.is_contiguous(), t.is_neg(), t.requires_grad) for t in sources]
+        return [(t.dtype, t.shape, t.device, t.layout, t.is_contiguous(), t.is_neg(), t.requires_grad) for t in sources]
     except RuntimeError:  # a layout that has no such thing: whoever resolves it says so
         return None
 

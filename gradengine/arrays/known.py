@@ -87,6 +87,19 @@ def numpy_form(sources: Sequence[Any], ours: object) -> list[Any] | None:
     return list(map(_form, sources))
 
 
+def cupy_form(sources: Sequence[Any]) -> list[Any] | None:
+    """Of CuPy's arrays all that their resolving depends on besides where they lie; None for anything else."""
+    if len(set(map(type, sources))) != 1 or not _is_cupy(sources[0]):
+        return None
+    return [(s.dtype, s.shape, s.strides, s.data.device_id) for s in sources]
+
+
+def cupy_pointers(sources: Sequence[Any]) -> list[int] | None:
+    """Where CuPy's arrays lie; None where one has no memory."""
+    pointers = [s.data.ptr for s in sources]
+    return pointers if all(pointers) else None
+
+
 def read_cupy(sources: Sequence[Any]) -> list[Any]:
     """Of CuPy's arrays their addresses."""
     return [None if s is None else s.data.ptr for s in sources]

@@ -91,6 +91,19 @@ class Contribution:
         found.present = slots.all_present
         return found
 
+    @staticmethod
+    def at(
+        slots: SlotSet,
+        addresses: npt.NDArray[np.uint64],
+        producers: frozenset[ProducerStream],
+        sources: Sequence[Any],
+        address_check: AddressCheck | None,
+    ) -> Contribution:
+        """That of arrays on a GPU, one for each target, of which nothing but where they lie is looked at."""
+        found = Contribution(slots, (), producers, sources, address_check)
+        found.addresses, found.present, found.given = addresses, slots.all_present, slots.where
+        return found
+
     @cached_property
     def addresses(self) -> npt.NDArray[np.uint64]:
         """Where each lies, tagged with its dtype; 0 where there is nothing."""
