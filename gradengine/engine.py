@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.accumulate.gradients import Gradients, destinations_of, handed_back
+from gradengine.accumulate.destinations import handed_back
+from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Call, Facts, State
 from gradengine.accumulate.window import checked_weight, weighs_nothing
 from gradengine.arguments import as_float, refuse_other_kind, truth_value
@@ -328,9 +329,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
             )
         self._ask(Call.STEP)
-        destinations = None
-        if out is not None:
-            destinations = destinations_of(self.layout.slots, self._kernels.device, self.accumulator.memory, out)
+        destinations = None if out is None else self.accumulator.destinations.of(out)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
             (self if self._state.now is State.AGREED else self._settings).loss_scale = loss_scale
         decided = self._decide()

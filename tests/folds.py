@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradengine.arrays.buffer import Buffer
-from gradengine.kernels import Arena, ClipPlan, Contribution, FoldPass, SlotSet
+from gradengine.kernels import Arena, ClipPlan, Contribution, Destinations, FoldPass, SlotSet
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def hand_back(kernels, sources, decision, groups, destinations):
     partials = None if memory is None else _Ordered(memory.order, tuple(source.size for source in sources))
     arena = arena_of(kernels, sources, partials, is_ours=False)
     plan = ClipPlan(tuple(groups), (1.0,) * (1 + max(groups, default=0)))
-    kernels.hand_back(arena, decision, plan, None if sources is destinations else dict(enumerate(destinations)))
+    kernels.hand_back(arena, decision, plan, None if sources is destinations else Destinations(enumerate(destinations)))
 
 
 class _Ordered:

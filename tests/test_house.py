@@ -56,6 +56,7 @@ ORDER = [
     "elementwise",
     "accumulate.state",
     "accumulate.gradients",
+    "accumulate.destinations",
     "accumulate.intake",
     "accumulate.window",
     "accumulate.block",

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.accumulate.block import BlockGradientSet
+from gradengine.accumulate.destinations import KnownDestinations
 from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
@@ -43,6 +44,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         hold: Micro-batches kept by reference and folded in one pass.
         arena: The components' sums in layout order, and their squared sums as far as they were measured.
         memory: The whole gradient set, flat, its padding included.
+        destinations: Of its windows, in a caller's arrays.
         changes: How often the arena was written to.
         state: Where the step stands.
     """
@@ -74,6 +76,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self._window = Window(len(layout.slots))
         self.state = StepState()
         self._intake = Intake(kernels.device, memory, holds=self.hold > 1, copy_strided=copy_strided)
+        self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
         # What may be written to through views has its norm read anew at each step.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._all = self.arena.whole

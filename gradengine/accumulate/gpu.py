@@ -8,7 +8,8 @@ from typing import final
 import numpy as np
 
 from gradengine.accumulate.accumulator import GradientAccumulator
-from gradengine.accumulate.gradients import Gradients, destinations_of
+from gradengine.accumulate.destinations import destinations_of
+from gradengine.accumulate.gradients import Gradients
 from gradengine.arguments import refuse_other_kind
 from gradengine.errors import CallerError
 from gradengine.kernels import DeviceLike, HostKernels, chunk_for, kernels_for

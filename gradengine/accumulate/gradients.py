@@ -7,10 +7,8 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, Va
 from typing import Any, TypeAlias, final
 
 from gradengine.arguments import said
-from gradengine.arrays.buffer import Buffer, refuse_other_shape, refuse_overlapping_destinations
-from gradengine.arrays.frameworks import note_written
+from gradengine.arrays.buffer import Buffer, refuse_other_shape
 from gradengine.errors import LayoutMismatch
-from gradengine.kernels import Device
 from gradengine.layout import Slot
 from gradengine.layout.components import is_nested, named_components
 
@@ -127,26 +125,6 @@ def matched_views(
             refuse_other_shape(slot.name, view.shape, slot.shape)
     remaining = iter(found)
     return [None if source is None else next(remaining) for source in sources]
-
-
-def destinations_of(
-    slots: Sequence[Slot], device: Device, arena: Buffer, out: Gradients, where: str = "out", prefix: str = ""
-) -> dict[int, Buffer]:
-    """Where each component is handed back to, by position, checked before anything is written there."""
-    views = matched_views(slots, in_slot_order(slots, out, where, prefix), device.writable_views)
-    found = {position: view for position, view in enumerate(views) if view is not None}
-    if not found:
-        raise LayoutMismatch(f"{where} names no destination at all", got=f"{len(slots)} times None", expected="one")
-    refuse_overlapping_destinations({slots[position].name: view for position, view in found.items()}, arena)
-    return found
-
-
-def handed_back(slots: Sequence[Slot], out: Gradients) -> Mapping[str, Any]:
-    """Name -> what was written, of the caller's own destinations, whose frameworks are told."""
-    arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
-    written = {slot.name: array for slot, array in arrays if array is not None}
-    note_written(written.values())
-    return written
 
 
 def _first_of(gradients: Mapping[str, object], limit: int = 3) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -17,7 +17,7 @@ from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.launch import OVERWRITE, Entry, Launches, Table, chunk_for
-from gradengine.kernels.operands import FoldPass, SlotSet, producers_of, tagged
+from gradengine.kernels.operands import Destinations, FoldPass, SlotSet, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
@@ -172,7 +172,7 @@ class CudaKernels(Kernels):
         return decision
 
     def hand_back(
-        self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Mapping[int, Buffer] | None = None
+        self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
     ) -> None:
         """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
         if isinstance(decision, DeviceDecision):
@@ -180,9 +180,7 @@ class CudaKernels(Kernels):
             if destinations is None:
                 work = self._hand_back_in_place(arena, plan, memory)
             else:
-                sources = [arena.targets[position] for position in destinations]
-                groups = [plan.groups[position] for position in destinations]
-                work = self._hand_back_of(sources, list(destinations.values()), groups)
+                work = self._hand_back_to(arena, plan, destinations)
             with arena.in_order():
                 self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)))
             return
@@ -256,6 +254,16 @@ class CudaKernels(Kernels):
         entries = [Entry(source if source != there else 0, size, 0, group) for source, there, size, group in wanted]
         table = self._launches.table(entries, chunk_for(sum(entry.size for entry in entries)))
         return _HandBack(table, np.array([there for _, there, *_ in wanted], np.uint64), destinations)
+
+    def _hand_back_to(self, arena: Arena, plan: ClipPlan, destinations: Destinations) -> _HandBack:
+        """Made once for what comes again."""
+        made_for = arena.targets, plan.groups
+        if destinations.work is None or destinations.work[0] != made_for:
+            sources = [arena.targets[position] for position in destinations]
+            groups = [plan.groups[position] for position in destinations]
+            destinations.work = made_for, self._hand_back_of(sources, list(destinations.values()), groups)
+        remembered: _HandBack = destinations.work[1]
+        return remembered
 
     def _hand_back_in_place(self, arena: Arena, plan: ClipPlan, memory: DecisionMemory) -> _HandBack:
         """Made once for our own memory: borrowed targets are others at each step."""

@@ -24,7 +24,7 @@ from gradengine.kernels.host_device import HostDevice
 from gradengine.kernels.host_sums import ChunkSums, Product, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.operands import FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
 from gradengine.threads import cached_property
 
 Task = TypeVar("Task")
@@ -187,7 +187,7 @@ class HostKernels(Kernels):
         return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad)
 
     def hand_back(
-        self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Mapping[int, Buffer] | None = None
+        self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
     ) -> None:
         if decision.skipped:
             self.fill_zero(arena.targets if destinations is None else list(destinations.values()))

@@ -7,7 +7,7 @@ CUDA. All lists are parallel: position i in one is position i in every other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.device import Device
-from gradengine.kernels.operands import FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
 from gradengine.kernels.status import StatusReadback
 
 
@@ -81,7 +81,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def hand_back(
-        self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Mapping[int, Buffer] | None = None
+        self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
     ) -> None:
         """K3: destination = target x its group's factor, or zeros where the decision says skip. See `scale`.
 

@@ -131,6 +131,15 @@ class Contribution:
         return [view.data for view in self.views if view is not None]
 
 
+class Destinations(dict[int, Buffer]):
+    """Where targets are handed back to, by position.
+
+    The same object stands for the same memory, so that a device's kernels may keep in `work` what they made of it.
+    """
+
+    work: Any = None
+
+
 @dataclass(frozen=True, eq=False)
 class FoldPass:
     """One pass of K1: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation."""

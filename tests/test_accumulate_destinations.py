@@ -1,0 +1,152 @@
+"""Destinations are checked once, and known again only while they are the same at the same place."""
+
+import gc
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import strategies as draw
+from devices import all_on_host, on_host, put_all, raw
+from emulated_torch import emulated_torch, tensors_of
+
+from gradengine import GradientEngine, GradientLayout
+from gradengine.accumulate.destinations import KnownDestinations
+from gradengine.errors import BufferRefused, LayoutMismatch
+from gradengine.kernels import Device
+
+LAYOUT = GradientLayout.of({"w": (4,), "v": (2, 3)})
+
+
+class Looked:
+    """A device that counts how often an array is looked at."""
+
+    def __init__(self, device):
+        self._device, self.looked = device, 0
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def views(self, sources, components):
+        self.looked += len(sources)
+        return self._device.views(sources, components)
+
+    writable_views = Device.writable_views
+
+
+@pytest.fixture
+def lookup(backend):
+    return Looked(backend.kernels.device)
+
+
+@pytest.fixture
+def arena(lookup):
+    return lookup.allocate(LAYOUT.arena_size)
+
+
+@pytest.fixture
+def known(lookup, arena):
+    return KnownDestinations(LAYOUT.slots, lookup, arena)
+
+
+def arrays_of(backend, dtype=np.float32):
+    return put_all(backend, [np.zeros(slot.shape, dtype) for slot in LAYOUT.slots])
+
+
+def places(destinations):
+    return [view.pointer for view in destinations.values()]
+
+
+def test_the_second_time_nothing_is_looked_at(backend, lookup, known):
+    out = arrays_of(backend)
+    first = known.of(out)
+    for given in (out, dict(zip(("w", "v"), out, strict=True)), out):
+        again = known.of(given)
+        assert places(again) == places(first)
+        assert [view.dtype for view in again.values()] == ["float32", "float32"]
+    assert lookup.looked == 2
+    assert known.of(out) is known.of(out)
+
+
+def test_two_sets_in_turn_are_known_and_more_are_forgotten(backend, lookup, known):
+    sets = [arrays_of(backend) for _ in range(3)]
+    for out in sets * 3:
+        known.of(out)
+    assert lookup.looked == 3 * 2
+    for out in [arrays_of(backend) for _ in range(5)]:
+        known.of(out)
+    known.of(sets[0])
+    assert lookup.looked == (3 + 5 + 1) * 2
+
+
+def test_nobodys_memory_is_kept(backend, known):
+    out = arrays_of(backend)
+    gone = weakref.ref(out[0])
+    known.of(out)
+    known.of(out)
+    del out
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_refused_is_refused_again(backend, lookup, arena, known):
+    first, second = arrays_of(backend)
+    ours = raw(arena.part(0, 4))
+    for out, says in (
+        ([first, put_all(backend, [np.zeros(5, np.float32)])[0]], "'v' has another shape"),
+        ([None, None], "names no destination at all"),
+        ([ours, second], "arena"),
+    ):
+        for _ in range(3):
+            with pytest.raises((BufferRefused, LayoutMismatch), match=says):
+                known.of(out)
+
+
+def test_one_that_is_not_wanted_is_left_out(backend, known):
+    out = [None, arrays_of(backend)[1]]
+    for _ in range(3):
+        assert list(known.of(out)) == [1]
+
+
+def test_an_array_that_became_read_only_is_refused():
+    known = KnownDestinations(
+        LAYOUT.slots, (engine := GradientEngine(LAYOUT))._kernels.device, engine.accumulator.memory
+    )
+    out = [np.zeros(slot.shape, np.float32) for slot in LAYOUT.slots]
+    known.of(out)
+    out[0].flags.writeable = False
+    with pytest.raises(BufferRefused, match="'w' is read-only"):
+        known.of(out)
+
+
+@pytest.mark.parametrize("dtype", list(draw.DTYPES))
+def test_each_step_is_handed_back_there_whatever_comes_between(backend, dtype):
+    """Other sets, and steps in the arena."""
+    engine, plain = (GradientEngine(LAYOUT, backend.kernels, max_norm=0.5) for _ in range(2))
+    sets = [arrays_of(backend, draw.DTYPES[dtype]) for _ in range(2)]
+    for step, out in enumerate((sets[0], sets[0], sets[1], None, sets[0], sets[1], sets[0])):
+        for each in (engine, plain):
+            each.add(put_all(backend, draw.random_gradients(step, LAYOUT.slots)))
+        engine.step(out=out)
+        wanted = all_on_host(plain.step().gradients)
+        for slot, array in zip(LAYOUT.slots, out or [], strict=out is not None):
+            draw.assert_same_bits(on_host(array), wanted[slot.name].astype(draw.DTYPES[dtype]))
+
+
+def test_torchs_are_written_behind_the_stream_that_torch_is_on_now(device, monkeypatch):
+    waited = []
+
+    class Waits(Looked):
+        def wait_for(self, producers):
+            waited.append({producer.stream() for producer in producers})
+            self._device.wait_for(producers)
+
+    monkeypatch.setitem(sys.modules, "torch", emulated_torch(device.xp.cuda.get_current_stream()))
+    lookup = Waits(device.kernels.device)
+    known = KnownDestinations(LAYOUT.slots, lookup, lookup.allocate(LAYOUT.arena_size))
+    out = tensors_of(arrays_of(device))
+    known.of(out)
+    sys.modules["torch"].current = side = device.xp.cuda.Stream(non_blocking=True)
+    known.of(out)
+    assert lookup.looked == 2
+    assert waited[-1] == {side.ptr}
