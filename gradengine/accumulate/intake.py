@@ -67,7 +67,7 @@ class Intake:
         known = next((known for known in sets if known.arrays.are(sources)), None)
         if known is not None:
             known.came_again = True
-            contribution = self._as_of_now(known.contribution, sources, known.arrays.reader)
+            contribution = self._as_of_now(known.contribution, sources, known.arrays.reader, known.arrays.then)
             if contribution.producers:
                 self._device.wait_for(contribution.producers)
             return contribution
@@ -125,12 +125,17 @@ class Intake:
             self._forms[slot_set] = _Form(form, resolved.addresses & ~np.uint64(ADDRESS), resolved.producers)
         return resolved
 
-    def _as_of_now(self, contribution: Contribution, sources: Sequence[Any], reader: Reader) -> Contribution:
-        """With its producers' streams of now, where it lies now if it is read later, and the arrays kept alive."""
+    def _as_of_now(
+        self, contribution: Contribution, sources: Sequence[Any], reader: Reader, answer: list[Any] | None = None
+    ) -> Contribution:
+        """With its producers' streams of now, where it lies now if it is read later, and the arrays kept alive.
+
+        `answer` is the reader's of now, where it was asked already.
+        """
         if not (contribution.producers or self._holds):
             return contribution
         kept = tuple(sources)
-        check = AddressCheck(reader, kept, reader(kept)) if self._holds else None
+        check = AddressCheck(reader, kept, reader(kept) if answer is None else answer) if self._holds else None
         found = Contribution(contribution.slots, contribution.views, as_of_now(contribution.producers), kept, check)
         found.addresses = contribution.addresses  # made once
         return found
