@@ -125,7 +125,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "grad_norm" and "clip_scale" as `norm` and `scale`; "clipped" and "skipped", 1.0 or 0.0; "weight" and
             "micro_batches" of all workers; "exchange_seconds" from the first span that left until the last sum was
             there, and "exchange_hidden_seconds", those of them that `step` did not wait for: both 0.0 without an
-            exchange. With groups also "grad_norm/" and each group's name.
+            exchange. With groups also "group_norm/" and each group's name.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
@@ -146,13 +146,15 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "exchange_seconds": total,
             "exchange_hidden_seconds": max(0.0, total - waited),
         }
-        parts = self.group_norms if len(self._group_names) > 1 else {}
+        groups = self.group_norms if len(self._group_names) > 1 else {}
+        parts: dict[str, Any] = {}
         if truth_value("blocks", blocks):
             layout = self._accumulator.layout
             names = [block.name for block in layout.blocks]
             norms = zip(layout.slots, self.component_norms, strict=True)
-            parts = {**parts, **dict(zip(names, self.block_norms, strict=True))}
+            parts = dict(zip(names, self.block_norms, strict=True))
             parts |= {slot.name: norm for slot, norm in norms if slot.block is None}
+        found |= {f"group_norm/{name}": float(norm) for name, norm in groups.items()}
         return found | {f"grad_norm/{name}": float(norm) for name, norm in parts.items()}
 
     @property
@@ -256,7 +258,16 @@ class Observers:
         return remove
 
     def shown(self, result: StepResult) -> StepResult:
-        """The result, once all have seen it."""
-        for callback in list(self._callbacks.values()):
-            callback(result)
+        """The result, once all have seen it; raises the first error of one of them after that."""
+        faults = [fault for callback in list(self._callbacks.values()) if (fault := _fault_of(callback, result))]
+        if faults:
+            raise faults[0]
         return result
+
+
+def _fault_of(callback: Callable[[StepResult], object], result: StepResult) -> Exception | None:
+    try:
+        callback(result)
+    except Exception as fault:  # noqa: BLE001  (its own, which is raised when all have been called)
+        return fault
+    return None

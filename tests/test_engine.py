@@ -403,16 +403,17 @@ class TestOnStep:
         second = self.stepped(engine)
         assert seen == [("first", first), ("second", first), ("second", second)]
 
-    def test_what_one_raises_comes_from_a_step_that_is_made(self):
-        engine = self.engine()
+    def test_what_one_raises_comes_from_a_step_that_is_made_when_all_have_seen_it(self):
+        engine, seen = self.engine(), []
 
         def fail(result):
             raise RuntimeError(f"disk full at step {result.step}")
 
         engine.on_step(fail)
+        engine.on_step(seen.append)
         with pytest.raises(RuntimeError, match="disk full at step 0"):
             self.stepped(engine)
-        assert (engine.current_step, engine.has_open_window) == (1, False)
+        assert (engine.current_step, engine.has_open_window, len(seen)) == (1, False, 1)
 
     def test_a_step_that_fails_is_not_shown(self):
         engine = self.engine()

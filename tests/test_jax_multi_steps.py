@@ -578,14 +578,23 @@ class TestResumed:
         assert engine.accumulator.accumulated_count == count
         optimizer.update({"w": jnp.ones(3)}, states[-1])
 
-    def test_an_engine_that_is_resumed_first_gives_the_state_its_numbers(self):
-        engine, _, _ = self.made(3)
-        resumed, optimizer, _ = self.made(0)
-        resumed.load_state_dict(engine.state_dict())
+    @pytest.mark.parametrize("is_another", [False, True])
+    def test_a_new_state_while_a_window_is_open_is_refused(self, is_another):
+        """As of a notebook's cell that is run again, whose sum would be of both runs."""
+        engine, optimizer, _ = self.made(3)
+        optimizer = multi_steps(optax.sgd(1.0), engine) if is_another else optimizer
         state = optimizer.init({"w": jnp.zeros(3)})
-        assert (int(state.mini_step), int(state.gradient_step)) == (1, 1)
-        updates, _ = optimizer.update({"w": jnp.full(3, 5.0)}, state)
-        same_bits(updates, {"w": jnp.full(3, -3.0)})
+        with pytest.raises(CallerError, match="got gradient_step 1 and mini_step 0, expected 1 and 1"):
+            optimizer.update({"w": jnp.ones(3)}, state)
+        engine.discard()
+        optimizer.update({"w": jnp.ones(3)}, optimizer.init({"w": jnp.zeros(3)}))
+
+    def test_a_state_of_mid_window_without_its_engine_is_refused_also_in_the_first_step(self):
+        _, _, states = self.made(1)
+        engine, optimizer, _ = self.made(0)
+        with pytest.raises(CallerError, match="got gradient_step 0 and mini_step 1, expected 0 and 0"):
+            optimizer.update({"w": jnp.ones(3)}, states[-1])
+        assert not engine.has_open_window
 
 
 class TestRefused:

@@ -116,7 +116,7 @@ class TestNumbers:
             "weight": 2,
         }
         if groups:
-            wanted |= {f"grad_norm/{n}": norm for n, norm in zip(("block 0", "block 1", "rest"), norms, strict=True)}
+            wanted |= {f"group_norm/{n}": norm for n, norm in zip(("block 0", "block 1", "rest"), norms, strict=True)}
         assert metrics == pytest.approx(wanted, rel=1e-6)
         wanted |= {f"grad_norm/{n}": norm for n, norm in zip(("layers.0", "layers.1", "head"), norms, strict=True)}
         assert stepped(backend, groups=groups).metrics(blocks=True) == pytest.approx(wanted, rel=1e-6)

@@ -497,11 +497,60 @@ class TestWhatGoesWrong:
         loss_of(ours, 0).backward()
         attached.step()
         clear(ours)
-        with pytest.raises(BufferRefused, match=r"still had the gradient of the last step .* call zero_grad\(\), with"):
+        with pytest.raises(BufferRefused, match=r"still had the gradient of the last step, .* call zero_grad"):
             loss_of(ours, 1).backward()
         ours.zero_grad()
         loss_of(ours, 1).backward()
         assert attached.step().micro_batches == 1
+
+    def test_while_it_is_paused_backward_is_torchs_own(self):
+        """As where a generator's loss runs through the discriminator."""
+        attached, ours, theirs, engines = pair()
+        loss_of(ours, 0).backward()
+        with attached.paused():
+            loss_of(ours, 1).backward()
+            assert ours.head.weight.grad is not None
+        with pytest.raises(BufferRefused, match="still had the gradient of the last step, or of a pause,"):
+            loss_of(ours, 2).backward()
+        ours.zero_grad()
+        loss_of(ours, 3).backward()
+        for seed in (0, 3):
+            by_hand(theirs, engines[1], loss_of(theirs, seed))
+        result, expected = attached.step(), engines[1].step()
+        assert (result.micro_batches, result.norm) == (2, expected.norm)
+        for name, parameter in ours.named_parameters():
+            np.testing.assert_array_equal(parameter.grad, expected.gradients[name])
+
+    def test_a_micro_batch_that_is_made_and_not_entered(self):
+        attached, ours, *_ = pair()
+        attached.micro_batch(weight=300.0)
+        with pytest.raises(WindowError, match=r"a micro_batch\(\) was made, and backward ran outside of it; with att"):
+            loss_of(ours, 0).backward()
+        backward_within(attached, loss_of(ours, 0), weight=300.0)
+        assert attached.step().weight == 300
+
+    def test_a_step_without_hooks(self):
+        attached, ours, *_ = pair()
+        loss_of(ours, 0).backward()
+        attached.remove()
+        with pytest.raises(CallerError, match=r"the hooks are gone: remove\(\) was called, or the `with` was left"):
+            attached.step()
+
+    @needs_distributed
+    @pytest.mark.parametrize("is_meant", [False, True])
+    def test_several_ranks_of_torch_and_no_exchange(self, is_meant, monkeypatch):
+        """DistributedDataParallel's sum is lost with `.grad`, and each rank would go its own way."""
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        module = Net()
+        attached = attach(module, GradientEngine(layout_of(module)), alone=is_meant)
+        loss_of(module, 0).backward()
+        with (
+            contextlib.nullcontext()
+            if is_meant
+            else pytest.raises(CallerError, match=r"several ranks, and the engine no exchange.* exchange=connect\(\)")
+        ):
+            assert attached.step().micro_batches == 1
 
     def test_another_hook_that_takes_a_gradient_first(self):
         module = Net()

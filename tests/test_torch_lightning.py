@@ -226,6 +226,18 @@ class TestInTheMiddle:
         assert all(parameter.grad is not None for parameter in module.parameters())
         assert callback.result.step == 3
 
+    def test_a_module_is_fitted_again_and_after_an_error_too(self, tmp_path):
+        """By another callback and engine: plain Lightning allows both."""
+        module = Net()
+        fitted(module, callback_of(module), max_epochs=1)
+        fitted(module, callback_of(module), max_epochs=1)
+        with pytest.raises(ZeroDivisionError):
+            fitted(module, callback_of(module), Save(tmp_path / "middle.ckpt", 4), max_epochs=1)
+        module.loss_of(0).backward()
+        callback = callback_of(module)
+        fitted(module, callback, max_epochs=1)
+        assert callback.result.step == 3
+
     def test_what_is_logged_of_a_result(self):
         class Logging(Net):
             def on_train_batch_end(self, *given):

@@ -208,5 +208,6 @@ def _no_launcher(environment: Mapping[str, str]) -> CallerError:
         got="a Slurm job, but none of its steps" if "SLURM_JOB_ID" in environment else "no launcher's variables",
         expected=f"one of {', '.join(dict.fromkeys(each.rank for each in LAUNCHERS))}",
         do="start all ranks by torchrun, srun or mpiexec; or set GRADENGINE_RANK, "
-        "GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS for each; or call connect(url, rank, world_size)",
+        "GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS for each; or call connect(url, rank, world_size); one process "
+        "needs none: exchange=None",
     )

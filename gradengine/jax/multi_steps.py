@@ -96,14 +96,16 @@ class _MultiSteps:
         self._tree: tuple[Any, GradientTree] | None = None  # of the gradients that came last, and their structure
         self._names: dict[str, str] = {_unboxed(slot.name): slot.name for slot in engine.layout.slots}
         self._complete: object = None  # the window that has its last micro-batch, and not its step
+        self._returned = 0, 0  # gradient_step and mini_step of the last state that was returned
         self._step_reached = 0  # what the last state that was returned with a step's updates has
         self._proposed = jax.jit(self._propose, static_argnums=0)
         self._decided = jax.jit(self._decide, donate_argnums=(1,) if donate_state else ())
 
     def init(self, params: Any) -> MultiStepsState:
-        """The state before the next micro-batch; may be called under jit."""
+        """The state before a window's first micro-batch; may be called under jit."""
         last = {"norm": np.zeros((), np.float32), "scale": np.ones((), np.float32), "skipped": np.zeros((), np.bool_)}
-        return MultiStepsState(**self._position(), inner_opt_state=self._inner.init(params), **last)
+        start = self._position() | {"mini_step": np.array(0, np.int32)}  # where a window is open, `update` refuses it
+        return MultiStepsState(**start, inner_opt_state=self._inner.init(params), **last)
 
     def update(
         self,
@@ -130,6 +132,7 @@ class _MultiSteps:
             self._add(gradients, weight, closes=closes)
         self._tree = structure, tree
         if not closes:
+            self._returned = self._engine.current_step, accumulator.accumulated_count
             return zeros, state._replace(**self._position())
         return self._step(structure, gradients, given)
 
@@ -151,6 +154,7 @@ class _MultiSteps:
         # JAX reads the arena itself, which the next add overwrites, and nothing else waits for all that is computed.
         updates, inner, found = jax.block_until_ready(self._decided(*given, structure.unflatten(arrays), found))
         self._step_reached = self._engine.current_step
+        self._returned = self._step_reached, 0
         return updates, MultiStepsState(**self._position(), inner_opt_state=inner, **found)
 
     # ---- under jit ----
@@ -198,7 +202,9 @@ class _MultiSteps:
         step = self._engine.current_step
         earliest = step if count else min(step, self._step_reached)
         of_state, count_of_state = (as_index(number) for number in (state.gradient_step, state.mini_step))
-        if of_state is None or not earliest <= of_state <= step or (count and count_of_state != count):
+        # Behind a window that was dropped comes the state of its last micro-batch.
+        is_here = count_of_state == count or (not count and (of_state, count_of_state) == self._returned)
+        if of_state is None or not earliest <= of_state <= step or not is_here:
             raise CallerError(
                 "the optimizer's state is not of the engine's window",
                 got=f"gradient_step {said(of_state)} and mini_step {said(count_of_state)}",

@@ -25,13 +25,15 @@ from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_orde
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
-def attach(module: Parameters, engine: GradientEngine) -> Attached:
+def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -> Attached:
     """Have each gradient of a module go into an engine as backward makes it, and `.grad` freed.
 
     Args:
         module: The module of the engine's layout; its parameters lie on the engine's device. Of a wrapped one
             (DistributedDataParallel, torch.compile) the inner module, if the layout is the inner module's.
         engine: With `hold=1`, else the gradients stay until they are folded.
+        alone: Each rank of torch.distributed trains a model of its own. Else a step of an engine without an exchange is
+            refused where there are several: DistributedDataParallel's own sum is lost with `.grad`.
 
     Returns:
         What begins micro-batches and steps. Keep it: the hooks are there until it is gone, or its `with` is left.
@@ -52,7 +54,7 @@ def attach(module: Parameters, engine: GradientEngine) -> Attached:
         optimizer.zero_grad()
     """
     refuse_other_kind("engine", engine, GradientEngine)
-    parameters = trainable(module)
+    parameters, alone = trainable(module), truth_value("alone", alone)
     _refuse_other_layout(layout_of(module), engine.layout)
     device = engine.accumulator.kernels.device.name
     for name, parameter in parameters.items():
@@ -63,7 +65,7 @@ def attach(module: Parameters, engine: GradientEngine) -> Attached:
             raise BufferRefused(f"parameter '{name}' has a gradient already", do="call zero_grad() before attach()")
     for other in list(_live):
         other._refuse_same(parameters, engine)
-    return Attached(module, parameters, engine)
+    return Attached(module, parameters, engine, alone=alone)
 
 
 @final
@@ -75,10 +77,12 @@ class Attached(AbstractContextManager["Attached"]):
     """
 
     def __init__(
-        self, module: Parameters, parameters: Mapping[str, torch.nn.Parameter], engine: GradientEngine
+        self, module: Parameters, parameters: Mapping[str, torch.nn.Parameter], engine: GradientEngine, *, alone: bool
     ) -> None:
-        self._module, self._parameters, self._engine = module, parameters, engine
+        self._module, self._parameters, self._engine, self._alone = module, parameters, engine, alone
         self._within: MicroBatch | None = None  # of the `with`
+        self._unentered: MicroBatch | None = None  # made, for a `with` that has not begun
+        self._is_paused = False
         self._of_backward: MicroBatch | None = None  # of a backward without one,
         self._backward = -1  # which has this number
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
@@ -112,7 +116,19 @@ class Attached(AbstractContextManager["Attached"]):
                 loss.backward()
         """
         self._drop_unfinished()
-        return _Passes(self, self._engine.micro_batch(weight, last=last))
+        self._unentered = self._engine.micro_batch(weight, last=last)
+        return _Passes(self, self._unentered)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which backward leaves `.grad` to torch: for a loss of another model that runs through this one.
+
+        Example::
+
+            with attached.paused():
+                loss_of_the_generator(discriminator(generator(noise))).backward()
+            discriminator.zero_grad()
+        """
+        return _Pause(self)
 
     def step(self, *, scaler: Any = None, unscale: bool = True) -> StepResult:
         """Step the engine, and make each parameter's `.grad` its result, for any optimizer.
@@ -135,7 +151,8 @@ class Attached(AbstractContextManager["Attached"]):
 
         Raises:
             LayoutMismatch: A parameter was replaced, or requires gradients and did not when the hooks were made.
-            CallerError: The scaler has scaled no loss, or the engine does not leave the verdict where it belongs.
+            CallerError: The scaler has scaled no loss, or the engine does not leave the verdict where it belongs; the
+                hooks are gone; or torch.distributed has several ranks, and the engine no exchange.
             GradientError: As `GradientEngine.step`; no `.grad` was set.
 
         Example::
@@ -144,6 +161,7 @@ class Attached(AbstractContextManager["Attached"]):
             optimizer.step()
             optimizer.zero_grad()
         """
+        self._refuse_lone_rank()
         self._refuse_other_parameters()
         self._drop_unfinished()
         used = scaler if scaler is not None and _is_enabled(scaler) else None
@@ -184,7 +202,7 @@ class Attached(AbstractContextManager["Attached"]):
 
     def _enter(self, micro_batch: MicroBatch) -> None:
         """The gradients that come next are this micro-batch's."""
-        self._within = micro_batch
+        self._within, self._unentered = micro_batch, None
 
     def _leave(self, micro_batch: MicroBatch, *fault: Any) -> None:
         """They are so no more: it is over, or its backward failed."""
@@ -194,6 +212,8 @@ class Attached(AbstractContextManager["Attached"]):
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Add the gradient of a parameter, which torch has just set, and free it; the next would be added to it."""
+        if self._is_paused:
+            return
         try:
             gradient = self._new_gradient(name, parameter)
             micro_batch = self._within or self._of_this_backward(name)
@@ -208,8 +228,8 @@ class Attached(AbstractContextManager["Attached"]):
             raise BufferRefused(f"parameter '{name}' has no gradient any more", do="see what other hooks do with it")
         if given is not None and given() is gradient:
             raise BufferRefused(
-                f"parameter '{name}' still had the gradient of the last step when backward began",
-                got="that gradient and the new one, added up",
+                f"parameter '{name}' still had the gradient of the last step, or of a pause, when backward began",
+                got="a .grad that was there, to which backward adds",
                 do="call zero_grad(), with its default set_to_none=True, after each optimizer.step()",
             )
         return gradient.detach()
@@ -225,6 +245,10 @@ class Attached(AbstractContextManager["Attached"]):
                 got="an end that is not the micro-batch's",
                 do="use `with attached.micro_batch():`, or checkpoint(use_reentrant=False)",
             )
+        if self._unentered is not None:
+            self._unentered = None
+            what = "a micro_batch() was made, and backward ran outside of it"
+            raise WindowError(what, do="with attached.micro_batch(...): loss.backward()")
         self._drop_unfinished()
         self._of_backward, self._backward = self._engine.micro_batch(), number
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -239,7 +263,7 @@ class Attached(AbstractContextManager["Attached"]):
     def _drop_unfinished(self) -> None:
         """A backward that did not come to its end left a part of a micro-batch, which the engine then refuses."""
         micro_batch, self._of_backward = self._of_backward, None
-        self._within = None  # of a `with` that an interrupt kept from being entered, or left
+        self._within = self._unentered = None  # of a `with` that an interrupt kept from being left, or entered
         if micro_batch is not None:
             micro_batch.fail(RuntimeError)
 
@@ -259,6 +283,18 @@ class Attached(AbstractContextManager["Attached"]):
         made = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in self._parameters.items()}
         out = {name: in_memory_order(made[name], p) for name, p in self._parameters.items()}
         return self._engine.step(out=out, loss_scale=loss_scale), made
+
+    def _refuse_lone_rank(self) -> None:
+        if not self._remove.alive:
+            raise CallerError("the hooks are gone: remove() was called, or the `with` was left", do="attach() again")
+        engine, group = self._engine, torch.distributed
+        is_alone = engine.world_size == 1 and engine.tp_exchange is None and not self._alone
+        if is_alone and group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+            raise CallerError(
+                "torch.distributed has several ranks, and the engine no exchange: each would keep its own gradients",
+                got=f"world size {group.get_world_size()}, and 1",
+                do="build the engine with exchange=connect(); or attach(..., alone=True) where each has its own model",
+            )
 
     def _refuse_other_parameters(self) -> None:
         for name, parameter in trainable(self._module).items():
@@ -285,6 +321,23 @@ class _Passes(AbstractContextManager[None]):
 
     def __exit__(self, *fault: object) -> None:
         self._attached._leave(self._micro_batch, *fault)
+
+
+@final
+class _Pause(AbstractContextManager[None]):
+    """Backward passes whose gradients are torch's; what they leave in `.grad` is refused later, as a step's is."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+
+    def __enter__(self) -> None:
+        self._attached._is_paused = True
+
+    def __exit__(self, *_: object) -> None:
+        self._attached._is_paused = False
+        for name, parameter in self._attached._parameters.items():
+            if parameter.grad is not None:
+                self._attached._given[name] = weakref.ref(parameter.grad)
 
 
 def _take(take: weakref.WeakMethod[Any], name: str, parameter: torch.nn.Parameter) -> None:
