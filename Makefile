@@ -104,12 +104,11 @@ real-cupy-streams-per-thread: $(VENV)-cuda13/real_cupy/built
 
 gpu-check-small: $(VENV)-cuda12/real_cupy/built  ## what `make gpu-check` runs, at small sizes, on CuPy itself without a GPU
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --out out/gpu-check-small
-	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --further --out out/gpu-check-small
 
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)
 
-gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: tests, benchmarks; ARGS="--stage tests", ARGS=--list
+gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: figures, tests; ARGS="--part figures", ARGS="--stage tests", ARGS=--list
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:

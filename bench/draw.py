@@ -35,10 +35,15 @@ def line(report: dict, row: dict) -> str:
         if not row["variant"].startswith("ours")
     )
     parameters = report["parameters"]
-    size = [f"{parameters['tensors']} x {parameters['elements']:,}"] if "tensors" in parameters else []
+    size = size_of(parameters)
     dtype = [name for name in [parameters.get("dtype", "float32")] if name != "float32"]
     benchmark = ", ".join([report["benchmark"], *size, *dtype])
     return f"| {benchmark} | {row['variant']} | {1e3 * row['median_s']:.1f} | {row['gb_per_s']:.1f} | {ratios} |"
+
+
+def size_of(parameters: dict) -> list[str]:
+    """Of a model whose tensors are all alike."""
+    return [f"{parameters['tensors']} x {parameters['elements']:,}"] if "tensors" in parameters else []
 
 
 def table(results: Path) -> str:
@@ -95,7 +100,11 @@ def rows_shown(report: dict) -> list[dict]:
 def gpu_line(report: dict, row: dict) -> str:
     """One variant on a GPU."""
     parameters = report["parameters"]
-    facts = [report["benchmark"], *([] if parameters["dtype"] == "float32" else [parameters["dtype"]])]
+    facts = [
+        report["benchmark"],
+        *size_of(parameters),
+        *([] if parameters["dtype"] == "float32" else [parameters["dtype"]]),
+    ]
     name = ", ".join([*facts, *(["odd sizes"] if parameters["odd"] else [])])
     share = "" if row["of_copy"] is None else f"{row['of_copy']:.0%}"
     ratios = ", ".join(

@@ -1,13 +1,15 @@
-"""What a machine has of what `make gpu-check` needs; of what it lacks: which stages and tests do not run for that.
+"""What a machine has of what `make gpu-check` needs, and what it lacks, with the line that installs it.
 
 Frameworks are asked in processes of their own, all at once: JAX takes memory where it is asked, and one that hangs or
-dies is a framework that is not there.
+dies is a framework that is not there. Each is imported for that, so that no stage waits for a cold disk.
 """
 
+import ctypes
 import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,22 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 40.0  # seconds that a framework has to answer
+LIMIT = 240.0  # seconds that a framework has to answer: torch from a cold disk takes a minute or two
 
-# Each by the name that it is installed by, and that it is imported by.
+# Each by the name that it is imported by, and what pip installs; {cuda} is the newest CUDA that the driver knows.
 PACKAGES = {
-    "numpy": "numpy",
-    "msgpack": "msgpack",
-    "pytest": "pytest",
-    "pytest-xdist": "xdist",
-    "hypothesis": "hypothesis",
-    "ml_dtypes": "ml_dtypes",
-    "torch": "torch",
-    "jax": "jax",
+    "numpy": ("numpy>=2.0",),
+    "msgpack": ("msgpack>=1.2.1",),
+    "cupy": ("cupy-cuda{cuda}x>=14", "cuda-toolkit[nvrtc,cudart]=={cuda}.*"),
+    "pytest": ("pytest>=8.2",),
+    "xdist": ("pytest-xdist>=3.6",),
+    "hypothesis": ("hypothesis>=6.150",),
+    "ml_dtypes": ("ml_dtypes>=0.5",),
+    "torch": ("torch",),
+    "jax": ("jax[cuda{cuda}]",),
 }
-PROGRAMS = ("compute-sanitizer", "g++")
+PROGRAMS = ("nvidia-smi", "compute-sanitizer", "g++")
 GPU, SECOND, TORCH, JAX = "a GPU for CuPy", "a second GPU", "a GPU for torch", "a GPU for JAX"
-ESSENTIAL = ("numpy", "msgpack", GPU)
+ESSENTIAL = ("numpy", "msgpack", "cupy", GPU)
+
+# Which packages a question needs; it is not asked without them.
+ASKED_OF = {GPU: ("numpy", "msgpack", "cupy"), SECOND: ("numpy", "msgpack", "cupy"), TORCH: ("torch",), JAX: ("jax",)}
 
 # Each prints one line of JSON: the GPU's name and bytes of memory; or ends with why there is none.
 CUPY_QUESTION = """
@@ -77,16 +83,25 @@ class Preflight:
         missing: What is not there, by name, and why.
         gpu: The GPU's name.
         gpu_memory: Its bytes.
+        cuda: The newest CUDA that the driver knows and CuPy has a package for.
     """
 
     missing: Mapping[str, str]
     gpu: str = "no GPU"
     gpu_memory: int = 0
+    cuda: int = 12
 
     @property
     def refusal(self) -> list[str]:
         """Without these nothing runs: a line for each."""
         return [f"{name}: {self.missing[name]}" for name in ESSENTIAL if name in self.missing]
+
+    @property
+    def install(self) -> str:
+        """The one line that installs all missing packages, or nothing."""
+        lines = [each for name, needed in PACKAGES.items() if name in self.missing for each in needed]
+        wanted = [each.format(cuda=self.cuda) for each in lines]
+        return f"{sys.executable} -m pip install {shlex.join(wanted)}" if wanted else ""
 
     def lacks(self, needs: Iterable[str]) -> str:
         """Which of these are missing and why, or nothing."""
@@ -99,15 +114,31 @@ class Preflight:
 
 
 def preflight() -> Preflight:
-    """Look for everything."""
-    missing = {name: "not installed" for name, module in PACKAGES.items() if importlib.util.find_spec(module) is None}
+    """Look for everything, and import what takes long."""
+    missing = {name: "not installed" for name in PACKAGES if importlib.util.find_spec(name) is None}
     missing |= {name: "not on the PATH" for name in PROGRAMS if shutil.which(name) is None}
-    end = time.monotonic() + LIMIT
-    asked = {name: _asked(question) for name, question in QUESTIONS.items()}  # all begin before the first is waited for
+    print(f"preflight: imports what is here, for at most {LIMIT:.0f} s", flush=True)
+    end, asked = time.monotonic() + LIMIT, {}
+    for name, question in QUESTIONS.items():  # all begin before the first is waited for
+        absent = [package for package in ASKED_OF[name] if package in missing]
+        if absent:
+            missing[name] = f"{' and '.join(absent)} not installed"
+        else:
+            asked[name] = _asked(question)
     answers = {name: _answer(process, end) for name, process in asked.items()}
     missing |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-    name, memory = ("no GPU", 0) if isinstance(answers[GPU], str) else answers[GPU]
-    return Preflight(missing, name, memory)
+    name, memory = ("no GPU", 0) if GPU in missing else answers[GPU]
+    return Preflight(missing, name, memory, newest_cuda())
+
+
+def newest_cuda() -> int:
+    """CUDA's major version as the driver has it, of those that CuPy has a package for; 12 where there is no driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 12
+    return min(13, max(12, version.value // 1000))
 
 
 def _asked(question: str) -> subprocess.Popen[str]:

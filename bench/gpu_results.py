@@ -1,11 +1,12 @@
 """What `make gpu-check` found so far, written anew after each stage: a later one that fails takes nothing away."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-KEEPS = ("machine", "reports")  # kinds of what a stage writes to <folder>/<stage>.json
+KEEPS = ("machine", "reports", "settled")  # kinds of what a stage writes to <folder>/<stage>.json
 
 
 class Results:
@@ -15,24 +16,27 @@ class Results:
         folder: Where the stages write, and where a copy of the results goes.
         results: Where the results go; None for sizes that give no figures.
         commit: The commit that is measured, for a copy of the tree that does not know its own.
+        missing: What the machine lacks, by name, and why.
     """
 
-    def __init__(self, folder: Path, results: Path | None, commit: str | None) -> None:
+    def __init__(self, folder: Path, results: Path | None, commit: str | None, missing: Mapping[str, str]) -> None:
         self._folder, self._results, self._commit = folder, results, commit
-        self.whole: dict = {"name": "gpu-unknown", "machine": {}, "versions": {}, "stages": {}, "reports": []}
+        self.whole: dict = {"name": "gpu-unknown", "machine": {}, "versions": {}, "missing": dict(missing)}
+        self.whole |= {"stages": {}, "reports": [], "settled": {}}
 
     def take(self, stage: str, keeps: str | None, outcome: Mapping[str, object]) -> None:
         """Take what a stage left, also one that failed half-way.
 
         Args:
             stage: Its name.
-            keeps: "machine" or "reports": what it writes to <folder>/<stage>.json.
+            keeps: "machine", "reports" or "settled": what it writes to <folder>/<stage>.json.
             outcome: How it ended.
         """
         left = _read(self._folder / f"{stage}.json") if keeps in KEEPS else {}
         if keeps == "machine" and left:
             self._take_machine(left)
         self.whole["stages"][stage] = dict(outcome)
+        self.whole["settled"] |= left.get("settled", {})
         kept = [report for report in self.whole["reports"] if report["stage"] != stage]
         fresh = left.get("reports", []) if keeps == "reports" else []
         self.whole["reports"] = [*kept, *({"stage": stage, **report} for report in fresh)]
@@ -44,7 +48,7 @@ class Results:
             self.whole["versions"]["commit"] = self._commit
         earlier = _read(self._home / f"{self.whole['name']}.json")
         if earlier.get("versions") == self.whole["versions"]:  # so that the same commit's stages may be run one by one
-            self.whole |= {"stages": earlier["stages"], "reports": earlier["reports"]}
+            self.whole |= {each: earlier[each] for each in ("stages", "reports", "settled")}
 
     @property
     def _home(self) -> Path:
@@ -52,14 +56,21 @@ class Results:
 
     def _write(self) -> None:
         text = json.dumps(self.whole, indent=1) + "\n"
-        (self._folder / f"{self.whole['name']}.json").write_text(text)
+        _replace(self._folder / f"{self.whole['name']}.json", text)
         if not self.whole["machine"]:
             return  # nobody knows whose results these are
         try:
             self._home.mkdir(parents=True, exist_ok=True)
-            (self._home / f"{self.whole['name']}.json").write_text(text)
+            _replace(self._home / f"{self.whole['name']}.json", text)
         except OSError as fault:
             print(f"cannot write to {self._home}: {fault}", flush=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file as a whole: whoever is killed meanwhile leaves what was there before."""
+    fresh = path.with_suffix(".partial")
+    fresh.write_text(text)
+    os.replace(fresh, path)
 
 
 def _read(path: Path) -> dict:

@@ -12,7 +12,7 @@ try:
     from gradengine.accumulate.block import BlockGradientSet
     from gradengine.accumulate.gpu import GpuGradientAccumulator
     from gradengine.arrays.buffer import RawBuffer
-    from gradengine.calls import log_calls
+    from gradengine.calls import log_calls, mark_calls
     from gradengine.clip import (
         FusedClipState,
         clip_by_global_norm,
@@ -70,3 +70,4 @@ __all__ = [
 ]
 
 log_calls(globals(), os.environ)
+mark_calls(os.environ)

@@ -1,11 +1,13 @@
 """GRADENGINE_LOG: a line on stderr for each public call, with its time and, at level 3, with what it was given.
 
-Where the variable is not set nothing is wrapped, and a call costs what it did.
+GRADENGINE_NVTX: a range for a profiler around each add, step and replay, and around the exchange's wait. Where neither
+variable is set nothing is wrapped, and a call costs what it did.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import time
@@ -13,9 +15,11 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from gradengine.arguments import said
+from gradengine.capture import CapturedWindow
 from gradengine.engine import GradientEngine
-from gradengine.errors import CallerError
+from gradengine.errors import CallerError, DeviceUnavailable
 from gradengine.exchange import Exchange
+from gradengine.micro_batch import MicroBatch
 from gradengine.trainer import DistributedTrainer
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -23,6 +27,15 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 VARIABLE = "GRADENGINE_LOG"
 _LEVELS = {"": 0, "0": 0, "1": 1, "3": 3}
 _CLASSES = (GradientEngine, DistributedTrainer, Exchange)
+RANGES_VARIABLE = "GRADENGINE_NVTX"
+RANGES: Mapping[str, Sequence[tuple[type, str]]] = {
+    "gradengine.add": [
+        (GradientEngine, "add"), (GradientEngine, "add_block"), (GradientEngine, "add_non_block"), (MicroBatch, "add"),
+    ],
+    "gradengine.step": [(GradientEngine, "step")],
+    "gradengine.exchange": [(Exchange, "wait")],
+    "gradengine.replay": [(CapturedWindow, "replay")],
+}  # fmt: skip
 
 logger = logging.getLogger("gradengine.calls")
 
@@ -54,7 +67,48 @@ def log_calls(names: MutableMapping[str, Any], environment: Mapping[str, str]) -
         for name, call in calls.items():
             setattr(kind, name, logged(call, level, is_method=True))
     functions = {name: each for name, each in names.items() if inspect.isfunction(each) and _is_public(name)}
-    names.update({name: logged(each, level) for name, each in functions.items() if name != log_calls.__name__})
+    own = {log_calls.__name__, mark_calls.__name__}
+    names.update({name: logged(each, level) for name, each in functions.items() if name not in own})
+
+
+def mark_calls(environment: Mapping[str, str]) -> None:
+    """Put an NVTX range, which Nsight Systems shows, around each call of `RANGES`, if the variable is set.
+
+    Args:
+        environment: The environment variables.
+
+    Raises:
+        CallerError: The variable is something else than 0 or 1.
+        DeviceUnavailable: CuPy, which brings NVTX, does not load.
+    """
+    asked = environment.get(RANGES_VARIABLE, "")
+    if asked not in {"", "0", "1"}:
+        what = f"environment variable {RANGES_VARIABLE} has no such value"
+        raise CallerError(what, got=said(asked), expected="1 for ranges", do="or unset it")
+    if asked != "1":
+        return
+    try:
+        nvtx = importlib.import_module("cupy.cuda").nvtx
+    except ImportError as fault:
+        what, do = f"{RANGES_VARIABLE}=1 needs CuPy ({fault})", "pip install 'gradengine[cuda12]', or unset it"
+        raise DeviceUnavailable(what, do=do) from None
+    for name, calls in RANGES.items():
+        for kind, call in calls:
+            setattr(kind, call, within_range(vars(kind)[call], name, nvtx))
+
+
+def within_range(call: Call, name: str, nvtx: Any) -> Call:
+    """The call, within a range of that name, which also ends where the call raises."""
+
+    @functools.wraps(call)
+    def with_range(*given: Any, **named: Any) -> Any:
+        nvtx.RangePush(name)
+        try:
+            return call(*given, **named)
+        finally:
+            nvtx.RangePop()
+
+    return with_range  # type: ignore[return-value]
 
 
 def logged(call: Call, level: int, *, is_method: bool = False) -> Call:

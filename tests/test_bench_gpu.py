@@ -25,15 +25,17 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
+from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.bench import command, harness
 from gradengine.bench.__main__ import benchmarks_of, parser
 from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
 from gradengine.bench.command import bench
 from gradengine.bench.device import Case, Gpu
 from gradengine.bench.harness import COUNTED, counts_of, profiled
-from gradengine.bench.step import Lent, calls, limited
+from gradengine.bench.step import Lent, calls, half_absent, limited, step_calls
 from gradengine.bench.table import table_of
 from gradengine.bench.workload import Workload, model_layout
+from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, DeviceUnavailable
 from gradengine.kernels import CudaKernels
 
@@ -124,7 +126,7 @@ def count_by_emulator(work):
 
 def benchmarks(**changes):
     given = changes.pop("device", None) or device()
-    small = {"blocks": 1, "hidden": 8, "k": 2, "rounds": 2, "lora_hidden": 12}
+    small = {"blocks": 1, "hidden": 8, "k": 2, "rounds": 2, "lora_hidden": 12, "tensors": (3, 5), "elements": 20}
     return Benchmarks(given, Options(**{**small, **changes}))
 
 
@@ -229,6 +231,42 @@ def test_what_is_about_launches_is_timed_by_the_clock(fp32):
     assert row["median_s"] == row["wall_s"]
     assert row["of_copy"] is None
     assert row["ratios"]["ours replayed"] == pytest.approx(1)
+
+
+def test_small_models_are_timed_by_the_clock_and_recorded_by_their_tensors(fp32):
+    for name, tensors in {"step-few": 3, "step-many": 5, "half-none": 5}.items():
+        report = fp32[0][name]
+        assert report["time"] == "wall"
+        assert (report["parameters"]["tensors"], report["parameters"]["elements"]) == (tensors, 20)
+        assert "hidden" not in report["parameters"]
+    few, many = (rows_of(fp32[0][name])["ours hold=2"]["bytes"] for name in ("step-few", "step-many"))
+    assert many / few == 5 / 3
+    assert set(counted(fp32[0]["half-none"]).values()) >= {(4 + 3) * 4 * 3 * 20}  # 3 of 5, K = 2: 2 G, 3 A, and 2 A
+
+
+def test_a_step_whose_gradients_are_half_none_hands_back_zeros_for_them():
+    case = half_absent(benchmarks().small("half-none"))[1].build()
+    case.run()
+    assert case.error() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "owner", "name"),
+    [(calls, PerBlockGradientAccumulator, "add"), (step_calls, GradientEngine, "step")],
+    ids=["add", "step"],
+)
+@pytest.mark.parametrize("is_new", [False, True], ids=["again", "new"])
+def test_new_arrays_are_other_objects_at_each_call(benchmark, owner, name, is_new, monkeypatch):
+    taken, call = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, given: taken.append(given[0]) or call(self, given))
+    variants = benchmark(Workload.drawn(device(), model_layout(1, 8), 2))
+    case = next(
+        each for each in variants if each.name.endswith(", new cupy arrays" if is_new else ", cupy arrays")
+    ).build()
+    for _ in range(2):
+        case.prepare()
+        case.run()
+    assert (taken[0] is taken[1]) is not is_new
 
 
 def test_launches(fp32):

@@ -1,8 +1,10 @@
 """bench/gpu_check.py with stages that need no GPU: what runs, what is kept, what fails; and the tables drawn of it."""
 
 import json
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import draw
 import gpu_check
+import gpu_clocks
 import gpu_preflight
+import gpu_results
 import pytest
 from gpu_check import Stage
 from gpu_preflight import GPU, JAX, SECOND, TORCH, Preflight
@@ -51,7 +55,8 @@ def writes(path, content):
 
 
 def stage(name, *words, **facts):
-    return Stage(name, "for the test", gpu_check.python(*words), facts.pop("limit", 60), **facts)
+    limit, part = facts.pop("limit", 60), facts.pop("part", gpu_check.FIGURES)
+    return Stage(name, "for the test", gpu_check.python(*words), limit, part, **facts)
 
 
 MACHINE_STAGE = stage("machine", *writes("{folder}/machine.json", json.dumps(MACHINE)), keeps="machine")
@@ -100,6 +105,13 @@ class TestResults:
         assert code == 1
         assert kept["reports"] == [{"stage": "bench", **REPORT}]
 
+    def test_answers_of_later_runs_take_the_place_of_their_own_alone(self, tmp_path):
+        def answered(**outcomes):
+            return stage("settle", *writes("{folder}/settle.json", json.dumps({"settled": outcomes})), keeps="settled")
+
+        checked(tmp_path, answered(one="failed", two="passed"))
+        assert checked(tmp_path, answered(one="passed"))[1]["settled"] == {"one": "passed", "two": "passed"}
+
     def test_a_file_that_was_not_written_to_its_end_takes_nothing_away(self, tmp_path):
         torn = stage("torn", *writes("{folder}/torn.json", '{"reports": [{"ben'), keeps="reports")
         _, kept, outcomes = checked(tmp_path, BENCH, torn, stage("last", "-c", "pass"))
@@ -111,6 +123,27 @@ class TestResults:
             f"import pathlib; assert 'bench' in pathlib.Path({str(tmp_path / 'results/gpu-fake-1.json')!r}).read_text()"
         )
         assert checked(tmp_path, BENCH, stage("looks", "-c", looks))[0] == 0
+
+    def test_what_a_stage_had_found_is_kept_when_the_program_is_stopped(self, tmp_path):
+        words = f"{BENCH.command[2]}; import os, signal; os.kill({os.getpid()}, signal.SIGUSR1); signal.pause()"
+        before = signal.signal(signal.SIGUSR1, gpu_check.stopped)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path, stage("first", "-c", "pass"), stage("bench", "-c", words, keeps="reports"), BENCH)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        kept = json.loads((tmp_path / "results/gpu-fake-1.json").read_text())
+        assert [found["outcome"] for found in kept["stages"].values()] == ["passed", "passed", "stopped"]
+        assert kept["reports"] == [{"stage": "bench", **REPORT}]
+
+    def test_a_write_that_is_cut_short_leaves_what_was_there(self, tmp_path, monkeypatch):
+        path = tmp_path / "results/gpu-fake-1.json"
+        path.parent.mkdir()
+        path.write_text("whole")
+        monkeypatch.setattr(gpu_results.os, "replace", lambda *paths: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path, BENCH)
+        assert path.read_text() == "whole"
 
     def test_stages_run_one_by_one_come_together(self, tmp_path):
         first = stage("first", "-c", "pass")
@@ -165,6 +198,62 @@ def test_jax_does_not_take_three_quarters_of_the_gpu_in_each_process(tmp_path):
     assert checked(tmp_path, stage("asks", "-c", asks))[0] == 0
 
 
+SMI = """#!/bin/sh
+test "$2" = "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu" || exit 1
+if test -e {folder}/asked; then echo "1410, 1980, 2619, 690.25, 71"; else echo "345, 1980, 2619, 70.00, 31"; fi
+touch {folder}/asked
+"""
+
+
+class TestClocks:
+    @pytest.fixture
+    def smi(self, tmp_path, monkeypatch):
+        def answers(script):
+            path = tmp_path / "bin/nvidia-smi"
+            path.parent.mkdir()
+            path.write_text(script.format(folder=tmp_path))
+            path.chmod(0o755)
+            monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
+
+        return answers
+
+    def test_clocks_power_and_temperature_are_kept_beside_a_stage(self, tmp_path, smi, capsys):
+        smi(SMI)
+        _, kept, _ = checked(tmp_path, BENCH)
+        assert kept["stages"]["machine"]["clocks"]["watts"] == {"least": 70, "median": 380.125, "most": 690.25}
+        clocks = kept["stages"]["bench"]["clocks"]
+        assert clocks["sm_mhz"] == {"least": 1410, "median": 1410, "most": 1410}
+        assert clocks["sm_mhz_at_most"]["most"] == 1980
+        assert clocks["celsius"]["most"] == 71
+        assert re.search(r"bench +passed .* s  SM 1410 MHz \(least 1410\), 690 W, 71 C", capsys.readouterr().out)
+
+    def test_they_are_looked_at_while_it_runs(self, tmp_path, monkeypatch):
+        """The stage ends when they have been looked at three times."""
+        looks = []
+
+        def look():
+            looks.append({"watts": len(looks)})
+            if len(looks) == 3:
+                (tmp_path / "go").touch()
+            return looks[-1]
+
+        monkeypatch.setattr(gpu_clocks, "EVERY", 0.01)
+        monkeypatch.setattr(gpu_clocks, "look", look)
+        waits = f"import pathlib\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): pass"
+        outcome = gpu_check.run_stage(stage("waits", "-c", waits), tmp_path, EVERYTHING)
+        assert outcome.outcome == "passed"
+        assert outcome.clocks == gpu_clocks.summary(looks)
+        assert len(looks) > 3
+
+    @pytest.mark.parametrize("script", ["#!/bin/sh\nexit 9\n", "#!/bin/sh\necho '[N/A], [N/A], [N/A], 70.0'\n", None])
+    def test_what_is_not_said_is_left_out(self, script, smi, monkeypatch):
+        if script is None:
+            monkeypatch.setenv("PATH", "/nowhere")
+        else:
+            smi(script)
+        assert gpu_clocks.look() == ({"watts": 70.0} if script and "N/A" in script else {})
+
+
 class TestWhatIsMissing:
     WITHOUT_A_TOOL = Preflight({"sanitizer": "not on the PATH", JAX: "no module"}, "NVIDIA Fake 1", 80 << 30)
     NEEDS_IT = stage("memcheck", "-c", "pass", needs=("sanitizer",))
@@ -173,15 +262,44 @@ class TestWhatIsMissing:
         code, kept, outcomes = checked(tmp_path, self.NEEDS_IT, found=self.WITHOUT_A_TOOL)
         assert (code, outcomes["memcheck"]) == (0, "absent")
         assert kept["stages"]["memcheck"]["note"] == "sanitizer: not on the PATH"
-        first, second, third, *_ = capsys.readouterr().out.splitlines()
+        first, second, third, fourth, *_ = capsys.readouterr().out.splitlines()
         assert first == "preflight: NVIDIA Fake 1, 80.0 GiB"
         assert second == "  missing: sanitizer: not on the PATH; not run: memcheck"
         assert third == "  missing: a GPU for JAX: no module"
+        assert fourth.startswith("==== machine")
+        assert kept["missing"] == dict(self.WITHOUT_A_TOOL.missing)
+
+    def test_one_line_installs_every_package_that_is_missing_for_the_drivers_cuda(self, capsys, tmp_path):
+        missing = dict.fromkeys(("cupy", "xdist", "jax"), "not installed") | {"g++": "not on the PATH", TORCH: "no"}
+        assert run(tmp_path, found=Preflight(missing, cuda=13)) == 2
+        *_, install = capsys.readouterr().out.splitlines()
+        wanted = "'cupy-cuda13x>=14' 'cuda-toolkit[nvrtc,cudart]==13.*' 'pytest-xdist>=3.6' 'jax[cuda13]'"
+        assert install == f"  install: {sys.executable} -m pip install {wanted}"
+
+    @pytest.mark.parametrize("cuda", [12, 13])
+    def test_the_versions_that_are_installed_are_those_of_the_project(self, cuda):
+        project = (ROOT / "pyproject.toml").read_text()
+        asked = [each.format(cuda=cuda) for lines in gpu_preflight.PACKAGES.values() for each in lines]
+        assert [each for each in asked if f'"{each}"' not in project] == ["torch", f"jax[cuda{cuda}]"]
+
+    @pytest.mark.parametrize(("driver", "cuda"), [(None, 12), (11080, 12), (12040, 12), (13020, 13), (14000, 13)])
+    def test_the_drivers_cuda_is_one_that_cupy_has_a_package_for(self, driver, cuda, monkeypatch):
+        class Driver:
+            def __init__(self, name):
+                assert name == "libcuda.so.1"
+                if driver is None:
+                    raise OSError(name)
+
+            def cuDriverGetVersion(self, version):
+                version._obj.value = driver
+
+        monkeypatch.setattr(gpu_preflight.ctypes, "CDLL", Driver)
+        assert gpu_preflight.newest_cuda() == cuda
 
     def test_a_stage_asked_for_by_name_that_cannot_run_is_a_failure(self, tmp_path):
         assert run(tmp_path, self.NEEDS_IT, found=self.WITHOUT_A_TOOL, arguments=["--stage", "memcheck"]) == 1
 
-    @pytest.mark.parametrize("name", ["numpy", "msgpack", GPU])
+    @pytest.mark.parametrize("name", ["numpy", "msgpack", "cupy", GPU])
     def test_without_a_gpu_or_what_the_package_needs_nothing_runs(self, name, tmp_path, capsys):
         assert run(tmp_path, BENCH, found=Preflight({name: "why"})) == 2
         assert capsys.readouterr().err == f"gpu-check cannot run here:\n  {name}: why\n"
@@ -199,29 +317,34 @@ class TestWhatIsMissing:
             "rich",
             "matplotlib",
             "pytest-timeout",
-            "pytest-xdist",
+            "xdist",
+            "nvidia-smi",
             "compute-sanitizer",
         ],
     )
-    def test_default_stages_need_none_of_these(self, name):
+    def test_figures_and_proofs_need_none_of_these(self, name):
         found = Preflight({name: "not installed"}, "NVIDIA Fake 1", 80 << 30)
         assert found.refusal == []
-        assert not any(found.lacks(each.needs) for each in gpu_check.stages(found) if not each.further)
+        assert not any(found.lacks(each.needs) for each in gpu_check.stages(found) if each.part != gpu_check.FURTHER)
 
     def test_what_is_found_here(self, monkeypatch):
-        monkeypatch.setattr(gpu_preflight, "PACKAGES", {"numpy": "numpy", "no-such": "no_such_package"})
+        monkeypatch.setattr(gpu_preflight, "PACKAGES", {"numpy": ("numpy",), "no_such_package": ("no-such",)})
         monkeypatch.setattr(gpu_preflight, "PROGRAMS", ("no-such-program",))
         answers = {
             GPU: "print('a word before'); print(json.dumps(['NVIDIA Fake 1', 5]))",
             TORCH: "sys.exit('torch 2 finds no GPU')",
             JAX: "import os; os._exit(7)",
+            "not asked": "print(json.dumps(['of what is not there', 1]))",
         }
         monkeypatch.setattr(gpu_preflight, "QUESTIONS", answers)
+        needs = {**dict.fromkeys(answers, ("numpy",)), "not asked": ("numpy", "no_such_package")}
+        monkeypatch.setattr(gpu_preflight, "ASKED_OF", needs)
         found = gpu_preflight.preflight()
         assert (found.gpu, found.gpu_memory) == ("NVIDIA Fake 1", 5)
         assert found.missing == {
-            "no-such": "not installed",
+            "no_such_package": "not installed",
             "no-such-program": "not on the PATH",
+            "not asked": "no_such_package not installed",
             TORCH: "torch 2 finds no GPU",
             JAX: "exit status 7",
         }
@@ -229,16 +352,18 @@ class TestWhatIsMissing:
     def test_a_framework_that_does_not_answer_is_not_there(self, monkeypatch):
         monkeypatch.setattr(gpu_preflight, "LIMIT", 0.3)
         monkeypatch.setattr(gpu_preflight, "QUESTIONS", dict.fromkeys((GPU, JAX), "import time; time.sleep(300)"))
+        monkeypatch.setattr(gpu_preflight, "ASKED_OF", {GPU: (), JAX: ()})
         began = time.monotonic()
-        assert gpu_preflight.preflight().refusal == [f"{GPU}: no answer within 0 s"]
+        assert gpu_preflight.preflight().missing[GPU] == "no answer within 0 s"
         assert time.monotonic() - began < 60
 
-    def test_without_cupy_the_refusal_says_how_to_get_it(self, monkeypatch):
+    def test_a_cupy_that_does_not_load_says_how_to_get_another(self, monkeypatch):
         hides_cupy = "sys.modules['cupy'] = None\n" + gpu_preflight.QUESTIONS[GPU]
         monkeypatch.setattr(gpu_preflight, "QUESTIONS", {GPU: hides_cupy})
-        (refusal,) = gpu_preflight.preflight().refusal
-        assert "needs CuPy" in refusal
-        assert "pip install 'gradengine[cuda12]'" in refusal
+        monkeypatch.setattr(gpu_preflight, "ASKED_OF", {GPU: ()})
+        answer = gpu_preflight.preflight().missing[GPU]
+        assert "needs CuPy" in answer
+        assert "pip install 'gradengine[cuda12]'" in answer
 
 
 def case(name, skipped=None):
@@ -316,15 +441,31 @@ class TestStages:
         shown = capsys.readouterr().out
         assert all(re.search(rf"^  {each.name} +\d+ s  ", shown, re.MULTILINE) for each in self.ALL)
 
-    def test_by_default_the_further_ones_are_not_run(self, tmp_path):
-        further = stage("further", "-c", "pass", further=True)
-        assert list(checked(tmp_path, BENCH, further)[2]) == ["machine", "bench"]
+    def test_a_part_is_run_alone_and_all_by_default(self, tmp_path):
+        further = stage("further", "-c", "pass", part=gpu_check.FURTHER)
+        assert list(checked(tmp_path, BENCH, further, arguments=["--part", "figures"])[2]) == ["machine", "bench"]
         (tmp_path / "results/gpu-fake-1.json").unlink()
-        assert list(checked(tmp_path, BENCH, further, arguments=["--further"])[2]) == ["machine", "further"]
+        assert list(checked(tmp_path, BENCH, further, arguments=["--part", "further"])[2]) == ["machine", "further"]
+        assert list(checked(tmp_path, BENCH, further)[2]) == ["machine", "further", "bench"]
 
-    @pytest.mark.parametrize("further", [False, True])
-    def test_together_they_end_within_what_one_call_may_take(self, further):
-        assert gpu_check.limit_of(gpu_check.chosen(self.ALL, (), further=further)) <= 570
+    @pytest.mark.parametrize("part", gpu_check.PARTS)
+    def test_a_part_ends_within_what_one_command_may_take(self, part):
+        assert gpu_check.limit_of(gpu_check.chosen(self.ALL, (), part)) <= 570
+
+    def test_all_end_within_the_hour_that_a_gpu_is_borrowed_for(self):
+        assert gpu_preflight.LIMIT + gpu_check.limit_of(self.ALL) <= 3600
+        minutes = math.ceil((gpu_preflight.LIMIT + gpu_check.limit_of(self.ALL)) / 60)
+        assert f"everything, in at most {minutes} minutes" in (ROOT / "docs/gpu-check.md").read_text()
+        assert [each.part for each in self.ALL] == sorted((each.part for each in self.ALL), key=gpu_check.PARTS.index)
+
+    def test_the_page_names_them_all(self):
+        page = (ROOT / "docs/gpu-check.md").read_text()
+        assert [each.name for each in self.ALL if f"`{each.name}`" not in page] == []
+
+    def test_the_step_is_timed_first_wherever_it_is_timed(self):
+        timed = [each.command for each in self.ALL if "step" in each.command]
+        assert len(timed) == 4
+        assert all(command[command.index("gradengine.bench") + 1] == "step" for command in timed)
 
     @pytest.mark.parametrize("small", [False, True])
     def test_they_are_commands_that_there_are(self, small):
@@ -340,7 +481,7 @@ class TestStages:
 
     @pytest.mark.parametrize(
         ("gigabytes", "cpus", "missing", "processes"),
-        [(80, 16, {}, 8), (80, 4, {}, 4), (24, 16, {}, 6), (6, 16, {}, None), (80, 16, {"pytest-xdist": ""}, None)],
+        [(80, 16, {}, 8), (80, 4, {}, 4), (24, 16, {}, 6), (6, 16, {}, None), (80, 16, {"xdist": ""}, None)],
     )
     def test_tests_run_in_as_many_processes_as_there_is_memory_for(
         self, gigabytes, cpus, missing, processes, monkeypatch
@@ -348,6 +489,18 @@ class TestStages:
         monkeypatch.setattr(os, "cpu_count", lambda: cpus)
         command = gpu_check.stage_of_tests(Preflight(missing, "NVIDIA Fake 1", gigabytes << 30)).command
         assert command[command.index("-n") + 1] == str(processes) if processes else "-n" not in command
+
+
+def test_every_file_that_tests_a_device_is_named(request):
+    """Of those that this run has collected: CI collects all."""
+
+    def tests_a_device(item):
+        parameters = getattr(item, "callspec", None)
+        backends = [parameters.params.get(name) for name in ("backend", "device")] if parameters else []
+        return any(isinstance(each, str) and each in {"emulated", "cupy"} for each in backends)
+
+    files = {item.path.stem.removeprefix("test_") for item in request.session.items if tests_a_device(item)}
+    assert files - set(gpu_check.TESTED) == set()
 
 
 WITHOUT_PYTEST_TIMEOUT = """

@@ -36,7 +36,7 @@ def benchmarks_of(given: argparse.Namespace, gpu: Gpu) -> Benchmarks:
     options = Options(**{name: getattr(given, name) for name in ("blocks", "dtype", "odd", "rounds", "compile_limit")})
     if given.small:
         gpu.scratch = gpu.copied = _SMALL_ELEMENTS
-        options = replace(options, blocks=1, hidden=16, rounds=2, lora_hidden=48)
+        options = replace(options, blocks=1, hidden=16, rounds=2, lora_hidden=48, tensors=(3, 5), elements=50)
     return Benchmarks(gpu, options)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from gradengine.bench.device import Gpu
 from gradengine.bench.harness import Benchmark, Report, Variant, as_json, count_launches, measure, reason, yardsticks
 from gradengine.bench.parts import accumulate, clip, hand_back, lora, norm
-from gradengine.bench.step import calls, compiled, step
+from gradengine.bench.step import calls, compiled, half_absent, step, step_calls
 from gradengine.bench.workload import Workload, model_layout
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
@@ -34,6 +34,8 @@ class Options:
     rounds: int = 20  # samples of each variant
     compile_limit: float = 100.0  # seconds that each of torch's compiled variants may take to compile
     lora_hidden: int = 1536  # hidden size of the LoRA blocks
+    tensors: tuple[int, int] = (34, 218)  # of the small models, all alike
+    elements: int = 10_000  # of each of these tensors
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Benchmarks:
     def report(self, name: str) -> Report:
         """Run one; what is about the device's time is compared with what its memory can do."""
         options, time = self.options, _TIMES.get(name, "device")
-        parameters = {key: getattr(options, key) for key in ("k", "blocks", "hidden", "dtype", "odd")}
+        parameters = {"k": options.k, **self._size(name), "dtype": options.dtype, "odd": options.odd}
         benchmark = Benchmark(name, _VARIANTS[name](self), _TOLERANCE[options.dtype], parameters, time)
         if name == "launches":
             return count_launches(self.gpu, benchmark)
@@ -66,6 +68,11 @@ class Benchmarks:
             raise CallerError("no such benchmark of this dtype", got=self.options.dtype, expected="--dtype float32")
         return self.workload
 
+    def small(self, name: str) -> Workload:
+        """The gradients of a model of a few or of many small tensors, for which launches are what counts."""
+        layout = GradientLayout.of([(self.options.elements,)] * self.options.tensors[_SMALL[name]])
+        return Workload.drawn(self.gpu, layout, self.options.k, self.options.dtype, odd=self.options.odd)
+
     @property
     def lora(self) -> Workload:
         """The gradients of a few LoRA blocks."""
@@ -77,6 +84,12 @@ class Benchmarks:
     def holds(self) -> tuple[int, int]:
         """Micro-batches that ours holds: none beyond the one, or all."""
         return 1, self.options.k
+
+    def _size(self, name: str) -> dict[str, int]:
+        options = self.options
+        if name in _SMALL:
+            return {"tensors": options.tensors[_SMALL[name]], "elements": options.elements}
+        return {"blocks": options.blocks, "hidden": options.hidden}
 
     @cached_property
     def _yardsticks(self) -> list[Variant]:
@@ -91,12 +104,18 @@ _VARIANTS: Mapping[str, Callable[[Benchmarks], list[Variant]]] = {
     "hand-back-bf16": lambda this: hand_back(this.in_fp32.first(1), to_bf16=True),
     "clip": lambda this: clip(this.workload.first(1)),
     "step": lambda this: step(this.workload, this.holds),
+    "step-few": lambda this: step(this.small("step-few"), this.holds),
+    "step-many": lambda this: step(this.small("step-many"), this.holds),
+    "half-none": lambda this: half_absent(this.small("half-none")),
     "compiled": lambda this: compiled(this.workload, this.options.compile_limit),
     "lora": lambda this: lora(this.lora),
     "host": lambda this: calls(this.in_fp32),
+    "step-call": lambda this: step_calls(this.workload),
     "launches": lambda this: step(this.workload, this.holds),
 }
-_TIMES = {"lora": "wall", "host": "host"}  # which of a sample's, where it is not the device's
+_SMALL = {"step-few": 0, "step-many": 1, "half-none": 1}  # which of the numbers of tensors
+# Which of a sample's times, where it is not the device's.
+_TIMES = {**dict.fromkeys(("lora", *_SMALL), "wall"), **dict.fromkeys(("host", "step-call"), "host")}
 NAMES = tuple(_VARIANTS)
 
 

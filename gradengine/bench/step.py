@@ -39,7 +39,7 @@ from gradengine.bench.workload import Workload
 from gradengine.engine import GradientEngine
 from gradengine.result import StepResult
 
-__all__ = ["Lent", "calls", "compiled", "limited", "step"]
+__all__ = ["Lent", "calls", "compiled", "half_absent", "limited", "step", "step_calls"]
 
 _LEAST_BYTES = 1 << 20  # of a set whose memory is measured: below it the interpreter's own growth is all that is seen
 
@@ -158,6 +158,23 @@ class Lent:
         return device
 
 
+@final
+class Given:
+    """Arrays of some kind over the same memory: those that come again at each call, or new ones, as of backward."""
+
+    def __init__(self, kind: Callable[[Array], object], memory: Sequence[Array]) -> None:
+        self._kind, self._memory = kind, memory
+        self.renew()
+
+    def renew(self) -> None:
+        """Other objects from now on, over the same memory."""
+        self.arrays = [self._kind(array) for array in self._memory]
+
+
+def _seen_anew(array: Array) -> Array:
+    return array.reshape(array.shape)
+
+
 def calls(workload: Workload) -> list[Variant]:
     """The call that takes one micro-batch of fp32, by what the gradients come as; and a whole window replayed.
 
@@ -166,10 +183,10 @@ def calls(workload: Workload) -> list[Variant]:
     gpu, one = workload.device, workload.first(1)
     assert isinstance(gpu, Gpu)
 
-    def add(kind: Callable[[Array], object]) -> Case:
-        accumulator = PerBlockGradientAccumulator(one.layout, gpu.kernels)
-        given = [kind(array) for array in one.batches[0]]
-        adds: list[Callable[[], object]] = [accumulator.zero_all, partial(accumulator.add, given)]
+    def add(kind: Callable[[Array], object], *, is_new: bool = False) -> Case:
+        accumulator, given = PerBlockGradientAccumulator(one.layout, gpu.kernels), Given(kind, one.batches[0])
+        begins = in_turn([accumulator.zero_all, *([given.renew] if is_new else [])])
+        adds: list[Callable[[], object]] = [begins, lambda: accumulator.add(given.arrays)]
         return summed(one, adds, 1, lambda: list(accumulator.arrays().values()))
 
     def torch_add() -> Case:
@@ -181,14 +198,83 @@ def calls(workload: Workload) -> list[Variant]:
         "arrays by DLPack": Lent,
         "raw buffers": partial(gpu.raw, dtype="float32"),
     }
+    new = {"new cupy arrays": _seen_anew, "new torch tensors": gpu.torch_tensor}
     nbytes, window = workload.gradient_bytes + workload.sum_bytes, _bytes(workload, 2, 1)
     replay = partial(_our_step, workload, workload.max_norm, is_captured=True)
     return [
         ours("ours add, cupy arrays", nbytes, partial(add, lambda array: array)),
         *(Variant(f"ours add, {name}", nbytes, partial(add, kind), required=True) for name, kind in kinds.items()),
+        *(
+            Variant(f"ours add, {name}", nbytes, partial(add, kind, is_new=True), required=True)
+            for name, kind in new.items()
+        ),
         Variant("ours replay of a window", window, partial(replay, check=True), required=True),
         Variant("ours replay, unchecked", window, partial(replay, check=False), required=True),
         Variant("torch foreach_add_", nbytes + workload.sum_bytes, torch_add),
+    ]
+
+
+def step_calls(workload: Workload) -> list[Variant]:
+    """The step's own call, after one micro-batch, by what it hands back to: the arena, or destinations of some kind."""
+    gpu, one = workload.device, workload.first(1)
+    assert isinstance(gpu, Gpu)
+    gradients = one.for_ours()[0]
+
+    def begun() -> tuple[GradientEngine, Callable[[], None]]:
+        engine = GradientEngine(one.layout, gpu.kernels, max_norm=one.max_norm)
+        return engine, partial(engine.add, gradients)
+
+    def in_place() -> Case:
+        engine, add = begun()
+        return Case(engine.step, lambda: one.error_of_step(list(engine.accumulator.arrays().values())), add)
+
+    def out(kind: Callable[[Array], object], *, is_new: bool = False) -> Case:
+        engine, add = begun()
+        results = gpu.empty(one.shapes, np.float32)
+        gpu.poison(results)
+        given = Given(kind, results)
+        prepare = in_turn([add, *([given.renew] if is_new else [])])
+        return Case(lambda: engine.step(given.arrays), lambda: one.error_of_step(results), prepare)
+
+    def torch_clip() -> Case:
+        peer, adds = adding(one, Torch)
+        return Case(partial(peer.clip, one.max_norm), lambda: one.error_of_step(peer.gradients), in_turn(adds))
+
+    nbytes = 2 * workload.sum_bytes
+    variants = [
+        Variant(f"ours step(out=), {new}{name}", nbytes, partial(out, kind, is_new=bool(new)), required=True)
+        for name, kind in {"cupy arrays": _seen_anew, "torch tensors": gpu.torch_tensor}.items()
+        for new in ("", "new ")
+    ]
+    torch = Variant("torch clip_grad_norm_", nbytes + workload.sum_bytes, torch_clip)
+    return [ours("ours step", nbytes, in_place), *variants, torch]
+
+
+def half_absent(workload: Workload) -> list[Variant]:
+    """A step in which every second gradient is None, beside one of a layout that has the others alone."""
+    device, count, half = workload.device, workload.count, workload.every_second()
+
+    def of_nones() -> Case:
+        engine = GradientEngine(workload.layout, device.kernels, max_norm=half.max_norm, micro_batches=count)
+        device.poison(list(engine.accumulator.arrays().values()))
+        micro_batches = [
+            [None if number % 2 else gradient for number, gradient in enumerate(batch)] for batch in workload.for_ours()
+        ]
+        run = in_turn([*(partial(engine.add, gradients) for gradients in micro_batches), engine.step])
+        expected = [0.5 / count, 0.0]
+        found = list(engine.accumulator.arrays().values())
+        return Case(run, lambda: workload.error(found, lambda number: expected[number % 2]))
+
+    def of_torch() -> Case:
+        peer, adds = adding(half, Torch)
+        run = in_turn([*adds, partial(peer.clip, half.max_norm * count)])
+        return Case(run, lambda: half.error_of_step(peer.gradients, count))
+
+    alone = partial(_our_step, half, half.max_norm, is_captured=False)
+    return [
+        ours("ours, these alone", _bytes(half, 2, 1), alone),
+        ours("ours, others None", _bytes(half, 2, 1), of_nones),
+        Variant("torch foreach, these alone", _bytes(half, 3), of_torch),
     ]
 
 

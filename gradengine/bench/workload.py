@@ -78,6 +78,12 @@ class Workload:
         """Its first micro-batches, in the same memory."""
         return replace(self, values=self.values[:count], batches=self.batches[:count])
 
+    def every_second(self) -> Workload:
+        """Its first component, its third and so on, in the same memory."""
+        layout = GradientLayout.of({slot.name: slot.shape for slot in self.layout.slots[::2]})
+        values, batches = ([each[::2] for each in whole] for whole in (self.values, self.batches))
+        return replace(self, layout=layout, values=values, batches=batches)
+
     @property
     def count(self) -> int:
         """Micro-batches."""

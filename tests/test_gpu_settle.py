@@ -1,0 +1,138 @@
+"""bench/gpu_settle.py: what becomes of answers; and the questions that the emulator can answer, put to it."""
+
+import json
+import sys
+
+import cuda_emulator
+import gpu_settle
+import pytest
+from gpu_settle import QUESTIONS, NotHere, Question, Surprise
+
+from gradengine.kernels.cuda import cuda_kernels
+
+SCRIPT = """
+import os, sys, time
+name, small = sys.argv[2], "--small" in sys.argv
+print("first line")
+print("small" if small else os.environ.get("CUDA_MODULE_LOADING", "not said"))
+if name == "bits-of-the-cpu":
+    sys.exit("not the CPU's bits")
+if name == "same-norm" and "SLEEPS" in os.environ:
+    time.sleep(300)
+if name == "jax-in-flight":
+    print("no JAX", file=sys.stderr)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def answered(tmp_path, monkeypatch):
+    """The answers to some questions, as a script gives them."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(gpu_settle, "__file__", str(script))
+
+    def ask(*names, small=False):
+        code = gpu_settle.main([*names, "--json", str(tmp_path / "settle.json"), *(["--small"] if small else [])])
+        return code, json.loads((tmp_path / "settle.json").read_text())["settled"]
+
+    return ask
+
+
+def test_each_has_its_outcome_and_last_words_and_one_bad_answer_is_a_failure(answered, capsys):
+    code, found = answered("managed-memory", "bits-of-the-cpu", "jax-in-flight", "beyond-2-31")
+    assert code == 1
+    said = {name: (each["outcome"], each["said"]) for name, each in found.items()}
+    assert said == {
+        "managed-memory": ("passed", "not said"),
+        "bits-of-the-cpu": ("failed", "not the CPU's bits"),
+        "jax-in-flight": ("absent", "no JAX"),
+        "beyond-2-31": ("passed", "not said"),
+    }
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed: bits-of-the-cpu: failed")]
+    assert answered("managed-memory", "jax-in-flight")[0] == 0
+
+
+def test_one_that_does_not_end_leaves_the_others_theirs(answered, monkeypatch):
+    monkeypatch.setattr(gpu_settle, "LIMIT", 0.5)
+    monkeypatch.setenv("SLEEPS", "1")
+    code, found = answered("same-norm", "managed-memory")
+    assert code == 1
+    assert (found["same-norm"]["outcome"], found["same-norm"]["said"]) == ("timed out", "no answer within 0.5 s")
+    assert "managed-memory" in found
+
+
+def test_each_process_has_its_questions_environment(answered):
+    names = ("first-launch-in-capture", "first-launch-in-capture-loaded-before")
+    assert [each["said"] for each in answered(*names)[1].values()] == ["LAZY", "EAGER"]
+
+
+def test_all_are_asked_and_small_ones_where_there_is_no_device(answered):
+    assert list(answered()[1]) == list(QUESTIONS)
+    found = answered(small=True)[1]
+    assert list(found) == [name for name, each in QUESTIONS.items() if each.small is not None]
+    assert found["managed-memory"]["said"] == "small"
+
+
+def test_an_unknown_question_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu_settle.main(["why"])
+    assert "no such question: why; there are first-launch-in-capture" in capsys.readouterr().err
+
+
+def test_what_cannot_be_asked_here_is_no_failure(monkeypatch, capsys):
+    def ask():
+        raise NotHere("no memory")
+
+    monkeypatch.setitem(QUESTIONS, "same-norm", Question(ask))
+    assert gpu_settle.main(["--one", "same-norm"]) == gpu_settle.NOT_HERE
+    assert capsys.readouterr().err == "no memory\n"
+
+
+# ---- on the emulator ----
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    if cuda_emulator.compiler() is None:
+        pytest.skip("g++ is not installed")
+    monkeypatch.setitem(sys.modules, "cupy", cuda_emulator)
+    cuda_kernels.cache_clear()
+    yield
+    cuda_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["first-launch-in-capture", "bits-of-the-cpu", "same-norm"])
+def test_a_good_answer(name, emulator):
+    assert gpu_settle.main(["--one", name, "--small"]) == 0
+
+
+def test_other_bits_are_a_bad_answer(emulator, monkeypatch):
+    accumulated = gpu_settle._accumulated
+
+    def one_bit_off(device, *given):
+        sums = accumulated(device, *given)
+        if device == "cpu":
+            sums["float32"].view("uint32")[7] ^= 1
+        return sums
+
+    monkeypatch.setattr(gpu_settle, "_accumulated", one_bit_off)
+    with pytest.raises(Surprise, match=r"got \('float32', 1\), expected \('float32', 0\)"):
+        gpu_settle.main(["--one", "bits-of-the-cpu"])
+
+
+def test_a_norm_that_varies_is_a_bad_answer(emulator, monkeypatch):
+    norms = iter([1.0, 1.0, 2.0])
+
+    class Engine:
+        norm = property(lambda self: next(norms))
+
+        def add(self, gradients):
+            pass
+
+        def step(self):
+            return self
+
+    monkeypatch.setattr(gpu_settle, "engine_of", lambda shapes, **options: Engine())
+    with pytest.raises(Surprise, match="got 2, expected 1"):
+        gpu_settle.main(["--one", "same-norm", "--small"])
