@@ -40,12 +40,15 @@ RANGES: Mapping[str, Sequence[tuple[type, str]]] = {
 logger = logging.getLogger("gradengine.calls")
 
 
-def log_calls(names: MutableMapping[str, Any], environment: Mapping[str, str]) -> None:
+def log_calls(
+    names: MutableMapping[str, Any], environment: Mapping[str, str], classes: Sequence[type] = _CLASSES
+) -> None:
     """Log each call of the public functions among these names, and of the classes that step, if the variable is set.
 
     Args:
         names: The package's, in which the functions are replaced.
         environment: The environment variables.
+        classes: Whose methods are replaced; at level 3 those of a micro-batch too, which comes component by component.
 
     Raises:
         CallerError: The variable is something else than 0, 1 or 3.
@@ -57,12 +60,14 @@ def log_calls(names: MutableMapping[str, Any], environment: Mapping[str, str]) -
     level = _LEVELS[asked]
     if not level:
         return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d gradengine: %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    for kind in _CLASSES:
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d gradengine: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        classes = [*classes, MicroBatch] if level > 1 else classes
+    for kind in classes:
         calls = {name: call for name, call in vars(kind).items() if inspect.isfunction(call) and _is_public(name)}
         for name, call in calls.items():
             setattr(kind, name, logged(call, level, is_method=True))

@@ -29,9 +29,20 @@ with gradengine.connect("tcp://127.0.0.1:0", 0, 1, token="hush") as exchange:
 """
 
 
-def lines_of(level):
+HOOKS = """
+import torch
+from gradengine import GradientEngine, torch as ge
+
+model = torch.nn.Linear(3, 2)
+attached = ge.attach(model, GradientEngine(ge.layout_of(model)))
+model(torch.ones(1, 3)).sum().backward()
+attached.step()
+"""
+
+
+def lines_of(level, program=LOOP):
     environment = {**os.environ, VARIABLE: level}
-    loop = [sys.executable, "-c", LOOP]
+    loop = [sys.executable, "-c", program]
     done = subprocess.run(loop, env=environment, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == ""
     return [re.sub(r"^.* gradengine: (.*) took \d+\.\d{3} ms", r"\1", line) for line in done.stderr.splitlines()]
@@ -56,6 +67,14 @@ def test_shapes_too_at_level_3_and_no_secrets():
     assert "connect('tcp://127.0.0.1:0', 0, 1, token=...)" in lines
     assert "rank 0, step 0: GradientEngine.add({w: float32[2, 3], b: None}, weight=2.0)" in lines
     assert "hush" not in "".join(lines)
+
+
+def test_hooks_of_torch_are_among_them():
+    pytest.importorskip("torch")
+    lines = lines_of("3", HOOKS)
+    assert "attach(Linear, GradientEngine)" in lines
+    assert [line for line in lines if "MicroBatch.add('weight', torch.float32[2, 3])" in line] != []
+    assert lines[-1] == "Attached.step()"
 
 
 @pytest.mark.parametrize("level", [None, "", "0"])

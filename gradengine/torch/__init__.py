@@ -4,6 +4,9 @@ The only room that imports torch, and not imported by any other: `from gradengin
 engine's work waits for torch's current stream, and that stream for the engine's.
 """
 
+import os
+
+from gradengine.calls import log_calls
 from gradengine.torch.attached import Attached, attach
 from gradengine.torch.clipping import clip_grad_norm_
 from gradengine.torch.fused import step_fused
@@ -20,3 +23,5 @@ __all__ = [
     "step_fused",
     "tensors_of",
 ]
+
+log_calls(globals(), os.environ, [Attached])
