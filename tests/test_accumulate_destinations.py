@@ -119,6 +119,16 @@ def test_an_array_that_became_read_only_is_refused():
         known.of(out)
 
 
+def test_torchs_on_the_host_are_known_too_one_that_is_not_wanted_among_them():
+    torch = pytest.importorskip("torch")
+    lookup = Looked(GradientEngine(LAYOUT).accumulator.kernels.device)
+    known = KnownDestinations(LAYOUT.slots, lookup, lookup.allocate(LAYOUT.arena_size))
+    out = [None, torch.zeros(2, 3)]
+    for _ in range(3):
+        assert places(known.of(out)) == [out[1].data_ptr()]
+    assert lookup.looked == 1
+
+
 @pytest.mark.parametrize("dtype", list(draw.DTYPES))
 def test_each_step_is_handed_back_there_whatever_comes_between(backend, dtype):
     """Other sets, and steps in the arena."""

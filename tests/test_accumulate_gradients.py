@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operations import Name, growth
 
-from gradengine.accumulate.gradients import destinations_of, handed_back, in_slot_order, matched_views
+from gradengine.accumulate.destinations import destinations_of, handed_back
+from gradengine.accumulate.gradients import in_slot_order, matched_views
 from gradengine.arrays.host import host_buffer
 from gradengine.errors import BufferRefused, LayoutMismatch
 from gradengine.layout import GradientLayout, Slot

@@ -70,7 +70,7 @@ def destination_reader_of(sources: Sequence[Any]) -> Reader | None:
     """The same for arrays in host memory that will be written; None also for a GPU's."""
     if set(map(type, sources)) == {np.ndarray}:
         return read_writable_numpy
-    is_on_host = reader_of(sources) is read_torch and all(source.is_cpu for source in sources)
+    is_on_host = reader_of(sources) is read_torch and all(source is None or source.is_cpu for source in sources)
     return read_torch if is_on_host else None
 
 
