@@ -20,7 +20,7 @@ def cell(kernel: nvrtc.Kernel) -> str:
 
 def rows(major: int, name: str) -> list[str]:
     """A row for each kernel of a .cu file."""
-    compiled = [nvrtc.compiled(major, name, architecture).kernels for architecture in nvrtc.ARCHITECTURES]
+    compiled = [nvrtc.compiled(major, name, architecture).kernels for architecture in nvrtc.ARCHITECTURES[major]]
     found = []
     for kernel in nvrtc.kernels_of(name):
         variants = [kernels[kernel] for kernels in compiled]
@@ -31,7 +31,7 @@ def rows(major: int, name: str) -> list[str]:
 
 def table(major: int) -> str:
     """All kernels, compiled by one CUDA version."""
-    columns = ["kernel", "bytes of arguments", "bytes of shared memory", *nvrtc.ARCHITECTURES]
+    columns = ["kernel", "bytes of arguments", "bytes of shared memory", *nvrtc.ARCHITECTURES[major]]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in nvrtc.names():
         lines += rows(major, name)

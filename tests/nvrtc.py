@@ -21,7 +21,8 @@ from pathlib import Path
 from gradengine.kernels import toolchain
 
 MAJORS = (12, 13)  # one for each extra that brings CuPy
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+_OF_BOTH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+ARCHITECTURES = {12: _OF_BOTH, 13: (*_OF_BOTH[:-2], "sm_110", *_OF_BOTH[-2:])}  # what each can compile for
 
 # What CuPy 14 passes for our RawModule, in its order. It also names folders of headers; the kernels include none.
 CUPY_OPTIONS = ("--std=c++17", "-ftz=true", "-arch={architecture}", "--device-as-default-execution-space")
@@ -228,16 +229,48 @@ def disassembler() -> str | None:
 @functools.cache
 def instructions(major: int, name: str, architecture: str) -> dict[str, list[str]]:
     """Opcodes with their modifiers, such as `LDG.E.128`, in the order of the code, for each kernel of a .cu file."""
+    return {
+        kernel: [found["opcode"] for found in _INSTRUCTION.finditer(code)]
+        for kernel, code in listings(compiled(major, name, architecture).cubin).items()
+    }
+
+
+_INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;\n]*)", re.MULTILINE
+)
+_LABEL = re.compile(r"^\.L\w+:", re.MULTILINE)
+_REGISTER = re.compile(r"\bR(\d+)")
+_GO_ELSEWHERE = {"BRA", "BRX", "JMP", "CALL", "RET", "EXIT"}
+
+
+def runs_of_loads(code: str, bits: int = 128) -> Iterator[int]:
+    """How many loads of so many bits are issued before what one of them brings is used, run by run as the code goes.
+
+    Only straight code counts: a branch, or a label that one may go to, ends a run.
+    """
+    for block in _LABEL.split(code):
+        loads, arriving = 0, set[int]()  # the registers that they fill
+        for found in _INSTRUCTION.finditer(block):
+            touched = [int(register) for register in _REGISTER.findall(found["operands"])]
+            opcode, *modifiers = found["opcode"].split(".")
+            if loads and (arriving.intersection(touched) or opcode in _GO_ELSEWHERE):
+                yield loads
+                loads, arriving = 0, set()
+            if opcode == "LDG" and str(bits) in modifiers:
+                loads, arriving = loads + 1, arriving | {*range(touched[0], touched[0] + bits // 32)}
+        if loads:
+            yield loads
+
+
+def listings(cubin: bytes) -> dict[str, str]:
+    """Each kernel's code, as nvdisasm writes it."""
     tool = disassembler()
     if tool is None:
         raise FileNotFoundError("nvdisasm is not installed")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(major, name, architecture).cubin)
+        file.write(cubin)
         file.flush()
         command = [tool, "--print-code", "--no-dataflow", file.name]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = re.split(r"^\.text\.(\w+):$", listing, flags=re.MULTILINE)[1:]
-    return {
-        kernel: re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", code, re.MULTILINE)
-        for kernel, code in zip(functions[::2], functions[1::2], strict=True)
-    }
+    return dict(zip(functions[::2], functions[1::2], strict=True))

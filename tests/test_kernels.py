@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import strategies as draw
 from backends import BACKENDS, ORDERS, available, host_backend
-from devices import number_of, operations_of
+from devices import number_of, on_host, operations_of
 from folds import (
     Fold,
     accumulate,
@@ -364,6 +364,15 @@ class TestLongChunks:
         draw.assert_same_bits(totals_of(device.kernels, sums), measured(device, expected))
         assert totals_of(device.kernels, sums)[0] == pytest.approx(draw.exact_norm([expected]) ** 2, rel=1e-6)
         draw.assert_same_bits(scaled(device, values, 3, "float32", (1, 3)), expected)
+
+    @pytest.mark.parametrize("dtype", draw.DTYPES)
+    @pytest.mark.parametrize("units", range(1, 9))
+    def test_units_that_are_read_at_once_are_added_as_one_by_one(self, device, dtype, units):
+        """At once where they begin on a 16-byte boundary; `units` are those of a thread in the last chunk."""
+        values = draw.random_array(units, 2 * 16384 + 2048 * units - 3, dtype)
+        sums = [sums_of(device, [device.buffer_at(values, offset)]) for offset in (0, 1)]
+        assert {part.chunk for part in sums} == {16384}
+        draw.assert_same_bits(*(on_host(part.values) for part in sums))
 
 
 def signals(size):

@@ -31,30 +31,34 @@ def need(found: object, what: str) -> None:
 
 
 # A process for each compiler: what one has compiled, all tests of that process read.
-OF_EACH_MAJOR = [
-    pytest.param(major, id=f"CUDA-{major}", marks=pytest.mark.xdist_group(f"CUDA-{major}")) for major in nvrtc.MAJORS
-]
+def of_major(major: int, *more: str):
+    values, mark = (major, *more), pytest.mark.xdist_group(f"CUDA-{major}")
+    return pytest.param(values if more else major, id="-".join((f"CUDA-{major}", *more)), marks=mark)
 
 
-@pytest.fixture(scope="module", params=OF_EACH_MAJOR)
+@pytest.fixture(scope="module", params=[of_major(major) for major in nvrtc.MAJORS])
 def major(request) -> int:
     need(nvrtc.library(request.param), "NVRTC")
     return request.param
 
 
-@pytest.fixture(scope="module", params=nvrtc.ARCHITECTURES)
-def architecture(request) -> str:
+@pytest.fixture(scope="module", params=[of_major(m, a) for m in nvrtc.MAJORS for a in nvrtc.ARCHITECTURES[m]])
+def made_for(request) -> tuple[int, str]:
+    """A compiler's major version of CUDA and an architecture that it knows."""
+    need(nvrtc.library(request.param[0]), "NVRTC")
     return request.param
 
 
 @pytest.fixture
-def compiled(major, architecture, name) -> nvrtc.Compiled:
+def compiled(made_for, name) -> nvrtc.Compiled:
+    major, architecture = made_for
     return nvrtc.compiled(major, name, architecture)
 
 
 @pytest.fixture
-def instructions(major, architecture, name) -> dict[str, Counter]:
+def instructions(made_for, name) -> dict[str, Counter]:
     need(nvrtc.disassembler(), "nvdisasm")
+    major, architecture = made_for
     return {kernel: Counter(codes) for kernel, codes in nvrtc.instructions(major, name, architecture).items()}
 
 
@@ -128,7 +132,8 @@ def elementwise_sources():
     return recorder.sources
 
 
-def test_the_elementwise_kernels_compile_and_keep_subnormals(major, architecture, elementwise_sources):
+def test_the_elementwise_kernels_compile_and_keep_subnormals(made_for, elementwise_sources):
+    major, architecture = made_for
     assert len(elementwise_sources) == 3 + 3 + 3 + 9
     for text in elementwise_sources.values():
         compiled = nvrtc.compiled_text(major, text, "elementwise", architecture)
@@ -219,6 +224,68 @@ def test_gradients_are_read_sixteen_bytes_at_a_time(instructions):
 def test_gradients_are_written_sixteen_bytes_at_a_time(instructions):
     for kernel, codes in instructions.items():
         assert of(codes, "STG", "128"), kernel
+
+
+# How many loads are issued before what one of them brings is used, in the loops of fp32, fp16 and bf16: accumulating
+# takes two of the arena and two or one of each source, measuring two units of fp32 at once or four of short dtypes.
+AT_ONCE = {"accumulate_1": [2 + 2, 2 + 1, 2 + 1], "accumulate_4": [2 + 8, 2 + 4, 2 + 4], "measure": [2 * 2, 4, 4]}
+BLOCKS = {"accumulate_1": 5, "accumulate_4": 3, "measure": 4}  # of 256 threads, that a multiprocessor has room for
+MOST_BLOCKS = {"sm_75": 4}  # whatever the registers
+REGISTERS_BY = 8  # a thread is given as many, or twice, ...
+
+
+@pytest.mark.parametrize("name", ["accumulate", "accumulate, filling sectors", "measure"])
+class TestLoadsUnderWay:
+    @pytest.fixture
+    def compiled(self, made_for, name) -> nvrtc.Compiled:
+        file, is_filling, _ = name.partition(", ")
+        text = f"{'#define WHOLE_SECTORS' if is_filling else ''}\n{toolchain.source(file)}"
+        return nvrtc.compiled_text(made_for[0], text, file, made_for[1])
+
+    def test_all_loads_of_a_unit_are_issued_before_one_is_waited_for(self, compiled):
+        need(nvrtc.disassembler(), "nvdisasm")
+        for kernel, code in nvrtc.listings(compiled.cubin).items():
+            found = sorted(nvrtc.runs_of_loads(code), reverse=True)
+            assert found[:3] == AT_ONCE[kernel.rpartition("_")[0]], kernel
+
+    def test_registers_leave_room_for_thread_blocks_with_enough_loads(self, compiled, made_for):
+        for kernel in compiled.kernels.values():
+            blocks = min(BLOCKS[kernel.name.rpartition("_")[0]], MOST_BLOCKS.get(made_for[1], 5))
+            given = -(-kernel.registers // REGISTERS_BY) * REGISTERS_BY
+            assert given * 256 * blocks <= REGISTERS_OF_AN_SM, kernel
+            assert (kernel.stack, kernel.spill_stores, kernel.spill_loads) == (0, 0, 0), kernel
+
+
+@pytest.mark.parametrize("name", ["finalise"])
+def test_a_warp_asks_for_four_components_at_once(compiled):
+    """For their sizes, then for their squared sums, before it adds any."""
+    need(nvrtc.disassembler(), "nvdisasm")
+    (code,) = nvrtc.listings(compiled.cubin).values()
+    assert [*nvrtc.runs_of_loads(code, bits=64)][:2] == [4, 4]
+
+
+LISTING = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/              @!P0 LDG.E.128.CONSTANT R8, desc[UR4][R2.64+0x10] ;
+        /*0020*/                   LDG.E R1, desc[UR4][R2.64+0x20] ;
+        /*0030*/                   {code} ;
+        /*0040*/                   LDG.E.128 R12, desc[UR4][R2.64] ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("FADD R0, R0, R1", [3]),
+        ("FADD R0, R0, R6", [2, 1]),
+        ("DADD R14, R14, R10", [2, 1]),
+        ("MOV R9, RZ", [2, 1]),
+        ("@P0 BRA `(.L_x_3)", [2, 1]),
+        ("NOP ;\n.L_x_3:", [2, 1]),
+    ],
+)
+def test_what_ends_a_run_of_loads(code, found):
+    assert list(nvrtc.runs_of_loads(LISTING.format(code=code))) == found
 
 
 # Subnormals are kept though CuPy asks to flush them. What may flush are eight squares added in fp32, which are thrown

@@ -52,17 +52,26 @@ def assert_sums(sums, arrays: list[np.ndarray]) -> None:
 
 
 def accumulates(backend: Backend) -> None:
+    """Micro-batches of several dtypes, most of them at odd addresses; then of one dtype, most of them at even ones."""
+    kinds = list(draw.DTYPES)
+    accumulates_micro_batches(backend, lambda p: kinds, lambda p: 0 if p == 1 else 2 * p + 1)
+    accumulates_micro_batches(backend, lambda p: [kinds[p % 3]] * 3, lambda p: 1 if p == 2 else 0)
+
+
+def accumulates_micro_batches(
+    backend: Backend, dtypes_of: Callable[[int], list[str]], offset_of: Callable[[int], int]
+) -> None:
     kernels, weights = backend.kernels, (0.3, 1 + 2.0**-12, 1.0)
     sums, folds, expected = kernels.partial_sums(SIZES), [], []
     assert sums.chunk == CHUNK
     targets = [values_of(p, size, "float32") for p, size in enumerate(SIZES)]
     targets[0][5000], targets[1][:2] = NAN, (INF, -INF)
     for p, size in enumerate(SIZES):
-        arrays = [values_of(10 * p + i, size, dtype) for i, dtype in enumerate(draw.DTYPES)]
+        arrays = [values_of(10 * p + i, size, dtype) for i, dtype in enumerate(dtypes_of(p))]
         arrays[1 if p == 2 else 0][:1] = NAN
         mine = [arrays[i] for i in range(3) if (p + i) % 4]  # each lacks another micro-batch, one none
         mine_weights = [weights[i] for i in range(3) if (p + i) % 4]
-        views = tuple(backend.buffer_at(array, 2 * p + 1) for array in mine)
+        views = tuple(backend.buffer_at(array, offset_of(p)) for array in mine)
         folds.append(Fold(p, p % 3 == 0, views, tuple(np.float32(w) for w in mine_weights)))
         with np.errstate(all="ignore"):
             expected.append(draw.folded(targets[p], mine, mine_weights, p % 3 == 0))
@@ -81,7 +90,7 @@ def measures(backend: Backend) -> None:
     arrays[0][[3, 5000, 8999]] = NAN
     arrays[2][[0, 20]] = -INF
     sums = kernels.partial_sums(SIZES)
-    buffers = [backend.buffer_at(array, p % 8 + 1) for p, array in enumerate(arrays)]
+    buffers = [backend.buffer_at(array, p % 8 + 1 if p in {2, 3} else 0) for p, array in enumerate(arrays)]
     measure_chunks(kernels, buffers, sums, sums.chunks(range(len(SIZES))))
     assert_sums(sums, arrays)
 
@@ -213,6 +222,8 @@ OTHER_VARIANTS = re.compile(r"^[A-Z_]+\((\w+_large|\w+_table|accumulate_1_small)
 OTHER_BODIES = re.compile(r"(\b\w+_table\([^{]*\{)[^}]*\}")
 BARRIER = "  __syncthreads();\n"
 
+FILLING_SECTORS = "accumulate, filling sectors"  # the same file, compiled with the stores that are not the default
+
 # By kernel: what the bug is, the text that is right (it stands there once), and what a tired programmer might write.
 MUTATIONS = {
     "accumulate": {
@@ -220,26 +231,28 @@ MUTATIONS = {
         "a plain addition, which flushes subnormals": ("return emu_add_rn(a, b);", "return a + b;"),
         "a plain product, which flushes subnormals": ("return emu_mul_rn(a, b);", "return a * b;"),
         "a fused multiply-add": (
-            "total.at[k] = overwrite ? term : add(total.at[k], term);",
-            "total.at[k] = overwrite ? term : narrow(widen(total.at[k]) + widen(weight[j]) * widen(values.at[k]));",
+            "total.at[k] = is_first ? term : add(total.at[k], term);",
+            "total.at[k] = is_first ? term : narrow(widen(total.at[k]) + widen(weight[j]) * widen(values.at[k]));",
         ),
         "the product is rounded after the sum in the edges": (
-            "total = overwrite ? term : add(total, term);",
-            "total = overwrite ? term : narrow(widen(total) + widen(weight[j]) * widen(value));",
+            "total = is_first ? term : add(total, term);",
+            "total = is_first ? term : narrow(widen(total) + widen(weight[j]) * widen(value));",
         ),
         "the overwrite flag is not looked at": ("= address[row.entry] & OVERWRITE;", "= false;"),
         "every micro-batch overwrites": (
-            "add(total.at[k], term);\n    }\n    overwrite = false;",
-            "add(total.at[k], term);\n    }",
+            "add(total.at[k], term);\n      }\n      is_first = false;",
+            "add(total.at[k], term);\n      }",
         ),
-        "a micro-batch that is lacking is read": ("    if (source[j] & ADDRESS) bits[j] = load", "    bits[j] = load"),
+        "a micro-batch that is lacking is read": ("  if (source[j] & ADDRESS) bits[j] = load", "  bits[j] = load"),
+        "dtypes that differ are taken for one": ("return either == both ? both : MIXED;", "return both;"),
+        "every address is taken for a multiple of 16": ("memory.begin & 15u ? MIXED : memory.dtype", "memory.dtype"),
         "the edge behind the units is left out": ("if (edge < share.stop) {", "if (edge < share.first) {"),
         "the edges are not measured": ("if (squares) part.squares += square(", "if (0) part.squares += square("),
         "the last element of a component is left out": (
             "chunk + head, size);\n    first",
             "chunk + head, size - 1);\n    first",
         ),
-        "weights of another micro-batch": ("factor[j] = weight[j];", "factor[j] = weight[SOURCES - 1 - j];"),
+        "weights of another micro-batch": ("weight[j] = weight[j];", "weight[j] = weight[SOURCES - 1 - j];"),
         "rows of addresses are one too long": (
             "address[j * entries + row.entry]",
             "address[j * (entries + 1) + row.entry]",
@@ -253,6 +266,18 @@ MUTATIONS = {
         ),
         "every second unit is left out": ("at += UNIT * ACCUMULATE_THREADS", "at += 2 * UNIT * ACCUMULATE_THREADS"),
     },
+    FILLING_SECTORS: {
+        "a neighbour's unit is written before it is read": ("__syncwarp();  // what", "// what"),
+        "each lane keeps what it should give away": (
+            "of_even[i] = odd ? other : kept, of_odd[i] = odd ? kept : other;",
+            "of_even[i] = odd ? kept : other, of_odd[i] = odd ? other : kept;",
+        ),
+        "a unit beyond the last is written": ("if (even + UNIT < last) store_16", "store_16"),
+        "lanes without a unit do not store their neighbour's": (
+            "      store_in_pairs(",
+            "      if (at < share.last) store_in_pairs(",
+        ),
+    },
     "measure": {
         "a sum that overflows is taken for a sum": (" && sum <= LARGEST_FLOAT", ""),
         "a sum that vanishes is taken for a sum": ("sum >= SAFE_SQUARE && ", ""),
@@ -264,6 +289,9 @@ MUTATIONS = {
             "#define SAFE_SQUARE 7.8886090522101181e-31f",
             "#define SAFE_SQUARE 7.8886090522101181e-34f",
         ),
+        "a unit beyond the end is read": ("if (at + d * stride < share.last) bits[d] = load", "bits[d] = load"),
+        "units that were on their way are read once more": ("at += DEPTH * stride", "at += stride"),
+        "the first of the units that are on their way is added for all": ("(bits[d], buffer", "(bits[0], buffer"),
         "a partial at its component's first place": (
             "squares[component.first + row.chunk]",
             "squares[component.first]",
@@ -290,8 +318,8 @@ MUTATIONS = {
             "  if (threadIdx.x != 0) return;",
         ),
         "the last bad component is blamed": (
-            "if (!isfinite(total) && bad == NONE) bad = c;",
-            "if (!isfinite(total)) bad = c;",
+            "if (!isfinite(total[i]) && bad == NONE) bad = c",
+            "if (!isfinite(total[i])) bad = c",
         ),
         "a thread's last bad element is blamed": ("i < stop && index == NONE;", "i < stop;"),
         "the bad element beside it is blamed": ("index = (u64)i;", "index = (u64)i + 1;"),
@@ -300,9 +328,14 @@ MUTATIONS = {
             "for (u32 k = threadIdx.x + 1; k < chunks",
         ),
         "only the first chunks of a component are added": (
-            "for (u32 k = lane; k < chunks; k += 32)",
-            "for (u32 k = lane; k < min(chunks, 2u); k += 32)",
+            "for (u32 k = lane; k < most; k += 32)",
+            "for (u32 k = lane; k < min(most, 2u); k += 32)",
         ),
+        "chunks of the next component are added too": ("if (k < chunks[i]) total[i] +=", "total[i] +="),
+        "only one of a warp's components is written": ("if (lane < TOGETHER && own", "if (lane < 1 && own"),
+        "a component beyond the last is written": ("if (lane < TOGETHER && own < components)", "if (lane < TOGETHER)"),
+        "a component beyond the last is read": ("if (c + i * WARPS >= components) continue;", ""),
+        "all components of a warp have its first one's norm": ("(lane == i) own_total = total[i],", "(lane == i)"),
         "only 32 members of a group are added": (
             "m < segments.start[s + 1]; m += 32",
             "m < segments.start[s + 1]; m += 1 << 20",
@@ -362,15 +395,20 @@ def test_without_a_bug_nothing_is_caught(kernel):
     SCENARIOS[kernel](available("emulated"))
 
 
+def test_stores_that_fill_sectors_have_the_same_bits(device):
+    accumulates(device_backend(CudaKernels(device.kernels.xp, device.kernels.ordinal, whole_sectors=True)))
+
+
 @pytest.mark.parametrize(("kernel", "bug"), [(kernel, bug) for kernel in MUTATIONS for bug in MUTATIONS[kernel]])
 def test_a_bug_is_caught(kernel, bug, monkeypatch):
     available("emulated")
-    monkeypatch.setattr(toolchain, "source", mutated_source(kernel, *MUTATIONS[kernel][bug]))
-    backend = device_backend(CudaKernels(cuda_emulator))
+    file = kernel.partition(",")[0]
+    monkeypatch.setattr(toolchain, "source", mutated_source(file, *MUTATIONS[kernel][bug]))
+    backend = device_backend(CudaKernels(cuda_emulator, whole_sectors=kernel == FILLING_SECTORS))
     with pytest.raises((AssertionError, cuda_emulator.EmulatorError)):
-        SCENARIOS[kernel](backend)
+        SCENARIOS[file](backend)
     cuda_emulator.reset()  # what the bug left in the queue is not for others
 
 
 def test_there_is_a_bug_in_every_kernel():
-    assert set(MUTATIONS) == set(SCENARIOS)
+    assert set(MUTATIONS) == {*SCENARIOS, FILLING_SECTORS}

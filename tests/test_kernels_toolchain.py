@@ -129,6 +129,14 @@ class TestCompiled:
         assert "expected NVRTC and CUDA's headers" in str(caught.value)
         assert "pip install 'cuda-toolkit[nvrtc,cudart]==12.*'" in str(caught.value)
 
+    def test_each_choice_is_a_define(self):
+        taken = []
+        module = SimpleNamespace(compile=lambda: None)
+        xp = SimpleNamespace(RawModule=lambda *, code, options: taken.append(options) or module)
+        assert toolchain.compiled(xp, "measure") is module
+        toolchain.compiled(xp, "measure", large_arguments=False, whole_sectors=True)
+        assert taken == [("--std=c++17",), ("--std=c++17", "-DSMALL_ARGUMENTS_ONLY", "-DWHOLE_SECTORS")]
+
     def test_a_fault_in_the_source_is_not_dressed_up(self):
         """CuPy's CompileException is an Exception; in case it becomes a RuntimeError, it is told by its name."""
         for kind in (Exception, RuntimeError):

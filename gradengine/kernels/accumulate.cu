@@ -8,51 +8,107 @@
 
 enum { ACCUMULATE_THREADS = 256 };
 
-// The arena is ours: fp32, and each component begins on a 128-byte boundary.
-__device__ __forceinline__ Values load_target(const Stretch& target, i64 first) {
-  Bits bits;
-  load_16_bytes(target.begin + 4 * first, bits.word);
-  load_16_bytes(target.begin + 4 * first + 16, bits.word + 4);
-  return widened_from<FLOAT32>(bits);
+#ifdef WHOLE_SECTORS
+// fp32 units of a warp, each lane's beside that of the lane before it. Two lanes exchange a quad, so that each store of
+// the warp fills sectors of 32 bytes, where else one fills all first halves, and the next the second ones.
+__device__ __forceinline__ void store_in_pairs(const Stretch& to, i64 first, i64 last, const Bits& bits) {
+  const bool odd = threadIdx.x % 2;
+  u32 of_even[4], of_odd[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 kept = odd ? bits.word[i + 4] : bits.word[i];
+    const u32 other = __shfl_xor_sync(0xffffffffu, odd ? bits.word[i] : bits.word[i + 4], 1);
+    of_even[i] = odd ? other : kept, of_odd[i] = odd ? kept : other;
+  }
+  __syncwarp();  // what the neighbour has read may be written now
+  const i64 even = odd ? first - UNIT : first;
+  const u64 address = to.at(even) + (odd ? 16 : 0);
+  if (even < last) store_16_bytes(address, of_even);
+  if (even + UNIT < last) store_16_bytes(address + 4 * UNIT, of_odd);
 }
+#endif
 
-// One unit: every product and every sum is rounded by itself, in the order the micro-batches came.
+// What a thread block folds into its chunk. The arena is ours: fp32, and each component begins on a 128-byte boundary.
 template <int SOURCES>
-__device__ __forceinline__ Values folded(const Stretch& target, i64 first, bool overwrite, i64 size,
-                                         const u64 (&source)[SOURCES], const float (&weight)[SOURCES]) {
-  Bits bits[SOURCES];
-  Values total = {};
-  if (!overwrite) total = load_target(target, first);
+struct Fold {
+  Stretch target;
+  bool overwrite, measured;
+  u64 source[SOURCES];  // as the launcher packs them; 0: this micro-batch had nothing
+  float weight[SOURCES];
+
+  __device__ __forceinline__ Stretch from(int j) const { return Stretch(source[j], target.size); }
+
+  // The dtype of all sources, where they have one and begin on 16-byte boundaries; else MIXED.
+  __device__ __forceinline__ u32 dtype() const {
+    u32 either = 0, both = DTYPE_MASK;
 #pragma unroll
-  for (int j = 0; j < SOURCES; ++j)  // all loads before the first use of one
-    if (source[j] & ADDRESS) bits[j] = load(Stretch(source[j], size), first);
-#pragma unroll
-  for (int j = 0; j < SOURCES; ++j) {
-    if (!(source[j] & ADDRESS)) continue;
-    const Values values = widened(bits[j], Stretch(source[j], size).dtype);
-#pragma unroll
-    for (int k = 0; k < UNIT; ++k) {
-      const float term = weight[j] == 1.0f ? values.at[k] : multiply(weight[j], values.at[k]);
-      total.at[k] = overwrite ? term : add(total.at[k], term);
+    for (int j = 0; j < SOURCES; ++j) {
+      if (!(source[j] & ADDRESS)) continue;
+      const u32 dtype = aligned_dtype(from(j));
+      either |= dtype, both &= dtype;
     }
-    overwrite = false;
+    return either == both ? both : MIXED;
   }
-  return total;
-}
 
-template <int SOURCES>
-__device__ __forceinline__ float folded_one(const Stretch& target, i64 index, bool overwrite, i64 size,
-                                            const u64 (&source)[SOURCES], const float (&weight)[SOURCES]) {
-  float total = overwrite ? 0.0f : load_one(target, index);
-  for (int j = 0; j < SOURCES; ++j) {
-    if (!(source[j] & ADDRESS)) continue;
-    const float value = load_one(Stretch(source[j], size), index);
-    const float term = weight[j] == 1.0f ? value : multiply(weight[j], value);
-    total = overwrite ? term : add(total, term);
-    overwrite = false;
+  // One unit: every product and every sum is rounded by itself, in the order the micro-batches came.
+  template <u32 DTYPE>
+  __device__ __forceinline__ Values unit(i64 first) const {
+    Bits sum = {}, bits[SOURCES];
+    if (!overwrite) sum = load_as<FLOAT32>(target, first);
+#pragma unroll
+    for (int j = 0; j < SOURCES; ++j)  // all loads before the first use of one
+      if (source[j] & ADDRESS) bits[j] = load_as<DTYPE>(from(j), first);
+    Values total = widened_from<FLOAT32>(sum);
+    bool is_first = overwrite;
+#pragma unroll
+    for (int j = 0; j < SOURCES; ++j) {
+      if (!(source[j] & ADDRESS)) continue;
+      const Values values = widened_as<DTYPE>(bits[j], from(j).dtype);
+#pragma unroll
+      for (int k = 0; k < UNIT; ++k) {
+        const float term = weight[j] == 1.0f ? values.at[k] : multiply(weight[j], values.at[k]);
+        total.at[k] = is_first ? term : add(total.at[k], term);
+      }
+      is_first = false;
+    }
+    return total;
   }
-  return total;
-}
+
+#ifdef WHOLE_SECTORS
+  template <u32 DTYPE>
+  __device__ __forceinline__ void units(const Share& share, Partial& part) const {
+    for (i64 row = share.first; row < share.last; row += UNIT * ACCUMULATE_THREADS) {
+      const i64 at = row + UNIT * threadIdx.x;  // beyond the last unit are zeros, and a neighbour's quad to store
+      Values total = {};
+      if (at < share.last) total = unit<DTYPE>(at);
+      store_in_pairs(target, at, share.last, rounded_to<FLOAT32>(total));
+      if (measured) part.squares += sum_of_squares(total, part.non_finite);
+    }
+  }
+#else
+  template <u32 DTYPE>
+  __device__ __forceinline__ void units(const Share& share, Partial& part) const {
+    for (i64 at = share.first + UNIT * threadIdx.x; at < share.last; at += UNIT * ACCUMULATE_THREADS) {
+      const Values total = unit<DTYPE>(at);
+      store(target, at, rounded_to<FLOAT32>(total));
+      if (measured) part.squares += sum_of_squares(total, part.non_finite);
+    }
+  }
+#endif
+
+  __device__ __forceinline__ float one(i64 index) const {
+    float total = overwrite ? 0.0f : load_one(target, index);
+    bool is_first = overwrite;
+    for (int j = 0; j < SOURCES; ++j) {
+      if (!(source[j] & ADDRESS)) continue;
+      const float value = load_one(from(j), index);
+      const float term = weight[j] == 1.0f ? value : multiply(weight[j], value);
+      total = is_first ? term : add(total, term);
+      is_first = false;
+    }
+    return total;
+  }
+};
 
 // `address` holds a row of `entries` for each source; a 0 in it is a component that this micro-batch had nothing for.
 template <int SOURCES>
@@ -60,30 +116,29 @@ __device__ __forceinline__ void accumulate(const Row* rows, const Target* target
                                            double* squares, u32* non_finite, const u64* address, const float* weight) {
   const Row row = rows[blockIdx.x];
   const Target component = targets[row.entry];
-  const bool overwrite = address[row.entry] & OVERWRITE;
-  u64 source[SOURCES];
-  float factor[SOURCES];
+  Fold<SOURCES> fold = {Stretch(component.address & ADDRESS, component.size)};
+  fold.overwrite = address[row.entry] & OVERWRITE;
+  fold.measured = squares;
   bool any = false;
 #pragma unroll
   for (int j = 0; j < SOURCES; ++j) {
-    source[j] = address[j * entries + row.entry];
-    factor[j] = weight[j];
-    any |= (source[j] & ADDRESS) != 0;
+    fold.source[j] = address[j * entries + row.entry];
+    fold.weight[j] = weight[j];
+    any |= (fold.source[j] & ADDRESS) != 0;
   }
   if (!any) return;
 
-  const Stretch target(component.address & ADDRESS, component.size);
   const Share share(component.size, row.chunk, chunk, 0);
   Partial part = {0.0, 0};
-  for (i64 at = share.first + UNIT * threadIdx.x; at < share.last; at += UNIT * ACCUMULATE_THREADS) {
-    const Values total = folded(target, at, overwrite, component.size, source, factor);
-    store(target, at, rounded_to<FLOAT32>(total));
-    if (squares) part.squares += sum_of_squares(total, part.non_finite);
-  }
+  const u32 dtype = fold.dtype();
+  if (dtype == FLOAT32) fold.template units<FLOAT32>(share, part);
+  else if (dtype == FLOAT16) fold.template units<FLOAT16>(share, part);
+  else if (dtype == BFLOAT16) fold.template units<BFLOAT16>(share, part);
+  else fold.template units<MIXED>(share, part);
   const i64 edge = share.edge(threadIdx.x);
   if (edge < share.stop) {
-    const float total = folded_one(target, edge, overwrite, component.size, source, factor);
-    store_one(target, edge, total);
+    const float total = fold.one(edge);
+    store_one(fold.target, edge, total);
     if (squares) part.squares += square(total, part.non_finite);
   }
   if (!squares) return;
@@ -104,10 +159,15 @@ struct Weights {
   float weight[SOURCES];
 };
 
+// Registers for 3 thread blocks on a multiprocessor with four sources: 120 KB of fp32 loads are under way. With one the
+// compiler leaves room for 5 by itself, 80 KB; it warns where those are asked for and never fit (sm_75).
+#define BOUNDS_1 ACCUMULATE_THREADS
+#define BOUNDS_4 ACCUMULATE_THREADS, 3
+
 // By value: the addresses travel with the launch, so there is no copy to order and nothing that a capture could lose.
 // 4 KB of arguments is what every driver takes, 32 KB what CUDA 12.1 and later do.
 #define ACCUMULATE(NAME, CAPACITY, SOURCES)                                                                       \
-  extern "C" __global__ void __launch_bounds__(ACCUMULATE_THREADS)                                                \
+  extern "C" __global__ void __launch_bounds__(BOUNDS_##SOURCES)                                                  \
       NAME(const Row* rows, const Target* targets, u32 entries, i64 chunk, double* squares, u32* non_finite,      \
            const __grid_constant__ Sources<CAPACITY, SOURCES> sources) {                                          \
     accumulate<SOURCES>(rows, targets, entries, chunk, squares, non_finite, sources.address, sources.weight);     \
@@ -115,7 +175,7 @@ struct Weights {
 
 // More addresses than that come from device memory, whereto a copy on the same stream brought them.
 #define ACCUMULATE_TABLE(NAME, SOURCES)                                                                           \
-  extern "C" __global__ void __launch_bounds__(ACCUMULATE_THREADS)                                                \
+  extern "C" __global__ void __launch_bounds__(BOUNDS_##SOURCES)                                                  \
       NAME(const Row* rows, const Target* targets, u32 entries, i64 chunk, double* squares, u32* non_finite,      \
            const __grid_constant__ Weights<SOURCES> weights, const u64* address) {                                \
     accumulate<SOURCES>(rows, targets, entries, chunk, squares, non_finite, address, weights.weight);             \

@@ -5,7 +5,7 @@
 
 #include "common.cuh"
 
-enum { FINALISE_THREADS = 512 };
+enum { FINALISE_THREADS = 512, WARPS = FINALISE_THREADS / 32 };
 #define NONE (~0ull)
 
 struct StepStatus {         // as kernels/verdict.py reads it
@@ -32,7 +32,7 @@ struct Segments {  // members of segment s: member[start[s]] .. member[start[s +
 };
 
 __device__ __forceinline__ u64 block_minimum(u64 value) {
-  __shared__ u64 least[FINALISE_THREADS / 32];
+  __shared__ u64 least[WARPS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();  // a call before this one may still be read
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ u64 block_minimum(u64 value) {
   }
   if (lane == 0) least[warp] = value;
   __syncthreads();
-  for (int w = 0; w < FINALISE_THREADS / 32; ++w) value = least[w] < value ? least[w] : value;
+  for (int w = 0; w < WARPS; ++w) value = least[w] < value ? least[w] : value;
   return value;
 }
 
@@ -51,24 +51,48 @@ __device__ __forceinline__ u32 chunks_of(i64 size, u32 chunk_shift) {
   return (u32)((size + (1ll << chunk_shift) - 1) >> chunk_shift);
 }
 
-// Each component's chunks, added by a warp; the first component that is not finite.
-__device__ __forceinline__ u64 sum_components(const Target* targets, u32 components, u32 chunk_shift, const double* squares,
-                                              const u32* non_finite, double divisor, double* totals, u64* counts,
-                                              double* component_norms) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// Each component's chunks, added by a warp; the first component that is not finite. What takes time is to wait for
+// memory and other lanes: a warp waits for several components at once, and adds each in the order it would have alone.
+__device__ __forceinline__ u64 sum_components(const Target* targets, u32 components, u32 chunk_shift,
+                                              const double* squares, const u32* non_finite, double divisor,
+                                              double* totals, u64* counts, double* component_norms) {
+  enum { TOGETHER = 4 };
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u64 bad = NONE;
-  for (u32 c = warp; c < components; c += FINALISE_THREADS / 32) {
-    const u32 first = targets[c].first, chunks = chunks_of(targets[c].size, chunk_shift);
-    double total = 0.0;
-    u64 count = 0;
-    for (u32 k = lane; k < chunks; k += 32) total += squares[first + k], count += non_finite[first + k];
+  for (u32 c = warp; c < components; c += TOGETHER * WARPS) {
+    u32 first[TOGETHER] = {}, chunks[TOGETHER] = {}, most = 0;
+    double total[TOGETHER] = {};
+    u64 count[TOGETHER] = {};
+#pragma unroll
+    for (u32 i = 0; i < TOGETHER; ++i) {
+      if (c + i * WARPS >= components) continue;  // it has no chunks
+      const Target& component = targets[c + i * WARPS];
+      first[i] = component.first, chunks[i] = chunks_of(component.size, chunk_shift);
+      most = max(most, chunks[i]);
+    }
+    for (u32 k = lane; k < most; k += 32) {
+#pragma unroll
+      for (u32 i = 0; i < TOGETHER; ++i)
+        if (k < chunks[i]) total[i] += squares[first[i] + k], count[i] += non_finite[first[i] + k];
+    }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
-      total += __shfl_xor_sync(0xffffffffu, total, distance);
-      count += __shfl_xor_sync(0xffffffffu, count, distance);
+#pragma unroll
+      for (u32 i = 0; i < TOGETHER; ++i) {
+        total[i] += __shfl_xor_sync(0xffffffffu, total[i], distance);
+        count[i] += __shfl_xor_sync(0xffffffffu, count[i], distance);
+      }
     }
-    if (lane == 0) totals[c] = total, counts[c] = count, component_norms[c] = sqrt(total) / divisor;
-    if (!isfinite(total) && bad == NONE) bad = c;
+    double own_total = total[0];  // lane i writes component i, so that all square roots are taken at once
+    u64 own_count = count[0];
+#pragma unroll
+    for (u32 i = 0; i < TOGETHER; ++i) {
+      if (lane == i) own_total = total[i], own_count = count[i];
+      if (!isfinite(total[i]) && bad == NONE) bad = c + i * WARPS;
+    }
+    const u32 own = c + lane * WARPS;
+    if (lane < TOGETHER && own < components)
+      totals[own] = own_total, counts[own] = own_count, component_norms[own] = sqrt(own_total) / divisor;
   }
   return block_minimum(bad);
 }
@@ -90,7 +114,7 @@ __device__ __forceinline__ double clip_scale(double norm, double max_norm, doubl
 __device__ __forceinline__ void norm_segments(const Segments& segments, const double* totals, const Bounds& bounds,
                                               double divisor, double* norms, double* scales, float* factors) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (u32 s = warp; s < segments.count; s += FINALISE_THREADS / 32) {
+  for (u32 s = warp; s < segments.count; s += WARPS) {
     double total = 0.0;
     for (u32 m = segments.start[s] + lane; m < segments.start[s + 1]; m += 32) total += totals[segments.member[m]];
 #pragma unroll
@@ -135,7 +159,8 @@ __device__ __forceinline__ void blame(const Target* targets, u32 components, u64
   verdict->bad_value = index == NONE ? 0.0f : load_one(Stretch(targets[bad].address, targets[bad].size), (i64)index);
 }
 
-extern "C" __global__ void __launch_bounds__(FINALISE_THREADS)
+// There is no second thread block for which the compiler should save registers.
+extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
     finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
              const double* max_norms, double max_norm, double divisor, u32 zero_if_bad, u64 step, double* totals,

@@ -5,6 +5,22 @@
 
 enum { MEASURE_THREADS = 256 };
 
+// DEPTH units of each thread are loaded at once, and added in the order of one at a time.
+template <u32 DTYPE, int DEPTH>
+__device__ __forceinline__ void measure_units(const Stretch& buffer, const Share& share, Partial& part) {
+  const i64 stride = UNIT * MEASURE_THREADS;
+  for (i64 at = share.first + UNIT * threadIdx.x; at < share.last; at += DEPTH * stride) {
+    Bits bits[DEPTH];
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d)
+      if (at + d * stride < share.last) bits[d] = load_as<DTYPE>(buffer, at + d * stride);
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d)
+      if (at + d * stride < share.last)
+        part.squares += sum_of_squares(widened_as<DTYPE>(bits[d], buffer.dtype), part.non_finite);
+  }
+}
+
 __device__ __forceinline__ void measure(const Row* rows, const Target* targets, i64 chunk, double* squares,
                                         u32* non_finite, const u64* address) {
   const Row row = rows[blockIdx.x];
@@ -12,8 +28,11 @@ __device__ __forceinline__ void measure(const Row* rows, const Target* targets, 
   const Stretch buffer(address[row.entry], component.size);
   const Share share(component.size, row.chunk, chunk, 0);
   Partial part = {0.0, 0};
-  for (i64 at = share.first + UNIT * threadIdx.x; at < share.last; at += UNIT * MEASURE_THREADS)
-    part.squares += sum_of_squares(widened(load(buffer, at), buffer.dtype), part.non_finite);
+  const u32 dtype = aligned_dtype(buffer);
+  if (dtype == FLOAT32) measure_units<FLOAT32, 2>(buffer, share, part);
+  else if (dtype == FLOAT16) measure_units<FLOAT16, 4>(buffer, share, part);
+  else if (dtype == BFLOAT16) measure_units<BFLOAT16, 4>(buffer, share, part);
+  else measure_units<MIXED, 1>(buffer, share, part);
   const i64 edge = share.edge(threadIdx.x);
   if (edge < share.stop) part.squares += square(load_one(buffer, edge), part.non_finite);
   part = block_sum<MEASURE_THREADS>(part);

@@ -87,13 +87,20 @@ def takes_large_arguments(xp: Any) -> bool:
     return nvrtc >= _LARGE_ARGUMENTS and int(xp.cuda.runtime.driverGetVersion()) >= _LARGE_ARGUMENTS_DRIVER
 
 
-def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
+def compiled(xp: Any, name: str, *, large_arguments: bool = True, whole_sectors: bool = False) -> Any:
     """The module of one .cu file, compiled for the current device (from CuPy's cache after the first time).
+
+    Args:
+        xp: CuPy.
+        name: Of the file.
+        large_arguments: With the kernels that take 32 KB of arguments.
+        whole_sectors: Stores of K1 that fill sectors; `gradengine bench gpu` measures them beside the plain ones.
 
     Raises:
         DeviceUnavailable: NVRTC or its headers are missing.
     """
-    options = ("--std=c++17", *(() if large_arguments else ("-DSMALL_ARGUMENTS_ONLY",)))
+    defines = {"SMALL_ARGUMENTS_ONLY": not large_arguments, "WHOLE_SECTORS": whole_sectors}
+    options = ("--std=c++17", *(f"-D{name}" for name, is_defined in defines.items() if is_defined))
     module = xp.RawModule(code=source(name), options=options)
     try:
         module.compile()
