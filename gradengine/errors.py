@@ -1,8 +1,8 @@
 """Exceptions of this package: what failed and where, got and expected, and what to do about it.
 
 `CallerError` is a wrong call, `ExchangeError` a failed peer or connection, `NonFiniteGradient` a diverged model. After
-each of them the state is what it was before the failed call. Messages may hold text of a peer or a million names: they
-are printable, and a few lines at most.
+each of them the state is what it was before the failed call; after `DeviceFailed` the process can only be ended.
+Messages may hold text of a peer or a million names: they are printable, and a few lines at most.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ __all__ = [
     "BufferRefused",
     "CallerError",
     "DeadlineExceeded",
+    "DeviceFailed",
     "DeviceUnavailable",
     "ExchangeError",
     "GradientError",
@@ -89,6 +90,10 @@ class DeviceUnavailable(CallerError):
 
 class OutOfDeviceMemory(CallerError):
     """Too little free memory on the device; nothing was allocated."""
+
+
+class DeviceFailed(GradientError):
+    """Work on a GPU that ended in an error, ours or another library's: nothing more is done there in this process."""
 
 
 class NonFiniteGradient(GradientError):

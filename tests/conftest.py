@@ -107,6 +107,7 @@ def _order_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         if {"backend", "device", "emulated"} & set(request.fixturenames):
             cuda_emulator.cuda.runtime.deviceSynchronize()
+            cuda_emulator.queues.forget_captures()  # and a mode that a tracer's interrupt left
 
 
 @pytest.fixture(autouse=True)

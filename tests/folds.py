@@ -72,6 +72,13 @@ def accumulate(kernels, targets, folds, partials=None, *, measure=True):
         kernels.accumulate(arena, fold, measure=measure and partials is not None)
 
 
+def zero_sums(kernels, partials, positions):
+    """Targets with these partial sums become zero, at some positions."""
+    targets = [kernels.device.allocate(size) for size in partials.sizes]
+    slots = SlotSet(range(len(targets)))
+    kernels.zero(Arena(tuple(targets), partials), slots, np.isin(slots.index, positions))
+
+
 def measure(kernels, buffers, partials, positions=None):
     kernels.measure(arena_of(kernels, buffers, partials), positions)
 

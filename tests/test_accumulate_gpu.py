@@ -9,7 +9,7 @@ import strategies as draw
 from backends import on_the_stand_in
 from devices import all_on_host, churned, named_cuda, nothing_is_launched, on_host, put_all, raw, synchronize
 
-from gradengine import GpuGradientAccumulator, GradientLayout, PerBlockGradientAccumulator
+from gradengine import GpuGradientAccumulator, GradientEngine, GradientLayout, PerBlockGradientAccumulator
 from gradengine.errors import BufferRefused, CallerError, DeviceUnavailable, LayoutMismatch, OutOfDeviceMemory
 from gradengine.layout import BLOCK_COMPONENTS
 
@@ -55,6 +55,52 @@ class TestComponents:
         assert tuple(block.components) == BLOCK_COMPONENTS
         assert [array.size for array in block.components.values()] == list(SIZES)
         assert accumulator.num_blocks == 1
+
+
+class TestWithoutAGradient:
+    """Experts that no token reached, frozen parts: None in each micro-batch of a window."""
+
+    @pytest.mark.parametrize("hold", [1, 4])
+    def test_of_500_of_1000_components_it_costs_one_launch(self, emulated, hold):
+        layout = GradientLayout.of({f"e{i}": (3,) for i in range(1000)})
+        engine = GradientEngine(layout, emulated.kernels, micro_batches=4, hold=hold)
+        windows = []
+        for nothing in (1, 0):  # another half in the second
+            batches = batches_of(4, layout)
+            for batch in batches:
+                batch[nothing::2] = [None] * 500
+            batches = [put_all(emulated, batch) for batch in batches]
+            synchronize(emulated)
+            with cuda_emulator.recorded() as record:
+                for batch in batches:
+                    engine.add(batch)
+                result = engine.step()
+            folds = ["accumulate_4_large"] if hold == 4 else ["accumulate_1_large"] * 4
+            assert record.launches == [*folds, "accumulate_1_large", "finalise", "hand_back_large"]
+            assert record.fills == 0
+            arrays = all_on_host(result.gradients).values()
+            windows.append([array.tobytes() == bytes(12) for array in arrays])
+        assert windows == [[False, True] * 500, [True, False] * 500]
+
+    @pytest.mark.parametrize("hold", [1, 4])
+    def test_its_bits_are_the_hosts(self, device, hold):
+        """Whichever lack it, in whichever micro-batch; what the last window left there is NaN."""
+        accumulator = new(device, hold=hold)
+        for seed in range(6):
+            accumulator.add(put_all(device, [np.full(slot.shape, np.nan, np.float32) for slot in LAYOUT.slots]))
+            accumulator.close()
+            accumulator.zero_all()
+            batches = batches_of(5)
+            lacks = np.random.default_rng(seed).random((5, len(LAYOUT.slots))) < 0.7
+            batches = [
+                [None if lacking else array for array, lacking in zip(batch, row, strict=True)]
+                for batch, row in zip(batches, lacks, strict=True)
+            ]
+            for batch in batches:
+                accumulator.add(put_all(device, batch))
+            accumulator.close()
+            assert_same(accumulator.views(), host_sums(batches))
+            accumulator.zero_all()
 
 
 class TestAccumulation:
@@ -188,6 +234,7 @@ class TestMemory:
         used = pool.used_bytes()
         del accumulator
         gc.collect()
+        emulated.kernels.device.let_go()  # as the next call does: where threads have streams of their own it is kept
         assert used - pool.used_bytes() >= 4 << 20
 
 

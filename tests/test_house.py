@@ -37,6 +37,7 @@ ORDER = [
     "kernels.operands",
     "kernels.decision",
     "kernels.device",
+    "kernels.events",
     "kernels.cuda_runtime",
     "kernels.streams",
     "kernels.status",

@@ -19,13 +19,13 @@ from folds import (
     Fold,
     accumulate,
     arena_of,
-    arena_of_sums,
     finalise,
     hand_back,
     measure_chunks,
     passes_of,
     status_of,
     totals_of,
+    zero_sums,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -220,7 +220,7 @@ class TestAccumulate:
         views = [[backend.buffer(row[0]), None, None] for row in arrays]
         views[1][1] = backend.buffer(arrays[1][1])
         buffers, sums = [backend.buffer(target) for target in targets], backend.kernels.partial_sums(sizes)
-        backend.kernels.zero_sums(arena_of_sums(sums), [2])
+        zero_sums(backend.kernels, sums, [2])
         batch = batch_of(backend, positions, views, weights, [True, False, True])
         assert batch.present.tolist() == [True, True, False]
         backend.kernels.accumulate(Arena(tuple(buffers), sums), batch, measure=True)
@@ -526,7 +526,7 @@ class TestSquaredSums:
         for size in (1, draw.ROW, draw.ROW + 44, 2 * draw.ROW, 5 * draw.ROW + 3, backend.chunk + 300):
             arena = backend.kernels.arena([backend.buffer(np.ones(size, np.float32)) for _ in range(count + 1)])
             backend.kernels.measure(arena)
-            backend.kernels.zero_sums(arena, range(count + 1))
+            zero_sums(backend.kernels, arena.partials, range(count + 1))
             backend.kernels.measure(arena, range(count))
             assert totals_of(backend.kernels, arena.partials).tolist() == [size] * count + [0]
 
@@ -573,15 +573,30 @@ class TestSquaredSums:
         assert np.isnan(np.delete(sums.values, 2)).all()
         assert np.isnan(totals_of(kernels, sums)).all()
 
+    @pytest.mark.parametrize("chosen", [[0, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 0, 1, 0, 0]])
+    def test_the_chosen_become_zero_and_no_others(self, backend, chosen):
+        """Of some targets of several chunks, whatever they held; another is not among them."""
+        sizes, positions = (2 * backend.chunk + 9, 0, 7, 3, backend.chunk, 5), [4, 0, 2, 1, 5]
+        buffers = [backend.buffer(np.full(size, NAN, np.float32)) for size in sizes]
+        arena, chosen = backend.kernels.arena(buffers), np.array(chosen, bool)
+        backend.kernels.measure(arena)
+        backend.kernels.zero(arena, SlotSet(positions), chosen)
+        zeroed = set(np.array(positions)[chosen].tolist())
+        totals = backend.kernels.totals(arena)
+        for position, buffer in enumerate(buffers):
+            bits = draw.storage_bits(backend.get(buffer))
+            assert (bits == 0 if position in zeroed else bits == 0x7FC00000).all()
+            assert (totals[position] == 0) == (position in zeroed or not sizes[position])
+
     def test_zeroed_without_being_measured(self, backend):
         sums = backend.kernels.partial_sums([5, 2 * backend.chunk + 1, 0, 3])
         buffers = [backend.buffer(np.full(size, 1 if size == 5 else NAN, np.float32)) for size in sums.sizes]
         measure_chunks(backend.kernels, buffers, sums, sums.chunks([0, 3]))
-        backend.kernels.zero_sums(arena_of_sums(sums), [1, 2])
+        zero_sums(backend.kernels, sums, [1, 2])
         totals = totals_of(backend.kernels, sums)
         assert totals[:3].tolist() == [5, 0, 0]
         assert np.isnan(totals[3])
-        backend.kernels.zero_sums(arena_of_sums(sums), [3])
+        zero_sums(backend.kernels, sums, [3])
         assert totals_of(backend.kernels, sums).tolist() == [5, 0, 0, 0]
 
     @given(st.lists(st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]), max_size=5))
@@ -1220,7 +1235,7 @@ class TestMemory:
         kernels.scale([], np.float32(2), [])
         kernels.scale([empty], np.float32(2), [empty])
         measure_chunks(kernels, [], sums, [])
-        kernels.zero_sums(arena_of_sums(sums), [])
+        zero_sums(kernels, sums, [])
 
 
 def everything(backend):
@@ -1362,7 +1377,7 @@ class TestQueue:
             kernels.scale([empty], np.float32(2), [empty])
             kernels.scale([one], np.float32(1), [one])
             kernels.fill_zero([empty])
-            kernels.zero_sums(arena_of_sums(sums), [0])
+            zero_sums(kernels, sums, [0])
         assert record.operations == []
 
     def test_what_is_dropped_is_given_out_again_behind_the_work_that_needs_it(self, emulated):
@@ -1373,12 +1388,14 @@ class TestQueue:
         norms = [finalise(emulated.kernels, None, s, plan, 1.0, zero_if_bad=False).norm for s in sums]
         assert numbers(norms) == [0, 2, 4, 6, 8]
 
-    def test_zeros_are_one_fill_each(self, emulated):
-        buffers, sums = [emulated.kernels.device.allocate(5) for _ in range(3)], emulated.kernels.partial_sums([5, 5])
+    def test_zeros_of_targets_and_of_their_sums_are_one_launch(self, emulated):
+        kernels, buffers = emulated.kernels, [emulated.kernels.device.allocate(5) for _ in range(3)]
+        arena, slots = kernels.arena(buffers), SlotSet([0, 2])
+        kernels.prepare(arena, [slots])
         with cuda_emulator.recorded() as record:
-            emulated.kernels.fill_zero(buffers)
-            emulated.kernels.zero_sums(arena_of_sums(sums), [1])
-        assert record.operations == ["fill"] * 5
+            kernels.fill_zero(buffers)
+            kernels.zero(arena, slots, np.array([True, True]))
+        assert record.operations == ["fill"] * 3 + ["accumulate_1_small"]
 
 
 class TestStreams:

@@ -6,7 +6,7 @@ import gc
 import cuda_emulator
 import numpy as np
 import pytest
-from devices import churned, launched, synchronize
+from devices import churned, launched, operations_of, synchronize
 from folds import Fold, accumulate, measure_chunks, totals_of
 
 from gradengine.kernels.launch import CAPACITIES, by_value
@@ -109,17 +109,23 @@ class TestThroughMemory:
         launched(device, recorded.graph)
         assert counting.values() == {7}
 
-    def test_a_graph_that_somebody_else_records_has_them_for_good(self, device):
-        """How long it lives is not known here."""
+    @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+    def test_a_graph_that_somebody_else_records_has_them_for_good(self, device, mode):
+        """How long it lives is not known here; recorded again and again, it takes no more."""
         counting, place, xp = Counting(device), device.kernels.device, device.kernels.xp
         counting.fold(0, overwrite=True)
         synchronize(device)
         with device.active():
             stream = xp.cuda.Stream(non_blocking=True)
-            stream.begin_capture()
-            with stream:
-                counting.fold(5, overwrite=False)
-            graph = stream.end_capture()
+            taken = []
+            for number in (5, 7, 5, 7):
+                stream.begin_capture(getattr(xp.cuda.runtime, f"streamCaptureMode{mode}"))
+                with stream:
+                    counting.fold(number, overwrite=False)
+                graph = stream.end_capture()
+                taken.append(len(place._foreign))
+        assert len(operations_of(graph)) == 1
+        assert 0 < taken[1] == taken[2] == taken[3]
         gc.collect()
         for pinned in [xp.cuda.alloc_pinned_memory(8 * MANY) for _ in range(20)]:
             np.frombuffer(pinned, np.uint8)[:] = 0x11
@@ -127,7 +133,7 @@ class TestThroughMemory:
             churned(device)
             place._uploads.synchronize()
         launched(device, graph)
-        assert counting.values() == {5}
+        assert counting.values() == {7}
 
     def test_measured_and_handed_back(self, device):
         kernels, count = device.kernels, MANY

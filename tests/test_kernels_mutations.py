@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import strategies as draw
 from backends import Backend, available, device_backend
-from folds import Fold, accumulate, arena_of_sums, finalise, hand_back, measure_chunks, status_of
+from folds import Fold, accumulate, finalise, hand_back, measure_chunks, status_of, zero_sums
 
 from gradengine.kernels import ClipPlan, CudaKernels, launch, toolchain
 
@@ -188,7 +188,7 @@ def scales_in_place(backend: Backend) -> None:
     signalling = np.full(50, 0x7F800001, np.uint32).view(np.float32)
     buffer, plan = backend.buffer(signalling), ClipPlan((0,), (INF,))
     sums = backend.kernels.partial_sums([50])
-    backend.kernels.zero_sums(arena_of_sums(sums), [0])
+    zero_sums(backend.kernels, sums, [0])
     decision = finalise(backend.kernels, None, sums, plan, 1.0, zero_if_bad=True)
     hand_back(backend.kernels, [buffer], decision, [0], [buffer])
     draw.assert_same_bits(backend.get(buffer), signalling)

@@ -19,8 +19,9 @@ from gradengine import GradientEngine, GradientLayout, clip_by_global_norm, elem
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
+from gradengine.kernels import events
 from gradengine.kernels.cuda_device import CudaDevice
-from gradengine.kernels.cuda_runtime import Kept
+from gradengine.kernels.events import Kept
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
 
@@ -359,8 +360,10 @@ def keep_busy(device):
         xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
 
 
-def test_an_event_of_a_thread_that_ended_is_not_the_next_ones_with_its_ident(device):
+def test_an_event_of_a_thread_that_ended_is_not_the_next_ones_with_its_ident(device, monkeypatch):
     runtime, uses, idents, unfinished = device.kernels.device, {}, [], StubEvent()
+    ask = runtime.events.is_done
+    monkeypatch.setattr(runtime.events, "is_done", lambda event: event is not unfinished and ask(event))
 
     def use():
         idents.append(threading.get_ident())
@@ -378,20 +381,18 @@ def test_an_event_of_a_thread_that_ended_is_not_the_next_ones_with_its_ident(dev
     assert len(uses) <= 3  # those that are done went with their threads
 
 
-def test_two_threads_let_go_of_one_event(device):
+def test_two_threads_let_go_of_one_event(device, monkeypatch):
     """Each of those that ended is dropped by whoever looks first, and the other one may be looking at it."""
     runtime, uses = device.kernels.device, {}
 
-    class DroppedMeanwhile:
-        @property
-        def done(self):
-            uses.clear()
-            return True
+    def dropped_meanwhile(_):
+        uses.clear()
+        return True
 
     thread = threading.Thread(target=lambda: runtime.used(uses, born=-1))
     thread.start()
     thread.join()
-    uses[next(iter(uses))] = DroppedMeanwhile()
+    monkeypatch.setattr(runtime.events, "is_done", dropped_meanwhile)
     runtime.used(uses, born=-1)
     assert len(uses) == 1
 
@@ -474,6 +475,29 @@ class TestKept:
         del tensors
         gc.collect()
         assert [reference() for reference in references] == [None, None]
+
+    @pytest.mark.usefixtures("lazy")
+    @pytest.mark.parametrize(("sets", "waits"), [(0, 5), (2, 3), (6, 0)])
+    def test_a_host_that_runs_ahead_keeps_no_more_than_its_last_and_what_may_be_kept(
+        self, emulated, monkeypatch, sets, waits
+    ):
+        """It waits for the oldest then; while all of it may be kept, for nothing."""
+        engine, arrays, lent, alive = new_engine(emulated), filled(emulated, 3), [], []
+        monkeypatch.setattr(events, "MOST_LENT", sets * sum(array.nbytes for array in arrays))
+        synchronize(emulated)
+        emulated.kernels.device.kept.wait()
+        with cuda_emulator.recorded() as record:
+            for _ in range(6):
+                keep_busy(emulated)
+                producers, freed = capsules(arrays)
+                lent.append(freed)
+                engine.add(producers)
+                del producers
+                gc.collect()
+                alive.append([bool(calls) for calls, _ in lent].count(False))
+        assert max(alive) == min(sets + 1, 6)
+        assert record.waits == ["event"] * waits
+        assert all_are(engine.step().gradients.values(), 3)
 
     def test_nothing_is_kept_for_ever(self, emulated):
         engine, arrays = new_engine(emulated), filled(emulated, 3)
@@ -573,7 +597,9 @@ class StubDevice(CudaDevice):
     """A device whose events are done when the test says so."""
 
     def __init__(self):
-        self.events, self.kept, self.stream = [], Kept(), types.SimpleNamespace(ptr=0, wait_event=lambda event: None)
+        self.stream = types.SimpleNamespace(ptr=0, wait_event=lambda event: None)
+        self.events, self.recorded_events = types.SimpleNamespace(is_done=lambda event: event.done), []
+        self.kept = Kept(self.events)
 
     def active(self):
         return contextlib.nullcontext()
@@ -591,8 +617,8 @@ class StubDevice(CudaDevice):
         return False
 
     def record(self):
-        self.events.append(StubEvent())
-        return self.events[-1]
+        self.recorded_events.append(StubEvent())
+        return self.recorded_events[-1]
 
     def behind(self, handle):
         return StubEvent()
@@ -613,34 +639,39 @@ def test_work_on_a_threads_own_default_stream_is_noted_though_it_has_the_handle_
 class Lent:
     """Memory, as far as it can be kept."""
 
+    def __init__(self, name=None, nbytes=0):
+        self.name, self.nbytes = name, nbytes
+
 
 class TestSharedByThreads:
     def test_nothing_is_lost_when_threads_give_back_and_let_go_at_once(self):
         device, names = StubDevice(), list(range(120))
         threads = [
-            threading.Thread(target=lambda mine=names[i::4]: [device.give_back([UnknownStream()], n) for n in mine])
+            threading.Thread(
+                target=lambda mine=names[i::4]: [device.give_back([UnknownStream()], [Lent(n)]) for n in mine]
+            )
             for i in range(4)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert sorted(lent for _, lent in device.kept._waiting) == names
+        assert sorted(lent.name for _, ((lent,), _), _ in device.kept._waiting) == names
 
     def test_what_comes_while_another_thread_asks_an_event_is_kept(self, monkeypatch):
         device = StubDevice()
-        device.give_back([UnknownStream()], "first")
+        device.give_back([UnknownStream()], [Lent("first")])
 
         def asked(_):
             monkeypatch.undo()
-            other = threading.Thread(target=device.give_back, args=([UnknownStream()], "meanwhile"))
+            other = threading.Thread(target=device.give_back, args=([UnknownStream()], [Lent("meanwhile")]))
             other.start()
             other.join(60)
             return False
 
         monkeypatch.setattr(StubEvent, "done", property(asked))
-        device.give_back([UnknownStream()], "last")
-        assert {lent for _, lent in device.kept._waiting} == {"first", "meanwhile", "last"}
+        device.give_back([UnknownStream()], [Lent("last")])
+        assert {lent.name for _, ((lent,), _), _ in device.kept._waiting} == {"first", "meanwhile", "last"}
 
     @pytest.mark.parametrize(
         "call",
@@ -648,18 +679,18 @@ class TestSharedByThreads:
             lambda device: device.wait_for([]),
             lambda device: device.wait_for([NamedStream(7)]),
             lambda device: device.give_back([NamedStream(7)], None),
-            lambda device: device.give_back([UnknownStream()], "another"),
+            lambda device: device.give_back([UnknownStream()], [Lent("another")]),
         ],
         ids=["wait_for nobody", "wait_for", "give_back", "give_back what is kept"],
     )
     def test_whoever_calls_next_lets_go(self, call):
         device, lent = StubDevice(), Lent()
         reference = weakref.ref(lent)
-        device.give_back([UnknownStream()], lent)
+        device.give_back([UnknownStream()], [lent])
         del lent
         call(device)
         assert reference() is not None
-        device.events[0].is_done = True
+        device.recorded_events[0].is_done = True
         call(device)
         assert reference() is None
 
@@ -668,8 +699,8 @@ class TestSharedByThreads:
         for _ in range(5):
             lent = Lent()
             references.append(weakref.ref(lent))
-            device.give_back([UnknownStream()], lent)
-            device.events[-1].is_done = True
+            device.give_back([UnknownStream()], [lent])
+            device.recorded_events[-1].is_done = True
             del lent
             assert [reference() for reference in references[:-1]] == [None] * (len(references) - 1)
 
@@ -683,7 +714,7 @@ class TestLoans:
         emulated.kernels.device.kept.wait()
         with cuda_emulator.recorded() as record:
             device.wait_for([NamedStream(current.ptr)])
-            device.give_back([NamedStream(current.ptr)], [1])
+            device.give_back([NamedStream(current.ptr)], [Lent()])
         assert record.operations == []
         assert not emulated.kernels.device.kept
 

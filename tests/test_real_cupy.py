@@ -13,6 +13,7 @@ from backends import available
 from devices import on_host, put_all, synchronize
 
 from gradengine import GradientEngine, GradientLayout
+from gradengine.errors import DeviceFailed
 from gradengine.kernels.cuda_device import CudaDevice
 
 ROOT = Path(__file__).parent.parent
@@ -193,6 +194,18 @@ class TestPlantedBugs:
             synchronize(device)
         assert "beyond: RuntimeError" in faults_of(faults)
 
+    def test_what_a_kernel_does_wrong_is_told_by_whoever_asks_for_a_verdict_behind_it(self, device, lazy, faults):
+        xp, engine = device.kernels.xp, GradientEngine(LAYOUT, device.kernels)
+        engine.add(ones(device))
+        synchronize(device)
+        xp.RawKernel('extern "C" __global__ void beyond(float* x) { x[1 << 28] = 1; }', "beyond")(
+            (1,), (1,), (device.put(np.ones(7, np.float32)),)
+        )
+        engine.step()
+        with pytest.raises(DeviceFailed, match=r"got cudaErrorLaunchFailure: .*; start this process again"):
+            any(engine.latest_verdict for _ in range(1000))
+        assert "beyond: RuntimeError" in faults_of(faults)
+
     def test_a_launch_with_too_few_arguments(self, device, faults):
         xp = device.kernels.xp
         code = 'extern "C" __global__ void nine(int a, int b, int c, int d, int e, int f, int g, int h, float* x) {}'
@@ -342,6 +355,26 @@ with ThreadPoolExecutor(1) as thread:
         xp = device.kernels.xp
         with cuda_emulator.options(device_memory=1 << 40), pytest.raises(xp.cuda.memory.OutOfMemoryError):
             xp.empty(1 << 42, np.uint8)
+
+
+def test_a_step_in_managed_memory():
+    """The whole pool of it, and unified memory enabled: a read waits, and later steps do not change what it gave."""
+    code = """
+import cupy
+cupy.cuda.set_allocator(cupy.cuda.MemoryPool(cupy.cuda.malloc_managed).malloc)
+from gradengine import GradientEngine, GradientLayout
+runtime, array, read = cupy.cuda.runtime, cupy.ones(5000, "f4"), []
+engine = GradientEngine(GradientLayout.of({"w": (5000,)}), "cuda", max_norm=None)
+print(runtime.pointerGetAttributes(engine.accumulator.memory.pointer).type == 3)
+for value in (2, 3):
+    array.fill(value)
+    engine.add([array])
+    read.append(engine.accumulator.arena.read(engine.step().gradients["w"]))
+    engine.check()
+print([set(arena.tolist()) for arena in read], engine.latest_verdict.norm)
+"""
+    done = python(code, CUPY_ENABLE_UMP="1", REAL_CUPY_ORDER="lazy")
+    assert done.stdout == f"True\n{[{2.0}, {3.0}]} {3 * 5000**0.5}\n", done.stderr[-2000:]
 
 
 def test_the_current_device_is_known_while_another_thread_waits_for_work(device):

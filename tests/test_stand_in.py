@@ -1,8 +1,13 @@
 """What CuPy does, and its stand-in for tests does alike: run on the stand-in, and in `make real-cupy` on CuPy."""
 
+import contextlib
+import threading
+
 import numpy as np
 import pytest
 from devices import on_host, synchronize
+
+from gradengine.kernels.events import Events
 
 
 def capturing(device):
@@ -24,6 +29,45 @@ def test_asking_whether_a_captured_event_is_done_likewise(device):
     assert event.done is False
     with pytest.raises(device.xp.cuda.runtime.CUDARuntimeError, match="StreamCaptureInvalidated"):
         stream.end_capture()
+
+
+@pytest.mark.parametrize("call", ["eventQuery", "eventSynchronize"])
+@pytest.mark.parametrize(
+    ("mode", "thread", "is_void"),
+    [
+        ("Global", "another", True),
+        ("Global", "own", True),
+        ("ThreadLocal", "another", False),
+        ("ThreadLocal", "own", True),
+        ("Relaxed", "own", False),
+        ("Global", "another, relaxed", False),
+        ("Global", "own, relaxed", False),
+    ],
+)
+def test_asking_for_an_event_voids_a_capture_by_its_mode_and_the_threads(device, call, mode, thread, is_void):
+    """Whatever it is of: the driver only knows that who asks might wait."""
+    runtime, event, answers = device.xp.cuda.runtime, device.kernels.device.record(), []
+    stream, events = device.xp.cuda.Stream(non_blocking=True), Events(device.kernels.xp)
+    synchronize(device)
+
+    def ask():
+        try:
+            answers.append(getattr(runtime, call)(event.ptr) or 0)
+        except runtime.CUDARuntimeError as refused:
+            answers.append(refused.status)
+
+    stream.begin_capture(getattr(runtime, f"streamCaptureMode{mode}"))
+    how = (events.relaxed, (ask,)) if "relaxed" in thread else (ask, ())
+    if thread.startswith("own"):
+        how[0](*how[1])
+    else:
+        asking = threading.Thread(target=how[0], args=how[1])
+        asking.start()
+        asking.join(60)
+    with pytest.raises(runtime.CUDARuntimeError, match="Invalidated") if is_void else contextlib.nullcontext():
+        stream.end_capture()
+    assert len(answers) == 1
+    assert (900 in answers) == is_void
 
 
 def test_waiting_for_a_capturing_stream_is_refused_and_voids_the_capture(device):

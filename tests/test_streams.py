@@ -27,7 +27,7 @@ from gradengine import (
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels import ClipPlan, launch
-from gradengine.kernels.cuda_runtime import Kept
+from gradengine.kernels.events import Kept
 from gradengine.kernels.launch import Entry, chunk_for
 from gradengine.kernels.streams import StreamOrder
 
@@ -740,7 +740,7 @@ class StubDevice:
     """A device whose current stream the test says."""
 
     def __init__(self):
-        self.stream, self.kept, self.read_behind = StubStream(0), Kept(), []
+        self.stream, self.kept, self.read_behind = StubStream(0), Kept(None), []
 
     def current_stream(self):
         return self.stream

@@ -22,7 +22,7 @@ from gradengine.accumulate.destinations import KnownDestinations
 from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
-from gradengine.accumulate.window import SavedWindow, Window, checked_weight, nothing_came, ordered_sum
+from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_weight, nothing_came, ordered_sum
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
@@ -277,7 +277,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         if not window.weights:
             if not window.filled.all():  # else it may be a sum over workers by now
                 with self.changing():
-                    self._zero(range(len(self.layout.slots)))
+                    self._zero(self._all, self._all.all_present)
                     self.kernels.scale(self.arena.targets, np.float32(-1), self.arena.targets)
             return
         self._refuse_lagging()
@@ -506,13 +506,13 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self._before_fold(slot_set)
         with self.changing(over):
             self._fold(self._window.held_passes(slot_set), measure=measure)
-            empty = slot_set.index[~self._window.filled[slot_set.index]].tolist()
-            if empty:
-                self._zero(empty)
+            empty = ~self._window.filled[slot_set.index]
+            if empty.any():
+                self._zero(slot_set, empty)
 
-    def _zero(self, positions: Sequence[int]) -> None:
-        self.kernels.fill_zero([self.arena.targets[position] for position in positions])
-        self.kernels.zero_sums(self.arena, positions)
+    def _zero(self, slot_set: SlotSet, chosen: Flags) -> None:
+        self.kernels.zero(self.arena, slot_set, chosen)
+        positions = slot_set.index[chosen]
         self._window.filled[positions] = self._window.measured[positions] = True
 
     def _before_fold(self, slot_set: SlotSet) -> None:

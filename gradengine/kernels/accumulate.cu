@@ -111,6 +111,7 @@ struct Fold {
 };
 
 // `address` holds a row of `entries` for each source; a 0 in it is a component that this micro-batch had nothing for.
+// One that is to be overwritten and has no source becomes zero, where there is one row.
 template <int SOURCES>
 __device__ __forceinline__ void accumulate(const Row* rows, const Target* targets, u32 entries, i64 chunk,
                                            double* squares, u32* non_finite, const u64* address, const float* weight) {
@@ -126,10 +127,18 @@ __device__ __forceinline__ void accumulate(const Row* rows, const Target* target
     fold.weight[j] = weight[j];
     any |= (fold.source[j] & ADDRESS) != 0;
   }
-  if (!any) return;
+  const bool is_zeroed = SOURCES == 1 && fold.overwrite && !any;
+  if (!any && !is_zeroed) return;
 
   const Share share(component.size, row.chunk, chunk, 0);
   Partial part = {0.0, 0};
+  if (is_zeroed) {  // apart, so that the loops below need not ask for each unit whether there is a source
+#pragma unroll 1
+    for (i64 at = share.start + threadIdx.x; at < share.stop; at += ACCUMULATE_THREADS) store_one(fold.target, at, 0.0f);
+    const u32 place = component.first + row.chunk;
+    if (squares && threadIdx.x == 0) squares[place] = 0.0, non_finite[place] = 0;
+    return;
+  }
   const u32 dtype = fold.dtype();
   if (dtype == FLOAT32) fold.template units<FLOAT32>(share, part);
   else if (dtype == FLOAT16) fold.template units<FLOAT16>(share, part);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -85,7 +84,7 @@ class CudaKernels(Kernels):
             for row, contribution in zip(addresses, fold.contributions[first:], strict=False):
                 row[:] = contribution.addresses
             gets_none = ~addresses.any(axis=0)
-            addresses[0] |= is_empty * np.uint64(OVERWRITE)
+            addresses[0] |= (is_empty & ~gets_none) * np.uint64(OVERWRITE)
             is_empty &= gets_none  # a target's first gradient need not be among the first four
             weights = list(fold.weights[first : first + _SOURCES])
             weights += [np.float32(1)] * (columns - len(weights))
@@ -93,7 +92,7 @@ class CudaKernels(Kernels):
                 self._launches.over(table, f"accumulate_{columns}", arguments, addresses.reshape(-1), weights)
         for contribution in fold.contributions:
             if contribution.producers:
-                self.device.give_back(contribution.producers, (contribution.views, contribution.sources))
+                self.device.give_back(contribution.producers, contribution.views, contribution.sources)
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         """See `Kernels.measure`; one launch."""
@@ -112,13 +111,12 @@ class CudaKernels(Kernels):
         partials = _of_device(arena)
         return partials.totals_of(partials.order.read(partials.values))
 
-    def zero_sums(self, arena: Arena, positions: Sequence[int]) -> None:
-        partials = arena.partials
+    def zero(self, arena: Arena, slots: SlotSet, chosen: npt.NDArray[np.bool_]) -> None:
+        """See `Kernels.zero`; one launch, of K1 without a source."""
+        table = self._table_of(arena, slots)
+        arguments = (np.uint32(table.entries), np.int64(table.chunk), *_partials(arena))
         with arena.in_order():
-            for position, memory in itertools.product(positions, _partials(arena)):
-                itemsize = memory.dtype.itemsize
-                start = int(memory.data.ptr) + partials.first[position] * itemsize
-                self.device.clear(start, partials.counts[position] * itemsize)
+            self._launches.over(table, "accumulate_1", arguments, chosen * np.uint64(OVERWRITE), [np.float32(1)])
 
     def finalise(
         self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0

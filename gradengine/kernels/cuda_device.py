@@ -74,8 +74,13 @@ class CudaDevice(CudaRuntime):
     def hand_over(self, producers: Iterable[ProducerStream]) -> None:
         self.give_back(producers, None)
 
-    def give_back(self, producers: Iterable[ProducerStream], borrowed: object) -> None:
-        """Have the producers' streams wait for what was queued so far; where one is unknown, keep what is borrowed."""
+    def give_back(
+        self, producers: Iterable[ProducerStream], borrowed: Sequence[Buffer | None] | None, owners: object = None
+    ) -> None:
+        """Have the producers' streams wait for what was queued so far; where one is unknown, keep what is borrowed.
+
+        So that a host that runs ahead keeps no more and more, it waits for the oldest where much is kept (`Kept.lent`).
+        """
         self.let_go()
         streams = [producer.stream() for producer in producers]
         handles, is_kept = self._others(streams), borrowed is not None and None in streams
@@ -86,8 +91,9 @@ class CudaDevice(CudaRuntime):
         for handle in handles:
             with self.active():
                 self.stream_of(handle).wait_event(done)
-        if is_kept:
-            self.kept.until((done,), borrowed)
+        if borrowed is not None and is_kept:
+            nbytes = sum([buffer.nbytes for buffer in borrowed if buffer is not None])
+            self.kept.lent(done, (borrowed, owners), nbytes)
 
     def storage_array(self, buffer: Buffer) -> Any:
         """Any buffer as a flat CuPy array of its bits: fp32 as it is, the short dtypes as uint16; no copy."""
@@ -148,12 +154,10 @@ class CopiedArena(DeviceArena):
             self._begun.append((self._device.record(), name))
 
     def poll(self, *, waits: bool = False) -> list[Any]:
-        begun, self._begun, over = self._begun, [], []
-        for event, name in begun:
-            if waits:
-                event.synchronize()
-            if waits or event.done:
-                over.append(name)
-            else:
-                self._begun.append((event, name))
-        return over
+        events = self._device.events
+        if waits:
+            for event, _ in self._begun:
+                events.wait(event)
+        over = [copy for copy in self._begun if waits or events.is_done(copy[0])]
+        self._begun = [copy for copy in self._begun if copy not in over]
+        return [name for _, name in over]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import deque
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import numpy as np
@@ -16,6 +14,7 @@ import numpy.typing as npt
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
 from gradengine.kernels.device import Device, Graph
+from gradengine.kernels.events import Events, Kept
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
@@ -28,44 +27,6 @@ class _Thread:
     """A thread, while it runs."""
 
 
-@final
-class Kept:
-    """Memory that work may still read or write: kept until events behind that work are done."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[Collection[Any], object]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def until(self, events: Collection[Any], memory: object) -> None:
-        """Keep memory until these events are done."""
-        self._waiting.append((events, memory))
-
-    def dropped(self, events: Collection[Any], memory: object) -> None:
-        """Keep memory that nobody else keeps any more, unless these events are done."""
-        if not all(event.done for event in events):
-            self.until(events, memory)
-
-    def let_go(self) -> None:
-        """Of what work is done with. Threads share these, so each entry is one's own while it is looked at."""
-        for _ in range(len(self._waiting)):
-            try:
-                events, memory = self._waiting.popleft()
-            except IndexError:  # another thread looks at the rest
-                return
-            if not all(event.done for event in events):
-                self._waiting.append((events, memory))
-
-    def wait(self) -> None:
-        """Wait for the work, and let all of it go."""
-        while self._waiting:
-            with suppress(IndexError):  # another thread took it
-                events, _ = self._waiting.popleft()
-                for event in events:
-                    event.synchronize()
-
-
 class CudaRuntime(Device):
     """Memory, events and copies of one device; its current stream is CuPy's of the calling thread."""
 
@@ -74,8 +35,9 @@ class CudaRuntime(Device):
         with xp.cuda.Device(ordinal):
             self._uploads = xp.cuda.Stream(non_blocking=True)
         self.recorded: Graph | None = None  # what is being recorded
-        self._foreign: list[Any] = []  # what graphs that others record read
-        self.kept = Kept()  # what was dropped while work on it may run
+        self._foreign: dict[Any, Any] = {}  # what graphs that others record read, once, however often they do
+        self.events = Events(xp)
+        self.kept = Kept(self.events)  # what was dropped while work on it may run
         self._thread = threading.local()
 
     def active(self) -> AbstractContextManager[object]:
@@ -92,7 +54,8 @@ class CudaRuntime(Device):
         if self.recorded is not None:
             self.recorded.kept += memory
         elif self.is_capturing():  # somebody else's graph: how long it lives is not known here
-            self._foreign += memory
+            owners = [one.data.mem if isinstance(one, self.xp.ndarray) else one for one in memory]
+            self._foreign.update(zip(map(id, owners), owners, strict=True))
 
     def drop(self, *memory: Any) -> None:
         """Let memory go that only the current stream's work uses, once that is done."""
@@ -102,7 +65,7 @@ class CudaRuntime(Device):
             self.kept.until((self.record(),), memory)
 
     def let_go(self) -> None:
-        """Of memory that was dropped, what work is done with; not in a capture, where nothing may be asked."""
+        """Of memory that was dropped, what work is done with; not while a graph is recorded."""
         if self.kept and not self.is_capturing():
             self.kept.let_go()
 
@@ -185,7 +148,13 @@ class CudaRuntime(Device):
         """Values in device memory, for the work that the current stream is given next: dropped, it is behind that.
 
         In a capture each replay copies them anew, and the graph keeps the memory with the arguments of its launch.
+        Where somebody else records, the same values are sent once, and not by the graph.
         """
+        if self.recorded is None and self.is_capturing():
+            key = values.tobytes()
+            if key not in self._foreign:
+                self._foreign[key] = self.upload(values)
+            return self._foreign[key]
         with self.active(), self.giving_stream():
             there = self._empty(values.shape, values.dtype)
         self.copied_into(there, values)
@@ -215,6 +184,9 @@ class CudaRuntime(Device):
         The memory is the current stream's, so that once dropped it is given out again behind the work that still uses
         it; what it holds now may be such work's, which is waited for.
         """
+        return self.events.relaxed(self._uploaded, array)
+
+    def _uploaded(self, array: npt.NDArray[Any]) -> Any:
         with self.active():
             current = self.giving_stream()
             with current:
@@ -227,9 +199,10 @@ class CudaRuntime(Device):
 
     def read(self, array: Any, behind: Any) -> npt.NDArray[Any]:
         """A copy on the host of what an array holds behind an event, whatever stream is current; waits."""
+        on_host = np.empty(array.shape, array.dtype)  # without it CUPY_ENABLE_UMP=1 gives a view, and does not wait
         with self.active():
             self._uploads.wait_event(behind)
-            on_host: npt.NDArray[Any] = array.get(stream=self._uploads)
+            array.get(stream=self._uploads, out=on_host)
         return on_host
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -292,7 +265,7 @@ class CudaRuntime(Device):
         with self.active():
             if key not in uses:
                 for other, event in list(uses.items()):
-                    if other[1]() is None and event.done:
+                    if other[1]() is None and self.events.is_done(event):
                         uses.pop(other, None)  # another thread may have looked at it too
             uses[key] = stream.record(uses.get(key) or self.event())
 

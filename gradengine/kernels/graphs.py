@@ -60,7 +60,7 @@ class CudaGraph(Graph):
         self._close()
         self._launched = self._runtime.event()
         memory = self.kept, self.graph  # it outlives the last run
-        weakref.finalize(self, self._runtime.kept.dropped, (self._launched,), memory).atexit = False
+        weakref.finalize(self, self._runtime.kept.until, (self._launched,), memory).atexit = False
 
     def _begin(self) -> None:
         runtime = self._runtime

@@ -177,8 +177,9 @@ class HostKernels(Kernels):
     def totals(self, arena: Arena) -> Float64:
         return arena.partials.totals_of(arena.partials.values)
 
-    def zero_sums(self, arena: Arena, positions: Sequence[int]) -> None:
-        partials = arena.partials
+    def zero(self, arena: Arena, slots: SlotSet, chosen: npt.NDArray[np.bool_]) -> None:
+        partials, positions = arena.partials, slots.index[chosen].tolist()
+        self.fill_zero([arena.targets[position] for position in positions])
         for position in positions:
             first = partials.first[position]
             partials.values[first : first + partials.counts[position]] = 0

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, Chunk, PartialSums
@@ -64,8 +65,8 @@ class Kernels(ABC):
         """Each target's squared sum, chunks added in order, on the host: on a GPU this waits for it."""
 
     @abstractmethod
-    def zero_sums(self, arena: Arena, positions: Sequence[int]) -> None:
-        """Record that these targets are zero."""
+    def zero(self, arena: Arena, slots: SlotSet, chosen: npt.NDArray[np.bool_]) -> None:
+        """Write zeros to the chosen ones of these targets, and that their squared sums are 0."""
 
     @abstractmethod
     def finalise(self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0) -> Decision:

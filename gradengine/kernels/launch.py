@@ -156,7 +156,7 @@ class Launches:
             for name in names
             for size in (sizes if file != "finalise" else [""])
         }
-        self._tables = Tables(device.upload, device.kept.dropped)
+        self._tables = Tables(device.upload, device.kept.until)
 
     def table(self, entries: Sequence[Entry], chunk: int) -> Table:
         """The table of these entries, made at the first call."""
@@ -190,6 +190,6 @@ class Launches:
         return "table", *carried, self._device.sent(addresses)
 
     def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
-        self._device.keep(arguments)
+        self._device.keep(*[one for one in arguments if isinstance(one, self._device.xp.ndarray)])
         with self._device.active():
             self._functions[function]((blocks,), (threads,), arguments)

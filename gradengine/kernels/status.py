@@ -147,7 +147,7 @@ class StatusReadback:
         self._under_way: list[int] = []
         self._newest: StepStatus | None = None
         # The memory goes back to CuPy's pool, and to others, once the copies that are under way have written to it.
-        weakref.finalize(self, runtime.kept.dropped, self._events, (memory, self._host)).atexit = False
+        weakref.finalize(self, runtime.kept.until, self._events, (memory, self._host)).atexit = False
 
     def send(self) -> None:
         """Queue the copy behind what the current stream has to do."""
@@ -178,8 +178,8 @@ class StatusReadback:
         return self._memory.read()
 
     def newest(self) -> StepStatus | None:
-        """The newest status that has arrived; None where none has. Never waits."""
-        while self._under_way and self._events[self._under_way[0]].done:
+        """The newest status that has arrived; None where none has. Never waits; `DeviceFailed` where none ever will."""
+        while self._under_way and self._runtime.events.is_done(self._events[self._under_way[0]]):
             self._newest = _status(self._host[self._under_way[0]])  # kept before its slot is free
             del self._under_way[0]
         return self._newest

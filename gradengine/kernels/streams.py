@@ -112,7 +112,7 @@ class StreamOrder(Order):
         """
         memory, self._memory = self._memory, ()  # which may refer to this order
         if self._last is not self._born or self._last.ptr == _PER_THREAD:
-            self.runtime.kept.dropped((self._done,), memory)
+            self.runtime.kept.until((self._done,), memory)
 
 
 @final

@@ -10,7 +10,8 @@ waits for it. Code under test takes this module as it takes `cupy`; of CuPy it h
         cuda_emulator.cuda.get_current_stream().synchronize()  # an EmulatorError is raised here
     assert record.launches == ["scale"]
 
-What CuPy does not have: `options`, `settings`, `recorded`, `reset`, `compiler`, `EmulatorError`, `Graph.operations`.
+What CuPy does not have: `options`, `settings`, `recorded`, `reset`, `compiler`, `EmulatorError`, `Graph.operations`,
+`cuda.libcuda` (with CuPy it is the driver itself).
 Where it is stricter than CuPy on purpose: memory that was freed into the pool is no device memory to it at once, and is
 NaN; an argument of a wrong type or size is an error at the launch (CuPy takes a float as 8 bytes, whatever the kernel
 wants), as is a grid that is no tuple. Where it knows less: errors in a capture and of a stream that is none may be of

@@ -1,6 +1,8 @@
 """What stands in cupy.cuda."""
 
-from . import memory, nvrtc, runtime
+from types import SimpleNamespace
+
+from . import memory, nvrtc, queues, runtime
 from .arrays import alloc
 from .device import Device
 from .memory import (
@@ -29,10 +31,14 @@ __all__ = [
     "alloc_pinned_memory",
     "get_current_stream",
     "is_available",
+    "libcuda",
     "memory",
     "nvrtc",
     "runtime",
 ]
+
+
+libcuda = SimpleNamespace(cuThreadExchangeStreamCaptureMode=queues.exchange_mode)
 
 
 def is_available() -> bool:

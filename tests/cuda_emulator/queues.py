@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import CUDARuntimeError
 from .native import LOCK
@@ -50,6 +52,8 @@ class Capture:
     """Works recorded for a graph, in the order they came, and which streams take part."""
 
     origin: Queue
+    mode: int
+    thread: int = field(default_factory=threading.get_ident)
     works: list[Work] = field(default_factory=list)
     invalid: bool = False
     unjoined: set[int] = field(default_factory=set)  # pointers of other streams whose work the origin does not wait for
@@ -260,20 +264,42 @@ def _forget(tickets: deque[Ticket]) -> None:
 
 # ---- capturing ----
 
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of a capture, and of a thread
+_of_thread = threading.local()
+
 
 def forget_captures() -> None:
-    """No stream records any more."""
+    """No stream records any more, and the thread's mode is CUDA's default."""
+    _of_thread.mode = GLOBAL
     with LOCK:
         for queue in _all():
             queue.capture = None
 
 
-def begin_capture(queue: Queue) -> None:
+def exchange_mode(mode: Any) -> None:
+    """What captures may forbid this thread: those in global mode of any thread, its own alone, or none.
+
+    `mode` is the reference to a C int that CUDA's function takes; it holds what was before.
+    """
+    before, _of_thread.mode = getattr(_of_thread, "mode", GLOBAL), mode._obj.value
+    mode._obj.value = before
+
+
+def refuse_unsafe_call() -> None:
+    """Something that might wait for what is only being recorded was asked for: such a capture is void."""
+    mine = getattr(_of_thread, "mode", GLOBAL)
+    for capture in [queue.capture for queue in _all() if queue.capture is not None]:
+        is_own = capture.thread == threading.get_ident() and capture.mode != RELAXED
+        if mine != RELAXED and (is_own or capture.mode == mine == GLOBAL):
+            capture.refuse(900)
+
+
+def begin_capture(queue: Queue, mode: int = RELAXED) -> None:
     """Record from now on."""
     with LOCK:
         if queue.capture is not None:
             queue.capture.refuse(900)
-        queue.capture = Capture(queue)
+        queue.capture = Capture(queue, mode)
 
 
 def is_capturing(queue: Queue) -> bool:

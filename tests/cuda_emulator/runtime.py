@@ -10,6 +10,7 @@ from .errors import CUDARuntimeError, OutOfMemoryError
 from .memory import ADDRESSES, DEVICE, HOST, POOL, Memory
 from .record import note_wait
 from .settings import settings
+from .streams import event_at
 
 memcpyHostToHost = HOST_TO_HOST
 memcpyHostToDevice = HOST_TO_DEVICE
@@ -20,9 +21,9 @@ memoryTypeUnregistered = 0
 memoryTypeHost = HOST
 memoryTypeDevice = DEVICE
 hostAllocPortable = 1
-streamCaptureModeGlobal = 0
-streamCaptureModeThreadLocal = 1
-streamCaptureModeRelaxed = 2
+streamCaptureModeGlobal = queues.GLOBAL
+streamCaptureModeThreadLocal = queues.THREAD_LOCAL
+streamCaptureModeRelaxed = queues.RELAXED
 
 __all__ = ["CUDARuntimeError"]
 
@@ -103,6 +104,16 @@ def streamSynchronize(stream: int) -> None:
 def streamIsCapturing(stream: int) -> bool:
     """Whether its work is recorded."""
     return queues.is_capturing(queues.queue_at(stream))
+
+
+def eventQuery(event: int) -> int:
+    """Whether an event is done: 0, 600 where it is not yet, or an error's number, which is not raised."""
+    return event_at(event).query()
+
+
+def eventSynchronize(event: int) -> None:
+    """Wait for an event."""
+    event_at(event).synchronize()
 
 
 def memGetInfo() -> tuple[int, int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from . import queues
+from .errors import CUDARuntimeError
 from .native import LOCK
 from .queues import Capture, Ticket, Work
 from .record import note_graph, note_wait
@@ -86,10 +88,10 @@ class _BaseStream:
         event._make_wait(self._queue)
 
     def begin_capture(self, mode: int | None = None) -> None:
-        """Record work from now on."""
+        """Record work from now on; CuPy's mode is relaxed where none is given."""
         if self.ptr in (0, 1):
             raise RuntimeError("cannot capture on the default (legacy) stream")
-        queues.begin_capture(self._queue)
+        queues.begin_capture(self._queue, queues.RELAXED if mode is None else mode)
 
     def end_capture(self) -> Graph:
         """What was recorded."""
@@ -158,6 +160,7 @@ class Event:
         if interprocess and not disable_timing:
             raise ValueError("Timing must be disabled for interprocess events")
         self.ptr = id(self)
+        _events[self.ptr] = self
         self._ticket: Ticket | None = None
         self._capture: tuple[Capture, int] | None = None  # and the stream it was recorded on
 
@@ -173,6 +176,7 @@ class Event:
     def synchronize(self) -> None:
         """Wait until that is done."""
         note_wait("event")
+        queues.refuse_unsafe_call()
         ticket = self._recorded()
         if ticket is not None:
             queues.finish(ticket)
@@ -180,11 +184,16 @@ class Event:
     @property
     def done(self) -> bool:
         """Whether that is done; if not, the device goes on a little, so polling ends. In a capture, as a stream's."""
-        if self._capture is not None:
-            self._capture[0].invalid = True
-            return False
-        ticket = self._recorded()
-        return ticket is None or queues.query(ticket)
+        return self.query() == 0
+
+    def query(self) -> int:
+        """CUDA's answer to whether it is done."""
+        try:
+            ticket = self._recorded()
+            queues.refuse_unsafe_call()
+        except CUDARuntimeError as refused:
+            return refused.status
+        return 0 if ticket is None or queues.query(ticket) else 600
 
     def _recorded(self) -> Ticket | None:
         if self._capture is not None:
@@ -198,6 +207,16 @@ class Event:
             if queue.capture is not None:
                 queue.capture.refuse(905)
             queues.wait_for(queue, self._ticket)
+
+
+_events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()  # by handle
+
+
+def event_at(handle: int) -> Event:
+    """The event with that handle."""
+    if handle not in _events:
+        raise CUDARuntimeError(400)
+    return _events[handle]
 
 
 class Graph:

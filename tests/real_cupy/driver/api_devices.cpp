@@ -77,6 +77,7 @@ const std::map<int, int> attributes = {
     {cudaDevAttrAsyncEngineCount, 3},
     {cudaDevAttrUnifiedAddressing, 1},
     {cudaDevAttrManagedMemory, 1},
+    {cudaDevAttrPageableMemoryAccess, 1},
     {cudaDevAttrMemoryPoolsSupported, 1},
 };
 

@@ -193,6 +193,12 @@ Error cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
   WANT(stream, cudaErrorInvalidResourceHandle);
   return answer(begin_capture(stream, mode));
 }
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  const cudaStreamCaptureMode before = mode_of_thread();
+  mode_of_thread() = (cudaStreamCaptureMode)*mode;
+  *mode = (CUstreamCaptureMode)before;
+  return CUDA_SUCCESS;
+}
 Error cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   TURN;
   *graph = nullptr;

@@ -130,10 +130,18 @@ Error capture_status(Stream* stream, cudaStreamCaptureStatus* status) {
   return cudaSuccess;
 }
 
+cudaStreamCaptureMode& mode_of_thread() {
+  thread_local cudaStreamCaptureMode it = cudaStreamCaptureModeGlobal;
+  return it;
+}
+
 Error refuse_unsafe_call() {
+  const cudaStreamCaptureMode mine = mode_of_thread();
+  if (mine == cudaStreamCaptureModeRelaxed) return cudaSuccess;
   for (auto& capture : captures) {
     const bool is_own = pthread_equal(capture->thread, pthread_self());
-    if (capture->mode == cudaStreamCaptureModeGlobal || (capture->mode == cudaStreamCaptureModeThreadLocal && is_own)) {
+    const bool is_global = capture->mode == cudaStreamCaptureModeGlobal && mine == cudaStreamCaptureModeGlobal;
+    if (is_global || (is_own && capture->mode != cudaStreamCaptureModeRelaxed)) {
       capture->invalidate();
       return cudaErrorStreamCaptureUnsupported;
     }

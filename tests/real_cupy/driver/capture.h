@@ -44,6 +44,9 @@ Error join_capture(Stream* stream, const std::shared_ptr<Capture>& capture, cons
 // The answer to whether a stream captures; the default stream may not even be asked while a blocking one does.
 Error capture_status(Stream* stream, cudaStreamCaptureStatus* status);
 
+// What captures may forbid this thread: those in global mode of any thread, its own alone, or none.
+cudaStreamCaptureMode& mode_of_thread();
+
 // Each refuses a call, with the capture that it would disturb void from then on:
 Error refuse_unsafe_call();                 // one that might wait for what is only being recorded
 Error refuse_legacy_use();                  // the default stream would have to wait for a stream that captures

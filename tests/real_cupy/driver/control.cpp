@@ -37,6 +37,7 @@ void gpuless_fault(const char* text) { fault("%s", text); }
 int gpuless_finish_all() {
   Turn turn;
   abandon_captures();
+  mode_of_thread() = cudaStreamCaptureModeGlobal;  // an interrupt that a tracer makes may leave another
   Error first = cudaSuccess;
   for (int device = 0; device < MOST_DEVICES; ++device)
     if (const Error error = finish_device(device); first == cudaSuccess) first = error;
