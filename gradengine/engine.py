@@ -448,7 +448,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             LayoutMismatch: It is of another layout, or order of components; shows the rows that differ.
             CallerError: It is of another `micro_batches` or `average`, of a later version, or not whole.
             WindowError: A window is open here (`discard()` it), or the state's is another rank's.
-            NonFiniteGradient, BufferRefused: Of an earlier step on a GPU, as by `check`.
+            NonFiniteGradient: Of an earlier step on a GPU, as by `check`.
         """
         self._whole(self._load, state)
 
