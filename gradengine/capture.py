@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from itertools import chain
 from types import TracebackType
-from typing import Any, Protocol, final
+from typing import Any, TypeAlias, final
 
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.accumulate.destinations import handed_back as handed_back_to
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.arguments import listed, truth_value
-from gradengine.arrays.buffer import RawBuffer, refuse_freed
+from gradengine.arrays.buffer import Buffer, RawBuffer, refuse_freed
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, CallerError, WindowError
-from gradengine.kernels import Device, Graph
+from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
 from gradengine.result import StepResult
 
-
-class Recorder(Protocol):
-    """The engine that a window is captured of: see `GradientEngine`."""
-
-    def capture(self) -> AbstractContextManager[CapturedWindow]:
-        """Record a window."""
-
-    def add(self, gradients: Gradients | None, weight: float = 1.0) -> None:
-        """Add a micro-batch."""
-
-    def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
-        """Close the window."""
+_Arrays: TypeAlias = list[tuple[str, Any, int]]
 
 
 @final
 class CapturedWindow:
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
-    The graph holds the gradients' addresses and the micro-batches' weights as they were, and keeps the arrays alive.
+    The graph holds the gradients' addresses, until `repoint` gives it others, and the micro-batches' weights as they
+    were; it keeps the arrays alive.
 
     Attributes:
         out: Destinations that its step hands back to; None for the arena.
@@ -55,12 +48,14 @@ class CapturedWindow:
 
     def __init__(
         self,
-        launched: Callable[[CapturedWindow, Graph, StepResult], StepResult],
-        engine: Recorder,
+        replayed: Callable[[CapturedWindow, Graph, StepResult], StepResult],
+        repointed: Callable[[CapturedWindow, Graph, Sequence[Gradients], Gradients | None], None],
     ) -> None:
-        self._launched, self._engine = launched, engine
-        self._kept: list[tuple[str, Any, int]] = []
-        self._weights: list[float] | None = []
+        self._replayed, self._repointed = replayed, repointed
+        self._added: list[_Arrays] = []
+        self._handed_back: _Arrays = []
+        self._destinations: Mapping[int, Buffer] = {}
+        self._has_parts = False  # an add was no whole micro-batch
         self._recorded: Graph | None = None
         self.producers: AbstractSet[ProducerStream] = frozenset()
         self.out: Gradients | None = None
@@ -79,37 +74,38 @@ class CapturedWindow:
             CallerError: The engine has joined other workers since.
             NonFiniteGradient: Of an earlier step, as by the engine's `step`; nothing was launched.
         """
-        if self._recorded is None or self.result is None:
-            raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
+        recorded, result = self._that_is_recorded()
         if truth_value("check", check):
             self._refuse_moved()
-        return self._launched(self, self._recorded, self.result)
+        return self._replayed(self, recorded, result)
 
     def repoint(self, micro_batches: Sequence[Gradients], out: Gradients | None = None) -> None:
-        """Record the window anew for gradients at other addresses, with the same weights; nothing runs.
+        """Have later replays read other gradients, with the same weights, by one small copy; nothing else runs.
+
+        Whatever else was captured stays as it is. JAX's arrays, new at each step, are replayed in this way.
 
         Args:
-            micro_batches: As many as were recorded, each as for `add`.
-            out: Destinations as for `step`; those that were recorded by default.
+            micro_batches: As many as were captured, each as for `add`, with gradients for the same components.
+            out: Destinations as for `step`, where the window was captured with some; by default these stay.
 
         Raises:
-            CallerError: Another number of micro-batches, or they were added block by block.
+            CallerError: Another number of micro-batches, or they were added block by block; other components have a
+                gradient, or a destination, than at the capture.
             LayoutMismatch, BufferRefused: As `add` and `step`; the graph stays what it was.
+            WindowError: Nothing was recorded, or a window is open or being captured.
         """
+        recorded, _ = self._that_is_recorded()
         micro_batches = listed("micro_batches", micro_batches)
-        if self._weights is None or len(self._weights) != len(micro_batches):
+        if self._has_parts or len(self._added) != len(micro_batches):
             raise CallerError(
-                "the window cannot be recorded anew from these",
+                "the window cannot be replayed with these",
                 got=f"{len(micro_batches)} micro-batches",
-                expected="whole ones only" if self._weights is None else f"{len(self._weights)}",
+                expected="whole ones only" if self._has_parts else f"{len(self._added)}",
             )
-        is_deferred = self.result is not None and self.result.deferred
-        with self._engine.capture() as fresh:
-            for gradients, weight in zip(micro_batches, self._weights, strict=True):
-                self._engine.add(gradients, weight)
-            self._engine.step(self.out if out is None else out, deferred=is_deferred)
-        self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
-        self.out, self.producers = fresh.out, fresh.producers
+        if out is not None and self.out is None:
+            do = "give step(out=...) some at the capture"
+            raise CallerError("the window was captured without destinations", got="out", expected="None", do=do)
+        self._repointed(self, recorded, micro_batches, out)
 
     # ---- told by the engine ----
 
@@ -117,32 +113,68 @@ class CapturedWindow:
         self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: float | None = None
     ) -> None:
         """An add was recorded; `weight` where it is a whole micro-batch."""
-        self._keep(slots, gradients, prefix)
-        self._weights = None if weight is None or self._weights is None else [*self._weights, weight]
+        self._added.append(_located(slots, gradients, prefix))
+        self._has_parts = self._has_parts or weight is None
 
     def closed(
-        self, result: StepResult, slots: Sequence[Slot], out: Gradients | None, producers: AbstractSet[ProducerStream]
+        self,
+        result: StepResult,
+        slots: Sequence[Slot],
+        producers: AbstractSet[ProducerStream],
+        out: Gradients | None,
+        destinations: Destinations | None,
     ) -> None:
         """The step was recorded."""
         if out is not None:
-            self._keep(slots, out)
-        self.result, self.out, self.producers = result, out, producers
+            self._handed_back, self._destinations = _located(slots, out), destinations or {}
+        self.result, self.out = result, out
+        self.producers = producers | producers_of(self._destinations.values())
 
     def recorded(self, recorded: Graph) -> None:
         """The kernels have recorded it; they keep what it reads."""
         if self.result is None:
             raise WindowError("nothing was closed inside capture()", expected="add() as often as you like, then step()")
-        recorded.kept += [array for _, array, _ in self._kept]
+        recorded.lent += _arrays(*self._added, self._handed_back)
         self._recorded = recorded
+
+    def point(
+        self,
+        accumulator: PerBlockGradientAccumulator,
+        recorded: Graph,
+        micro_batches: Sequence[Gradients],
+        out: Gradients | None,
+    ) -> None:
+        """Check what `repoint` was given, and have the graph read and write it."""
+        slots, result = accumulator.layout.slots, self.result
+        contributions = accumulator.contributions(micro_batches)
+        destinations = None if out is None else accumulator.destinations.of(out)
+        added = [_located(slots, gradients) for gradients in micro_batches]
+        for number, (now, then) in enumerate(zip(added, self._added, strict=True)):
+            _refuse_other_components(now, then, f"a gradient in micro-batch {number}")
+        handed_back = self._handed_back if out is None else _located(slots, out)
+        _refuse_other_components(handed_back, self._handed_back, "a destination")
+        self._recorded = None  # an interrupted call leaves nothing to be replayed
+        try:
+            with accumulator.arena.in_order():
+                recorded.repoint(contributions, destinations, _arrays(*added, handed_back))
+        except Exception:
+            self._recorded = recorded
+            raise
+        if out is not None and destinations is not None and result is not None:
+            self.out, self._destinations, self.result = out, destinations, result.handed_to(handed_back_to(slots, out))
+        self._added, self._handed_back, self._recorded = added, handed_back, recorded
+        lenders = [contribution.producers for contribution in contributions]
+        self.producers = producers_of(self._destinations.values()).union(*lenders)
 
     # ---- inside ----
 
-    def _keep(self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "") -> None:
-        arrays = zip(slots, in_slot_order(slots, gradients, "the window", prefix), strict=True)
-        self._kept += [(slot.name, array, address_of(array)) for slot, array in arrays if array is not None]
+    def _that_is_recorded(self) -> tuple[Graph, StepResult]:
+        if self._recorded is None or self.result is None:
+            raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
+        return self._recorded, self.result
 
     def _refuse_moved(self) -> None:
-        for name, array, address in self._kept:
+        for name, array, address in chain(*self._added, self._handed_back):
             if isinstance(array, RawBuffer):
                 refuse_freed(array.owner, name)
             if address_of(array) != address:
@@ -199,6 +231,14 @@ class Capture(AbstractContextManager[CapturedWindow]):
             self._end()
 
 
+def graph_of(device: Device) -> Graph:
+    """A graph of this device's, to be recorded; `CallerError` where there are none."""
+    graph = device.graph()
+    if graph is None:
+        raise CallerError("only a GPU's steps can be captured", got=f"device '{device.name}'", expected="a CUDA device")
+    return graph
+
+
 def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
     """Raise `CallerError` where the current stream records a graph and an engine does not, or the other way."""
     if device.is_capturing() != is_recording:
@@ -207,6 +247,28 @@ def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
             if is_recording
             else "the current stream records a graph that this engine knows nothing of",
             do="use this engine's capture(), on the stream of its `with`; discard() where an interrupt left that",
+        )
+
+
+def _located(slots: Sequence[Slot], gradients: Gradients, prefix: str = "") -> _Arrays:
+    """Each array that is there, with its component's name and its address of now."""
+    arrays = zip(slots, in_slot_order(slots, gradients, "the window", prefix), strict=True)
+    return [(slot.name, array, address_of(array)) for slot, array in arrays if array is not None]
+
+
+def _arrays(*located: _Arrays) -> list[Any]:
+    return [array for _, array, _ in chain(*located)]
+
+
+def _refuse_other_components(now: _Arrays, then: _Arrays, what: str) -> None:
+    here, recorded = ([name for name, *_ in arrays] for arrays in (now, then))
+    if here != recorded:
+        name = min(set(here).symmetric_difference(recorded))
+        raise CallerError(
+            f"component '{name}' {'has' if name in here else 'lacks'} {what}, other than at the capture",
+            got=f"{len(here)} components",
+            expected=f"the {len(recorded)} of the capture",
+            do="capture() the window anew",
         )
 
 

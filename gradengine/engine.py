@@ -15,13 +15,13 @@ from gradengine.accumulate.state import Call, Facts, State
 from gradengine.accumulate.window import checked_weight, weighs_nothing
 from gradengine.arguments import as_float, refuse_other_kind, truth_value
 from gradengine.arrays.buffer import Array
-from gradengine.capture import Capture, CapturedWindow, refuse_other_graph
+from gradengine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
 from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
-from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
+from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
 from gradengine.kernels.device import Graph
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
@@ -341,8 +341,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         result = self._result(decided, out, deferred)
         producers = accumulator.producers
         if self._capture is not None:
-            producers = producers | producers_of((destinations or {}).values())
-            self._capture.window.closed(result, self.layout.slots, out, producers)
+            self._capture.window.closed(result, self.layout.slots, producers, out, destinations)
             accumulator.drop_window()
             self._state.now = State.CAPTURED
             return result
@@ -393,18 +392,18 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
 
         Inside the `with`, `add` and `step` are called as ever; nothing runs yet. The gradients' memory and the weights
-        are those of the graph: `replay()` checks the addresses, `repoint()` records it anew with others.
+        are those of the graph: `replay()` checks the addresses, `repoint()` puts others in their place.
 
         Raises:
             CallerError: On the CPU, or with an exchange: there a step waits for other workers.
             WindowError: A window is open, or being captured, or none was closed inside.
         """
-        graph = self._kernels.device.graph()
-        if graph is None:
-            device = self._kernels.device.name
-            raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
+        graph = graph_of(self._kernels.device)
         self._ask_for_graph(Call.CAPTURE)
-        window = CapturedWindow(lambda *given: self._observers.shown(self._whole(self._replay, *given)), self)
+        window = CapturedWindow(
+            lambda *given: self._observers.shown(self._whole(self._replay, *given)),
+            lambda *given: self._whole(self._repoint, *given),
+        )
         return Capture(window, graph, self._begin_capture, self._end_capture)
 
     def state_dict(self) -> dict[str, Array]:
@@ -529,6 +528,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """Raise where no whole step of one worker's can be captured, or replayed."""
         if not self._reducer.is_alone:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+        refuse_other_graph(self._kernels.device, is_recording=self._capture is not None)
         self._state.ask(call, self._facts)
 
     def _facts(self) -> Facts:
@@ -570,8 +570,6 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         names, late, changes = self._group_names, self._late, self._state.changes
         return StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, late)
 
-    # ---- graphs ----
-
     def _begin_capture(self, capture: Capture) -> None:
         self._capture, self._state.now = capture, self._state.ask(Call.CAPTURE, self._facts)
 
@@ -579,10 +577,13 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._capture = None  # the graph is the caller's to drop, and what it keeps alive
         self._reducer.restart()  # nothing of it has run, however it ended
 
+    def _repoint(self, captured: CapturedWindow, *given: Any) -> None:
+        self._ask_for_graph(Call.REPLAY)
+        captured.point(self.accumulator, *given)
+
     def _replay(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""
         self._ask_for_graph(Call.REPLAY)
-        refuse_other_graph(self._kernels.device, is_recording=False)
         self._late.raise_pending()
         step = self.current_step
         with self.accumulator.arena.in_order():

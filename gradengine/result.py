@@ -227,6 +227,10 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         """The same arrays as the result of another step."""
         return replace(self, step=step, _changes=self._accumulator.state.changes)
 
+    def handed_to(self, arrays: Mapping[str, Any]) -> StepResult:
+        """The same step's, handed back to other arrays."""
+        return replace(self, _arrays=arrays)
+
     @property
     def _decision(self) -> Decision:
         """Taking a number of it puts what is read next behind the step, on whatever stream."""

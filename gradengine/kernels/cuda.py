@@ -15,7 +15,7 @@ from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launch import OVERWRITE, Entry, Launches, Table, chunk_for
+from gradengine.kernels.launch import OVERWRITE, Addresses, Entry, Launches, Table, chunk_for, packed
 from gradengine.kernels.operands import Destinations, FoldPass, SlotSet, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
@@ -78,18 +78,13 @@ class CudaKernels(Kernels):
         table = self._table_of(arena, fold.slots)
         partials = _partials(arena) if measure else (_NULL, _NULL)
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
-        is_empty = fold.overwrite.copy()
-        for first in range(0, len(fold.contributions), _SOURCES):
-            addresses = np.zeros((columns, table.entries), np.uint64)
-            for row, contribution in zip(addresses, fold.contributions[first:], strict=False):
-                row[:] = contribution.addresses
-            gets_none = ~addresses.any(axis=0)
-            addresses[0] |= (is_empty & ~gets_none) * np.uint64(OVERWRITE)
-            is_empty &= gets_none  # a target's first gradient need not be among the first four
-            weights = list(fold.weights[first : first + _SOURCES])
+        recorded = self.device.recorded
+        rows = packed(fold, columns) if recorded is None else recorded.addresses_of(fold, columns)
+        for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
+            weights = list(fold.weights[first : first + columns])
             weights += [np.float32(1)] * (columns - len(weights))
             with arena.in_order():
-                self._launches.over(table, f"accumulate_{columns}", arguments, addresses.reshape(-1), weights)
+                self._launches.over(table, f"accumulate_{columns}", arguments, addresses, weights)
         for contribution in fold.contributions:
             if contribution.producers:
                 self.device.give_back(contribution.producers, contribution.views, contribution.sources)
@@ -174,13 +169,15 @@ class CudaKernels(Kernels):
     ) -> None:
         """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
         if isinstance(decision, DeviceDecision):
-            memory = decision.memory
+            memory, where = decision.memory, None
             if destinations is None:
                 work = self._hand_back_in_place(arena, plan, memory)
             else:
                 work = self._hand_back_to(arena, plan, destinations)
+                if self.device.recorded is not None:
+                    where = self.device.recorded.addresses_to(work.where)
             with arena.in_order():
-                self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)))
+                self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)), where)
             return
         there = dict(enumerate(arena.targets)) if destinations is None else destinations
         if decision.skipped:
@@ -272,8 +269,9 @@ class CudaKernels(Kernels):
         remembered: _HandBack = memory.in_place[1]
         return remembered
 
-    def _hand_back(self, work: _HandBack, factors: tuple[Any, ...]) -> None:
-        self._launches.over(work.table, "hand_back", (np.int64(work.table.chunk), *factors), work.where)
+    def _hand_back(self, work: _HandBack, factors: tuple[Any, ...], where: Addresses = None) -> None:
+        where = work.where if where is None else where
+        self._launches.over(work.table, "hand_back", (np.int64(work.table.chunk), *factors), where)
         if work.producers:
             self.device.give_back(work.producers, work.destinations)
 

@@ -6,15 +6,18 @@ import math
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels.device import Device, Graph
+from gradengine.kernels.device import Device
 from gradengine.kernels.events import Events, Kept
+
+if TYPE_CHECKING:
+    from gradengine.kernels.graphs import CudaGraph
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
@@ -34,7 +37,7 @@ class CudaRuntime(Device):
         self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
         with xp.cuda.Device(ordinal):
             self._uploads = xp.cuda.Stream(non_blocking=True)
-        self.recorded: Graph | None = None  # what is being recorded
+        self.recorded: CudaGraph | None = None  # what is being recorded
         self._foreign: dict[Any, Any] = {}  # what graphs that others record read, once, however often they do
         self.events = Events(xp)
         self.kept = Kept(self.events)  # what was dropped while work on it may run
@@ -192,10 +195,18 @@ class CudaRuntime(Device):
             with current:
                 memory = self._empty(array.shape, array.dtype)
             self._uploads.wait_event(current.record())
+            self._fill(memory, array)
+        return memory
+
+    def fill(self, memory: Any, array: npt.NDArray[Any]) -> None:
+        """Copy host values into an uploaded array that no work uses yet, and wait."""
+        self.events.relaxed(self._fill, memory, array)
+
+    def _fill(self, memory: Any, array: npt.NDArray[Any]) -> None:
+        with self.active():
             with self._uploads:
                 memory.set(array)
             self._uploads.synchronize()
-        return memory
 
     def read(self, array: Any, behind: Any) -> npt.NDArray[Any]:
         """A copy on the host of what an array holds behind an event, whatever stream is current; waits."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer, refuse_read_only
 from gradengine.arrays.streams import ProducerStream
+from gradengine.kernels.operands import Contribution, Destinations
 
 
 class Graph(AbstractContextManager["Graph"], ABC):
@@ -19,13 +20,24 @@ class Graph(AbstractContextManager["Graph"], ABC):
 
     Attributes:
         kept: Memory that it reads or writes: it outlives the last run, also where this is dropped before.
+        lent: The callers' arrays among that, in whose place `repoint` puts others.
     """
 
     kept: list[Any]
+    lent: list[Any]
 
     @abstractmethod
     def replay(self) -> None:
         """Queue the work on the current stream."""
+
+    @abstractmethod
+    def repoint(
+        self, contributions: Sequence[Contribution], destinations: Destinations | None, lent: Sequence[Any]
+    ) -> None:
+        """Queue one copy after which replays read these contributions, in the recorded ones' order, and write there.
+
+        Each has gradients for the same components as the recorded one; None leaves the destinations as they are.
+        """
 
 
 class Order(ABC):

@@ -15,19 +15,22 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.kernels.cuda_runtime import CudaRuntime
+from gradengine.kernels.operands import FoldPass
 from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
 _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
 OVERWRITE = 1 << 60
+
+Addresses: TypeAlias = Any  # a NumPy array, to travel with the launch; or one of CuPy's, to be read by it
 
 _TABLES = 256  # remembered: an accumulator needs one for each block; destinations that move make new ones
 _LARGEST_CHUNK = 32768  # elements: 256 threads x 16 units of 8, and the tail of the last wave of blocks stays short
@@ -111,6 +114,19 @@ class Tables:
         return self._upload(array.view(np.uint8)) if array.size else None
 
 
+def packed(fold: FoldPass, columns: int) -> Iterator[npt.NDArray[np.uint64]]:
+    """The addresses of each launch of K1 that a pass takes: a row for each of `columns` micro-batches, flat."""
+    is_empty = fold.overwrite.copy()
+    for first in range(0, len(fold.contributions), columns):
+        addresses = np.zeros((columns, is_empty.size), np.uint64)
+        for row, contribution in zip(addresses, fold.contributions[first:], strict=False):
+            row[:] = contribution.addresses
+        gets_none = ~addresses.any(axis=0)
+        addresses[0] |= (is_empty & ~gets_none) * np.uint64(OVERWRITE)
+        is_empty &= gets_none  # a target's first gradient need not be among the first four
+        yield addresses.reshape(-1)
+
+
 def by_value(
     addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = (), capacities: Mapping[str, int] = CAPACITIES
 ) -> tuple[str, Any] | None:
@@ -167,27 +183,30 @@ class Launches:
         table: Table,
         function: str,
         arguments: tuple[Any, ...],
-        addresses: npt.NDArray[np.uint64],
+        addresses: Addresses,
         weights: Sequence[np.float32] = (),
     ) -> None:
         """Launch a kernel over a table's rows.
 
         `function` is its name without the size of what carries the addresses, `arguments` what stands between the table
-        and these.
+        and these. Addresses that are in device memory are read there.
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
-        size, *carried = by_value(addresses, weights, self._capacities) or self._by_memory(addresses, weights)
-        self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *carried))
+        is_on_host = isinstance(addresses, np.ndarray)
+        carried = by_value(addresses, weights, self._capacities) if is_on_host else None
+        size, *rest = carried or self._by_memory(addresses, weights)
+        self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *rest))
         self._device.used(table.uses, table.born)
 
     def finalise(self, arguments: tuple[Any, ...]) -> None:
         """Launch K2: one thread block."""
         self._run("finalise", 1, _FINALISE_THREADS, arguments)
 
-    def _by_memory(self, addresses: npt.NDArray[np.uint64], weights: Sequence[np.float32]) -> tuple[Any, ...]:
+    def _by_memory(self, addresses: Addresses, weights: Sequence[np.float32]) -> tuple[Any, ...]:
         carried = [np.array([(weights,)], [("weight", "<f4", (len(weights),))])] if weights else []
-        return "table", *carried, self._device.sent(addresses)
+        there = self._device.sent(addresses) if isinstance(addresses, np.ndarray) else addresses
+        return "table", *carried, there
 
     def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         self._device.keep(*[one for one in arguments if isinstance(one, self._device.xp.ndarray)])
