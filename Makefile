@@ -42,7 +42,7 @@ REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) 
 ONE_MODE := --deselect tests/test_real_cupy.py::TestMemory::test_streams_that_are_gone_leave_room
 .PHONY: ci matrix fuzz update environments demo test test-interop test-mpi test-wire-js test-package test-lowest test-newest check compile-check \
     kernel-table real-cupy real-cupy-lazy real-cupy-eager real-cupy-own-streams real-cupy-streams-per-thread \
-    gpu-check-small bench gpu-check clean
+    gpu-check-small host-time bench gpu-check clean
 
 ci:  ## what must pass before anything lands, in about ten minutes; a table at the end
 	.ci/run
@@ -104,6 +104,9 @@ real-cupy-streams-per-thread: $(VENV)-cuda13/real_cupy/built
 
 gpu-check-small: $(VENV)-cuda12/real_cupy/built  ## what `make gpu-check` runs, at small sizes, on CuPy itself without a GPU
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --out out/gpu-check-small
+
+host-time: $(VENV)-cuda13/real_cupy/built $(VENV)/interop  ## what our calls cost the host, on CuPy itself without a GPU, and torch's
+	PYTHONPATH=tests:. $(VENV)-cuda13/bin/python bench/host_time.py --torch $(BIN)/python $(ARGS)
 
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)

@@ -77,6 +77,11 @@ def finish_all() -> None:
     DRIVER.gpuless_finish_all()
 
 
+def be_idle() -> None:
+    """Run no kernel from now on, and note nothing: what a call takes then is the host's own time."""
+    DRIVER.gpuless_idle()
+
+
 @contextlib.contextmanager
 def expected_faults() -> Iterator[list[str]]:
     """Within it, faults are meant; they are in the list afterwards."""

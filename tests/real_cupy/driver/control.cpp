@@ -18,6 +18,7 @@ void gpuless_set(int order, unsigned seed, int devices, size_t memory, int guard
 
 void gpuless_run_kernels_by(Runner given) { runner() = given; }
 void gpuless_tell(Listener given) { listener() = given; }
+void gpuless_idle() { settings().idle = true, listener() = nullptr; }
 void gpuless_tell_of_memory(void (*born)(size_t, size_t), void (*dead)(size_t)) {
   Turn turn;
   listen_to_memory({born, dead});

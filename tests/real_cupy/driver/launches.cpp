@@ -92,6 +92,7 @@ Function* function_of(CUfunction handle) {
 }
 
 Error launch(Function* function, const Launch& how, Stream* stream, void** arguments) {
+  if (settings().idle) return cudaSuccess;
   const std::string name = function->entry.name;
   const int device = current_device();
   if (!stream || stream->device != device || function->module->device != device) {

@@ -22,6 +22,7 @@ struct Settings {
   int capability = 90;
   size_t memory = size_t(8) << 30;  // of each device, in bytes
   bool guard = false;               // device memory is closed to the host: a read there is a fault
+  bool idle = false;                // kernels are not run, and nobody is told: what is left is the host's time
 };
 
 inline Settings& settings() {
