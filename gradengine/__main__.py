@@ -25,6 +25,7 @@ After pip install 'gradengine[cli]':
 """
 
 _INTERRUPTED = 130  # as shells say it of Ctrl-C
+_ENDED = {_INTERRUPTED: "interrupted", 143: "terminated"}
 
 
 def main() -> None:
@@ -52,8 +53,8 @@ def main() -> None:
     except KeyboardInterrupt:
         _end(_INTERRUPTED, "interrupted")
     except SystemExit as end:
-        if end.code == _INTERRUPTED:  # typer's, for a KeyboardInterrupt
-            _end(_INTERRUPTED, "interrupted")
+        if end.code in _ENDED:  # typer's, for a KeyboardInterrupt; or of SIGTERM
+            _end(end.code, _ENDED[end.code])
         raise
 
 

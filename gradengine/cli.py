@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -16,6 +17,8 @@ from gradengine.exchange import GradientServer
 from gradengine.exchange.environment import read_token, token_in
 from gradengine.options import flag
 from gradengine.plan.command import plan
+
+_TERMINATED = 143  # as shells say it of SIGTERM
 
 app = typer.Typer(
     help="The step between backward() and optimizer.step(): accumulate, exchange, check, clip, hand back.",
@@ -47,19 +50,29 @@ def serve(
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else $GRADENGINE_TOKEN.")] = None,
     job: Annotated[str | None, typer.Option(help="Name of the run; else as its first rank names it.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that workers wait while nothing moves.")] = 300.0,
-    join_timeout: Annotated[float, typer.Option(help="Seconds that the first worker waits for the others.")] = 60.0,
+    join_timeout: Annotated[float, typer.Option(help="Seconds for all workers to come.")] = 60.0,
 ) -> None:
     """Serve one group of workers: sum their gradients, until all have come and gone.
 
     Prints the url for `gradengine.connect(url, ..., served=True)`, alone in its line. Every rank connects, rank 0 too.
+    Ends with 0 if all said that they left, with 1 if one was lost or did not come, at SIGTERM with 143: all are told.
     """
     address = (host, port) if unix is None else str(unix.absolute())
-    with GradientServer(
-        world_size, address, token=_token(token_file), job=job, timeout=timeout, join_timeout=join_timeout
-    ) as server:
-        typer.echo(server.url)
-        server.serve()
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with GradientServer(
+            world_size, address, token=_token(token_file), job=job, timeout=timeout, join_timeout=join_timeout
+        ) as server:
+            typer.echo(server.url)
+            server.serve()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     typer.echo(f"all {world_size} workers have come and gone", err=True)
+
+
+def _terminate(*_: object) -> NoReturn:
+    """End as at Ctrl-C: workers are told, and a socket's file is removed."""
+    raise SystemExit(_TERMINATED)
 
 
 def _token(path: Path | None) -> str | None:

@@ -11,6 +11,8 @@ from gradengine.exchange.wire import (
     expect_payload,
 )
 
+TOKEN = "a secret of all ranks"
+
 
 class Channel:
     """Messages over a connected socket, which it owns."""

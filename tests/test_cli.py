@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_exchange_mesh import call, told_by
 from transports import SOON
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ import gradengine
 from gradengine import GradientEngine, GradientLayout, WorkerClient
 from gradengine.__main__ import main
 from gradengine.cli import app
-from gradengine.errors import HandshakeRefused
+from gradengine.errors import HandshakeRefused, PeerLost
 from gradengine.exchange import Progress
 
 SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--learning-rate", "0.03"]
@@ -484,12 +485,12 @@ def test_serve_without_a_job_s_name_serves_its_first_rank_s_job(tmp_path, monkey
 
 @pytest.mark.parametrize("given", ["file", "environment"])
 def test_serve_takes_its_token_from_a_file_or_the_environment(tmp_path, given):
-    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").write_text("a secret of all ranks\n")
     by_file = ["--token-file", "token"] if given == "file" else []
     process, url = start_server(
-        tmp_path, "--world-size", "2", *by_file, token="secret" if given == "environment" else None
+        tmp_path, "--world-size", "2", *by_file, token="a secret of all ranks" if given == "environment" else None
     )
-    assert sums_of_two(url, "secret") == [[1.5] * 3] * 2
+    assert sums_of_two(url, "a secret of all ranks") == [[1.5] * 3] * 2
     process.communicate(timeout=2 * SOON)
     assert process.returncode == 0
 
@@ -506,6 +507,74 @@ def test_an_empty_or_missing_token_file_is_said_so(monkeypatch, capsys, tmp_path
     for name, expected in (("empty", "there is no token in"), ("none", "cannot read the token from")):
         code, error = fails(monkeypatch, capsys, "serve", "--world-size", 2, "--token-file", tmp_path / name)
         assert (code, expected in error) == (2, True)
+
+
+WORKER = """
+import os, sys
+import numpy as np
+from gradengine import GradientEngine, GradientLayout, WorkerClient
+
+host, port = sys.argv[1].removeprefix("tcp://").split(":")
+exchange = WorkerClient((host, int(port)), int(sys.argv[2]), 2)
+engine = GradientEngine(GradientLayout.of({"w": (3,)}), max_norm=None, exchange=exchange)
+engine.add({"w": np.ones(3, np.float32)})
+engine.step()
+print("stepped", flush=True)
+if sys.stdin.readline() == "killed\\n":
+    os.kill(os.getpid(), 9)
+"""
+
+
+def two_workers_that_end(tmp_path, url, *ends):
+    """Two processes that step once, and then end in these ways."""
+    command = [sys.executable, "-c", WORKER, url]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            cwd=tmp_path,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [worker.stdout.readline() for worker in workers] == ["stepped\n"] * 2
+    for worker, end in zip(workers, ends, strict=True):
+        worker.communicate(f"{end}\n", timeout=2 * SOON)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize(
+    ("ends", "code", "says"),
+    [
+        (("unclosed", "unclosed"), 0, "all 2 workers have come and gone\n"),
+        (("unclosed", "killed"), 1, "gradengine: rank 1 is gone: its connection has ended; reconnect on all ranks\n"),
+        (("killed", "unclosed"), 1, "gradengine: rank 0 is gone: its connection has ended; reconnect on all ranks\n"),
+    ],
+)
+def test_serve_says_which_worker_was_killed_also_between_steps(tmp_path, ends, code, says):
+    """One whose script just ends, without closing its exchange, has left."""
+    process, url = start_server(tmp_path, "--world-size", "2")
+    two_workers_that_end(tmp_path, url, *ends)
+    assert (process.communicate(timeout=2 * SOON)[1], process.returncode) == (says, code)
+
+
+def test_serve_ends_where_nobody_comes(tmp_path):
+    process, _ = start_server(tmp_path, "--world-size", "1", "--join-timeout", "0.1")
+    _, error = process.communicate(timeout=2 * SOON)
+    told = "gradengine: the server waits for ranks that have not joined: 0: got 0.1 s; start all ranks\n"
+    assert (error, process.returncode) == (told, 1)
+
+
+def test_serve_that_is_terminated_tells_its_workers_and_removes_its_socket(tmp_path):
+    process, url = start_server(tmp_path, "--world-size", "2", "--unix", "socket")
+    first = call(address_of(url), 0, 2, token=None, called=2)
+    process.terminate()
+    assert told_by(first) == (PeerLost, "the server was closed; reconnect on all ranks")
+    assert process.communicate(timeout=2 * SOON)[1] == "gradengine: terminated\n"
+    assert process.returncode == 143
+    assert not (tmp_path / "socket").exists()
 
 
 def test_serve_stops_at_ctrl_c(tmp_path):

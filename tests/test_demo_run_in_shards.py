@@ -236,11 +236,11 @@ def test_a_failed_shard_of_one_worker_ends_the_other_worker_over_tcp(monkeypatch
             raise ZeroDivisionError("of rank 1")
 
     def first():
-        worker.train_at(SETTINGS, TEXTS, 0, ["tcp://127.0.0.1:0"] * 2, "secret", listening)
+        worker.train_at(SETTINGS, TEXTS, 0, ["tcp://127.0.0.1:0"] * 2, "a secret of all ranks", listening)
 
     def second():
         assert doors.wait(SOON)
-        worker.train_at(SETTINGS, TEXTS, 1, urls, "secret", stepping)
+        worker.train_at(SETTINGS, TEXTS, 1, urls, "a secret of all ranks", stepping)
 
     begin = time.monotonic()
     failures = outcomes(lambda work: work(), [first, second])
@@ -256,7 +256,7 @@ def test_a_port_that_is_taken_is_said_before_any_door_is_named():
         port = blocking.address[1]
         urls = ["tcp://127.0.0.1:0", f"tcp://127.0.0.1:{port}"]
         with pytest.raises(CallerError, match=f"cannot listen at 127.0.0.1:{port}"):
-            worker.train_at(SETTINGS, TEXTS, 0, urls, "secret", reports.append)
+            worker.train_at(SETTINGS, TEXTS, 0, urls, "a secret of all ranks", reports.append)
     assert reports == []
 
 

@@ -398,7 +398,7 @@ def test_rank_0_hosts_and_the_others_come_in_any_order():
     def work(rank):
         if rank == 0:
             hosting.wait()
-        exchange = connect(url, rank, 3, token="t", join_timeout=SOON)
+        exchange = connect(url, rank, 3, token="a secret of all ranks", join_timeout=SOON)
         if rank == 2:
             threading.Timer(0.1, hosting.set).start()  # the workers are trying by then
         worker = Worker(exchange, SMALL, data[rank])

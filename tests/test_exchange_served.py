@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 import strategies as draw
-from channel import knock
+from channel import TOKEN, knock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exchange_mesh import RUBBISH, call, told_by
@@ -51,6 +51,7 @@ class Served:
         self._options = {"timeout": SOON, "bucket_bytes": BUCKET, "most_bytes": 1 << 40} | options
         self._clock = {} if clock is None else {"clock": clock}
         self._join_timeout = self._options.pop("join_timeout", SOON)
+        self._gives_up = self._options.pop("gives_up", lambda _: False)
         self.listener = Listener(address, token)
         self.link, self.hub, self.failure, self._is_closing = None, None, None, False
         self.is_serving = threading.Event()
@@ -61,7 +62,7 @@ class Served:
         try:
             self.link = link_to_ranks(
                 self.listener, self.world_size, token=self._token, job=self._job, timeout=self._join_timeout,
-                is_closing=self.is_closing, **self._clock,
+                is_closing=self.is_closing, gives_up=self._gives_up, **self._clock,
             )  # fmt: skip
             self.hub = Hub(self.link, **self._options, **self._clock)
             self.is_serving.set()
@@ -222,7 +223,7 @@ def test_a_servers_memory_is_that_of_the_shares_in_flight():
 
 
 def test_strangers_do_no_harm_and_delay_nobody():
-    with served(token="secret") as server, contextlib.ExitStack() as stack:
+    with served(token=TOKEN) as server, contextlib.ExitStack() as stack:
         for says in RUBBISH:
             stranger = stack.enter_context(contextlib.closing(knock(server.listener.address)))
             with contextlib.suppress(PeerLost):
@@ -236,12 +237,15 @@ def test_strangers_do_no_harm_and_delay_nobody():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"token": "wrong"}, "the server refuses: rank 1 has another token; start all with the same token="),
+        (
+            {"token": "a secret of others"},
+            "the server refuses: rank 1 has another token; start all with the same token=",
+        ),
         ({"job": "run 2"}, "the server refuses: rank 1 belongs to another job: got job='run 2', expected job='run 1'"),
     ],
 )
 def test_who_does_not_belong_is_refused_and_the_group_goes_on(options, says):
-    with served(token="secret", job="run 1") as server:
+    with served(token=TOKEN, job="run 1") as server:
         stray = server.meeting(1, **options)
         with pytest.raises(HandshakeRefused, match=says):
             stray.link(SOON)
@@ -297,6 +301,38 @@ def test_ranks_that_never_come_are_named_to_all_that_did():
         assert kind is PeerLost
         assert "the server waits for ranks that have not joined: 0, 2: got 60 s; start all ranks" in why
         assert str(server.end()).startswith("the server waits for ranks that have not joined: 0, 2")
+
+
+def test_a_server_that_is_waited_for_gives_up_where_nobody_comes_or_stays():
+    """Its time begins again where the last rank that was there is gone."""
+    now, asked = [0.0], []
+
+    def gives_up(since):
+        asked.append(since)
+        return now[0] - since > 60
+
+    with served(2, clock=lambda: now[0], gives_up=gives_up, join_timeout=60) as server:
+        channel = call(server.listener.address, 1, 2, token=None, called=2)
+        now[0] = 50.0
+        channel.close()
+        while 50.0 not in asked:
+            threading.Event().wait(0.001)
+        now[0] = 100.0
+        call(server.listener.address, 1, 2, token=None, called=2).close()
+        while 100.0 not in asked:
+            threading.Event().wait(0.001)
+        now[0] = 161.0
+        assert str(server.end()) == "the server waits for ranks that have not joined: 0, 1: got 60 s; start all ranks"
+
+
+def test_a_server_to_which_nobody_comes_says_who_was_refused():
+    now = [0.0]
+    with served(2, token=TOKEN, clock=lambda: now[0], gives_up=lambda _: now[0] > 60, join_timeout=60) as server:
+        with pytest.raises(HandshakeRefused, match="another token"):
+            server.meeting(1, token="a secret of others").link(SOON)
+        now[0] = 61.0
+        refused = "(last refused here: rank 1 has another token; start all with the same token=)"
+        assert str(server.end()).endswith(f"have not joined: 0, 1: got 60 s; start all ranks {refused}")
 
 
 def test_a_rank_whose_server_is_not_there_says_so():

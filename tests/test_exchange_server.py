@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 
 import numpy as np
 import pytest
+from channel import TOKEN
 from interrupts import interrupted_at, places_of
 from test_exchange_mesh import call, told_by
 from transports import (
@@ -70,8 +72,8 @@ def test_address_beyond_loopback_needs_a_token(address, token):
 
 
 def test_address_beyond_loopback_with_a_token():
-    with GradientServer(1, ("0.0.0.0", 0), token="secret") as server:
-        worker = Worker(WorkerClient(("127.0.0.1", server.address[1]), 0, 1, token="secret"), SMALL, EMPTY)
+    with GradientServer(1, ("0.0.0.0", 0), token=TOKEN) as server:
+        worker = Worker(WorkerClient(("127.0.0.1", server.address[1]), 0, 1, token=TOKEN), SMALL, EMPTY)
         worker.bind()
         worker.exchange.close()
 
@@ -167,6 +169,17 @@ def test_serve_raises_where_not_all_come():
         for error in outcomes(lambda each: each(), [server.serve, worker.bind]):
             assert isinstance(error, PeerLost)
             assert "the server waits for ranks that have not joined: 1: got 0.3 s; start all ranks" in str(error)
+
+
+def test_serve_raises_where_nobody_comes_and_the_server_waits_on():
+    with GradientServer(2, join_timeout=0.01) as server:
+        told = "the server waits for ranks that have not joined: 0, 1: got 0.01 s; start all ranks"
+        with pytest.raises(PeerLost, match=told):
+            server.serve()
+        assert server._waits_since == math.inf
+    with GradientServer(1, join_timeout=0.01) as server:
+        step_of_all(server, 1)
+        server.serve()  # at once: a group has come and gone, however long ago
 
 
 def test_a_rank_that_comes_to_a_group_that_is_there_says_that_one_is_served_at_a_time():

@@ -71,6 +71,7 @@ ORDER = [
     "exchange.environment",
     "exchange.rendezvous",
     "exchange.addresses",
+    "exchange.reach",
     "exchange.links.link",
     "exchange.links.threads",
     "exchange.links.mpi",

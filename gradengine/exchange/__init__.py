@@ -4,8 +4,9 @@ In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena 
 the exchange, over threads, sockets or MPI: `links/` moves bytes between any two ranks, `gather.py` small data over
 them, and `comparison.py` what must be alike; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its
 owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets, and chooses their link; `listener.py` is
-where they call, `torch_group.py` how the ranks of a process group of torch find that. In a group with a server,
-`server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout` and `kernels`.
+where they call, `reach.py` at which addresses, `torch_group.py` how the ranks of a process group of torch find that. In
+a group with a server, `server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout` and
+`kernels`.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def connect(
             a Unix socket on one host, else a port of the first one.
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
-        token: A secret that all workers share; required unless the host is loopback. None: that of GRADENGINE_TOKEN, or
-            in the file that GRADENGINE_TOKEN_FILE names.
+        token: A secret that all workers share, of at least 16 characters; required unless the host is loopback. None:
+            that of GRADENGINE_TOKEN, or in the file that GRADENGINE_TOKEN_FILE names.
         job: The name of this run, the same on all ranks, which keeps two runs with one address apart. None: the job
             of GRADENGINE_JOB, or that the launcher names (torchrun --rdzv-id, Open MPI's mpirun, Slurm, PBS, LSF).
             "": none.
@@ -94,9 +95,9 @@ def connect(
             served.
 
     Raises:
-        CallerError: A bad URL, rank or job, an address beyond loopback without a token, or rank 0 cannot listen there;
-            or what was not given no variable of the environment says; or what was given contradicts the communicator
-            or process group, or is not needed with it.
+        CallerError: A bad URL, rank, job or token, no token beyond loopback, or rank 0 cannot listen there; or what was
+            not given no variable of the environment says; or what was given contradicts the communicator or process
+            group, or is not needed with it.
         DeviceUnavailable: There is no mpi4py here, or no MPI library that it can load; or no shared memory for the link
             that is asked for.
         PeerLost: Not all ranks of the communicator or the process group called this in time.

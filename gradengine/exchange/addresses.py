@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
-from gradengine.arguments import as_index, refuse_other_kind, said
+from gradengine.arguments import as_index, said
 from gradengine.errors import CallerError
 from gradengine.exchange.rendezvous import LOOPBACK
 
@@ -27,12 +27,6 @@ def checked_address(address: Address) -> Address:
         if port is not None and 0 <= port < 1 << 16:
             return address[0], port
     raise CallerError("not a valid address", got=said(address), expected="(host, port) or the path of a Unix socket")
-
-
-def refuse_bad_token(token: str | None) -> None:
-    """Raise `CallerError` unless the token is text or None."""
-    if token is not None:
-        refuse_other_kind("token", token, str)
 
 
 def refuse_public_address(address: Address, token: str | None) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 
 from gradengine.arguments import MOST_RANKS, whole_number
 from gradengine.errors import CallerError
-from gradengine.exchange.handshake import refuse_bad_job
+from gradengine.exchange.handshake import refuse_bad_job, refuse_bad_token
 
 JOBS = (
     "GRADENGINE_JOB",
@@ -131,7 +131,7 @@ def read_token(environment: Mapping[str, str]) -> Fact | None:
     """The group's secret, of GRADENGINE_TOKEN or of the file that GRADENGINE_TOKEN_FILE names; None without.
 
     Raises:
-        CallerError: The file cannot be read, or both are there and differ.
+        CallerError: The file cannot be read, the token is too short, or both are there and differ.
     """
     found = []
     if value := environment.get("GRADENGINE_TOKEN"):
@@ -140,6 +140,8 @@ def read_token(environment: Mapping[str, str]) -> Fact | None:
         found.append(Fact(token_in(path, " (of GRADENGINE_TOKEN_FILE)"), "GRADENGINE_TOKEN_FILE"))
     if len({fact.value for fact in found}) > 1:
         raise CallerError("GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE say two different tokens", do="unset one of them")
+    for value, source in found[:1]:
+        refuse_bad_token(value, f"the token of {source}")
     return found[0] if found else None
 
 

@@ -12,7 +12,7 @@ import secrets
 
 import msgpack
 
-from gradengine.arguments import said
+from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import (
     CallerError,
     DeadlineExceeded,
@@ -24,6 +24,7 @@ from gradengine.errors import (
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Hello
 
 MAX_JOB_CHARACTERS = 256
+LEAST_TOKEN_CHARACTERS = 16
 
 
 def new_nonce() -> bytes:
@@ -53,6 +54,23 @@ def check_hello(hello: Hello, world_size: int) -> None:
         )
     if not hello.rank < world_size:
         raise HandshakeRefused("rank is out of range", got=hello.rank, expected=f"0..{world_size - 1}")
+
+
+def refuse_bad_token(token: str | None, source: str = "token") -> None:
+    """Raise `CallerError` unless the token is None, empty (there is none), or text that is not guessed.
+
+    Whoever hears a proof can compare it with those of any number of tokens; only the length makes that hopeless.
+    """
+    if token is None:
+        return
+    refuse_other_kind(source, token, str)
+    if token and len(token.strip()) < LEAST_TOKEN_CHARACTERS:
+        raise CallerError(
+            f"{source} is too short: whoever hears a proof of it could try all such tokens",
+            got=f"{len(token.strip())} characters",
+            expected=f"at least {LEAST_TOKEN_CHARACTERS}",
+            do="make one with `openssl rand -hex 16`, the same for all ranks",
+        )
 
 
 def refuse_bad_job(job: str, source: str = "this") -> None:

@@ -189,7 +189,10 @@ class Hub(NotCopied, instead="make one for each group"):
             return False
         if self._all_reduce is None:
             raise PeerLost("all ranks left before they had been compared", do="see what they say")
-        return not (self._is_gathering or self._is_summing)
+        if self._is_gathering or self._is_summing:
+            return False  # as the next turn finds
+        self._link.refuse_unsaid()
+        return True
 
     # ---- who is late ----
 

@@ -76,6 +76,8 @@ class Line:
         if isinstance(message, kind):
             return message, payload
         text = payload.decode(errors="replace")
+        # A stranger may say this, and one line of it is not to look like several, of which others are somebody else's.
+        text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
         if isinstance(message, Abort):
             raise error_told(message.error, text)
         raise HandshakeRefused(f"{self.who} refuses: {text}")

@@ -15,9 +15,9 @@ from gradengine.exchange.addresses import (
     Address,
     checked_address,
     listen_socket,
-    refuse_bad_token,
     refuse_public_address,
 )
+from gradengine.exchange.handshake import refuse_bad_token
 from gradengine.exchange.links.sockets import close_in_children
 
 _PREFIX = "\0gradengine-"

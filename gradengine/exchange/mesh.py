@@ -37,7 +37,6 @@ from gradengine.exchange.addresses import (
     Address,
     checked_address,
     connect_once,
-    refuse_bad_token,
     shown,
     url_of,
 )
@@ -47,6 +46,7 @@ from gradengine.exchange.handshake import (
     new_nonce,
     proof,
     refuse_bad_job,
+    refuse_bad_token,
     refuse_other_job,
     refuse_other_proof,
 )
@@ -55,9 +55,9 @@ from gradengine.exchange.line import Line
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
-from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES, address_of
+from gradengine.exchange.reach import address_told, addresses_of, own_host, refuse_out_of_reach
+from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
-from gradengine.unpacking import unpack
 
 T = TypeVar("T")
 
@@ -66,7 +66,6 @@ _STRANGERS = 64  # that may be connected at a time, besides one for each rank; t
 _GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.1  # until a server that waits looks whether it is to end
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
-_EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is beside rank 0)
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -183,6 +182,7 @@ def link_to_ranks(
     job: str | None,
     timeout: float,
     is_closing: Callable[[], bool],
+    gives_up: Callable[[float], bool] = lambda _: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> SocketLink:
     """A server's link to the ranks of its next group; returns when all are there.
@@ -192,8 +192,9 @@ def link_to_ranks(
         world_size: Ranks in the group.
         token: The group's secret.
         job: The job's name; None for that of the first rank that comes.
-        timeout: Seconds that the first rank waits for the others; there is no limit to the wait for it.
+        timeout: Seconds that the first rank waits for the others.
         is_closing: Looked at while ranks are waited for: whether the server ends.
+        gives_up: Looked at while nobody is there, with the time since when: whether the wait for the first rank ends.
         clock: What seconds are counted by.
 
     Raises:
@@ -201,7 +202,7 @@ def link_to_ranks(
         HandshakeRefused: A rank with the token has another world size.
     """
     joining = _Joining(world_size, world_size, token, job, timeout, clock)
-    joining.is_closing = is_closing
+    joining.is_closing, joining.gives_up = is_closing, gives_up
     return joining.link(partial(joining.host, listener))
 
 
@@ -224,6 +225,7 @@ class _Joining:
         self._is_server = rank == world_size
         self._who = "the server" if self._is_server else f"rank {rank}"
         self.is_closing: Callable[[], bool] = lambda: False
+        self.gives_up: Callable[[float], bool] = lambda _: False
         self._begin()
         self._group = b""  # while ranks meet at rank 0
         self._way = "", ""  # this rank's host and rank 0's, as a connection over TCP has them
@@ -238,8 +240,8 @@ class _Joining:
 
     def _begin(self) -> None:
         """Nobody is there yet; a server waits without a deadline, and may be of any job."""
-        self._job = self._given_job
-        self._deadline = math.inf if self._is_server else self._clock() + self._timeout
+        self._job, self._began = self._given_job, self._clock()
+        self._deadline = math.inf if self._is_server else self._began + self._timeout
 
     def link(self, join: Callable[[], None]) -> SocketLink:
         """The link over the lines that `join` makes."""
@@ -265,7 +267,7 @@ class _Joining:
         try:
             self._accept(listener, lambda: [rank for rank in others if rank not in met])
             urls = [self._urls[rank] for rank in sorted(self._urls)]  # at a server nobody says any
-            _refuse_out_of_reach(urls)
+            refuse_out_of_reach(urls)
             self._link = self._best_link()
         except ExchangeError as failure:
             for line in self.lines.values():
@@ -308,7 +310,8 @@ class _Joining:
             try:
                 return attempt()
             except OSError as fault:
-                self._refuse_full(fault)
+                if fault.errno in _FULL:
+                    raise self._full(fault) from None
                 reason = fault.strerror or str(fault)
             if self._left() < RETRY_SECONDS:
                 what = f"{self._who} has not {self._has_not} ({reason})"
@@ -319,13 +322,13 @@ class _Joining:
         """Call rank 0, listen, and wait for the others' addresses."""
         try:
             line = self._call(0, address)
-            own = f"{address}.{self._rank}" if isinstance(address, str) else (_own_host(address[0], self._way[0]), 0)
+            own = f"{address}.{self._rank}" if isinstance(address, str) else (own_host(address[0], self._way[0]), 0)
             listener = self._listener = Listener(own, self._token, is_beside=line.is_local)
             line.say(Listening(url_of(listener.address)))
             self._has_not = "heard from rank 0 that all have joined"
             members, packed = line.expect(Members)
             self._group, self._link = members.group, _chosen(members.link, self._link, self._rank)
-            addresses = _addresses(packed, self._world_size - 1, self._way[1])
+            addresses = addresses_of(packed, self._world_size - 1, self._way[1])
         except BaseException:
             if self._listener is not None:
                 self._listener.close()
@@ -394,7 +397,7 @@ class _Joining:
         while ranks := missing():
             if self.is_closing():
                 raise PeerLost("the server was closed", do="reconnect on all ranks")
-            if self._left() <= 0:
+            if self._left() <= 0 or (not self.lines and self.gives_up(self._began)):
                 raise self._late(ranks)
             for key, _ in self._selector.select(min(self._left(), _LOOK_SECONDS if self._is_server else math.inf)):
                 if not isinstance(key.data, Line):
@@ -408,21 +411,28 @@ class _Joining:
         try:
             connection, _ = listener.accept()
         except OSError as fault:  # for most reasons the caller's: it is gone again
-            if not self._strangers:
-                self._refuse_full(fault)
-            elif fault.errno in _FULL:
-                self._drop(self._strangers[0])
+            self._make_room(fault)
             return
         try:
             line = Line(connection, "whoever calls")
             line.beside = "" if line.is_local else beside
-            self._strangers.append(line)
             self._selector.register(connection, selectors.EVENT_READ, line)
-        except BaseException:
+            self._strangers.append(line)
+        except BaseException as fault:
             connection.close()
-            raise
+            if not isinstance(fault, OSError):
+                raise
+            self._make_room(fault)
         if len(self._strangers) > _STRANGERS + self._world_size:
             self._drop(self._strangers[0])
+
+    def _make_room(self, fault: OSError) -> None:
+        """Where there can be no more sockets, drop the first stranger; or wait a moment for others to have fewer."""
+        if fault.errno in _FULL and self._strangers:
+            self._drop(self._strangers[0])
+        elif fault.errno in _FULL:
+            self._refused = self._full(fault)
+            time.sleep(RETRY_SECONDS)
 
     def _hear(self, line: Line) -> None:
         """Answer a line's next message, if it is whole."""
@@ -444,7 +454,7 @@ class _Joining:
         elif isinstance(message, Proof):
             self._admit(line, line.hello, message)
         elif isinstance(message, Listening):
-            _address(message.url)
+            address_told(message.url)
             self._urls[line.hello.rank], line.awaited = message.url, ()
 
     def _admit(self, line: Line, hello: Hello, given: Proof) -> None:
@@ -461,6 +471,8 @@ class _Joining:
         except HandshakeRefused as refusal:
             self._failure = refusal
             raise
+        if self._group and hello.rank > self._rank and _has_gone(self.lines.get(hello.rank)):
+            self.lines.pop(hello.rank).socket.close()  # it was let in, and has not heard so
         if hello.rank == self._rank or hello.rank in self.lines:
             raise HandshakeRefused(f"{line.who} has joined already", do="give each process its own rank")
         if self._is_server and not self.lines:
@@ -487,11 +499,10 @@ class _Joining:
 
     # ---- both ----
 
-    def _refuse_full(self, fault: OSError) -> None:
-        """Raise `ExchangeError` where this process, or its system, can have no more sockets."""
-        if fault.errno in _FULL:
-            what = f"{self._who} can have no more connections ({fault.strerror})"
-            raise ExchangeError(what, do="raise the limit: ulimit -n") from None
+    def _full(self, fault: OSError) -> ExchangeError:
+        """The error where this process, or its system, can have no more sockets."""
+        what = f"{self._who} can have no more connections ({fault.strerror})"
+        return ExchangeError(what, do="raise the limit: ulimit -n")
 
     def _best_link(self) -> str:
         """The link of all ranks, as they are connected with this one: the one that was asked for, or the best.
@@ -524,19 +535,21 @@ class _Joining:
         return PeerLost(what, got=f"{self._timeout:g} s", do=do)
 
 
+def _has_gone(line: Line | None) -> bool:
+    """Whether a line that does not wait has ended, and nothing more is to be received of it."""
+    if line is None:
+        return False
+    try:
+        return not line.socket.recv(1, socket.MSG_PEEK)
+    except OSError as fault:
+        return not isinstance(fault, BlockingIOError)
+
+
 def _refuse_long_path(path: str) -> None:
     """Raise `CallerError` for a path of the last rank that a Unix socket cannot have: on all ranks alike."""
     if len(os.fsencode(path)) > MOST_PATH_BYTES:
         what, do = f"the path is too long for a Unix socket of each rank: {path}", "choose a shorter one"
         raise CallerError(what, got=f"{len(os.fsencode(path))} bytes", expected=f"at most {MOST_PATH_BYTES}", do=do)
-
-
-def _address(url: object) -> Address:
-    """Where a rank says that it listens."""
-    try:
-        return address_of(url)
-    except CallerError as fault:
-        raise ProtocolError("a rank listens at what is no address", got=fault.got) from None
 
 
 def _refuse_other_link(link: str | None, address: Address) -> None:
@@ -557,37 +570,3 @@ def _chosen(link: str, own: str | None, rank: int) -> str:
         what = f"rank {rank} was given another link than the group's"
         raise HandshakeRefused(what, got=repr(own), expected=repr(link), do="pass the same link on all ranks")
     return link
-
-
-def _own_host(called: str, host: str) -> str:
-    """Where a rank listens that has called rank 0: at the address from which it did.
-
-    Everywhere, where a name that may be known to other machines is this one's own loopback, as Debian's /etc/hosts has
-    it: this rank is beside rank 0, and whoever else is not finds it at rank 0's address.
-    """
-    if not _is_loopback(host) or _is_loopback(called):
-        return host
-    return "::" if ":" in host else "0.0.0.0"  # noqa: S104  (beyond loopback a listener has a token)
-
-
-def _addresses(packed: bytes, count: int, host_of_rank_0: str) -> list[Address]:
-    urls = unpack(packed, "the list of ranks")
-    if not isinstance(urls, list) or len(urls) != count:
-        raise ProtocolError("rank 0 sent a list of ranks that cannot be", got=urls, expected=f"{count} URLs")
-    addresses = [_address(url) for url in urls]
-    return [(host_of_rank_0, int(each[1])) if each[0] in _EVERYWHERE else each for each in addresses]
-
-
-def _is_loopback(host: str) -> bool:
-    return host in LOOPBACK or host.startswith("127.")
-
-
-def _refuse_out_of_reach(urls: list[str]) -> None:
-    """Raise `HandshakeRefused` if some ranks, not all, came by loopback: those on other machines cannot reach them."""
-    hosts = {rank: address[0] for rank, url in enumerate(urls, 1) if not isinstance(address := _address(url), str)}
-    near = [rank for rank, host in hosts.items() if _is_loopback(host)]
-    far = [rank for rank, host in hosts.items() if rank not in near and host not in _EVERYWHERE]
-    if near and far:
-        what = f"rank {far[0]} cannot reach rank {near[0]}, which came to rank 0 by loopback"
-        do = "give all ranks the address of rank 0 that all machines reach"
-        raise HandshakeRefused(what, got=f"{hosts[near[0]]} and {hosts[far[0]]}", do=do)

@@ -132,14 +132,15 @@ def address_of(url: object, named_by: str = "") -> tuple[str, int] | str:
         port = parts.port
     except ValueError:  # of the port, or of a bracket
         parts, port = urlsplit(""), None
-    is_bare = "@" not in parts.netloc and not {"?", "#"} & {*text}  # else two groups of two names would meet
+    # Else two groups of two names would meet. What is more may be a secret, which no error shows.
+    is_bare = "@" not in text.partition("://")[2].partition("/")[0] and not {"?", "#"} & {*text}
     if is_bare and parts.scheme == "unix" and parts.path and not parts.netloc:
         return parts.path
     if is_bare and parts.scheme == "tcp" and parts.hostname and port is not None and not parts.path:
         return parts.hostname, port
     raise CallerError(
         f"not a valid group URL{named_by}",
-        got="a URL with a user's name" if "@" in text.partition("://")[2].partition("/")[0] else said(url),  # or secret
+        got=said(url) if is_bare else "a URL with a user, query or fragment",
         expected=f"'tcp://host:port', 'unix:///path' or '{MPI_URL}'",
         do="threads of one process use local_group(world_size)",
     )

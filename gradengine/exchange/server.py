@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from types import TracebackType
@@ -38,11 +39,11 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
     Args:
         world_size: Workers in a group.
         address: (host, port), port 0 for any free one; or the path of a Unix socket, for this user alone.
-        token: The group's secret; required beyond loopback.
+        token: The group's secret, of at least 16 characters; required beyond loopback.
         job: The job's name; a worker of another job is refused, without any effect on the group. None: in each group
             the job of the first worker that joins, since the server may run outside of it.
         timeout: Seconds without any progress after which a worker that others wait for is given up.
-        join_timeout: Seconds that the first worker waits for the others.
+        join_timeout: Seconds that the first worker waits for the others, and `serve` for the first worker.
         bucket_bytes: Bytes that are summed at a time; changes no bit of the result.
         max_arena_bytes: The largest arena of the workers' layout.
 
@@ -81,6 +82,7 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
         self._most_bytes = whole_number("max_arena_bytes", max_arena_bytes, 1)
         self._is_closing = False
         self._ended: deque[GradientError | None] = deque(maxlen=1)  # how the last group did, where nobody was told
+        self._waits_since = math.inf  # in `serve`
         self._news, self._threads = Bell(), Threads()
         self._listener = Listener(address, token)
         self.address = self._listener.address
@@ -99,12 +101,17 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
         """Wait until all workers of a group have joined and left.
 
         Raises:
-            HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done.
+            HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done, or
+                nobody came for `join_timeout`.
         """
-        while not self._ended:
-            if self._is_closing:
-                raise PeerLost("the server was closed", do="make another one")
-            self._news.wait(_LOOK_SECONDS)
+        self._waits_since = time.monotonic()
+        try:
+            while not self._ended:
+                if self._is_closing:
+                    raise PeerLost("the server was closed", do="make another one")
+                self._news.wait(_LOOK_SECONDS)
+        finally:
+            self._waits_since = math.inf
         failure = self._ended.popleft()
         if failure is not None:
             raise failure
@@ -135,6 +142,10 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
     def _closes(self) -> bool:
         return self._is_closing
 
+    def _gives_up(self, since: float) -> bool:
+        """Whether nobody has come for too long, and somebody waits to hear of it."""
+        return time.monotonic() - max(since, self._waits_since) > self._join_timeout
+
     def _serve_one(self) -> GradientError | None:
         """Serve one group; why it failed, if it did."""
         try:
@@ -145,6 +156,7 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
                 job=self._job,
                 timeout=self._join_timeout,
                 is_closing=self._closes,
+                gives_up=self._gives_up,
             )
             Hub(link, timeout=self._timeout, bucket_bytes=self._bucket_bytes, most_bytes=self._most_bytes).serve(
                 self._closes

@@ -7,6 +7,7 @@ and no memory of ours grows by it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import selectors
@@ -66,6 +67,7 @@ class SocketLink(Link):
         for theirs in self._connections.values():
             for connection in theirs:
                 self._watch(connection)
+        _links.add(self)
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
         if memory.nbytes > _MOST_BYTES:
@@ -99,6 +101,15 @@ class SocketLink(Link):
     def gone(self) -> list[int]:
         """The ranks that have closed their links, or whose connections are lost."""
         return [peer for peer, theirs in self._connections.items() if all(each.has_ended for each in theirs)]
+
+    def refuse_unsaid(self) -> None:
+        """Raise `PeerLost` for a rank that is gone and has not said so, or that left for one which it had lost."""
+        for peer in sorted(self.gone(), key=lambda peer: peer in self._farewells):
+            if peer not in self._farewells:
+                self.lost = peer
+                raise self._faults[peer]
+            if self._farewells[peer] is not None:
+                raise self.lost_by(peer, self._farewells[peer])
 
     def close(self) -> None:
         self.bell.end()  # whoever waits for it has the lock
@@ -392,6 +403,7 @@ class _SocketBell(Bell):
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
 
 
 def close_in_children(connection: socket.socket) -> None:
@@ -400,8 +412,16 @@ def close_in_children(connection: socket.socket) -> None:
 
 
 def _close_all() -> None:
+    _links.clear()
     for each in _sockets:
         each.close()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Have a process that ends without closing its exchange say so, or it would look killed."""
+    for link in list(_links):
+        link.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,0 +1,54 @@
+"""What every user of a machine can read of others' processes: no command takes a token as an argument, or gives one."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import typer
+from channel import TOKEN
+from test_cli import start_server
+
+from gradengine.cli import app
+from gradengine.processes import ProcessPool
+
+PROC = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children are counted in /proc")
+
+
+def options(command, path=()):
+    for parameter in command.params:
+        yield path, parameter
+    for name, below in getattr(command, "commands", {}).items():
+        yield from options(below, (*path, name))
+
+
+def test_no_option_takes_a_token_but_that_of_a_file_which_has_it():
+    found = list(options(typer.main.get_command(app)))
+    assert len(found) > 40
+    secrets = {"token", "secret", "password"}
+    named = [(path, each.opts) for path, each in found if secrets & set(str(each.name).split("_"))]
+    assert named == [(("serve",), ["--token-file"])]
+
+
+def tell(token, report):
+    report(token)
+
+
+@PROC
+def test_a_server_with_a_token_has_it_in_no_argument(tmp_path):
+    process, _ = start_server(tmp_path, "--world-size", "1", token=TOKEN)
+    shown = Path(f"/proc/{process.pid}/cmdline").read_text()
+    process.kill()
+    process.communicate()
+    assert "serve" in shown
+    assert TOKEN not in shown
+
+
+@PROC
+def test_workers_of_the_demo_are_given_theirs_by_a_pipe():
+    with ProcessPool() as pool:
+        worker = pool.start("rank 0")
+        shown = Path(f"/proc/{worker.process.pid}/cmdline").read_text()
+        pool.give(worker, partial(tell, TOKEN))  # as the demo gives it: with a job
+        assert pool.answers() == [TOKEN]
+        assert TOKEN not in shown + Path(f"/proc/{worker.process.pid}/cmdline").read_text()

@@ -1,0 +1,81 @@
+"""Whoever sends byte by byte, or nothing: one deadline is that of the whole, and no byte puts it off."""
+
+import contextlib
+
+import pytest
+from channel import TOKEN, knock
+from test_exchange_mesh import Clock, Started, call, told_by
+from test_exchange_served import served
+
+from gradengine.errors import PeerLost
+from gradengine.exchange.handshake import new_nonce
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.wire import Hello, Nonce, encode_head
+
+HELLO = encode_head(Hello(1, 2, "", bytes(32)))
+
+
+def is_answered_and_left_open(channel):
+    """Whether whoever listens has read what came before this: it answers one thing after the other."""
+    channel.send(Hello(1, 2, "", new_nonce()))
+    return isinstance(channel.receive()[0], Nonce)
+
+
+@pytest.fixture
+def listener():
+    listener = Listener(("127.0.0.1", 0), TOKEN)
+    yield listener
+    listener.close()
+
+
+def test_bytes_that_drip_put_off_no_deadline_of_rank_0(listener):
+    clock = Clock()
+    first = Started(listener, 0, 2, clock=clock)
+    with contextlib.ExitStack() as stack:
+        dripping = [stack.enter_context(contextlib.closing(knock(listener.address))) for _ in range(20)]
+        for second, byte in enumerate(HELLO[:50]):
+            for each in dripping:
+                each._socket.sendall(bytes([byte]))
+            clock.now = float(second)
+        with contextlib.closing(knock(listener.address)) as other:
+            assert is_answered_and_left_open(other)
+        clock.now = 59.0
+        clock.jump(listener.address)
+        kind, told = first.error()
+        assert kind is PeerLost
+        assert "rank 0 waits for ranks that have not joined: 1: got 60 s" in told
+        for each in dripping:
+            with pytest.raises(PeerLost):
+                each.receive()
+
+
+def test_bytes_that_drip_put_off_no_deadline_of_a_server():
+    now = [0.0]
+    with served(2, clock=lambda: now[0], join_timeout=60) as server, contextlib.ExitStack() as stack:
+        dripping = stack.enter_context(contextlib.closing(knock(server.listener.address)))
+        dripping._socket.sendall(HELLO[:10])
+        first = call(server.listener.address, 0, 2, token=None, called=2)
+        now[0] = 59.0
+        dripping._socket.sendall(HELLO[10:20])
+        now[0] = 61.0
+        assert told_by(first)[0] is PeerLost
+        assert "the server waits for ranks that have not joined: 1: got 60 s" in str(server.end())
+
+
+def test_a_rank_that_calls_waits_to_its_own_deadline_for_an_answer_that_drips(listener):
+    """Nor does an answer that comes whole at once begin it anew: it is that of all attempts."""
+    listener.socket.setblocking(True)
+    clock = Clock()
+    second = Started(listener.address, 1, 2, clock=clock)
+    answer = encode_head(Nonce(bytes(32), ""))
+    with listener.socket.accept()[0] as first:
+        first.sendall(answer)
+        first.recv(1 << 16)
+        clock.now = 59.0
+    with listener.socket.accept()[0] as again:
+        clock.now = 1e8
+        with contextlib.suppress(ConnectionError):
+            again.sendall(answer[:1])
+        kind, told = second.error()
+    assert kind is PeerLost
+    assert "rank 1 has not reached rank 0" in told

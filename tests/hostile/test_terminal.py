@@ -1,0 +1,89 @@
+"""What a stranger says is text in one line: no control character of it reaches a terminal, or makes a line of a log."""
+
+import contextlib
+import unicodedata
+
+import pytest
+from channel import TOKEN, Channel, knock
+from test_exchange_mesh import Clock, Started, refusal_of
+
+from gradengine.errors import ExchangeError, HandshakeRefused
+from gradengine.exchange.handshake import new_nonce
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, Refused, encode_head
+
+EVIL = "no\r\n\x1b[2J\x1b]0;mine\x07\x9b31m\u202egnp.exe\u2028rank 0: all is well\0\ud800"
+SAYS = EVIL.encode(errors="surrogatepass")
+
+
+def is_one_printable_line(text):
+    return not any(unicodedata.category(each) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for each in text)
+
+
+@pytest.fixture
+def listener():
+    listener = Listener(("127.0.0.1", 0), TOKEN)
+    listener.socket.setblocking(True)
+    yield listener
+    listener.close()
+
+
+@pytest.mark.parametrize("says", [Refused(), Abort("PeerLost"), Abort(EVIL[:-1]), Abort("os.system")], ids=repr)
+def test_who_answers_a_call_without_any_proof(listener, says):
+    second = Started(listener.address, 1, 2)
+    with listener.socket.accept()[0] as bare:
+        stranger = Channel(bare, "rank 1")
+        stranger.expect(Hello)
+        stranger.send(says, SAYS)
+        kind, told = second.error()
+    assert issubclass(kind, ExchangeError)
+    assert "no\\r\\n\\x1b[2J" in told
+    assert is_one_printable_line(told)
+
+
+def test_a_long_reason_is_cut(listener):
+    second = Started(listener.address, 1, 2)
+    with listener.socket.accept()[0] as bare:
+        stranger = Channel(bare, "rank 1")
+        stranger.expect(Hello)
+        stranger.send(Refused(), b"\n" * (1 << 16))
+        kind, told = second.error()
+    assert kind is HandshakeRefused
+    assert len(told) < 3000
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        encode_head(Hello(1, 2, "x", bytes(32))).replace(b"hello", b"\x1b[2J\n"),
+        encode_head(Hello(1, 2, "x", bytes(32))).replace(b"nonce", b"\x1b[2J\n"),
+        encode_head(Hello(1, 2, "x", bytes(32))).replace(b"\xa1x", b"\xa1\xff"),
+        b"\x1b[2J\n" * 4,
+    ],
+    ids=["kind", "field", "value", "prefix"],
+)
+def test_who_calls_and_what_rank_0_says_of_it_at_the_deadline(listener, says):
+    listener.socket.setblocking(False)
+    clock = Clock()
+    first = Started(listener, 0, 2, clock=clock)
+    stranger = knock(listener.address)
+    stranger._socket.sendall(says)
+    assert is_one_printable_line(refusal_of(stranger))
+    clock.jump(listener.address)
+    _, told = first.error()
+    assert "last refused here: " in told
+    assert is_one_printable_line(told)
+
+
+def test_a_job_of_a_stranger_is_not_even_shown(listener):
+    listener.socket.setblocking(False)
+    clock = Clock()
+    first = Started(listener, 0, 2, clock=clock, job="run 1")
+    with contextlib.closing(knock(listener.address)) as stranger:
+        stranger.send(Hello(1, 2, EVIL[:-1], new_nonce()))
+        stranger.expect(Nonce)
+        stranger.send(Proof(bytes(32)))
+        stranger.expect(Refused)
+    clock.jump(listener.address)
+    _, told = first.error()
+    assert "(last refused here: rank 1 has another token; start all with the same token=)" in told

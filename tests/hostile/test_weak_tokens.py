@@ -1,0 +1,78 @@
+"""A token that could be guessed: who hears one proof may try tokens by the billion, so that short ones are refused."""
+
+import pytest
+from channel import TOKEN, Channel, knock
+from test_exchange_mesh import Started
+
+from gradengine.errors import CallerError, HandshakeRefused, PeerLost
+from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange.environment import read_token
+from gradengine.exchange.handshake import new_nonce
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.wire import Hello, Nonce, Proof, Refused, encode_head
+
+WEAK = ["hunter2", "x" * 15, " ", " " * 40, f"  {'x' * 15}  \n"]
+
+
+@pytest.mark.parametrize("token", WEAK, ids=repr)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda token: connect("tcp://127.0.0.1:0", 0, 2, token=token),
+        lambda token: connect("tcp://127.0.0.1:9", 1, 2, token=token),
+        lambda token: GradientServer(2, ("0.0.0.0", 0), token=token),
+        lambda token: WorkerClient(("127.0.0.1", 9), 1, 2, token=token),
+        lambda token: read_token({"GRADENGINE_TOKEN": token}),
+    ],
+    ids=["rank 0", "rank 1", "server", "worker", "environment"],
+)
+def test_a_short_token_is_refused_before_anything_is_opened_and_is_not_shown(use, token):
+    with pytest.raises(
+        CallerError, match="is too short: whoever hears a proof of it could try all such tokens"
+    ) as told:
+        use(token)
+    assert f"got {len(token.strip())} characters, expected at least 16; make one with `openssl rand" in str(told.value)
+    assert token.strip() == "" or token.strip() not in str(told.value)
+
+
+def test_sixteen_characters_are_taken():
+    with connect("tcp://127.0.0.1:0", 0, 1, token="x" * 16):
+        pass
+
+
+@pytest.fixture
+def listener():
+    listener = Listener(("127.0.0.1", 0), TOKEN)
+    yield listener
+    listener.close()
+
+
+@pytest.mark.parametrize("proof", [bytes(32), b"", bytes(4000)], ids=["wrong", "empty", "long"])
+def test_who_has_not_proved_itself_gets_no_proof(listener, proof):
+    """So that nobody without the token can make others give something that tokens could be compared with."""
+    first = Started(listener, 0, 2)
+    stranger = knock(listener.address)
+    stranger.send(Hello(1, 2, "", new_nonce()))
+    kinds = [type(stranger.receive()[0])]
+    stranger.send(Proof(proof))
+    kinds.append(type(stranger.receive()[0]))
+    with pytest.raises(PeerLost, match="closed the connection"):
+        stranger.receive()
+    assert kinds == [Nonce, Refused]
+    stranger.close()
+    second = Started(listener.address, 1, 2)
+    for link in (first.link(), second.link()):
+        link.close()
+
+
+def test_a_proof_that_is_sent_back_proves_nothing(listener):
+    """Whoever listens in rank 0's place has the caller's proof, and nothing to show for it."""
+    listener.socket.setblocking(True)
+    second = Started(listener.address, 1, 2)
+    with listener.socket.accept()[0] as bare:
+        impostor = Channel(bare, "rank 1")
+        hello, _ = impostor.expect(Hello)
+        bare.sendall(encode_head(Nonce(hello.nonce, "")))  # the nonces alike, so that only the role differs
+        given, _ = impostor.expect(Proof)
+        impostor.send(given)
+        assert second.error() == (HandshakeRefused, "rank 0 has another token; start all with the same token=")
