@@ -45,7 +45,7 @@ def ours(count: int) -> Calls:
     layout = GradientLayout.of([(1,)] * count)
 
     def arrays() -> list[Any]:
-        return [xp.empty((1,), np.float32) for _ in range(count)]
+        return [xp.zeros((1,), np.float32) for _ in range(count)]
 
     known, others, out = [[arrays() for _ in range(MICRO_BATCHES)] for _ in range(2)] + [arrays()]
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import host_time
 import numpy as np
 import pytest
 from backends import available
@@ -404,6 +405,16 @@ def test_every_python_of_the_environment_has_it():
     """Processes that tests and tools start, too; nothing of ours is imported before CuPy is."""
     done = python("import sys; print('numpy' in sys.modules); import cupy; print(cupy.arange(3))")
     assert done.stdout == "False\n[0 1 2]\n", done.stderr
+
+
+def test_host_time_of_each_call(monkeypatch):
+    """`make host-time`, for three tensors; in a process of its own kernels stand still."""
+    monkeypatch.setattr("host_time.COUNTS", (3,))
+    (row,) = host_time.rows(rounds=1).values()
+    assert {"add, new arrays", "step(out=)", "repoint"} <= row.keys()
+    assert all(taken > 0 for taken in row.values())
+    code = "from real_cupy.loaded import be_idle; be_idle(); import cupy; print((cupy.zeros(3) + 1).get()[0] != 1)"
+    assert python(code).stdout == "True\n"
 
 
 class TestPlugin:
