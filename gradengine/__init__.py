@@ -1,7 +1,7 @@
 """The step between backward() and optimizer.step(), for any framework.
 
-Gradients come in where they lie, micro-batches add up in fp32, workers are summed in rank order, the result is checked,
-clipped by its global norm, averaged and handed back. `GradientEngine` is the whole step; the parts work alone too.
+Gradients are read in place and accumulated in fp32 over micro-batches, summed over workers in rank order, checked,
+clipped by their global norm, averaged and handed back. `GradientEngine` is the whole step; its parts work alone too.
 """
 
 import os
@@ -29,7 +29,7 @@ try:
     from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
     from gradengine.trainer import DistributedTrainer, shard_batches
 except KeyboardInterrupt:
-    # The command line begins here, before __main__ can say so: it ends by a line, as shells say it of Ctrl-C.
+    # The command line begins here, before __main__ can catch Ctrl-C: end with one line and the shells' exit code.
     if sys.argv[0].endswith("gradengine") or (sys.argv[0] == "-m" and "gradengine" in sys.orig_argv):
         sys.stderr.write("gradengine: interrupted\n")
         raise SystemExit(130) from None

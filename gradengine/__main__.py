@@ -19,19 +19,19 @@ Ready to use:
 After pip install 'gradengine[cli]':
   gradengine demo       train a small Llama with several workers, and prove that they are right
   gradengine bench      time each part beside NumPy by hand and PyTorch
-  gradengine plan       what a training run will take
+  gradengine plan       predict the memory and time of a training step
   gradengine serve      serve one group of workers
-  gradengine env        what connect() takes from the environment\
+  gradengine env        what connect() reads from the environment\
 """
 
-_INTERRUPTED = 130  # as shells say it of Ctrl-C
+_INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 _ENDED = {_INTERRUPTED: "interrupted", 143: "terminated"}
 
 
 def main() -> None:
-    """Run the command line; what the user can mend is one line on stderr and no traceback.
+    """Run the command line; an error that the user can correct is one line on stderr, without a traceback.
 
-    It exits with 2 where the command cannot be carried out as it was given, with 1 where it failed.
+    The exit code is 2 if the command cannot be carried out as it was given, 1 if it failed.
     """
     try:
         _run(sys.argv[1:])
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run the command line; where typer or rich is not installed, what needs neither."""
+    """Run the command line; where typer or rich is not installed, only the commands that need neither."""
     # Imported here, so that an interrupt is one line, and a package that is not installed can be named.
     from gradengine.doctor import doctor, show_version  # noqa: PLC0415
 

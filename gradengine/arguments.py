@@ -20,7 +20,7 @@ _LONGEST_FAULT = 300  # characters shown of another library's error
 
 
 def whole_number(name: str, value: object, least: int, most: int = MOST, kind: type[CallerError] = CallerError) -> int:
-    """The value, an integer of any type but bool, as a plain integer; raises `kind` if it is none, or out of range."""
+    """The value as a plain integer, of any integer type but bool; raises `kind` if it is another or out of range."""
     number = as_index(value)
     if number is not None and least <= number <= most:
         return number
@@ -55,7 +55,7 @@ def as_float(value: object) -> float:
 def as_number(value: Any) -> float | None:
     """The value of a Python or NumPy number, or of an array without dimensions, as a float, infinity and NaN included.
 
-    None where it is not a real number, larger than any float, text or a bool.
+    None if the value is not a real number, or is larger than any float, text or a bool.
     """
     try:
         return _as_number(value)
@@ -87,7 +87,7 @@ def out_of_range(
     name: str, value: object, expected: str, kind: type[CallerError] = CallerError, do: str | None = None
 ) -> CallerError:
     """The error for a value that is not a number, or not in the expected range."""
-    is_number = as_number(value) is not None or as_index(value) is not None  # beyond all floats it is one too
+    is_number = as_number(value) is not None or as_index(value) is not None  # an integer may be larger than any float
     fault = "out of range" if is_number else "not a number"
     return kind(f"{name} is {fault}", got=said(value), expected=expected, do=do)
 
@@ -128,7 +128,7 @@ def _said(value: object) -> object:
 
 
 def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> list[Any]:
-    """The items of an iterable, as a list; raises `kind` where it is text, not iterable, or longer than 2**20."""
+    """The items of an iterable, as a list; raises `kind` if it is text, not iterable, or longer than 2**20."""
     items = list(itertools.islice(iterated(name, values, kind), MOST_LISTED + 1))
     if len(items) > MOST_LISTED:
         raise kind(f"{name} is too long", got=f"more than {MOST_LISTED} items", expected=f"at most {MOST_LISTED}")
@@ -136,7 +136,7 @@ def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> lis
 
 
 def iterated(name: str, values: Any, kind: type[CallerError] = CallerError) -> Iterator[Any]:
-    """An iterator over an iterable; raises `kind` where it is text, or not iterable."""
+    """An iterator over an iterable; raises `kind` if it is text, or not iterable."""
     try:
         items: Iterator[Any] | None = None if isinstance(values, (str, bytes)) else iter(values)
     except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: an array without dimensions)

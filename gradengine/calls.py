@@ -1,7 +1,7 @@
-"""GRADENGINE_LOG: a line on stderr for each public call, with its time and, at level 3, with what it was given.
+"""GRADENGINE_LOG: a line on stderr for each public call, with its time and, at level 3, with its arguments.
 
 GRADENGINE_NVTX: a range for a profiler around each add, step and replay, and around the exchange's wait. Where neither
-variable is set nothing is wrapped, and a call costs what it did.
+variable is set nothing is wrapped, and calls cost nothing more.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ logger = logging.getLogger("gradengine.calls")
 def log_calls(
     names: MutableMapping[str, Any], environment: Mapping[str, str], classes: Sequence[type] = _CLASSES
 ) -> None:
-    """Log each call of the public functions among these names, and of the classes that step, if the variable is set.
+    """Log each call of the package's public functions, and of the main classes' methods, if the variable is set.
 
     Args:
-        names: The package's, in which the functions are replaced.
+        names: The package's globals, in which the functions are replaced.
         environment: The environment variables.
-        classes: Whose methods are replaced; a micro-batch's, which comes component by component, at level 3 alone.
+        classes: Classes whose methods are replaced; those of `MicroBatch`, called for each component, only at level 3.
 
     Raises:
-        CallerError: The variable is something else than 0, 1 or 3.
+        CallerError: The variable is not 0, 1 or 3.
     """
     asked = environment.get(VARIABLE, "")
     if asked not in _LEVELS:
@@ -82,7 +82,7 @@ def mark_calls(environment: Mapping[str, str]) -> None:
         environment: The environment variables.
 
     Raises:
-        CallerError: The variable is something else than 0 or 1.
+        CallerError: The variable is not 0 or 1.
         DeviceUnavailable: CuPy, which brings NVTX, does not load.
     """
     asked = environment.get(RANGES_VARIABLE, "")
@@ -102,7 +102,7 @@ def mark_calls(environment: Mapping[str, str]) -> None:
 
 
 def within_range(call: Call, name: str, nvtx: Any) -> Call:
-    """The call, within a range of that name, which also ends where the call raises."""
+    """The call, wrapped in a profiler's range of that name, which ends also if the call raises."""
 
     @functools.wraps(call)
     def with_range(*given: Any, **named: Any) -> Any:
@@ -116,7 +116,7 @@ def within_range(call: Call, name: str, nvtx: Any) -> Call:
 
 
 def logged(call: Call, level: int, *, is_method: bool = False) -> Call:
-    """The call, followed by its line."""
+    """The call, wrapped so that it is followed by its line in the log."""
 
     @functools.wraps(call)
     def with_line(*given: Any, **named: Any) -> Any:
@@ -143,14 +143,14 @@ def _name(call: Callable[..., Any]) -> str:
 
 
 def _place(owner: object) -> str:
-    """Whose call it is: "rank 0, step 3: ", as far as the owner knows."""
+    """The start of a line, "rank 0, step 3: ", as far as the called object knows them."""
     facts = {"rank": getattr(owner, "rank", None), "step": getattr(owner, "current_step", None)}
     known = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
     return f"{known}: " if known else ""
 
 
 def _arguments(given: Sequence[object], named: Mapping[str, object]) -> str:
-    """What was given, but for secrets."""
+    """The call's arguments as text, without secrets."""
     shown = {name: "..." if name == "token" else _described(value) for name, value in named.items()}
     return ", ".join([*map(_described, given), *(f"{name}={each}" for name, each in shown.items())])
 

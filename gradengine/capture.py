@@ -27,14 +27,14 @@ _Arrays: TypeAlias = list[tuple[str, Any, int]]
 class CapturedWindow:
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
-    The graph holds the gradients' addresses, until `repoint` gives it others, and the micro-batches' weights as they
-    were; it keeps the arrays alive.
+    The graph holds the gradients' addresses, until `repoint` replaces them, and the micro-batches' weights as recorded,
+    and keeps the arrays alive.
 
     Attributes:
         out: Destinations that its step hands back to; None for the arena.
-        producers: Whose streams the arrays are worked on.
-        result: The result of the step that was replayed last, or is recorded; its gradients and device scalars are
-            written anew by each replay.
+        producers: The streams on which the arrays' frameworks work.
+        result: The result of the last replay, before the first replay that of the recorded step; each replay
+            overwrites its gradients and device scalars.
 
     Example:
         >>> def loop(engine, gradients, backward, steps):
@@ -65,14 +65,14 @@ class CapturedWindow:
         """Run the window and its step on the current stream; returns before they are done.
 
         Args:
-            check: Compare every array's address with the recorded one first: about 0.1 us for each. Without it an array
-                that was moved meanwhile is read, or written, where it was.
+            check: Compare every array's address with the recorded one first: about 0.1 us for each. Without the check
+                an array that was moved meanwhile is read, or written, at its old address.
 
         Raises:
-            BufferRefused: An array lies elsewhere now; nothing was launched.
+            BufferRefused: An array's address has changed; nothing was launched.
             WindowError: Nothing was recorded, or a window is open or being captured.
             CallerError: The engine has joined other workers since.
-            NonFiniteGradient: Of an earlier step, as by the engine's `step`; nothing was launched.
+            NonFiniteGradient: An earlier step's, as in the engine's `step`; nothing was launched.
         """
         recorded, result = self._that_is_recorded()
         if truth_value("check", check):
@@ -80,18 +80,18 @@ class CapturedWindow:
         return self._replayed(self, recorded, result)
 
     def repoint(self, micro_batches: Sequence[Gradients], out: Gradients | None = None) -> None:
-        """Have later replays read other gradients, with the same weights, by one small copy; nothing else runs.
+        """Have later replays read other gradients, with the same weights, after one small copy; nothing else runs.
 
         Whatever else was captured stays as it is. JAX's arrays, new at each step, are replayed in this way.
 
         Args:
             micro_batches: As many as were captured, each as for `add`, with gradients for the same components.
-            out: Destinations as for `step`, where the window was captured with some; by default these stay.
+            out: Destinations as for `step`, if the window was captured with some; by default those that were recorded.
 
         Raises:
             CallerError: Another number of micro-batches, or they were added block by block; other components have a
                 gradient, or a destination, than at the capture.
-            LayoutMismatch, BufferRefused: As `add` and `step`; the graph stays what it was.
+            LayoutMismatch, BufferRefused: As `add` and `step`; the graph stays as it was.
             WindowError: Nothing was recorded, or a window is open or being captured.
         """
         recorded, _ = self._that_is_recorded()
@@ -100,19 +100,19 @@ class CapturedWindow:
             raise CallerError(
                 "the window cannot be replayed with these",
                 got=f"{len(micro_batches)} micro-batches",
-                expected="whole ones only" if self._has_parts else f"{len(self._added)}",
+                expected="a window added in whole micro-batches" if self._has_parts else f"{len(self._added)}",
             )
         if out is not None and self.out is None:
             do = "give step(out=...) some at the capture"
             raise CallerError("the window was captured without destinations", got="out", expected="None", do=do)
         self._repointed(self, recorded, micro_batches, out)
 
-    # ---- told by the engine ----
+    # ---- called by the engine ----
 
     def keep(
         self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: float | None = None
     ) -> None:
-        """An add was recorded; `weight` where it is a whole micro-batch."""
+        """Note the arrays of an `add` that was recorded; `weight` is given for a whole micro-batch."""
         self._added.append(_located(slots, gradients, prefix))
         self._has_parts = self._has_parts or weight is None
 
@@ -124,16 +124,16 @@ class CapturedWindow:
         out: Gradients | None,
         destinations: Destinations | None,
     ) -> None:
-        """The step was recorded."""
+        """Note the result and destinations of the step that was recorded."""
         if out is not None:
             self._handed_back, self._destinations = _located(slots, out), destinations or {}
         self.result, self.out = result, out
         self.producers = producers | producers_of(self._destinations.values())
 
     def recorded(self, recorded: Graph) -> None:
-        """The kernels have recorded it; they keep what it reads."""
+        """Take the finished graph, which keeps alive what it reads; raises `WindowError` if no step was recorded."""
         if self.result is None:
-            raise WindowError("nothing was closed inside capture()", expected="add() as often as you like, then step()")
+            raise WindowError("no step was made inside capture()", expected="add() as often as you like, then step()")
         recorded.lent += _arrays(*self._added, self._handed_back)
         self._recorded = recorded
 
@@ -179,7 +179,7 @@ class CapturedWindow:
                 refuse_freed(array.owner, name)
             if address_of(array) != address:
                 raise BufferRefused(
-                    f"component '{name}' lies elsewhere than when the window was captured",
+                    f"component '{name}' is not at the address that the window was captured with",
                     got=f"address {address_of(array):#x}",
                     expected=f"{address:#x}",
                     do="keep the same buffers, or repoint() the graph",
@@ -188,9 +188,9 @@ class CapturedWindow:
 
 @final
 class Capture(AbstractContextManager[CapturedWindow]):
-    """Context in which the calls of an engine are recorded as `graph`; `begin` and `end` tell the engine.
+    """A context in which the engine's calls are recorded as `graph`; it calls the engine's `begin` and `end`.
 
-    No generator: one that an interrupt leaves suspended would go on recording until its traceback is gone.
+    Not a generator: an interrupted generator would go on recording until its traceback is freed.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Capture(AbstractContextManager[CapturedWindow]):
             self.window.recorded(self._graph)
 
     def abandon(self) -> None:
-        """Record nothing any more."""
+        """Stop recording; nothing of the graph is kept."""
         self._leave(KeyboardInterrupt, None, None)
 
     def _leave(
@@ -240,13 +240,13 @@ def graph_of(device: Device) -> Graph:
 
 
 def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
-    """Raise `CallerError` where the current stream records a graph and an engine does not, or the other way."""
+    """Raise `CallerError` unless the current stream records a graph if, and only if, the engine does."""
     if device.is_capturing() != is_recording:
         raise CallerError(
             "the current stream is not the one that is captured"
             if is_recording
-            else "the current stream records a graph that this engine knows nothing of",
-            do="use this engine's capture(), on the stream of its `with`; discard() where an interrupt left that",
+            else "the current stream records a graph that this engine did not begin",
+            do="use this engine's capture(), on the stream of its `with`; after an interrupt of that, discard()",
         )
 
 
@@ -273,7 +273,7 @@ def _refuse_other_components(now: _Arrays, then: _Arrays, what: str) -> None:
 
 
 def address_of(array: Any) -> int:
-    """Where an array lies now, by the shortest way that its framework has; 0 where it has none."""
+    """An array's address now, by the fastest way that its framework has; 0 if it has none."""
     if isinstance(array, RawBuffer):
         return array.pointer
     if hasattr(array, "data_ptr"):

@@ -1,7 +1,7 @@
 """A saved engine: a flat dict of NumPy arrays, which numpy.savez, torch.save and safetensors take as it is.
 
-It holds what the open window has come to and what must be alike where that goes on: step, layout, settings, and whose
-window it is. What can be found anew is not saved: squared sums, the norm, what was held by reference (it is folded).
+It holds the open window's sums, and what must be the same in the engine that loads them: step, layout, settings, and
+the window's worker. What can be computed again (squared sums, the norm) is not saved; held gradients are folded first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FIELDS: Mapping[str, tuple[str, tuple[int, ...] | None]] = {
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a saved state says, checked."""
+    """The content of a saved state, checked."""
 
     step: int
     worker: Worker  # who saved it
@@ -56,7 +56,7 @@ class Checkpoint:
 
     @property
     def whose(self) -> Worker | None:
-        """The worker who alone can go on with it; None where no window is open."""
+        """The worker that saved the open window, which no other can resume; None if no window is open."""
         return self.worker if self.window.is_open else None
 
 
@@ -83,11 +83,11 @@ def saved_state(checkpoint: Checkpoint, layout: GradientLayout, settings: Settin
 
 
 def checkpoint_of(state: Mapping[str, Any], layout: GradientLayout, settings: Settings) -> Checkpoint:
-    """What a state says, for an engine of this layout and with these settings; the arrays may be any that NumPy reads.
+    """The content of a saved state, for an engine of this layout and settings; its arrays may be any that NumPy reads.
 
     Raises:
-        LayoutMismatch: It is of another layout; the rows that differ are shown.
-        CallerError: It is of another number of micro-batches or another average, of a later version, or none at all.
+        LayoutMismatch: The state is of another layout; the rows that differ are shown.
+        CallerError: The state is of other `micro_batches` or `average`, of a later version, or not a saved state.
     """
     refuse_other_kind("state", state, Mapping, do="pass what state_dict() returned")
     _refuse_other_names(state)
@@ -156,7 +156,7 @@ def _window(found: Mapping[str, Array], layout: GradientLayout, settings: Settin
     is_counted = counts.min() >= 0 and counts.max() == weights.size and (room is None or weights.size <= room)
     if not is_counted or (says_nothing and weights.size):
         raise CallerError(
-            "a saved state cannot be",
+            "the weights and counts of a saved state contradict each other",
             got=f"{weights.size} weights, and {counts.min()} to {counts.max()} micro-batches of a component",
             expected="a weight for each micro-batch" + ("" if room is None else f", of {room} at most"),
         )

@@ -43,19 +43,20 @@ def _begin(wanted: Annotated[bool, flag("--version", "Print the version and end.
 
 @app.command()
 def serve(
-    world_size: Annotated[int, typer.Option(min=1, help="Workers that will come.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Number of workers that will connect.")],
     host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback a token is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else $GRADENGINE_TOKEN.")] = None,
-    job: Annotated[str | None, typer.Option(help="Name of the run; else as its first rank names it.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that workers wait while nothing moves.")] = 300.0,
-    join_timeout: Annotated[float, typer.Option(help="Seconds for all workers to come.")] = 60.0,
+    job: Annotated[str | None, typer.Option(help="Name of the run; by default the first rank's.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds without any progress before the exchange fails.")] = 300.0,
+    join_timeout: Annotated[float, typer.Option(help="Seconds in which all workers have to connect.")] = 60.0,
 ) -> None:
-    """Serve one group of workers: sum their gradients, until all have come and gone.
+    """Serve one group of workers: sum their gradients, until all have connected and left.
 
-    Prints the url for `gradengine.connect(url, ..., served=True)`, alone in its line. Every rank connects, rank 0 too.
-    Ends with 0 if all said that they left, with 1 if one was lost or did not come, at SIGTERM with 143: all are told.
+    Prints the url for `gradengine.connect(url, ..., served=True)` on a line by itself. Every rank connects, rank 0 too.
+    Exits with 0 if all workers said that they left, with 1 if one was lost or did not connect, and with 143 at SIGTERM,
+    after telling the workers.
     """
     address = (host, port) if unix is None else str(unix.absolute())
     before = signal.signal(signal.SIGTERM, _terminate)
@@ -67,7 +68,7 @@ def serve(
             server.serve()
     finally:
         signal.signal(signal.SIGTERM, before)
-    typer.echo(f"all {world_size} workers have come and gone", err=True)
+    typer.echo(f"all {world_size} workers have connected and left", err=True)
 
 
 def _terminate(*_: object) -> NoReturn:
@@ -76,7 +77,7 @@ def _terminate(*_: object) -> NoReturn:
 
 
 def _token(path: Path | None) -> str | None:
-    """The group's secret, from a file or the environment: arguments can be read by every user of the machine."""
+    """The group's secret, from a file or the environment, since every user of the machine can read arguments."""
     if path is not None:
         return token_in(path)
     found = read_token(os.environ)

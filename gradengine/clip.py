@@ -1,9 +1,9 @@
 """Fused clipping: norm -> scale -> apply, in place, on state that is allocated once.
 
 By default one global norm over everything; a plan may give blocks, components or named groups norms of their own. On a
-GPU norm and scale stay in its memory and nothing waits: three launches, which a CUDA graph may record (and for
-`clip_by_global_norm` a copy of the norm, which the next call leaves alone). The clip scale is decided in
-`kernels/decision.py` (on a GPU `finalise.cu`); the multiplication is the kernels' `hand_back`.
+GPU norm and scale stay in device memory and nothing waits: three launches, which a CUDA graph may record (and for
+`clip_by_global_norm` a copy of the norm, which the next call does not overwrite). The clip scale is decided in
+`kernels/decision.py` (on a GPU in `finalise.cu`); the multiplication is the kernels' `hand_back`.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ MaxNorm: TypeAlias = float | Mapping[str, float] | None
 
 _NAMES_SHOWN = 9
 _REMEMBERED = 8  # sets of arrays, and sets of sizes, that a thread clips in turn
-_MOST_MISSES = 2 * _REMEMBERED  # in a row, after which one in so many is remembered
+_MOST_MISSES = 2 * _REMEMBERED  # in a row; after them only one set in this many is remembered
 _MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32
 
 
 @final
 class FusedClipState(NotCopied, instead="make another of the same sizes"):
-    """What clipping needs besides the gradients: partial sums for each buffer, and the last norm and scale.
+    """The memory that clipping needs: partial sums for each buffer, and the last norm and scale.
 
-    Of one thread at a time.
+    One thread at a time may use it.
 
     Args:
         sizes: Elements of each buffer.
-        device: Where the buffers lie: "cpu", "cuda", "cuda:1", a torch.device, or kernels.
+        device: The buffers' device: "cpu", "cuda", "cuda:1", a torch.device, or kernels.
 
     Attributes:
-        norm: The last global norm, before clipping; NaN until there is one. On a GPU a 0-d array there, which the next
-            clip writes anew; reading it (`float(state.norm)`) waits for the device, whatever stream is current.
-        scale: The last clip scale; on a GPU likewise.
+        norm: The last global norm, before clipping; NaN until there is one. On a GPU a 0-d device array, which the next
+            clip overwrites; reading it (`float(state.norm)`) waits for the device, whatever stream is current.
+        scale: The last clip scale, 1 until there is one; on a GPU likewise a 0-d array.
 
     Raises:
-        CallerError: A size is no whole number >= 0.
+        CallerError: A size is not a whole number >= 0.
         DeviceUnavailable: The device cannot be used here.
 
     Example:
@@ -99,20 +99,21 @@ class FusedClipState(NotCopied, instead="make another of the same sizes"):
 def clip_gradients_fused(
     buffers: Sequence[object], max_norm: float | None, state: FusedClipState, stream: object | None = None
 ) -> None:
-    """Scale gradients in place so that their global norm is at most `max_norm`; norm and scale are left in `state`.
+    """Scale gradients in place so that their global norm is at most `max_norm`; norm and scale are kept in `state`.
 
-    A norm within the bound writes nothing. A norm that is NaN or Inf scales nothing: `state.norm` says so. Interrupted,
-    as by Ctrl-C, it leaves some gradients scaled and others not: compute them again.
+    Nothing is written where the norm is within the bound, nor where it is NaN or Inf, which `state.norm` shows. A call
+    that was interrupted, as by Ctrl-C, leaves some gradients scaled and others not: compute them again.
 
     Args:
-        buffers: As many as `state` was made for, of those sizes; fp32, fp16 or bf16, writable, contiguous.
+        buffers: The gradients, of the number and sizes that `state` was made for; fp32, fp16 or bf16, writable,
+            contiguous.
         max_norm: The bound, above 0; None clips nothing.
         state: From `FusedClipState`.
         stream: A GPU's stream (CuPy's, torch's, or a handle); the current CuPy stream by default.
 
     Raises:
         LayoutMismatch: Another number of buffers or another size.
-        BufferRefused: A buffer cannot be written as it lies, or two overlap.
+        BufferRefused: A buffer cannot be written in place, or two overlap.
         CallerError: `max_norm` is 0, negative or NaN, or a stream is given on the CPU.
     """
     refuse_other_kind("state", state, FusedClipState)
@@ -122,7 +123,7 @@ def clip_gradients_fused(
 
 
 def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_norm: float | None) -> Any:
-    """Clip arrays in place by their global norm, and return what the norm was.
+    """Clip arrays in place by their global norm, and return the norm before clipping.
 
     Args:
         arrays: A sequence, or a mapping by name; containers may be nested, as in a layout. fp32, fp16 or bf16, all on
@@ -130,13 +131,13 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
         max_norm: The bound, above 0; None clips nothing.
 
     Returns:
-        The global norm before clipping, accumulated beyond fp32 whatever the arrays' dtype; on a GPU a 0-d array there,
-        to be read on the streams that are current at the call, and nothing waits but the first call with arrays of
-        these sizes.
+        The global norm before clipping, summed in more than fp32 whatever the arrays' dtype. On a GPU a 0-d device
+        array, to be read on the streams that are current at the call; only the first call with arrays of these sizes
+        waits for the device.
 
     Raises:
-        BufferRefused: An array cannot be written as it lies, or two overlap.
-        LayoutMismatch: Containers are nested too deep, or a name within one is no text.
+        BufferRefused: An array cannot be written in place, or two overlap.
+        LayoutMismatch: Containers are nested too deep, or a name within one is not a str.
         CallerError: `max_norm` is 0, negative or NaN.
 
     Example:
@@ -158,11 +159,11 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     arena, state = found or _resolve(given, names)
     decision = _clip(arena, max_norm, state)
     note_written(given)
-    return decision.kept_norm()  # the next clip writes the state's anew
+    return decision.kept_norm()  # a copy: the next clip overwrites the state's norm
 
 
 def _resolve(given: Sequence[Any], names: Sequence[str]) -> tuple[Arena, FusedClipState]:
-    """Arrays that are to be clipped, all checked, as an arena, and a state for their sizes."""
+    """An arena of the arrays to be clipped, all checked, and a state for their sizes."""
     kernels = kernels_for(device_of(next(iter(given), None)))
     views = kernels.device.writable_views(given, names)
     _refuse_overlap(views, names)
@@ -172,9 +173,9 @@ def _resolve(given: Sequence[Any], names: Sequence[str]) -> tuple[Arena, FusedCl
 
 
 class _Resolved(threading.local):
-    """What a thread has clipped: its states by sizes, which on a GPU take memory and a wait, and its host arrays.
+    """A thread's caches: clip states by sizes, which cost memory and a wait on a GPU, and checked host arrays.
 
-    218 small arrays of NumPy's are resolved in 340 us, and known again in 100.
+    218 small NumPy arrays are resolved in 340 us, and found again in 100.
     """
 
     def __init__(self) -> None:
@@ -183,7 +184,7 @@ class _Resolved(threading.local):
         self._misses = 0
 
     def of(self, given: Sequence[Any]) -> tuple[Arena, FusedClipState] | None:
-        """Arena and state of arrays that were clipped before and lie where they lay."""
+        """Arena and state of arrays that were clipped before, if all are still at the same addresses; else None."""
         for arrays, arena, state in self._known:
             if arrays.are(given):
                 self._misses = 0
@@ -192,7 +193,7 @@ class _Resolved(threading.local):
         return None
 
     def remember(self, given: Sequence[Any], views: Sequence[Buffer], state: FusedClipState) -> None:
-        """Keep the views, but not the arrays; seldom in a loop that has new ones at each step."""
+        """Keep the views, but not the arrays; seldom in a loop whose arrays are new at each step."""
         self._known = [known for known in self._known if known[0].are_alive][1 - _REMEMBERED :]
         reader = (
             destination_reader_of(given) if self._misses < _MOST_MISSES or not self._misses % _MOST_MISSES else None
@@ -211,10 +212,10 @@ def init_lora_fused_clip(workspace: object, device: DeviceLike | None = None) ->
     Args:
         workspace: A mapping or an object with `lora_a_q lora_b_q lora_a_v lora_b_v input_norm post_attn_norm`; one
             that is empty, None or absent is skipped.
-        device: Where they lie; by default where the first one says that it lies.
+        device: The gradients' device; by default that of the first one.
 
     Raises:
-        LayoutMismatch: None of the six is there.
+        LayoutMismatch: All six are absent or empty.
         DeviceUnavailable: The device cannot be used here.
 
     Example:
@@ -234,8 +235,8 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float | None, state: 
     """Clip the six gradients of a LoRA block in place by their common norm.
 
     Raises:
-        LayoutMismatch: The workspace is not as it was when `state` was made.
-        BufferRefused: A buffer cannot be written as it lies, or two overlap.
+        LayoutMismatch: The gradients' number or sizes are not those that `state` was made for.
+        BufferRefused: A buffer cannot be written in place, or two overlap.
         CallerError: `max_norm` is 0, negative or NaN.
     """
     refuse_other_kind("state", state, FusedClipState)
@@ -243,11 +244,11 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float | None, state: 
 
 
 def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -> tuple[ClipPlan, tuple[str, ...]]:
-    """Which slots share a norm and each group's bound, as a plan, and the groups' names in the order of its numbers.
+    """A plan that says which slots share a norm and each group's bound, and the groups' names in the plan's order.
 
     `groups` is None for one global norm, "block" for one in each block (components outside share the group "rest"),
-    "component" for one in each component, or a mapping or function slot -> group name. `max_norm` is one bound, or
-    one by group name. Raises `CallerError` where a bound is 0, negative or NaN, or a group has none.
+    "component" for one in each component, a mapping component name -> group name, or a function slot -> group name.
+    `max_norm` is one bound, or one by group name. Raises `CallerError` if a bound is 0, negative or NaN, or is missing.
 
     >>> from gradengine.layout import GradientLayout
     >>> slots = GradientLayout.of({"layers.0.w": (1,), "layers.1.w": (1,), "head": (1,)}).slots
@@ -276,9 +277,9 @@ def _group_of(slot: Slot, groups: Groups) -> str:
         group = groups(slot)
     else:
         expected = "None, 'block', 'component', a mapping or a function"
-        raise CallerError("unknown grouping", got=said(groups), expected=expected)
+        raise CallerError("groups is unknown", got=said(groups), expected=expected)
     if not isinstance(group, str):
-        raise CallerError(f"the group of component '{slot.name}' is no text", got=said(group), expected="its name")
+        raise CallerError(f"the group of component '{slot.name}' is not a str", got=said(group), expected="its name")
     return group
 
 
@@ -294,7 +295,7 @@ def _bound(max_norm: MaxNorm, group: str) -> float:
 
 
 def checked_max_norm(max_norm: float | None) -> float:
-    """The bound as a float, infinity for None; raises `CallerError` if it is 0, negative, NaN or no number."""
+    """The bound as a float, infinity for None; raises `CallerError` if it is 0, negative, NaN or not a number."""
     bound = math.inf if max_norm is None else as_float(max_norm)
     if not bound > 0:  # written so that NaN is refused
         # Frameworks (HF Trainer, Lightning) take 0 for "no clipping"; as a bound it would stop training without a word.
@@ -338,10 +339,10 @@ def _refuse_overlap(views: Sequence[Buffer], names: Sequence[str]) -> None:
 
 
 def _refuse_lone_array(arrays: object) -> None:
-    """Else each of its elements would be taken for an array of no dimension."""
+    """Raise `CallerError` for a single array: iterated over, its elements would be taken for 0-d arrays."""
     if has(arrays, "shape") or not isinstance(arrays, (Mapping, Iterable)):
         raise CallerError(
-            "gradients are given in a list, or by name",
+            "gradients must be given in a list, or by name",
             got=type(arrays).__name__,
             expected="a sequence of arrays, or a mapping",
             do="pass one array as [array]",

@@ -1,4 +1,4 @@
-"""Errors of a GPU's steps, which the host learns behind the device's work: each is raised once, by a later call."""
+"""Errors of a GPU's steps, which the host learns after the device's work: each is raised once, by a later call."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class DeferredErrors:
     """Asynchronous non-finite errors of one engine's steps, each raised once; without a readback there are none.
 
     Args:
-        readback: By which the device tells the status of its steps.
-        layout: Whose components errors name.
-        raises: Whether `raise_pending` does; else what has come is only taken, so that the next have room to be sent.
+        readback: Copies the status of the device's steps to the host.
+        layout: The layout whose components the errors name.
+        raises: Whether `raise_pending` raises; else it only takes what has arrived, so that more can be sent.
     """
 
     def __init__(self, readback: StatusReadback | None, layout: GradientLayout, *, raises: bool = True) -> None:
         self._readback, self._layout, self._raises = readback, layout, raises
-        self.exist = readback is not None  # or will
+        self.exist = readback is not None  # whether there can be any
         self._latest: StepStatus | None = None
         self._raised_bad_steps = 0
-        self._counted = 0  # steps, as the device counts them behind what is queued
+        self._counted = 0  # steps, as the device will count them after all queued work
 
     def send(self) -> None:
-        """A step was queued: have its status sent behind it."""
+        """Queue a copy of the status to the host, after the step that was queued."""
         if self._readback is not None:
             self._readback.send()
 
     def note_queued(self, step: int) -> int:
-        """The device's count of steps once the step of this number, about to be queued, is done."""
+        """Note that the step of this number is about to be queued; returns the device's count of steps after it."""
         self._counted = step + 1
         return self._counted
 
@@ -43,7 +43,7 @@ class DeferredErrors:
         self.note_queued(step)
 
     def drop(self, step: int) -> bool:
-        """A step is dropped: whether the device may have made it. Its count is set anew before the next replay."""
+        """Drop a step; returns whether the device may have made it. The next replay sets the device's count again."""
         is_queued, self._counted = self._counted == step + 1, -1
         return is_queued
 
@@ -54,26 +54,26 @@ class DeferredErrors:
         self._latest, self._raised_bad_steps, self._counted = None, 0, -1
 
     def latest(self) -> StepStatus | None:
-        """The newest status that has come; never a wait."""
+        """The newest status that has arrived; never waits."""
         found = self._readback.newest() if self._readback is not None else None
         if found is not None and (self._latest is None or found.step > self._latest.step):
             self._latest = found
         return self._latest
 
     def wait(self) -> None:
-        """Wait for all that the device has to do: the newest status has come then."""
+        """Wait for all of the device's work, after which the newest status is known."""
         if self._readback is not None:
             self._latest = self._readback.read()
 
     def raise_pending(self) -> None:
-        """Raise the error of the last bad step, where its status has come and nobody was told of it yet."""
+        """Raise the error of the last bad step, if its status has arrived and the error was not raised before."""
         status = self.latest()
-        # A status may also be older than what check() has read since.
+        # This status may be older than the one that check() has read since.
         if self._raises and status is not None and status.bad_steps > self._raised_bad_steps:
             self._raise(status)
 
     def of_step(self, step: int) -> NonFiniteGradient | None:
-        """What one step found, waiting for the device; `WindowError` where a later step has overwritten it."""
+        """The error of one step, after waiting for the device; raises `WindowError` if a later step overwrote it."""
         status = self._of_step(step)
         if status is None:
             return None
@@ -82,27 +82,27 @@ class DeferredErrors:
         return error
 
     def raise_of_step(self, step: int) -> None:
-        """Raise what one step found, as `of_step` finds it."""
+        """Raise the error of one step, which is found as by `of_step`."""
         status = self._of_step(step)
         if status is not None:
             self._raise(status)
 
     def _of_step(self, step: int) -> StepStatus | None:
-        """The status of a bad step; None of a good one. Where another step was bad, that one is still to be told."""
+        """The status of this step if it was bad, else None. The error of another bad step stays pending."""
         assert self._readback is not None  # noqa: S101  (a decision that the host does not know is a device's)
         status = self._readback.read()
-        # The device keeps what the last bad step found, and their number: before an only one, none was bad.
+        # The device keeps the last bad step and the number of bad steps: if that is 1, no earlier step was bad.
         if status.bad_step > step + 1 and status.bad_steps > 1:
             raise WindowError(
-                f"what step {step} found is no longer known",
+                f"whether step {step} was finite is no longer known",
                 got=f"{status.bad_steps} steps that were not finite, the last of them step {status.bad_step - 1}",
-                do="ask each result before the next step",
+                do="call result.check() or read result.non_finite before the next step",
             )
         return status if status.bad_step == step + 1 else None
 
     def _raise(self, status: StepStatus) -> NoReturn:
         error = self._blamed(status)
-        # Told once the error is on its way: Python looks for signals behind calls, and between these two is none.
+        # Only now: Python handles signals after calls, and between this line and the raise there is no call.
         self._raised_bad_steps = status.bad_steps
         raise error
 

@@ -1,6 +1,6 @@
-"""`gradengine doctor`: installed packages, usable devices, what joins ranks, and how to install what is missing.
+"""`gradengine doctor`: installed packages, usable devices, ways to connect ranks, and how to install what is missing.
 
-It runs where something is missing, so it needs no package of the command line.
+It must run where packages are missing, so it needs none of the command line's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PACKAGES = (  # alternative distributions, and what is missing without any of t
     (("torch",), "optional: for torch's own tensors"),
     (("jax",), "optional: for JAX's own arrays"),
 )
-_UNLIMITED = 1 << 16  # columns of what is no terminal: a line is a line
+_UNLIMITED = 1 << 16  # columns where stdout is not a terminal: lines are not wrapped
 _INDENT = 28  # columns of a row's name and state
 _ASK_MPI = """
 import mpi4py
@@ -43,7 +43,7 @@ _MPI_SECONDS = 60.0
 
 
 def doctor() -> None:
-    """Show installed packages, usable devices, what joins ranks, and how to install what is missing."""
+    """Show installed packages, usable devices, ways to connect ranks, and how to install what is missing."""
     print(f"gradengine {__version__}, Python {platform.python_version()}, {platform.platform()}")
     columns = max(shutil.get_terminal_size((_UNLIMITED, 0)).columns, 2 * _INDENT)
     for rows in (packages(), devices(), engines()):
@@ -81,7 +81,7 @@ def devices() -> Iterator[tuple[str, str, str]]:
 
 
 def engines() -> Iterator[tuple[str, str, str]]:
-    """What joins ranks, as `connect` is given it: whether it would here, and by what, or what is missing.
+    """Each way to connect ranks, as `connect` takes it: whether it works here, and with what, or what is missing.
 
     No framework is imported, and no MPI initialized.
     """

@@ -1,6 +1,6 @@
 """Single-buffer operations on raw arrays and pointers: add, scale, fill, cast. On a GPU one ElementwiseKernel each.
 
-For what lies outside any layout: one tensor at a time, in fp32, fp16 or bf16. Arithmetic is in fp32, each operation
+For tensors outside any layout: one tensor at a time, in fp32, fp16 or bf16. Arithmetic is in fp32, each operation
 rounded once, with the same bits on either device; the fused kernels do the same for a whole gradient set in one launch.
 """
 
@@ -45,13 +45,13 @@ def add(
         target: fp32, writable; an array or a `RawBuffer`.
         source: As many elements, fp32, fp16 or bf16.
         weight: Used as fp32; exactly 1 multiplies nothing.
-        device: Where they lie; by default where `target` says that it lies.
+        device: The buffers' device; by default that of `target`.
         stream: A GPU's stream; the current CuPy stream by default.
 
     Raises:
-        BufferRefused: A buffer cannot be taken as it lies, or the two overlap without being the same.
+        BufferRefused: A buffer's dtype, device, strides or memory is not supported, or the two overlap in part.
         LayoutMismatch: Another number of elements.
-        CallerError: The weight is no number.
+        CallerError: The weight is not a number.
 
     Example:
         >>> total = np.array([1, 2], np.float32)
@@ -80,12 +80,12 @@ def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, st
     Args:
         buffer: fp32, fp16 or bf16, writable; an array or a `RawBuffer`.
         factor: Used as fp32.
-        device: Where it lies; by default where it says that it lies.
+        device: The buffer's device; by default the one that it names itself.
         stream: A GPU's stream; the current CuPy stream by default.
 
     Raises:
-        BufferRefused: The buffer cannot be written as it lies.
-        CallerError: The factor is no number.
+        BufferRefused: The buffer cannot be written in place.
+        CallerError: The factor is not a number.
 
     Example:
         >>> gradient = np.array([1, 2], np.float16)
@@ -103,17 +103,17 @@ def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, st
 
 
 def fill(buffer: object, value: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
-    """Every element becomes `value`, rounded to fp32 and then to the buffer's dtype.
+    """Set every element to `value`, rounded to fp32 and then to the buffer's dtype.
 
     Args:
         buffer: fp32, fp16 or bf16, writable; an array or a `RawBuffer`.
-        value: What is written.
-        device: Where it lies; by default where it says that it lies.
+        value: The number that is written.
+        device: The buffer's device; by default the one that it names itself.
         stream: A GPU's stream; the current CuPy stream by default.
 
     Raises:
-        BufferRefused: The buffer cannot be written as it lies.
-        CallerError: The value is no number.
+        BufferRefused: The buffer cannot be written in place.
+        CallerError: The value is not a number.
 
     Example:
         >>> gradient = np.empty(2, np.float32)
@@ -143,11 +143,11 @@ def cast(
     Args:
         source: fp32, fp16 or bf16; an array or a `RawBuffer`.
         destination: As many elements, writable.
-        device: Where they lie; by default where `destination` says that it lies.
+        device: The buffers' device; by default that of `destination`.
         stream: A GPU's stream; the current CuPy stream by default.
 
     Raises:
-        BufferRefused: A buffer cannot be taken as it lies, or the two overlap without being the same.
+        BufferRefused: A buffer's dtype, device, strides or memory is not supported, or the two overlap in part.
         LayoutMismatch: Another number of elements.
 
     Example:
@@ -166,7 +166,7 @@ def cast(
 
 
 def _widened(element: str, buffer: Buffer) -> str:
-    """An element of a buffer in fp32; the short dtypes travel as their bits."""
+    """The code of a buffer's element in fp32; fp16 and bf16 are passed to the kernel as their bits."""
     is_fp32 = buffer.dtype == "float32"
     return element if is_fp32 else f"gradengine::widened({element}, gradengine::{buffer.dtype.upper()})"
 
@@ -180,7 +180,7 @@ def _fp32(name: str, value: float) -> np.float32:
     """The number rounded to fp32; infinity and NaN are numbers here."""
     number = as_number(value)
     if number is None:
-        raise CallerError(f"{name} is no number", got=said(value), expected="a number")
+        raise CallerError(f"{name} is not a number", got=said(value), expected="a number")
     with np.errstate(over="ignore"):
         rounded: np.float32 = np.float32(number)
     return rounded
@@ -198,7 +198,7 @@ def _pair(kernels: Kernels, destination: object, source: object) -> tuple[Buffer
 def _run(
     kernels: CudaKernels, name: str, element: str, target: Buffer, source: Buffer | None = None, **scalars: np.float32
 ) -> None:
-    """target[i] = element, in which the source's element and the scalars go by their names."""
+    """Run target[i] = element, an expression of the source's element and the scalars by their names."""
     if not target.size:
         return
     read = [] if source is None else [source]

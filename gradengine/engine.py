@@ -40,44 +40,45 @@ Answer = TypeVar("Answer")
 class GradientEngine(NotCopied, instead="build another, and load_state_dict() what state_dict() saved"):
     """Accumulates micro-batches in fp32, sums them over workers, checks, clips, averages and hands back.
 
-    Every call checks what it was given before it changes anything. A step that failed can be run again: `step()` once
-    more, after `reconnect` where the exchange is lost; or the window is dropped by `discard()`. A call that was
-    interrupted, as by Ctrl-C, leaves the step broken and the exchange closed: `discard()`, then `reconnect`, go on.
+    Every call checks its arguments before it changes anything. A step that failed can be run again: call `step()` once
+    more, after `reconnect` if the exchange was lost; or drop the window by `discard()`. A call that was interrupted, as
+    by Ctrl-C, leaves the step broken and the exchange closed: call `discard()`, then `reconnect`.
 
-    On a GPU nothing waits for the device: work is queued on the current CuPy stream, norm, scale and verdict are arrays
-    there, and a gradient that is not finite is handed back as zeros and raised late, by the `add` or `step` that first
-    sees its verdict (`result.check()` raises it at once, and waits). With an exchange a step waits for its sums.
+    On a GPU nothing waits for the device: work is queued on the current CuPy stream, and norm, scale and verdict are
+    arrays on the device. A gradient that is not finite is handed back as zeros, and its error is raised late, by the
+    first `add` or `step` that sees the verdict (`result.check()` waits and raises it at once). With an exchange a step
+    waits for the workers' sums.
 
     Args:
-        layout: Where each component lies.
+        layout: The components: names, shapes and order.
         device: "cpu", "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
-        max_norm: Bound of the global norm, or one by group name. None, the default, clips nothing: a bound that nobody
-            asked for would change gradients without a word. The norm is taken either way. 0 is refused.
-        exchange: The sum over workers; None for one worker. Of a part of a model, over the workers with the same part.
-        on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" it on
-            unclipped. With groups that is the group it lies in: each other one keeps its bound.
-        micro_batches: Micro-batches of a window, if known: the last one takes the norm in the same pass, and its spans
-            leave for the other workers at once. One more is refused, and so is one more of any block.
-        hold: Micro-batches kept by reference and folded in one pass; their buffers must stay unchanged until then.
-        groups: Components that share a norm: None (global), "block", "component", or a mapping or function by slot.
+        max_norm: Bound of the global norm, or one bound for each group, by name. None (default) clips nothing; the norm
+            is measured all the same. 0 is refused.
+        exchange: Sums over workers; None for one worker. For a part of a model: over the workers with the same part.
+        on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" the gradient on
+            unclipped: with groups only the group that holds it, while each other group keeps its bound.
+        micro_batches: Micro-batches in a window, if known: the last one measures the norm in the same pass, and its
+            spans are sent to the other workers at once. A further one is refused, also a further one of any block.
+        hold: Micro-batches kept by reference and added in one pass; their buffers must stay unchanged until then.
+        groups: Components that share a norm: None (all), "block", "component", a mapping name -> group, or a function.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means;
             "sum" the weighted sum, for a loss that was divided before backward, as HF Trainer, Accelerate and Lightning
             do; over workers the mean of all workers' sums, as in torch's DistributedDataParallel.
         loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
-            GradScaler: unless it is told `scaler.get_scale()` here, norm and `max_norm` are of the scaled gradient.
-        reused_buffers: Deprecated, and without effect: of torch gradients that were not cleared `gradients_of` tells.
-        copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
-            added, on the CPU; else they are refused.
+            GradScaler: pass `scaler.get_scale()` here, or norm and `max_norm` are those of the scaled gradient.
+        reused_buffers: Deprecated, without effect: `gradients_of` detects torch gradients that were not cleared.
+        copy_strided: On the CPU, copy gradients that are not contiguous in C order (transposed, sliced, broadcast) when
+            they are added; without it they are refused.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
             part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's.
-        replicated: What these ranks hold of replicated gradients: the "same", whole on each rank (checked); parts that
-            "sum" up, as under sequence parallelism; or copies that differ by their rounding, to "average".
+        replicated: What these ranks hold of replicated gradients: the "same" on each rank (checked); parts to "sum", as
+            under sequence parallelism; or copies that differ by rounding, to "average".
 
     Raises:
-        CallerError: An argument is out of range, a part of a model is to be clipped or skipped by itself, or
+        CallerError: An argument is out of range, a part of a model would be clipped or skipped by itself, or
             `copy_strided` is given for a GPU.
-        DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has not the memory.
-        HandshakeRefused, PeerLost: The workers do not come together.
+        DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has too little memory.
+        HandshakeRefused, PeerLost: The workers could not form a group.
 
     Example:
         >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
@@ -141,7 +142,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange that is joined, if there is one."""
+        """The exchange over workers that this engine joined, if there is one."""
         return self._reducer.workers.exchange
 
     @property
@@ -151,7 +152,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of a window, if known."""
+        """Micro-batches in a window, if known."""
         return self._settings.micro_batches
 
     @property
@@ -169,11 +170,11 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """What the loss of the open window is multiplied by; may be set between windows, as a dynamic scaler does.
 
         With a torch GradScaler set it to `scaler.get_scale()` before each window, and do without `scaler.unscale_` and
-        `scaler.step`, which would unscale a second time. A captured window keeps the one it was captured with.
+        `scaler.step`, which would unscale a second time. A captured window keeps the scale it was captured with.
 
         Raises:
-            WindowError: It is set while a window is open.
-            CallerError: It is out of range.
+            WindowError: The scale is set while a window is open.
+            CallerError: The scale is out of range.
         """
         return self._settings.loss_scale
 
@@ -188,9 +189,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     @property
     def latest_verdict(self) -> StepStatus | None:
-        """A GPU's newest word on a finished step: norm, scale, whether it was skipped. Late, and never a wait.
+        """The newest verdict that a GPU has reported: norm, scale, whether the step was skipped. Late, but never waits.
 
-        None before the first one has come, and on the CPU, where each step's result says it at once.
+        None until the first report has arrived, and on the CPU, where each step's result has it at once.
         """
         return self._late.latest()
 
@@ -209,16 +210,15 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
         Args:
             gradients: Mapping name -> gradient or a sequence in layout order, of any framework, fp32, fp16 or bf16, on
-                the engine's device. None in it stands for a component without a gradient, which not all may be; None in
-                its place, with weight 0, for a micro-batch that counts nothing. A worker that has no other says so
-                before its step.
-            weight: What it counts in the average: 1, or its tokens.
+                the engine's device. A component without a gradient is given as None, but not all components may be. A
+                worker that has no micro-batch in a window calls `add(None, weight=0)` before its step.
+            weight: What the micro-batch counts in the average: 1, or its tokens.
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
-            BufferRefused: A gradient cannot be taken as it lies.
-            WindowError: A bad weight, None for all components (as after a `zero_grad()` that came too early), a window
-                that is full, or a step before this one that failed or is broken.
+            BufferRefused: A gradient's dtype, device, strides or memory is not supported.
+            WindowError: A bad weight, None for all components (as after a `zero_grad()` that was called too early), a
+                full window, or an earlier step that failed or is broken.
         """
         self._whole(self._add, gradients, weight)
 
@@ -243,7 +243,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             index: The block.
             gradients: A sequence in the block's order, or a mapping by component name.
             weight: The micro-batch's weight, the same for all its parts.
-            last: This is the window's last contribution to the block, so it may leave for the other workers now.
+            last: This is the window's last contribution to the block, so the block can be sent to the other workers.
 
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
@@ -253,7 +253,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._whole(self._add_part, block, add, gradients, truth_value("last", last), f"{block.name}.")
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, last: bool = False) -> None:
-        """Add one component outside the blocks, by name or id, as `add_block` does a block.
+        """Add one component outside the blocks, by name or id; otherwise as `add_block`.
 
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
@@ -273,15 +273,15 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             self._reducer.start((span,))
 
     def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> MicroBatch:
-        """A micro-batch that comes component by component, in any order, as backward makes its gradients.
+        """A micro-batch whose gradients are added one by one, in any order, as backward makes them.
 
         Args:
-            weight: What it counts in the average.
-            last: It is the window's last, in which each block leaves for the other workers as soon as its components
-                have come; by default as `micro_batches` says. False where a component comes more than once in it.
+            weight: What the micro-batch counts in the average.
+            last: Whether it is the window's last, in which each block is sent to the other workers as soon as its
+                components are in; by default as `micro_batches` says. False if a component is added more than once.
 
         Raises:
-            WindowError: A bad weight, a window that is full or captured, or a step before this one that failed.
+            WindowError: A bad weight, a window that is full or captured, or an earlier step that failed.
 
         Example:
             >>> engine = GradientEngine(GradientLayout.of({"w": (2,), "b": (1,)}))
@@ -301,24 +301,24 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """Close the window: sum over workers, check, clip, average and hand back.
 
         Args:
-            out: Destinations, mapping or sequence as for `add`, written in their dtype; None for a component that is
+            out: Destinations, a mapping or sequence as for `add`, written in their dtype; None for a component that is
                 not wanted. By default the gradients are handed back in the arena.
-            deferred: Leave the sum as it is, in `result.sums`, for an optimizer that multiplies by `result.factor`
-                itself and looks at `result.skipped`: one pass less.
-            loss_scale: What the window's losses were multiplied by, where it was not set before: `loss_scale` then.
+            deferred: Leave the sum unscaled, in `result.sums`, for an optimizer that multiplies by `result.factor`
+                itself and reads `result.skipped`: one pass less.
+            loss_scale: What the window's losses were multiplied by, if not set before; becomes the engine's.
 
         Returns:
             The result; a later `add` overwrites its gradients.
 
         Raises:
-            WindowError: Nothing was added since the last step, or nothing that counts on any worker; some component
-                lacks part of the window, or its weight times the loss scale is beyond 2**-126..2**126; or a call that
-                was interrupted left it broken.
+            WindowError: Nothing was added since the last step, or nothing that counts on any worker; a component lacks
+                some of the window's micro-batches; the window's weight times the loss scale is outside 2**-126..2**126;
+                or a call that was interrupted left the window broken.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
-            NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU that of an earlier
-                step, whose gradients were handed back as zeros.
+            NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU: an earlier step's,
+                whose gradients were handed back as zeros.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
-            ExchangeError: The workers' settings differ, or the sums that they hold; the window is kept.
+            ExchangeError: The workers' settings or sums differ; the window is kept.
         """
         result = self._whole(self._step, out, truth_value("deferred", deferred), loss_scale)
         return result if self._capture is not None else self._observers.shown(result)
@@ -352,9 +352,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         return result
 
     def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], None]:
-        """Have each step's result, and each replay's, go to a function before it is returned; to several in turn.
+        """Call a function with each step's or replay's result before it is returned; returns a function to remove it.
 
-        The step is made by then: what the function raises, the caller of `step` gets. What this returns takes it away.
+        Several are called in turn. The step is made by then; an error of the function is raised by `step`.
 
         Example:
             >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}))
@@ -367,19 +367,19 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     @property
     def has_open_window(self) -> bool:
-        """Whether something of a window is there: added, on its way, or broken."""
+        """Whether a window is open: something was added, is being sent, or is broken."""
         return self._state.now is not State.EMPTY
 
     def tell_all(self, what: str, facts: object) -> list[Any]:
-        """Every worker's facts, in rank order, on every worker; what has been told in a step is not told again in it.
+        """Send facts to all workers and return every worker's, in rank order; once for each `what` in a step.
 
         Args:
-            what: What is told, the same on all workers: "loss of step 3".
-            facts: None, bool, int, float, str or bytes, in lists and in dicts by text; at most 16 MiB.
+            what: What the facts are, the same on all workers: "loss of step 3".
+            facts: None, bool, int, float, str or bytes, also in lists and in dicts with str keys; at most 16 MiB.
 
         Raises:
-            CallerError: `what` is no text, or the facts are something else or too long; nothing has been told.
-            ExchangeError: A worker tells something else than rank 0.
+            CallerError: `what` is not a str, or the facts are of another type or too long; nothing has been sent.
+            ExchangeError: A worker's `what` is not rank 0's.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
 
         Example:
@@ -391,12 +391,12 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
     def capture(self) -> AbstractContextManager[CapturedWindow]:
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
 
-        Inside the `with`, `add` and `step` are called as ever; nothing runs yet. The gradients' memory and the weights
-        are those of the graph: `replay()` checks the addresses, `repoint()` puts others in their place.
+        Inside the `with`, call `add` and `step` as usual; nothing runs yet. The graph keeps the gradients' addresses
+        and the weights: `replay()` checks the addresses, `repoint()` replaces them.
 
         Raises:
-            CallerError: On the CPU, or with an exchange: there a step waits for other workers.
-            WindowError: A window is open, or being captured, or none was closed inside.
+            CallerError: The engine is on the CPU, or has an exchange, with which a step waits for other workers.
+            WindowError: A window is open or being captured, or no `step` was called inside the `with`.
         """
         graph = graph_of(self._kernels.device)
         self._ask_for_graph(Call.CAPTURE)
@@ -407,18 +407,18 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         return Capture(window, graph, self._begin_capture, self._end_capture)
 
     def state_dict(self) -> dict[str, Array]:
-        """Save this rank's part of the open step, anywhere in its window: `load_state_dict` goes on to the same bytes.
+        """Save this rank's part of the open step, anywhere in its window; a resumed run ends in the same bytes.
 
         Held micro-batches are folded, which changes no bit. Late errors of a GPU are not saved: call `check()` before.
 
         Returns:
-            Name -> NumPy array in memory of its own: 4 bytes an element once a micro-batch has come. From a GPU it
-            waits for the work on the arena, and for a copy on another stream; the current stream goes on.
+            Name -> NumPy array in memory of its own: 4 bytes an element once a micro-batch was added. On a GPU this
+            waits for the work on the arena and for the copy, on a stream of its own; the current stream is not held up.
 
         Raises:
-            WindowError: Some of it was sent to other workers; its step failed, or is broken; or a graph is recorded.
-            BufferRefused: A gradient that is held was given other memory, or freed.
-            NonFiniteGradient: Of an earlier step on a GPU, as by `add`.
+            WindowError: Part of the window was sent to other workers; its step failed or is broken; or a graph records.
+            BufferRefused: A held gradient was freed or given other memory.
+            NonFiniteGradient: An earlier step's, on a GPU, as in `add`.
 
         Example:
             >>> engine, resumed = (GradientEngine(GradientLayout.of({"w": (2,)})) for _ in range(2))
@@ -435,19 +435,19 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         return saved_state(checkpoint, self.layout, self._settings)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, in place of an empty window: step number, loss scale and window are what they were.
+        """Resume from a saved state, in place of an empty window: step number, loss scale and window are as then.
 
-        Device, transport, `hold`, bounds and groups may be others. With an exchange, joined already or joined later,
-        each rank loads what it saved; between windows any rank's state will do, for any number of ranks.
+        Device, transport, `hold`, bounds and groups may differ. With an exchange, joined already or joined later, each
+        rank loads what it saved; a state saved between windows suits any rank, and any number of ranks.
 
         Args:
-            state: What `state_dict` returned; arrays that NumPy can read, as torch's on the host.
+            state: What `state_dict` returned; its arrays may be any that NumPy can read, as torch's on the host.
 
         Raises:
-            LayoutMismatch: It is of another layout, or order of components; shows the rows that differ.
-            CallerError: It is of another `micro_batches` or `average`, of a later version, or not whole.
-            WindowError: A window is open here (`discard()` it), or the state's is another rank's.
-            NonFiniteGradient: Of an earlier step on a GPU, as by `check`.
+            LayoutMismatch: The state is of another layout or order of components; shows the rows that differ.
+            CallerError: The state is of another `micro_batches` or `average`, of a later version, or incomplete.
+            WindowError: A window is open here (`discard()` it), or the state's window is another rank's.
+            NonFiniteGradient: An earlier step's, on a GPU, as in `check`.
         """
         self._whole(self._load, state)
 
@@ -462,7 +462,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self.accumulator.load(checkpoint.window)
 
     def check(self) -> None:
-        """Wait for a GPU's steps and raise what no call has raised yet: for the end of training, or a checkpoint.
+        """Wait for a GPU's steps and raise what no call has raised yet: at the end of training, before a checkpoint.
 
         Raises:
             NonFiniteGradient: A step's gradient held NaN or Inf, with on_non_finite="raise".
@@ -471,42 +471,42 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._late.raise_pending()
 
     def discard(self) -> None:
-        """Drop the window, also one whose step failed or is broken, and a capture whose `with` an interrupt left.
+        """Drop the window, also one whose step failed or is broken, and a capture whose `with` was interrupted.
 
-        With an exchange, call it on every rank. A step that the workers agreed on, or that was decided alone, counts
-        as made. Where parts of the window were sent already, or a call was interrupted, the exchanges are closed: go on
-        with `reconnect`. Where some ranks went on with a step's gradients and others dropped it, that refuses: restart
-        all from one checkpoint.
+        With an exchange, call it on every rank. A step that all workers agreed on, or that a lone worker decided,
+        counts as made. If parts of the window were sent already, or a call was interrupted, the exchanges are closed:
+        go on with `reconnect`. If some ranks applied a step's gradients and others dropped them, `reconnect` refuses:
+        restart all from one checkpoint.
         """
         if self._capture is not None:
             self._capture.abandon()
         self._reducer.discard(is_queued=self._late.drop(self.current_step))
 
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
-        """Go on with another exchange of the same ranks, after one that failed; then call `step()` again.
+        """Replace an exchange that failed by another one of the same ranks; then call `step()` again.
 
-        Close the old exchange first: one that has not been joined by all still has its address. Only what was not yet
-        summed travels, and the result is the bytes of an undisturbed run.
+        Close the old exchange first: until all ranks have joined it, it occupies its address. Only what was not summed
+        yet is sent, and the result has the bytes of an undisturbed run.
 
         Args:
-            exchange: In place of the one over workers; None leaves it as it is.
-            tp_exchange: In place of the one over the parts of this worker's model; None leaves it as it is.
+            exchange: Replaces the one over workers; None leaves it as it is.
+            tp_exchange: Replaces the one over the parts of this worker's model; None leaves it as it is.
 
         Raises:
-            CallerError: The tensor-parallel exchange is not of the layout's rank and size.
+            CallerError: Rank and size of the tensor-parallel exchange are not the layout's.
             WindowError: The step is broken: discard() it first.
-            HandshakeRefused, PeerLost: The workers do not come together, or stand at different steps; or the step is
-                half summed, and they are other ranks than those that began it or of another group.
+            HandshakeRefused, PeerLost: The workers could not form a group, or are at different steps; or the step is
+                half summed, and these are not the ranks and the group that began it.
         """
         refuse_bad_exchanges(exchange, tp_exchange)
         self._whole(self._reducer.connect, exchange, tp_exchange)
 
-    # ---- what may be called now ----
+    # ---- which calls are allowed now ----
 
     def _whole(self, call: Callable[Arguments, Answer], *given: Arguments.args, **named: Arguments.kwargs) -> Answer:
-        """Make a call; one that is interrupted leaves the step broken and the exchanges closed, so that nobody waits.
+        """Make a call; if it is interrupted, leave the step broken and close the exchanges, so that no worker waits.
 
-        An error of ours, and one of the caller's own objects, leaves what was there before, unless memory was written.
+        After an error of ours or of the caller's own objects the state is what it was, unless memory was written.
         """
         step = self.current_step
         try:
@@ -518,21 +518,21 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             raise
 
     def _ask(self, call: Call) -> None:
-        """Raise where a call does not fit the stream, or the state; and the error of an earlier step, once."""
+        """Raise if the stream's capture or the state does not allow the call; also an earlier step's error, once."""
         refuse_other_graph(self._kernels.device, is_recording=self._capture is not None)
         if self._late.exist and self._capture is None:
             self._late.raise_pending()
         self._state.ask(call, self._facts)
 
     def _ask_for_graph(self, call: Call) -> None:
-        """Raise where no whole step of one worker's can be captured, or replayed."""
+        """Raise if a step cannot be captured or replayed now: with an exchange, or in another state."""
         if not self._reducer.is_alone:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
         refuse_other_graph(self._kernels.device, is_recording=self._capture is not None)
         self._state.ask(call, self._facts)
 
     def _facts(self) -> Facts:
-        """What refusals say besides the state."""
+        """Values for the texts of refusals."""
         return {
             "step": f"step {self.current_step}",
             "count": self.accumulator.accumulated_count,

@@ -1,6 +1,6 @@
-"""`gradengine env`: what `connect()` takes from the environment variables, and from which; nothing is opened.
+"""`gradengine env`: what `connect()` reads from the environment, and from which variables; nothing is opened.
 
-And what else would join ranks here.
+It also shows the other ways to connect ranks here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Facts: TypeAlias = "dict[str, tuple[int | str | None, str]]"  # by name: value, 
 
 
 def env(
-    json: Annotated[Path | None, typer.Option(help="Write everything here; -: to stdout, and no table.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to a file; -: to stdout, and no table.")] = None,
 ) -> None:
-    """Show what connect() takes from the environment, and from which variable: rank, world size, address, token, job.
+    """Show what connect() reads from the environment, and from which variable: rank, world size, address, token, job.
 
     Run it as the script is run: `srun gradengine env`, `mpiexec -n 2 gradengine env`, or after torchrun --no-python.
     """
@@ -46,7 +46,7 @@ def env(
 
 
 def _facts(environment: Mapping[str, str]) -> Facts:
-    """Every fact, of which the token is none of the values; `CallerError` where `connect()` would raise it."""
+    """Every fact, but not the token's text; raises `CallerError` where `connect()` would."""
     address, token, job = read_address(environment), read_token(environment), read_job(environment)
     refuse_without_token(address, token.value if token else None)
     return {

@@ -81,7 +81,7 @@ class LayoutMismatch(CallerError):
 
 
 class WindowError(CallerError):
-    """A call that the window's state does not allow: no micro-batch yet, a bad weight, a step that failed before."""
+    """A call that the window's state does not allow: no micro-batch yet, a bad weight, an earlier step that failed."""
 
 
 class DeviceUnavailable(CallerError):
@@ -93,7 +93,7 @@ class OutOfDeviceMemory(CallerError):
 
 
 class DeviceFailed(GradientError):
-    """Work on a GPU that ended in an error, ours or another library's: nothing more is done there in this process."""
+    """Work on a GPU that ended in an error, ours or another library's: this process can do nothing more on that GPU."""
 
 
 class NonFiniteGradient(GradientError):
@@ -101,12 +101,12 @@ class NonFiniteGradient(GradientError):
 
     Attributes:
         component: The component's name.
-        index: The first such flat index in the component.
-        value: The value there: of the local contribution if it is still known, else of the sum.
-        rank: The rank that contributed it; None if the sum itself overflowed or there is one worker.
-        tp_rank: The tensor-parallel rank whose shard holds it, to which `index` refers; None without such a group.
+        index: Flat index of the component's first element that is not finite.
+        value: The element's value: in the rank's own contribution if still known, else in the sum.
+        rank: The rank that contributed the value; None if the sum itself overflowed or there is one worker.
+        tp_rank: The tensor-parallel rank whose shard `index` refers to; None without such a group.
         step: The step it happened in.
-        is_late: Whether that step is over: the error of an asynchronous step on a GPU.
+        is_late: Whether the step was over when the error was raised, as that of an asynchronous step on a GPU.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class NonFiniteGradient(GradientError):
             expected="a finite number",
             do="zeros were handed back in that step (a deferred one left the sum); on_non_finite='skip' raises nothing"
             if is_late
-            else "the window is kept (of several workers, as their sum): discard() it, or use on_non_finite='skip'",
+            else "the window is kept (with several workers, as their sum): discard() it, or use on_non_finite='skip'",
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -142,11 +142,11 @@ class NonFiniteGradient(GradientError):
 
 
 class ExchangeError(GradientError):
-    """A failed exchange. The local state says which buckets are summed, so that the step can be run again."""
+    """A failed exchange. The engine knows which buckets are summed, so that the step can be run again."""
 
 
 class HandshakeRefused(ExchangeError):
-    """A rejected join: another layout, world size, rank, protocol version or token."""
+    """A refused join: the ranks' layout, settings, world size, protocol version or token differ, or a rank is taken."""
 
 
 class ProtocolError(ExchangeError):
@@ -164,7 +164,7 @@ class DeadlineExceeded(ExchangeError):
 def _printable(value: object, limit: int) -> str:
     """A value as printable text of bounded length: shortened in its middle, control characters escaped."""
     try:
-        # Containers item by item: a few lists that hold each other often are more text than there is memory.
+        # Containers item by item: a few lists that hold each other many times print as more text than memory can hold.
         text = _containers.repr(value) if isinstance(value, (list, tuple, dict, set, frozenset)) else str(value)
     except Exception as fault:  # noqa: BLE001  (nested too deep, too many digits, or a caller's own object and error)
         text = f"<{type(value).__name__} that cannot be shown: {type(fault).__name__}>"
@@ -175,14 +175,14 @@ def _printable(value: object, limit: int) -> str:
 
 
 def _shortened(text: str, limit: int) -> str:
-    if len(text) <= limit + 60:  # the note about the rest would be as long
+    if len(text) <= limit + 60:  # the note about what was cut would be as long
         return text
     tail = limit // 4  # the advice is at the end
     return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"
 
 
 class NotCopied:
-    """What shares memory or a connection: `copy` and `pickle` raise `CallerError`, which says what to do instead."""
+    """Base class of objects that hold memory or a connection: to copy or pickle one raises `CallerError`."""
 
     _instead: ClassVar[str]
 

@@ -1,4 +1,4 @@
-"""One micro-batch that comes component by component, as backward makes its gradients: none of them has to stay."""
+"""One micro-batch that is added component by component, as backward makes its gradients: none has to be kept."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradengine.reduction.reducer import Reducer
 
 @final
 class MicroBatch(AbstractContextManager["MicroBatch"]):
-    """A micro-batch that comes component by component, in any order; `GradientEngine.micro_batch` makes it.
+    """A micro-batch that is added component by component, in any order; made by `GradientEngine.micro_batch`.
 
-    It begins with the first component, and is over when its `with` is left, or at `end()`: what did not come had no
-    gradient in it. An error that leaves the `with` before the first component changes nothing. A later one leaves the
-    window with a part of a micro-batch, which takes no more: `discard()` drops it.
+    It begins with the first component, and ends with its `with`, or by `end()`; a component that was not added counts
+    as one without a gradient. An error in the `with` before the first component changes nothing. A later error leaves a
+    part of a micro-batch in the window, which then takes no more: `discard()` drops it.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._sends = is_last and not reducer.workers.is_alone
         spans = accumulator.layout.spans if self._sends else ()
         self._missing = {span.key: {slot.name for slot in span.slots} for span in spans}
-        self._window: object = None  # that it began in
+        self._window: object = None  # the window in which it began
 
     def add(self, name: str, gradient: object) -> None:
-        """Add one component's gradient, which may be freed then (with `hold=1`); one that comes again is added, too.
+        """Add one component's gradient, which may be freed after this (with `hold=1`); several of one component add up.
 
-        In the window's last micro-batch a block leaves for the other workers with the last of its components.
+        In the window's last micro-batch a block is sent to the other workers as soon as all its components were added.
 
         Args:
             name: The component.
@@ -51,23 +51,23 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
         Raises:
             LayoutMismatch: No such component, or another shape.
-            BufferRefused: The gradient cannot be taken as it lies.
-            WindowError: The micro-batch is over, or the component has left for the other workers.
+            BufferRefused: The gradient's dtype, device, strides or memory is not supported.
+            WindowError: The micro-batch is over, or the component was sent to the other workers already.
         """
         self._whole(self._add, name, gradient)
 
     def end(self) -> None:
-        """The micro-batch is over; `with` calls it.
+        """End the micro-batch; leaving its `with` does so.
 
         Raises:
-            WindowError: No component came, or the window was dropped or stepped meanwhile.
+            WindowError: No component was added, or the window was dropped or stepped meanwhile.
         """
         self._whole(self._end)
 
     def fail(self, fault: type[BaseException]) -> None:
-        """Its backward failed. What came of it cannot be taken out again: the window takes no more.
+        """Leave the window with a part of a micro-batch, as backward failed: nothing can be taken out or added again.
 
-        Where parts of the window were sent, and after an interrupt, the exchange is closed, so that nobody waits.
+        If parts of the window were sent, or after an interrupt, the exchange is closed, so that no worker waits.
         """
         if self._is_coming and (self._state is State.SENDING or not issubclass(fault, Exception)):
             self._reducer.break_off(self._reducer.step)
@@ -85,7 +85,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     @property
     def _is_coming(self) -> bool:
-        """Whether a component has come and the window is still the same."""
+        """Whether a component was added and the window is still the same."""
         return self._window is self._accumulator.window
 
     @property

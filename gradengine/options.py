@@ -1,4 +1,4 @@
-"""Options of commands: of several words one; a file that can be written, or stdout; a plot; names in errors."""
+"""Helpers for the options of commands: choices, files to write, plots, and the options' names in errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Given = TypeVar("Given", str, list[str] | None)
 
 
 def flag(name: str, what: str) -> Any:
-    """An option that is given or not: --help shows no `<bool>` beside it, as if it took a value."""
+    """An option without a value; without this, --help would show `<bool>` beside it, as if it took one."""
     return typer.Option(name, metavar="", help=what)
 
 
 def one_of(*choices: str) -> Callable[[Given], Given]:
-    """The callback of an option or argument whose words are to be among these; another ends the command with code 2.
+    """A callback for an option or argument that takes only these words; another word ends the command with code 2.
 
     >>> one_of("float32", "bfloat16")("float32")
     'float32'
@@ -44,7 +44,7 @@ def one_of(*choices: str) -> Callable[[Given], Given]:
 
 @contextlib.contextmanager
 def speaking_of(options: Mapping[str, str]) -> Iterator[None]:
-    """A mistake in this is told by the options that were typed, not by the arguments that they became.
+    """A context that renames arguments to the options that were typed, in the text of a `CallerError`.
 
     >>> with speaking_of({"num_heads": "--heads", "tp_size": "--tp"}):
     ...     raise CallerError("num_heads cannot be divided by tp_size", got="4 / 3")
@@ -59,26 +59,26 @@ def speaking_of(options: Mapping[str, str]) -> Iterator[None]:
 
 
 def writable_json(path: Path | None) -> Path | None:
-    """The path that --json names, before anything is run; `CallerError` if it cannot be written."""
+    """The path given by --json, checked before anything is run; raises `CallerError` if it cannot be written."""
     if path is not None and path != STDOUT:
         _refuse_unwritable(path, "--json")
     return path
 
 
 def _refuse_unwritable(path: Path, option: str) -> None:
-    """A file that is there can be written; or the nearest folder that is there can be written to."""
+    """Raise `CallerError` unless the file, or if it does not exist its nearest existing folder, can be written to."""
     there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     reason = None
     if there == path:
         reason = "it is a folder" if path.is_dir() else None
     elif not there.is_dir():
-        reason = f"{str(there)!r} is no folder"
+        reason = f"{str(there)!r} is not a folder"
     if reason or not os.access(there, os.W_OK):
         raise _unwritable(path, option, reason or "permission denied")
 
 
 def refuse_bad_plot(path: Path) -> None:
-    """`CallerError` if no plot, or none of that kind, can be saved where --plot names; imports matplotlib."""
+    """Raise `CallerError` if --plot's file cannot be written or has an unknown suffix; imports matplotlib."""
     _refuse_unwritable(path, "--plot")
     kinds = importlib.import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
@@ -86,7 +86,7 @@ def refuse_bad_plot(path: Path) -> None:
 
 
 def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
-    """Write a file, its folder made first; `CallerError`, which names the option, if the system refuses."""
+    """Write a file, after making its folder; raises `CallerError`, which names the option, if the system refuses."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -95,7 +95,7 @@ def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
 
 
 def print_or_save(text: str, path: Path | None) -> None:
-    """JSON goes where --json names: nowhere, to stdout, or into a file; raises as `save`."""
+    """Write JSON to the destination given by --json: nowhere, stdout, or a file; raises as `save`."""
     if path == STDOUT:
         typer.echo(text)
     elif path is not None:

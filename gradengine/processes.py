@@ -1,7 +1,7 @@
-"""A pool of worker processes, for `bench`, `plan` and `demo`: started, watched, and gone when this process goes.
+"""A pool of worker processes, for `bench`, `plan` and `demo`: started, watched, and ended with this process.
 
-Each worker gets its job over a pipe and reports over it. The end of a pipe is the end of its process, so a death is
-noticed at once. A worker that is stopped or hangs is killed after a deadline without a report.
+Each worker gets its job over a pipe and reports over it. A process that ends closes its pipe, so its death is noticed
+at once. A worker that is stopped or hangs is killed after a deadline without a report.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = ["Job", "ProcessPool", "Reporter", "Worker", "interrupts_blocked"]
 Job: TypeAlias = "Callable[..., None]"  # picklable; called with report=, a `Reporter`
 
 _DEADLINE_SECONDS = 120.0
-_JOIN_SECONDS = 2.0  # given to a process that was told to end
-_ROOT_CAUSE_SECONDS = 5.0  # given to who is at fault, after others missed it: rank 0 leaves them within two
+_JOIN_SECONDS = 2.0  # for a process that was told to end
+_ROOT_CAUSE_SECONDS = 5.0  # for the process at fault to report, after others lost it: rank 0 leaves them within two
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class _Failed:
     """The last report of a worker that gives up."""
 
     message: str
-    lost_peer: bool  # the fault is another's, who may have more to say
+    lost_peer: bool  # another worker is at fault, and may still report the cause
 
 
 @final
 @dataclass(eq=False)
 class Worker:
-    """A process of a pool, by the name that errors call it."""
+    """A process of a pool, with the name that errors use for it."""
 
     name: str
     process: SpawnProcess
@@ -60,33 +60,33 @@ class Worker:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is late, gave up, or died; a pipe is closed once its end has been read."""
+        """Whether the worker is late, gave up, or died."""
         return self.is_late or self.failure is not None or (self.connection.closed and self.process.exitcode != 0)
 
     @property
     def has_lost_peer(self) -> bool:
-        """Whether it gave up because another was gone."""
+        """Whether the worker gave up because it lost another one."""
         return self.failure is not None and self.failure.lost_peer
 
     @property
     def exit_message(self) -> str:
-        """How it ended, for an error."""
+        """How the worker ended, for an error."""
         if self.failure is not None:
             return f"{self.name}: {self.failure.message}"
         code, who = self.process.exitcode, f"{self.name} (process {self.process.pid})"
         if code is not None and code < 0:
             return f"{who} was killed by {signal.Signals(-code).name}"
-        return f"{who} ended without a word, exit code {code}"
+        return f"{who} ended without a report, exit code {code}"
 
     def kill(self) -> None:
-        """End it for being late; its pipe then ends too."""
+        """Kill the worker because it is late; this closes its pipe too."""
         self.is_late = True
         self.process.kill()
 
 
 @final
 class Reporter:
-    """A worker's end of the pipe: call it to report, from any thread; iterate over it for what `give` sends next."""
+    """A worker's end of the pipe: call it to report, from any thread; iterate over it for what `give` sends."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -106,8 +106,8 @@ class ProcessPool:
     """Processes that live no longer than the `with` block.
 
     Args:
-        deadline: Seconds without a report, of any worker, after which those at work are killed.
-        environment: Set for the workers: read before NumPy is, so that it cannot be set later.
+        deadline: Seconds without a report from any worker, after which those at work are killed.
+        environment: Environment variables of the workers, set before they import NumPy.
 
     Example:
         >>> with ProcessPool() as pool:
@@ -131,7 +131,7 @@ class ProcessPool:
         return self._running[here]
 
     def give(self, worker: Worker, job: Job | str) -> None:
-        """Send a worker its job; if it has died or does not take it, whoever asks for its reports is told."""
+        """Send a worker its job; if it has died or does not take the job, `reports` and `answers` raise that."""
         worker.is_at_work = True
         _set_timeout(worker.connection, self._deadline)
         try:
@@ -142,12 +142,12 @@ class ProcessPool:
             pass  # its pipe has ended, which is read where its reports are
 
     def reports(self) -> Iterator[Any]:
-        """What the workers report, until all have ended.
+        """Iterate over the workers' reports, until all have ended.
 
         Raises:
-            PeerLost: One of them died.
-            DeadlineExceeded: Those at work reported nothing for too long.
-            ExchangeError: One of them gave up, for the reason it gave.
+            PeerLost: A worker died.
+            DeadlineExceeded: The workers at work reported nothing for too long.
+            ExchangeError: A worker gave up; the error has its reason.
         """
         while self._running:
             for _, report in self._next_reports(list(self._running.values()), may_end=True):
@@ -161,7 +161,7 @@ class ProcessPool:
         return [answers[worker] for worker in workers]
 
     def close(self) -> None:
-        """Let the workers end by themselves, now that nothing more comes, and then those that do not."""
+        """Let the workers end by themselves, as no more jobs are sent, and kill those that do not."""
         for worker in self._running.values():
             worker.connection.close()
         for worker in self._running.values():
@@ -186,7 +186,7 @@ class ProcessPool:
         self.terminate()
 
     def _next_reports(self, workers: Sequence[Worker], *, may_end: bool) -> Iterator[tuple[Worker, Any]]:
-        """Wait for these workers, and yield what has come."""
+        """Wait for these workers, and yield the reports that have arrived."""
         ready = wait([worker.connection for worker in workers], self._deadline)
         if not ready:
             for worker in workers:
@@ -203,7 +203,7 @@ class ProcessPool:
                 raise PeerLost(worker.exit_message)
 
     def _receive(self, worker: Worker) -> Any:
-        """A worker's next report; None where no more comes."""
+        """A worker's next report; None if there is no further one."""
         _set_timeout(worker.connection, self._deadline)
         report = None
         try:
@@ -219,11 +219,11 @@ class ProcessPool:
         return report
 
     def _root_cause(self, first: Worker) -> ExchangeError:
-        """The error of a pool of which one worker failed: who is at fault, not who noticed."""
+        """The error to raise when a worker failed: that of the worker at fault, not of the first that noticed."""
         if first.is_late:
             late = dict.fromkeys([first, *(worker for worker in self._running.values() if worker.is_late)])
             names = ", ".join(f"{worker.name} (process {worker.process.pid})" for worker in late)
-            do = "it was stopped or hangs: the others have been ended too, run it again"
+            do = "a process that is stopped or hangs; the others have been ended too, run the command again"
             return DeadlineExceeded(f"{names} reported nothing for {self._deadline:g} s", do=do)
         culprit, deadline = first, time.monotonic() + _ROOT_CAUSE_SECONDS
         while culprit.has_lost_peer and (others := [c for c, worker in self._running.items() if worker.is_at_work]):
@@ -241,7 +241,7 @@ class ProcessPool:
 
 
 def _set_timeout(connection: Connection[Any, Any], seconds: float) -> None:
-    """A pipe is a pair of sockets, whose reads and writes the kernel ends in time: BlockingIOError."""
+    """Set a timeout of the pipe's reads and writes, which then raise BlockingIOError; a pipe is a pair of sockets."""
     timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
@@ -250,7 +250,7 @@ def _set_timeout(connection: Connection[Any, Any], seconds: float) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What processes started here find in their environment."""
+    """A context in which started processes get these environment variables."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -263,10 +263,10 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Processes started here never see Ctrl-C, which reaches a whole terminal: this one does, once they are started.
+    """A context in which started processes ignore Ctrl-C, which goes to a whole terminal; this one sees it at the end.
 
-    Any thread of this process may be given the signal (NumPy's BLAS has some), and Python then interrupts the main one,
-    blocked or not: between the bytes that a new process is sent, which would die of it with a traceback of its own.
+    Any thread of this process may receive the signal (NumPy's BLAS has some), and Python then interrupts the main
+    thread, even in the middle of the bytes sent to a new process, which would then die with a traceback of its own.
     """
     resource_tracker.ensure_running()  # with the first process it would be started, and that unblocks the signal
     came: list[int] = []
@@ -284,14 +284,14 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
-    """The life of a worker: take the job, do it, report."""
+    """Run a worker process: take the job, do it, report."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     report = Reporter(connection)
     try:
         job: Job = connection.recv()
         job(report=report)
     except (BrokenPipeError, EOFError):
-        sys.exit(1)  # nobody is there to tell
+        sys.exit(1)  # the parent has gone: there is nobody to report to
     except GradientError as failure:
         report(_Failed(str(failure), isinstance(failure, PeerLost)))
         sys.exit(1)

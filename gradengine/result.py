@@ -1,8 +1,8 @@
 """What a step hands back, and what was found on the way.
 
-On a GPU the numbers are 0-d arrays there: reading one (`float(result.norm)`) is the only wait for the device, and the
-next step writes them anew. Whoever takes one from the result may read it on the streams that are current then, whatever
-device and stream the step was queued on.
+On a GPU the numbers are 0-d device arrays: reading one (`float(result.norm)`) is the only wait for the device, and the
+next step overwrites them. Taking one from the result makes the current streams wait for the step, whatever device and
+stream the step was queued on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     Attributes:
         step: The step's number, counted from 0.
-        deferred: Whether the step left `sums`, still to be multiplied by `factor`, and no `gradients`.
+        deferred: Whether the step left `sums`, to be multiplied by `factor`, in place of `gradients`.
     """
 
     step: int
@@ -59,7 +59,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
     def factor(self) -> Any:
         """What the sum was multiplied by, in fp32: average, loss unscale and clip in one.
 
-        After a deferred step what it is still to be multiplied by; with several groups the first one's.
+        After a deferred step: what the sum is still to be multiplied by. With several groups: the first group's.
         """
         return self._decision.factor
 
@@ -70,9 +70,9 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def skipped(self) -> Any:
-        """True where the gradient was not finite and the step is to be skipped; the gradients are zero then.
+        """True if the gradient was not finite and the step is to be skipped; the gradients are zero then.
 
-        On a GPU 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
+        On a GPU a 0-d array of 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
         """
         return self._decision.skipped
 
@@ -108,24 +108,24 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def unused(self) -> frozenset[str]:
-        """Names of the components that no micro-batch of any worker had a gradient for, and on no part of the model.
+        """Names of the components without a gradient in any micro-batch of any worker, on any part of the model.
 
-        Their gradients here are zeros, where torch would have None.
+        Their gradients in the result are zeros, where torch would have None.
         """
         slots = self._accumulator.layout.slots
         return frozenset(slots[position].name for position in np.flatnonzero(self._decided.stats.unused).tolist())
 
     def metrics(self, *, blocks: bool = False) -> dict[str, float]:
-        """What people watch, flat, for a logger of numbers. On a GPU this waits for the step.
+        """The numbers to log, as a flat dict name -> float. On a GPU this waits for the step.
 
         Args:
-            blocks: With the norm of each block, and of each component outside of them, as "grad_norm/layers.0".
+            blocks: Add the norm of each block, and of each component outside the blocks, as "grad_norm/layers.0".
 
         Returns:
             "grad_norm" and "clip_scale" as `norm` and `scale`; "clipped" and "skipped", 1.0 or 0.0; "weight" and
-            "micro_batches" of all workers; "exchange_seconds" from the first span that left until the last sum was
-            there, and "exchange_hidden_seconds", those of them that `step` did not wait for: both 0.0 without an
-            exchange. With groups also "group_norm/" and each group's name.
+            "micro_batches" of all workers; "exchange_seconds" from the first span sent until the last sum was received,
+            and "exchange_hidden_seconds", the part of that time for which `step` did not wait: both 0.0 without an
+            exchange. With several groups also "group_norm/<name>" for each.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
@@ -159,32 +159,32 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def is_current(self) -> bool:
-        """Whether the gradients are still this step's: no longer after an `add`, step or replay of its engine."""
+        """Whether the gradients are still this step's: no longer after an `add`, `step` or replay of the engine."""
         return self._accumulator.state.changes == self._changes
 
     @property
     def gradients(self) -> Mapping[str, Any]:
         """Name -> fp32 array of the component's shape, averaged, unscaled and clipped.
 
-        A view of the arena, good until the next `add`, after which no step measures what is written into it; or the
-        destinations of `out`, those given. `copy.deepcopy` and `pickle` make a plain dict of copies.
+        Views of the arena, valid until the next `add`: what is written into them after it may miss in the norm. With
+        `out`: the destinations that were given. `copy.deepcopy` and `pickle` make a plain dict of copies.
 
         Raises:
-            CallerError: The step was deferred, so that an optimizer would be given sums.
+            CallerError: The step was deferred: it left sums, which an optimizer must not take for gradients.
         """
         if self.deferred:
             raise CallerError(
                 f"step {self.step} was deferred and has no gradients",
                 got="sums over the window, neither averaged nor clipped",
-                do="take result.sums and multiply them by result.factor (torch: step_fused does), or step() undeferred",
+                do="multiply result.sums by result.factor (torch: step_fused does it), or call step(deferred=False)",
             )
         return self._kept_arrays()
 
     @property
     def sums(self) -> Mapping[str, Any]:
-        """Name -> fp32 view of the arena that a deferred step left: the window's weighted sum.
+        """Name -> fp32 view of the arena after a deferred step: the window's weighted sum.
 
-        `sums[name] * factor` is the gradient; with `skipped` set there is none. Good until the next `add`.
+        `sums[name] * factor` is the gradient; with `skipped` set there is none. Valid until the next `add`.
 
         Raises:
             CallerError: The step was not deferred: its sums are scaled already.
@@ -198,18 +198,18 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
-        """What was found where the gradient was not finite, and None where it was.
+        """The error that describes a gradient that was not finite; None if the gradient was finite.
 
-        On a GPU a wait for the device, which keeps the last one that it found.
+        On a GPU this waits for the device, which keeps only the newest of these errors.
 
         Raises:
-            WindowError: On a GPU, where a later step was not finite and perhaps an earlier one as well.
+            WindowError: On a GPU, where a later step's error may have replaced this step's.
         """
         decision = self._decided.decision
         return self._errors.of_step(self.step) if decision.bad is None else self._decided.non_finite
 
     def check(self) -> None:
-        """Raise the error of a gradient that was not finite, now rather than late; on a GPU a wait for the device.
+        """Raise the error of a gradient that was not finite now, not late; on a GPU this waits for the device.
 
         Raises:
             NonFiniteGradient: The gradient held NaN or Inf.
@@ -218,13 +218,13 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         if self._decided.decision.bad is None:
             self._errors.raise_of_step(self.step)
         elif self._decided.non_finite is not None:
-            raise copy.copy(self._decided.non_finite)  # whoever keeps the result keeps no traceback of those who asked
+            raise copy.copy(self._decided.non_finite)  # a copy: else the result would keep the caller's traceback
 
     def __repr__(self) -> str:
         return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
 
     def of_replay(self, step: int) -> StepResult:
-        """The same arrays as the result of another step."""
+        """A result of another step, with this result's arrays: a graph's replay writes the same memory."""
         return replace(self, step=step, _changes=self._accumulator.state.changes)
 
     def handed_to(self, arrays: Mapping[str, Any]) -> StepResult:
@@ -233,7 +233,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def _decision(self) -> Decision:
-        """Taking a number of it puts what is read next behind the step, on whatever stream."""
+        """The decision, once the current streams have been made to wait for the step."""
         self._accumulator.arena.follow()
         return self._decided.decision
 
@@ -244,13 +244,13 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
 @final
 class Observers:
-    """Functions that are shown each step's result."""
+    """The callbacks of `GradientEngine.on_step`."""
 
     def __init__(self) -> None:
         self._callbacks: dict[object, Callable[[StepResult], object]] = {}
 
     def add(self, callback: Callable[[StepResult], object]) -> Callable[[], None]:
-        """Show it each result from now on; what is returned ends that."""
+        """Call a function with each result from now on; returns a function that removes it."""
         if not callable(callback):
             raise CallerError("callback cannot be called", got=said(callback), expected="a function of a step's result")
         key = object()
@@ -262,7 +262,7 @@ class Observers:
         return remove
 
     def shown(self, result: StepResult) -> StepResult:
-        """The result, once all have seen it; raises the first error of one of them after that."""
+        """The result, after all callbacks were called with it; then raises the first error that one of them raised."""
         faults = [fault for callback in list(self._callbacks.values()) if (fault := _fault_of(callback, result))]
         if faults:
             raise faults[0]
@@ -272,6 +272,6 @@ class Observers:
 def _fault_of(callback: Callable[[StepResult], object], result: StepResult) -> Exception | None:
     try:
         callback(result)
-    except Exception as fault:  # noqa: BLE001  (its own, which is raised when all have been called)
+    except Exception as fault:  # noqa: BLE001  (the callback's own, raised after all have been called)
         return fault
     return None

@@ -1,4 +1,4 @@
-"""An engine's options: named once for it and for whoever builds one, checked once, and compared over the workers."""
+"""An engine's options: typed once for all that build an engine, checked once, and compared over the workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Average: TypeAlias = Literal["weighted", "per_worker", "sum"]
 
 
 class EngineOptions(TypedDict, total=False):
-    """What `GradientEngine` takes besides a layout and an exchange, for whoever passes it on."""
+    """The options of `GradientEngine` besides layout and exchange, for functions that pass them on."""
 
     device: DeviceLike
     max_norm: MaxNorm
@@ -46,11 +46,11 @@ class Settings:
         refuse_unknown("average", average, ("weighted", "per_worker", "sum"))
         self.plan = plan
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
-        # Zeros also where it raises: a GPU's error comes by a later call, behind what is handed back.
+        # Zeros also where it raises: a GPU's error is raised by a later call, after the gradients were handed back.
         self.on_non_finite = on_non_finite
         self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
         self.average = average
-        #: What all workers must have set alike; each step compares them.
+        #: Settings that must be the same on all workers; each step compares them.
         self.shared = {
             "max_norm": repr(plan.max_norms),
             "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],
@@ -70,7 +70,7 @@ class Settings:
         self.shared["loss_scale"] = repr(self._loss_scale)
 
     def is_last(self, what: str, count: int) -> bool:
-        """Whether the micro-batch after so many is the window's last; `WindowError` where it has no room for one."""
+        """Whether the micro-batch after `count` is the window's last; raises `WindowError` if the window is full."""
         room = self.micro_batches
         if room is not None and count >= room:
             expected = f"step() after {room} micro-batches"
@@ -78,11 +78,11 @@ class Settings:
         return count + 1 == room
 
     def refuse_lone_part(self, layout: GradientLayout) -> None:
-        """Raise `CallerError` where one part of a model would be clipped or skipped without a word to the others."""
+        """Raise `CallerError` if one part of a model would be clipped or skipped without the other parts."""
         clips, skips = any(bound < math.inf for bound in self.plan.max_norms), self.zero_if_bad and not self.raises
         if layout.tp_size > 1 and (clips or skips):
             raise CallerError(
-                "the norm of one part of a model is not the model's",
+                "one part of a model cannot be clipped or skipped by itself",
                 got=f"part {layout.tp_rank} of {layout.tp_size}, and no tp_exchange",
                 expected="tp_exchange=, over the ranks with the other parts",
                 do="or build the engine with max_norm=None and on_non_finite='raise' or 'pass'",
@@ -90,18 +90,18 @@ class Settings:
 
 
 def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
-    """Raise `CallerError` where either is no exchange, or both are one."""
+    """Raise `CallerError` if either is not an exchange, or both are the same."""
     for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
         if group is not None:
             refuse_lacking(name, group, ("rank", "world_size", "bind", "start", "wait", "gather", "close"))
     if exchange is not None and exchange is tp_exchange:
         raise CallerError(
-            "exchange and tp_exchange are one", expected="a group over the workers, and one over the parts"
+            "exchange and tp_exchange are the same", expected="a group over the workers, and one over the parts"
         )
 
 
 def checked_loss_scale(value: float) -> float:
-    """The loss scale as a float; `CallerError` unless it is a number in 2**-64..2**64."""
+    """The loss scale as a float; raises `CallerError` unless it is a number in 2**-64..2**64."""
     scale = as_float(value)
     if not 2.0**-64 <= scale <= 2.0**64:  # NaN is refused too
         raise out_of_range("loss_scale", value, "2**-64..2**64")

@@ -22,7 +22,7 @@ _UNITS = {  # bytes a second
     for infix, base in (("", 1000), ("i", 1024))
     for symbol, bits in _SYMBOLS.items()
 } | {f"{prefix}{symbol}": Fraction(1000 ** _PREFIXES[prefix], 8) for prefix in "MGT" for symbol in ("b/s", "bps")}
-# "Gb/s" is bits; "gb/s" is ambiguous, since who writes a small prefix may write a small b for bytes.
+# "Gb/s" is bits; "gb/s" is ambiguous: with a small prefix, a small b may be meant for bytes.
 _AMBIGUOUS = re.compile(r"(?P<prefix>[kmgt]?)b(?:/s|ps)", re.IGNORECASE)
 _LONGEST_TEXT = 100
 _SAME = 1e-9  # relative difference of two notations of one bandwidth, whose digits may have been cut
@@ -34,7 +34,7 @@ class Bandwidth:
     """Bandwidth of a link in one direction, with an explicit unit.
 
     Args:
-        bytes_per_second: The rate; `gigabytes`, `gigabits` and `parse` name their unit.
+        bytes_per_second: The rate; see `gigabytes`, `gigabits` and `parse` for other units.
 
     Raises:
         CallerError: The rate is NaN, infinite, or not above 0.
@@ -91,7 +91,7 @@ class Bandwidth:
         first, *others = map(_parsed, parts)
         for other in others:
             if not math.isclose(first.bytes_per_second, other.bytes_per_second, rel_tol=_SAME):
-                raise CallerError("two bandwidths that are not the same", got=repr(text), expected=f"'{first}'")
+                raise CallerError("a bandwidth's two notations differ", got=repr(text), expected=f"'{first}'")
         return first
 
     @property
@@ -117,7 +117,7 @@ class TensorParallelCost:
 
     Each transformer block needs two all-reduces of its activations in the forward and two in the backward (Megatron-LM,
     Shoeybi et al. 2019, arXiv:1909.08053, section 3); a sharded vocabulary adds one each way, the embedding's and the
-    LM head's. The few floats a token of its loss are not counted.
+    LM head's. The loss, a few floats for each token, is not counted.
 
     Args:
         hidden_size: H of the whole model.
@@ -126,7 +126,7 @@ class TensorParallelCost:
         tp_size: Ranks of the group.
         batch_size: Sequences of a micro-batch.
         micro_batches: Micro-batches of an optimizer step.
-        bytes_per_element: Of an activation: 4 in fp32, 2 in bf16.
+        bytes_per_element: Bytes of one activation: 4 in fp32, 2 in bf16.
         vocab_parallel: Whether embedding and LM head are sharded too.
 
     Raises:
@@ -183,8 +183,8 @@ class TensorParallelCost:
         """Seconds of a step's ring all-reduces, forward and backward, without overlap.
 
         Args:
-            bandwidth: Of each rank's link, in each direction.
-            latency_seconds: Of one message; an all-reduce has 2 (T - 1) in sequence.
+            bandwidth: Bandwidth of each rank's link, in each direction.
+            latency_seconds: Latency of one message; an all-reduce has 2 (T - 1) messages in sequence.
 
         Raises:
             CallerError: The bandwidth is a plain number, or the latency is negative or not finite.

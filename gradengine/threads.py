@@ -1,4 +1,4 @@
-"""Threads of one object, what wakes one of them, and cached properties without a lock."""
+"""Threads of one object, a bell to wake a thread, and cached properties without a lock."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ else:
     class cached_property:  # noqa: N801  (functools' own name)
         """`functools.cached_property` without the lock that all objects share before Python 3.12.
 
-        A child forked while another thread computes such a property inherits the lock held, and waits for ever. Here
-        two threads may compute it both.
+        A child forked while another thread computes such a property inherits a lock that is never released. Here two
+        threads may both compute the property.
         """
 
         def __init__(self, compute):
@@ -33,23 +33,23 @@ else:
 
 
 class Bell:
-    """Wakes whoever waits for it, or else whoever does next.
+    """Wakes the thread that waits for it, or else the next one to wait.
 
     One bare lock: Ctrl-C in the Python code of `threading.Event` leaves its lock locked for good, and Python 3.10's
-    `SimpleQueue.get` waits for ever where its timeout is over as it looks again.
+    `SimpleQueue.get` may wait for ever when its timeout has just passed.
     """
 
     def __init__(self) -> None:
-        self._silence = threading.Lock()  # held until somebody rings
+        self._silence = threading.Lock()  # held until the bell is rung
         self._silence.acquire()
 
     def ring(self) -> None:
         """End the wait that is under way, or else the next one."""
-        with contextlib.suppress(RuntimeError):  # it has been rung, and nobody has waited since
+        with contextlib.suppress(RuntimeError):  # rung already, and not waited for since
             self._silence.release()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it is rung within so many seconds; without a limit this returns when it is."""
+        """Wait until the bell is rung; returns False if that takes longer than `seconds`."""
         return self._silence.acquire(timeout=-1 if seconds is None else seconds)
 
 
@@ -82,7 +82,7 @@ class Threads:
             raise
 
     def join(self, seconds: float) -> None:
-        """Wait until all but the calling thread have ended, at most for so many seconds; may be repeated."""
+        """Wait until all but the calling thread have ended, at most `seconds`; may be called again."""
         deadline = time.monotonic() + seconds
         for thread in tuple(self._running):
             if thread is not threading.current_thread() and thread.ident is not None:

@@ -1,4 +1,4 @@
-"""Data-parallel training loop around any local trainer: its shard of micro-batches in, the same weights everywhere."""
+"""A data-parallel training loop around any local trainer, which keeps all workers' weights the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Batch(Enum):
 
     READY = "there is none"
     ADDING = "its micro-batches are added"
-    ADDED = "all are in, and the step is to be made"
+    ADDED = "all micro-batches are in, and the step is to be made"
     APPLYING = "the step or apply_gradients runs, or was interrupted: only its caller knows what became of the weights"
     APPLIED = "the weights are to be compared"
     FINISHED = "all is done"
@@ -53,38 +53,40 @@ _UNFINISHED = Refusal(
     "run finish_step() again, or drop the batch by discard() on every rank",
 )
 _NO_BATCH = Refusal("there is no batch to finish", "{count} micro-batches in the window", do="{do}")
-_BROKE_OFF = Refusal("a batch broke off", "{count} micro-batches in the window", do="{do}")
+_BROKE_OFF = Refusal(
+    "a batch stopped before all its micro-batches were added", "{count} micro-batches in the window", do="{do}"
+)
 _PERHAPS_APPLIED = Refusal(
     "a batch was interrupted, or apply_gradients raised: step {step} may have changed the weights, here or elsewhere",
     do="discard() it and load one checkpoint, on every rank",
 )
 
-#: Why each call is refused, and in which states. A batch of which all or some are in may have been dropped by the
-#: engine's own discard(); then another can begin.
+#: Why each call is refused, and in which states. A batch that is ADDING or ADDED may have been dropped by the engine's
+#: own discard(); then another one can begin.
 _TRAIN_REFUSED = {Batch.APPLYING: _PERHAPS_APPLIED, Batch.APPLIED: _UNFINISHED}
 _FINISH_REFUSED = {Batch.READY: _NO_BATCH, Batch.ADDING: _BROKE_OFF, Batch.APPLYING: _PERHAPS_APPLIED}
 
 
 class LocalTrainer(Protocol[MicroBatchT_contra]):
-    """What a training loop of your own has to offer.
+    """The methods that a training loop of your own must have.
 
     It may also have
 
-    - `weight(micro_batch) -> float`: what a micro-batch counts (its tokens, say); else 1. One of 0 is left out.
-    - `weights() -> mapping or iterable of arrays`: for digests.
-    - `stream_backward(micro_batch) -> (loss, stream)`: as `forward_backward`, but gradients come as backward finishes
-      them: pairs (block index, its gradients) and (component name, gradient). With `micro_batches` known it serves the
-      last one, so that blocks travel while backward still runs.
+    - `weight(micro_batch) -> float`: what a micro-batch counts (its tokens, say), by default 1. One of 0 is left out.
+    - `weights() -> mapping or iterable of arrays`: for the digests of `check_every`.
+    - `stream_backward(micro_batch) -> (loss, stream)`: as `forward_backward`, but yields gradients as backward finishes
+      them: pairs (block index, its gradients) and (component name, gradient). If `micro_batches` is known, it is called
+      for a window's last one, so that blocks are sent while backward still runs.
     """
 
     def forward_backward(self, micro_batch: MicroBatchT_contra, /) -> tuple[float, Gradients]:
-        """The loss of a micro-batch and its gradients, as `GradientEngine.add` takes them."""
+        """Compute a micro-batch's loss and its gradients, these as `GradientEngine.add` takes them."""
         ...
 
     def apply_gradients(self, gradients: Mapping[str, Any], /) -> object:
-        """Update the weights with the averaged, clipped gradients: name -> fp32 array, good until this returns.
+        """Update the weights with the averaged, clipped gradients: name -> fp32 array, valid until this returns.
 
-        Zeros for a component that no micro-batch used: `DistributedTrainer.last_result.unused` names those.
+        A component that no micro-batch used has zeros; `DistributedTrainer.last_result.unused` names such components.
         """
         ...
 
@@ -94,10 +96,10 @@ class DistributedTrainer:
     """Runs a local trainer on every worker so that all of them keep the same weights, bit for bit.
 
     Args:
-        trainer: The local trainer; starts with the same weights on every worker.
-        exchange: The sum over workers; None for one worker.
+        trainer: The local trainer; it starts with the same weights on every worker.
+        exchange: Sums over workers; None for one worker.
         layout: The gradients' layout.
-        max_steps: After so many steps `reached_max_steps` is True, and a further one is refused.
+        max_steps: After this many steps `reached_max_steps` is True, and a further one is refused.
         check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
         options: Those of `GradientEngine`, by name: `device`, `max_norm`, `groups`, `average`, `on_non_finite`,
             `micro_batches` (of this worker in each step: the exchange starts with the last one), `hold`, `loss_scale`,
@@ -105,7 +107,7 @@ class DistributedTrainer:
 
     Raises:
         CallerError: An argument is out of range.
-        HandshakeRefused, PeerLost: The workers do not come together.
+        HandshakeRefused, PeerLost: The workers could not form a group.
 
     Example:
         >>> class Descent:
@@ -162,20 +164,20 @@ class DistributedTrainer:
         return self.max_steps is not None and self.step >= self.max_steps
 
     def train_batch(self, micro_batches: Iterable[Any]) -> float:
-        """One optimizer step on this worker's micro-batches.
+        """Make one optimizer step on this worker's micro-batches.
 
         Args:
-            micro_batches: This worker's share. It may be empty where another worker's is not: the worker then takes
-                part with weight 0.
+            micro_batches: This worker's share. It may be empty if another worker's is not: the worker then takes part
+                with weight 0.
 
         Returns:
             The mean of `forward_backward`'s losses over all workers' micro-batches, by weight, whatever `average` is;
-            the same on every worker. It is told and decides nothing: NaN where a micro-batch's is NaN, also where the
-            gradients are finite and the step is made.
+            the same on every worker. It decides nothing: if a micro-batch's loss is NaN the mean is NaN, and the step
+            is made all the same where the gradients are finite.
 
         Raises:
             WindowError: No worker has a micro-batch, an earlier batch is not finished, or all steps are done.
-            CallerError: The trainer returned no (loss, gradients), or a loss that is no number; these gradients have
+            CallerError: The trainer did not return (loss, gradients), or the loss is not a number; these gradients have
                 not been added.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; `finish_step()` runs
                 it again.
@@ -191,7 +193,7 @@ class DistributedTrainer:
         for count, micro_batch in enumerate(batches, start=1):
             weight = self._weight(micro_batch)
             if weight == 0:
-                continue  # it counts nothing, and its mean over 0 tokens may be NaN
+                continue  # it counts nothing, and its loss, a mean over 0 tokens, may be NaN
             last = count == self.engine.micro_batches
             streams = last and hasattr(self.trainer, "stream_backward")
             loss = self._stream(micro_batch, weight) if streams else self._add(micro_batch, weight)
@@ -202,15 +204,15 @@ class DistributedTrainer:
         return self.finish_step()
 
     def finish_step(self) -> float:
-        """Close the window and apply its gradients: the end of `train_batch`, to be called again where that failed.
+        """Close the window and apply its gradients: the end of `train_batch`, to be called again if that failed.
 
-        Of a batch that is finished it returns the loss once more.
+        If the batch is finished already, this returns its loss once more.
 
         Returns:
             The loss, as `train_batch`.
 
         Raises:
-            WindowError: There is no batch to finish, or one that broke off, or that was interrupted.
+            WindowError: There is no batch to finish, or one that stopped before all was added, or was interrupted.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
         self._ask(_FINISH_REFUSED)
@@ -232,7 +234,7 @@ class DistributedTrainer:
             self.trainer.apply_gradients(result.gradients)
 
     def discard(self) -> None:
-        """Drop what is not finished of a batch, as `GradientEngine.discard`: on every rank, or their weights differ."""
+        """Drop an unfinished batch, as `GradientEngine.discard`: on every rank, or the ranks' weights will differ."""
         self.engine.discard()
         self._batch = Batch.READY
 
@@ -253,7 +255,7 @@ class DistributedTrainer:
         return loss
 
     def _stream(self, micro_batch: object, weight: float) -> float:
-        """The window's last micro-batch: each part may leave for the other workers as soon as it is there."""
+        """Add the window's last micro-batch part by part, so that each part is sent as soon as it is there."""
         answer = self.trainer.stream_backward(micro_batch)  # type: ignore[attr-defined]
         loss, parts = _loss_and_rest("stream_backward", answer, "(loss, stream)")
         for part in iterated("stream_backward's stream", parts):
@@ -296,7 +298,7 @@ class DistributedTrainer:
 
 
 def _pair(giver: str, answer: Any, expected: str) -> tuple[Any, Any]:
-    """What a trainer returned, taken apart; a mapping of two gradients is no pair."""
+    """The two items of what a trainer returned; a mapping of two gradients is refused."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise CallerError(f"{giver} gave no pair", got=said(answer), expected=expected)
     return answer[0], answer[1]
@@ -304,9 +306,9 @@ def _pair(giver: str, answer: Any, expected: str) -> tuple[Any, Any]:
 
 def _loss_and_rest(giver: str, answer: Any, expected: str) -> tuple[float, Any]:
     loss, rest = _pair(giver, answer, expected)
-    number = as_number(loss)  # NaN is one
+    number = as_number(loss)  # NaN is a number here
     if number is None:
-        what, is_number = "a micro-batch's loss is no number", "a number, or an array of no dimension"
+        what, is_number = "a micro-batch's loss is not a number", "a number, or an array of no dimension"
         raise CallerError(what, got=said(loss), expected=is_number, do=f"return {expected}")
     return number, rest
 
@@ -314,7 +316,7 @@ def _loss_and_rest(giver: str, answer: Any, expected: str) -> tuple[float, Any]:
 def _loss_and_weight(rank: int, facts: Any) -> tuple[float, float]:
     are_numbers = isinstance(facts, list) and list(map(type, facts)) == [float, float]
     if not are_numbers or not 0 <= facts[1] < math.inf:
-        raise ProtocolError(f"rank {rank}'s loss cannot be", got=said(facts), expected="[loss, weight]")
+        raise ProtocolError(f"rank {rank} sent an invalid loss", got=said(facts), expected="[loss, weight]")
     return facts[0], facts[1]
 
 
@@ -338,7 +340,7 @@ def shard_batches(num_batches: int, rank: int, world_size: int) -> range:
 
 
 def weights_digest(weights: Mapping[str, object] | Iterable[object]) -> str:
-    """sha256 over the bytes of contiguous CPU arrays, in order: equal where all weights are equal bit for bit.
+    """The sha256 of the bytes of contiguous CPU arrays, in order: equal where all weights are equal bit for bit.
 
     Example:
         >>> weights_digest([np.zeros(2, np.float32)]) == weights_digest({"w": np.zeros(2, np.float32)})

@@ -8,12 +8,12 @@ import msgpack
 
 from gradengine.errors import ProtocolError
 
-MAX_DEPTH = 8  # the deepest that is sent, a layout table, has four
+MAX_DEPTH = 8  # a layout table, the most deeply nested object that is sent, has four
 MAX_OBJECTS = 1 << 20  # 64 MB of Python objects at most
 
 
 def unpack(data: bytes, what: str) -> Any:
-    """The value of one msgpack object.
+    """Decode one msgpack object.
 
     Raises:
         ProtocolError: Invalid msgpack, nested deeper than 8, or more than 2**20 objects.
@@ -26,7 +26,7 @@ def unpack(data: bytes, what: str) -> Any:
 
 
 def refuse_unbounded(data: bytes, what: str) -> None:
-    """Raise `ProtocolError` for objects that are nested too deep or too many, without decoding any.
+    """Raise `ProtocolError` if objects are nested too deep or are too many, without decoding any.
 
     Truncated data and trailing bytes are left to the decoder.
     """
@@ -46,7 +46,7 @@ def refuse_unbounded(data: bytes, what: str) -> None:
 
 
 def _after(data: bytes, at: int) -> tuple[int, int]:
-    """The position after an object, or of a container's first item; and the number of its items."""
+    """The position after an object, or a container's first item, and the container's number of items (else 0)."""
     tag = data[at]
     if 0x80 <= tag < 0xA0:
         return at + 1, (tag & 15) * (1 if tag >= 0x90 else 2)

@@ -581,7 +581,7 @@ class TestByBlock:
         accumulator, gradient = new(layout, backend=backend), backend.put(np.ones(2, np.float32))
         accumulator.add_block(0, [gradient])
         accumulator.close_span(layout.block(0))
-        with pytest.raises(WindowError, match="block 0 is on its way"):
+        with pytest.raises(WindowError, match="block 0 was sent"):
             accumulator.add_block(0, [gradient])
         accumulator.zero_all()
         accumulator.add_block(0, [gradient])
@@ -635,7 +635,7 @@ class TestByBlock:
             (3, "unknown non-block id: got 3, expected a name, or 0, 1 or 2"),
             (-1, "unknown non-block id: got -1"),
             ("lm_tail", "unknown component: got 'lm_tail'"),
-            ("blocks.1.w_q", "component 'blocks.1.w_q' lies in block 1; use add_block"),
+            ("blocks.1.w_q", "component 'blocks.1.w_q' is in block 1; use add_block"),
             (1.5, "unknown non-block id: got 1.5"),
             (None, "unknown non-block id: got None"),
         ],
@@ -735,7 +735,7 @@ class TestAtomicity:
         for source in (own, *([accumulator.views()[slot.name]] if shift == 0 else [])):
             gradients = put_all(backend, draw.random_gradients(1, SMALL.slots))
             gradients[1] = source
-            message = r"'blocks.0.w_k' lies in this accumulator's own arena: got address 0x"
+            message = r"'blocks.0.w_k' is in this accumulator's own arena: got address 0x"
             with nothing_is_launched(backend), pytest.raises(BufferRefused, match=message):
                 accumulator.add(gradients)
             assert state(accumulator, backend) == before
@@ -1164,7 +1164,7 @@ class TestBlock:
         block, _ = self.filled(backend)
         before = on_host(block.flatten()).tobytes()
         swapped = {**block.components, "gate": block.components["up"], "up": block.components["gate"]}
-        message = r"'blocks.1.gate' lies elsewhere in this block's own memory: got address"
+        message = r"'blocks.1.gate' is in another place of this block's own memory: got address"
         with nothing_is_launched(backend), pytest.raises(BufferRefused, match=message):
             block.accumulate(swapped)
         assert on_host(block.flatten()).tobytes() == before

@@ -100,6 +100,6 @@ class TestEveryElement:
 def test_another_blocks_targets_are_refused(backend):
     layout = GradientLayout.of({"head": (2,), "layers.0.w": (5,)})
     arena = PerBlockGradientAccumulator(layout, backend.kernels).arena
-    message = r"block 0 is given another's targets: got \(2, 5\), expected \(5,\)"
+    message = r"block 0 is given other targets: got \(2, 5\), expected \(5,\)"
     with pytest.raises(LayoutMismatch, match=message):
         BlockGradientSet(layout.blocks[0], backend.kernels, arena)

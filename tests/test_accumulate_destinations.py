@@ -77,7 +77,7 @@ def test_what_is_refused_is_refused_again(backend, lookup, arena, known):
     ours = raw(arena.part(0, 4))
     for out, says in (
         ([first, put_all(backend, [np.zeros(5, np.float32)])[0]], "'v' has another shape"),
-        ([None, None], "names no destination at all"),
+        ([None, None], "has no destination"),
         ([ours, second], "arena"),
     ):
         for _ in range(3):

@@ -369,7 +369,7 @@ class TestDevices:
             assert GpuGradientAccumulator(LAYOUT).kernels is device.kernels
 
     def test_the_cpu_has_its_own(self):
-        with pytest.raises(CallerError, match=r"this accumulator is a GPU.s.*PerBlockGradientAccumulator"):
+        with pytest.raises(CallerError, match=r"this accumulator needs a GPU.*PerBlockGradientAccumulator"):
             GpuGradientAccumulator(LAYOUT, "cpu")
 
     @pytest.mark.parametrize("device_name", ["gpu", "cuda:x", "cuda:", "abacus", 0])

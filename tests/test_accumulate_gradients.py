@@ -211,7 +211,7 @@ def test_a_mapping_in_any_order(found, backend):
 def test_none_is_not_wanted(found, backend):
     out = out_on(backend)
     assert list(found([None, out[1], None, None])) == [1]
-    with pytest.raises(LayoutMismatch, match="out names no destination at all: got 4 times None"):
+    with pytest.raises(LayoutMismatch, match="out has no destination: got 4 times None"):
         found([None] * 4)
 
 

@@ -73,11 +73,11 @@ def test_what_is_on_its_way_takes_no_more():
         engine.add_block(0, [np.ones(3, np.float32)], last=True)
         with pytest.raises(
             WindowError,
-            match="block 0 is on its way to the other workers: got a contribution after the last of 1 micro-batches",
+            match="block 0 was sent to the other workers already: got a contribution after the last of 1 micro-batches",
         ):
             engine.add_block(0, [np.ones(3, np.float32)])
         engine.add_non_block("head", np.ones(2, np.float32))
-        with pytest.raises(WindowError, match="the window is complete and on its way to the other workers"):
+        with pytest.raises(WindowError, match="the window is complete and was sent to the other workers"):
             engine.add([np.ones(3, np.float32), np.ones(2, np.float32)])
         return engine.step().micro_batches
 
@@ -97,7 +97,7 @@ def test_what_is_on_its_way_is_known_by_its_id_too():
         engine = GradientEngine(layout, exchange=exchange)
         engine.add_block(0, [gradients[slot.name] for slot in layout.blocks[0].slots], last=True)
         engine.add_non_block(0, gradients["lm_head"], last=True)
-        with pytest.raises(WindowError, match="component 'lm_head' is on its way"):
+        with pytest.raises(WindowError, match="component 'lm_head' was sent"):
             engine.add_non_block(0, gradients["lm_head"])
         engine.add_non_block(1, gradients["final_norm"])
         return engine.step().micro_batches
@@ -448,7 +448,7 @@ def test_what_has_left_for_other_workers_is_not_changed_behind_the_engine(change
         for value in (1, 3):
             engine.add([np.full(2, value + exchange.rank, np.float32)] * 2)
         if exchange.rank == 0:
-            with pytest.raises(WindowError, match="on its way to the other workers"):
+            with pytest.raises(WindowError, match="sent to the other workers"):
                 change(engine.accumulator)
         return [array.tolist() for array in engine.step().gradients.values()]
 

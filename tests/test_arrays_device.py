@@ -258,15 +258,15 @@ REFUSED = {
     ),
     "host memory said to be the device's": (
         lambda d: RawBuffer(HOST_MEMORY.ctypes.data, 7, "float32", d.kernels.device.name),
-        "does not lie on cuda:0 as a whole: got host memory, or memory that was freed at 0x",
+        "is not entirely on cuda:0 as a whole: got host memory, or memory that was freed at 0x",
     ),
     "pinned memory said to be the device's": (
         pointer_to_pinned_memory,
-        "does not lie on cuda:0 as a whole: got host memory",
+        "is not entirely on cuda:0 as a whole: got host memory",
     ),
     "a pointer with too many elements": (
         lambda d: raw(d.kernels.device.view(seven(d), "x"), size=1 << 44),
-        "does not lie on cuda:0 as a whole: got .*, expected 70368744177664 bytes from 0x",
+        "is not entirely on cuda:0 as a whole: got .*, expected 70368744177664 bytes from 0x",
     ),
     "a null pointer": (
         lambda d: RawBuffer(0, 7, "float32", d.kernels.device.name),
@@ -392,7 +392,7 @@ class TestRefused:
         gradients = in_place_of_the_second(emulated, last)
         with (
             nothing_is_launched(emulated),
-            pytest.raises(BufferRefused, match=r"'layers\.1\.w' does not lie on cuda:0"),
+            pytest.raises(BufferRefused, match=r"'layers\.1\.w' is not entirely on cuda:0"),
         ):
             engine.add(gradients)
         engine.add(in_place_of_the_second(emulated, RawBuffer(array.data.ptr + 4 * 121, 7, "float32", "cuda:0", array)))
@@ -424,7 +424,7 @@ class TestRefused:
         view = engine.accumulator.views()["layers.1.w"]
         for source in (view, pointer_to(device, view), Forwarding(view), Interface(view)):
             gradients = in_place_of_the_second(device, source)
-            message = r"'layers\.1\.w' lies in this accumulator's own arena"
+            message = r"'layers\.1\.w' is in this accumulator's own arena"
             with nothing_is_launched(device), pytest.raises(BufferRefused, match=message):
                 engine.add(gradients)
         assert list(bits_of(engine.step()).values()) == [value.tobytes() for value in values]

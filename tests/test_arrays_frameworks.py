@@ -123,7 +123,7 @@ class TestTorch:
         [
             (
                 lambda t: t.ones(3, requires_grad=True),
-                r"'w' requires grad: it is a parameter, neither a gradient nor a destination: got Ten",
+                r"'w' requires grad: it is a parameter, not a gradient or a destination: got Ten",
             ),
             (lambda t: t.nn.Parameter(t.ones(3)), r"it is a parameter, .*: got Parameter; pass its .grad, or .detach"),
             (lambda t: t.ones(3, device="meta"), "component 'w' is on the meta device and has no memory: .*to_empty"),
@@ -413,7 +413,7 @@ class TestTorchOnAGpu:
             ({"is_cpu": True}, "is on another device: got cpu, expected cuda:0"),
             ({"device": types.SimpleNamespace(type="cuda", index=7)}, "got cuda:7, expected cuda:0"),
             ({"device": types.SimpleNamespace(type="mps", index=None)}, "got mps:0, expected cuda:0"),
-            ({"requires_grad": True}, "it is a parameter, neither a gradient nor a destination"),
+            ({"requires_grad": True}, "it is a parameter, not a gradient or a destination"),
             ({"is_neg": lambda: True}, "lazily negated"),
             ({"is_contiguous": lambda: False}, "not contiguous"),
         ],

@@ -126,7 +126,7 @@ class TestRefusedArrays:
                 "mlx.core",
                 r"a contiguous copy, mlx\.core\.contiguous\(array\); .* with copy_strided=True copies gradients itself",
             ),
-            ("mlxlike", "a contiguous copy; a GradientEngine on the CPU .*, but what is written to must be contiguous"),
+            ("mlxlike", "a contiguous copy; a GradientEngine on the CPU .*, but destinations must be contiguous"),
         ],
     )
     def test_not_contiguous_names_the_frameworks_call_that_copies(self, monkeypatch, module, call):
@@ -134,7 +134,7 @@ class TestRefusedArrays:
         monkeypatch.setattr(Producer, "__module__", module)
         with pytest.raises(BufferRefused, match=f"; pass {call}"):
             host_buffer(Producer(array), "w")
-        copied = r"; pass a contiguous copy, numpy\.ascontiguousarray\(array\); .* what is written to must be"
+        copied = r"; pass a contiguous copy, numpy\.ascontiguousarray\(array\); .* destinations must be"
         for resolve in (host_buffer, writable_host_buffer):
             with pytest.raises(BufferRefused, match=copied):
                 resolve(array, "w")
@@ -166,7 +166,9 @@ class TestRefusedArrays:
             host_buffer(source, "w")
 
     def test_none_is_left_out(self):
-        with pytest.raises(BufferRefused, match=r"is not an array: got NoneType, .*; leave out what has no gradient"):
+        with pytest.raises(
+            BufferRefused, match=r"is not an array: got NoneType, .*; leave out components that have no gradient"
+        ):
             host_buffer(None, "w")
 
     @pytest.mark.parametrize("way", ["numpy", "dlpack", "torch"])

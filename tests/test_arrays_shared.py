@@ -84,7 +84,9 @@ def test_it_goes_with_the_last_view_and_leaves_nothing_open():
 @pytest.mark.parametrize("size", [1 << 45, 1 << 60, 10**30])
 def test_too_much_is_refused_and_leaves_nothing_open(size):
     before = descriptors()
-    with pytest.raises(OutOfDeviceMemory, match=r"the CPU has not the shared memory \(.*\): got \d+ bytes asked for"):
+    with pytest.raises(
+        OutOfDeviceMemory, match=r"the CPU has too little shared memory \(.*\): got \d+ bytes asked for"
+    ):
         shared_array(size)
     assert descriptors() == before
 
@@ -102,7 +104,7 @@ def test_a_system_that_gives_none_is_named(call, monkeypatch):
     monkeypatch.delattr(shared.os, "memfd_create")
     with pytest.raises(
         DeviceUnavailable,
-        match=r"needs Linux.s memfd_create, which .* has not: got .*; pass link=\"unix\"",
+        match=r"needs Linux.s memfd_create, which .* does not have: got .*; pass link=\"unix\"",
     ):
         shared_array(1)
 

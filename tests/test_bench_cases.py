@@ -178,7 +178,7 @@ def test_one_variant_that_fails_leaves_the_others(capsys):
     assert [(variant.name, error) for variant, _, error in found] == [("good", 0.0), ("its own", 1e-2)]
     assert [each.variant for each in absent] == [variant.name for variant in variants[2:]]
     assert absent[0].why == (
-        "ResultsDiffer: fake: 'wrong' computes something else: got a relative error of 0.002, "
+        "ResultsDiffer: fake: 'wrong' has a wrong result: got a relative error of 0.002, "
         "expected at most 0.001 from the result in fp64"
     )
     assert {each.why for each in absent[3:6]} == {"OSError: no such device"}

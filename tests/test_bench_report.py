@@ -255,7 +255,7 @@ def test_json_to_stdout_is_all_that_is_printed(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_written_is_said_so_before_anything_is_run(command):
     done = CliRunner().invoke(bench, [command, "--json", "/dev/null/run.json"])
     assert isinstance(done.exception, CallerError)
-    assert "'/dev/null' is no folder; pass another --json FILE" in str(done.exception)
+    assert "'/dev/null' is not a folder; pass another --json FILE" in str(done.exception)
 
 
 def test_a_folder_that_is_missing_is_made_for_json(tmp_path):

@@ -602,9 +602,7 @@ class TestWorkers:
         def work(exchange):
             engine = GradientEngine(LAYOUT, exchange=exchange, micro_batches=1)
             engine.add(gradients_of(0))
-            with pytest.raises(
-                WindowError, match="step 0 cannot be saved: some of it is on its way to the other workers"
-            ):
+            with pytest.raises(WindowError, match="step 0 cannot be saved: some of it was sent to the other workers"):
                 engine.state_dict()
             return bits_of(engine.step())
 
@@ -850,11 +848,11 @@ HOSTILE = {
     "a weight of NaN": (lambda: changed(micro_batch_weights=np.full(2, np.nan, np.float32)), "weight is out of range"),
     "a weight more": (
         lambda: changed(micro_batch_weights=np.ones(3, np.float32)),
-        "cannot be: got 3 weights, and 2 to 2",
+        "contradict each other: got 3 weights, and 2 to 2",
     ),
     "a weight less": (
         lambda: changed(micro_batch_weights=np.ones(1, np.float32)),
-        "cannot be: got 1 weights, and 2 to 2",
+        "contradict each other: got 1 weights, and 2 to 2",
     ),
     "weights of doubles": (lambda: changed(micro_batch_weights=np.ones(2)), "'micro_batch_weights' .* got float64"),
     "counts below 0": (lambda: changed(counts=np.array([2, 2, -1])), "and -1 to 2 micro-batches"),
@@ -871,7 +869,7 @@ HOSTILE = {
         "'sums' .* expected float32 of one dimension",
     ),
     "sums that nothing filled": (lambda: changed(filled=np.zeros(3, bool)), "'sums' .* expected 0 elements"),
-    "nothing and something": (lambda: changed(says_nothing=number(True, bool)), "cannot be: got 2 weights"),
+    "nothing and something": (lambda: changed(says_nothing=number(True, bool)), "contradict each other: got 2 weights"),
     "objects": (lambda: changed(sums=np.array([None] * 96)), "'sums' .* got object"),
     "swapped bytes": (lambda: changed(counts=np.array([2, 2, 2], ">i8")), "'counts' .* got >i8"),
     "no array": (lambda: changed(sums=None), "'sums' .* got object"),

@@ -473,14 +473,14 @@ def test_serve_sums_until_its_workers_have_gone(tmp_path, where, job):
     assert sums_of_two(url, job=job) == [[1.5] * 3] * 2
     _, error = process.communicate(timeout=2 * SOON)
     assert process.returncode == 0, error
-    assert error == "all 2 workers have come and gone\n"
+    assert error == "all 2 workers have connected and left\n"
 
 
 def test_serve_without_a_job_s_name_serves_its_first_rank_s_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the server alone: it is another job's
     process, url = start_server(tmp_path, "--world-size", "2")
     assert sums_of_two(url, job="SLURM_JOB_ID=7") == [[1.5] * 3] * 2
-    assert process.communicate(timeout=2 * SOON)[1] == "all 2 workers have come and gone\n"
+    assert process.communicate(timeout=2 * SOON)[1] == "all 2 workers have connected and left\n"
 
 
 @pytest.mark.parametrize("given", ["file", "environment"])

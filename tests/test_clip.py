@@ -726,9 +726,9 @@ class TestPlan:
             (0, None, "max_norm is out of range: got 0, expected a number above 0.*to switch clipping off pass None"),
             (np.float32(0), "component", r"max_norm is out of range: got 0\.0"),
             ({"ends": 1.0, "a": 0, "b": None}, BY_KIND, "max_norm is out of range: got 0,"),
-            (1.0, 5, "unknown grouping: got 5, expected None, 'block'"),
-            (1.0, lambda slot: 5, "the group of component 'embedding' is no text: got 5"),
-            (1.0, lambda slot: ["x"], "the group of component 'embedding' is no text: got list"),
+            (1.0, 5, "groups is unknown: got 5, expected None, 'block'"),
+            (1.0, lambda slot: 5, "the group of component 'embedding' is not a str: got 5"),
+            (1.0, lambda slot: ["x"], "the group of component 'embedding' is not a str: got list"),
             ({"all": -1.0}, None, "max_norm is out of range: got -1.0"),
             (
                 {"rest": 1.0, "block 0": 1.0},
@@ -738,7 +738,7 @@ class TestPlan:
             (
                 1.0,
                 "layer",
-                "unknown grouping: got 'layer', expected None, 'block', 'component', a mapping or a function",
+                "groups is unknown: got 'layer', expected None, 'block', 'component', a mapping or a function",
             ),
             (1.0, {"embedding": "ends"}, "groups names no group for component 'layers.0.a'"),
         ],

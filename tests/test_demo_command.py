@@ -203,7 +203,11 @@ def test_a_launched_rank_that_is_killed_is_an_error_of_the_other(launched, who):
     [
         ([], 2, "GRADENGINE_WORLD_SIZE=2: each of these ranks would start .*; pass --transport launcher or mpi for"),
         (["--transport", "launcher"], None, "no launcher started this process"),
-        (["--transport", "launcher", "--workers", 2], 1, "--workers is not what was launched: got 2, expected 1"),
+        (
+            ["--transport", "launcher", "--workers", 2],
+            1,
+            "--workers is not the number of launched ranks: got 2, expected 1",
+        ),
         (["--transport", "launcher", "--tp", 2], 1, "with --transport launcher each rank .* got --tp 2, expected --tp"),
         (["--transport", "mpi", "--tp", 2], None, "with --transport mpi each rank .* got --tp 2, expected --tp 1"),
     ],

@@ -480,11 +480,11 @@ def test_threads_and_servers_say_how_bytes_go():
         (
             "tcp://127.0.0.1:0",
             {"link": "carrier pigeon"},
-            "no such link: got 'carrier pigeon', expected one of tcp, unix",
+            "unknown link: got 'carrier pigeon', expected one of tcp, unix",
         ),
         ("unix:///tmp/s", {"link": "tcp"}, 'link="tcp" over a Unix socket; pass tcp://host:port of rank 0, or'),
         ("tcp://127.0.0.1:1", {"link": "unix", "served": True}, "with served=True takes no link: each rank has one"),
-        ("mpi://", {"link": "unix"}, 'connect with url="mpi://" takes no link: the bytes go over the group'),
+        ("mpi://", {"link": "unix"}, 'connect with url="mpi://" takes no link: bytes are sent over the comm'),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(url, options, says):
@@ -494,7 +494,7 @@ def test_a_link_that_cannot_be_is_refused(url, options, says):
 
 def test_shared_memory_where_there_is_none(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(DeviceUnavailable, match=r'has not: got .*; pass link="unix" on all ranks'):
+    with pytest.raises(DeviceUnavailable, match=r'does not have: got .*; pass link="unix" on all ranks'):
         connect(f"unix://{tmp_path}/s", 0, 2, link="shared_memory")
     exchanges = [connect(f"unix://{tmp_path}/s", rank, 2) for rank in range(2)]
     with exchanges[0], exchanges[1]:
@@ -537,7 +537,7 @@ OVER_A_GROUP = {
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("token", "a secret", "nobody can join who is not in the group already"),
+        ("token", "a secret", "no process outside of the group can join"),
         ("job", "tp", "the ranks are those of one group"),
         ("served", True, "there is no server"),
     ],
@@ -553,7 +553,7 @@ def test_what_sockets_alone_need_is_refused_beside_a_group(way, name, value, why
 @pytest.mark.parametrize("way", ["process_group", "communicator"])
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "mpi://"])
 def test_a_group_has_no_address(way, url):
-    with pytest.raises(CallerError, match=f"connect with {way} takes no url: who the ranks are"):
+    with pytest.raises(CallerError, match=f"connect with {way} takes no url: the group says who"):
         connect(url, **OVER_A_GROUP[way])
 
 

@@ -167,7 +167,9 @@ def test_a_token_comes_from_the_variable_or_from_the_file_that_one_names(tmp_pat
     assert read_token({"GRADENGINE_TOKEN_FILE": str(path)}) == Fact("a token of the file", "GRADENGINE_TOKEN_FILE")
     both = {"GRADENGINE_TOKEN_FILE": str(path), "GRADENGINE_TOKEN": "a token of the file"}
     assert read_token(both) == Fact("a token of the file", "GRADENGINE_TOKEN")
-    with pytest.raises(CallerError, match="GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE say two different") as refused:
+    with pytest.raises(
+        CallerError, match="GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE hold different tokens"
+    ) as refused:
         read_token(both | {"GRADENGINE_TOKEN": "one of the variable"})
     assert not any(token in str(refused.value) for token in ("of the variable", "of the file"))
 

@@ -395,9 +395,12 @@ def message(tag, payload):
 @pytest.mark.parametrize(
     ("sent", "what"),
     [
-        (head((1 << 21) + 1, 16), "rank 1 sent rank 0 no head of a message: got 93 ce 00 20 00 01 cf .* below 2097152"),
-        (head(7, 16)[1:] + b"\0", "rank 1 sent rank 0 no head of a message: got ce 00 00 00 07 cf"),
-        (b"\xff" * 20, "rank 1 sent rank 0 no head of a message: got ff ff"),
+        (
+            head((1 << 21) + 1, 16),
+            "rank 1 sent rank 0 an invalid head of a message: got 93 ce 00 20 00 01 cf .* below 2097152",
+        ),
+        (head(7, 16)[1:] + b"\0", "rank 1 sent rank 0 an invalid head of a message: got ce 00 00 00 07 cf"),
+        (b"\xff" * 20, "rank 1 sent rank 0 an invalid head of a message: got ff ff"),
         (head(7, 17), "another size with tag 7: got 17 bytes, expected 16 bytes"),
         (head(7, 2**32 - 1), "another size with tag 7"),
         (head(7, 0), "another size with tag 7"),
@@ -454,7 +457,7 @@ def test_a_bit_that_was_flipped_is_never_taken_for_what_was_sent(bit):
         with contextlib.suppress(PeerLost):  # a farewell
             assert link.poll() == []
     elif is_in_the_tag or is_in_a_word_of_msgpack_or_the_size:
-        with pytest.raises(ProtocolError, match=r"rank 1 sent rank 0 (no head of a message|another size)"):
+        with pytest.raises(ProtocolError, match=r"rank 1 sent rank 0 (an invalid head of a message|another size)"):
             until(1, link)
     else:
         assert until(1, link) == [[(Completed.DAMAGED, 1, 7)]]

@@ -161,9 +161,9 @@ def refusal(call, before=""):
 
 def test_what_mpi_cannot_do_for_a_link_is_refused_by_name():
     assert "MPI was initialized for one thread" in refusal("MpiLink()", "mpi4py.rc.thread_level = 'funneled'")
-    assert "no communicator of one group with this process" in refusal("MpiLink(MPI.COMM_NULL)")
-    assert "no communicator of one group with this process" in refusal("MpiLink('mpi://')")
-    assert "MPI does not run in this process" in refusal("MpiLink()", "mpi4py.rc.initialize = False")
+    assert "not an intracommunicator that contains this process" in refusal("MpiLink(MPI.COMM_NULL)")
+    assert "not an intracommunicator that contains this process" in refusal("MpiLink('mpi://')")
+    assert "MPI is not running in this process" in refusal("MpiLink()", "mpi4py.rc.initialize = False")
 
 
 @pytest.mark.parametrize("command", SHOWN)

@@ -196,7 +196,9 @@ def test_what_is_not_in_its_memory_a_rank_cannot_lend(stranger, is_shown, way, s
     sink, memory = np.zeros(2), shared_array(100)
     link.receive(1, 7, sink) if way == "receive" else link.borrow(1, 7)
     show(theirs, memory, lent(7, start, size), times=int(is_shown))
-    what = rf"rank 1 lends rank 0 what is not in its memory, with tag 7: got {size} bytes from {start}, expected within"
+    what = (
+        rf"rank 1 lends rank 0 a range outside of its memory, with tag 7: got {size} bytes from {start}, expected with"
+    )
     for _ in range(2):
         with pytest.raises(ProtocolError, match=f"{what} {400 * is_shown}"):
             until(1, link)
@@ -210,7 +212,8 @@ def test_what_is_borrowed_is_fp32(stranger, start, size):
     link.borrow(1, 7)
     show(theirs, shared_array(100), lent(7, start, size))
     with pytest.raises(
-        ProtocolError, match=rf"lends rank 0 no fp32 with tag 7: got {size} bytes from {start}, expected"
+        ProtocolError,
+        match=rf"lends rank 0 memory that is not fp32, with tag 7: got {size} bytes from {start}, expected",
     ):
         until(1, link)
 
@@ -225,7 +228,7 @@ def test_what_is_borrowed_is_fp32(stranger, start, size):
         (message(RELEASED | LENT | 7), "rank 1 says that it has read what rank 0 has not lent: got tag 7"),
         (message(RELEASED | 6) * 2, "rank 1 says that it has read what rank 0 has not lent: got tag 6"),
         (message(8, bytes(16)), "rank 1 sent rank 0 what it should lend: got tag 8; use shared memory on all ranks"),
-        (message(1 << 24), "no head of a message: got .* with a tag below 16777215"),
+        (message(1 << 24), "an invalid head of a message: got .* with a tag below 16777215"),
     ],
 )
 def test_a_message_that_cannot_be_is_refused_before_anything_is_written(stranger, sent, what):
@@ -317,7 +320,9 @@ def test_a_descriptor_of_anything_else_is_refused_and_closed(stranger, make, why
     descriptor, before = make(), descriptors()
     link.receive(1, 7, np.zeros(1))
     show(theirs, descriptor, lent(7, 0, 8))
-    with pytest.raises(ProtocolError, match=rf"rank 1 sent rank 0 no shared memory: got .*{why}"):
+    with pytest.raises(
+        ProtocolError, match=rf"rank 1 sent rank 0 a descriptor that is not of shared memory: got .*{why}"
+    ):
         until(1, link)
     assert descriptors() == before
     os.close(descriptor)
@@ -343,7 +348,7 @@ def test_several_descriptors_at_once_are_refused_and_closed(stranger):
     before = descriptors()
     show(theirs, memory, lent(7, 0, 8), times=3)
     with pytest.raises(
-        ProtocolError, match=r"the descriptor that rank 1 sent rank 0 has not come: .*; raise ulimit -n"
+        ProtocolError, match=r"the descriptor that rank 1 sent rank 0 was not received: .*; raise ulimit -n"
     ):
         until(1, link)
     link.close()

@@ -311,7 +311,7 @@ def test_what_a_stranger_announces_is_refused_before_it_is_read(listener, says):
     stranger = knock(listener.address)
     stranger._socket.sendall(says)
     told = refusal_of(stranger)
-    assert "whoever calls sent another message" in told or "payload of 'hello' is too long" in told
+    assert "a caller sent another message" in told or "payload of 'hello' is too long" in told
     form([first, *start(listener, 2, [1])])
 
 
@@ -458,7 +458,7 @@ def test_ranks_that_cannot_reach_each_other_are_refused(listener):
     channels = [
         meet(listener.address, rank, 3, url) for rank, url in ((1, "tcp://127.0.0.1:5"), (2, "tcp://10.0.0.7:5"))
     ]
-    said = "rank 2 cannot reach rank 1, which came to rank 0 by loopback: got 127.0.0.1 and 10.0.0.7"
+    said = "rank 2 cannot reach rank 1, which called rank 0 from loopback: got 127.0.0.1 and 10.0.0.7"
     for kind, told in (first.error(), *map(told_by, channels)):
         assert kind is HandshakeRefused
         assert said in told
@@ -485,7 +485,7 @@ def test_a_rank_beside_rank_0_that_knows_it_by_a_name_for_loopback_is_found_at_r
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:5", "tcp://127.0.0.1", "x" * 4000])
 def test_a_rank_that_listens_nowhere_is_refused(listener, url):
     first = Started(listener, 0, 2)
-    assert "a rank listens at what is no address" in refusal_of(meet(listener.address, 1, 2, url))
+    assert "a rank sent an invalid address" in refusal_of(meet(listener.address, 1, 2, url))
     form([first, *start(listener, 2, [1])])
 
 
@@ -724,7 +724,7 @@ def test_a_name_that_nobody_draws_is_refused(listener, name):
         channel = Channel(dripping, "rank 1")
         channel.expect(Hello)
         channel.send(Nonce(bytes(32), name))
-        assert second.error() == (ProtocolError, f"rank 0 names no Unix socket beside it: got {name!r}")
+        assert second.error() == (ProtocolError, f"rank 0 sent an invalid name of a Unix socket: got {name!r}")
 
 
 @ONE_HOST
@@ -741,7 +741,7 @@ def test_a_name_leads_to_no_other_name(listener):
             channels[1].send(Nonce(bytes(32), "0" * 32))
             kind, told = second.error()
     assert kind is ProtocolError
-    assert told.startswith("rank 0 names no Unix socket beside it")
+    assert told.startswith("rank 0 sent an invalid name of a Unix socket")
 
 
 def test_a_name_that_leads_nowhere_leaves_a_rank_where_it_is(listener):
@@ -759,7 +759,7 @@ def test_a_link_that_rank_0_cannot_have_chosen(listener):
         channel.send(Members(bytes(16), "pigeon"), msgpack.packb([NOWHERE]))
         assert second.error() == (
             ProtocolError,
-            "rank 0 chose no link: got 'pigeon', expected one of tcp, unix, shared_memory",
+            "rank 0 chose an unknown link: got 'pigeon', expected one of tcp, unix, shared_memory",
         )
 
 

@@ -669,7 +669,7 @@ def test_what_is_reported_twice_is_refused():
 def test_facts_of_what_is_outside_of_the_arena_are_refused(index):
     rank = started()
     rank._facts[1][-6:] = (-1, 0, index, np.nan, -1, 0)
-    refused(rank, rank.received, 1, tag(FACTS, 1), match="rank 1 found what is not finite outside of the arena")
+    refused(rank, rank.received, 1, tag(FACTS, 1), match="rank 1 reports a NaN or Inf outside of the arena")
 
 
 def changed(frontier, at, value):
@@ -683,14 +683,18 @@ def changed(frontier, at, value):
         (1, lambda told: changed(told, 0, 1), "rank 1 is in another step: got 1, expected 0"),
         (0, lambda told: changed(told, HEADER + 3, State.SENT), "the frontier of rank 0 is not its own"),
         (1, lambda told: changed(told, HEADER + 0, State.LOCAL), "rank 1 has not contributed to what step 0 has sum"),
-        (2, lambda told: changed(told, HEADER + 1, State.SUMMED), "rank 2 says of share 1 .* at its owner, rank 1"),
-        (1, lambda told: changed(told, HEADER + 1, State.RECEIVING), "rank 1 says of share 1 what cannot be"),
-        (2, lambda told: changed(told, HEADER + 0, 5), "rank 2 says of share 0 what cannot be: got state 5"),
+        (
+            2,
+            lambda told: changed(told, HEADER + 1, State.SUMMED),
+            "rank 2 sent an impossible state of share 1.* at its owner, rank 1",
+        ),
+        (1, lambda told: changed(told, HEADER + 1, State.RECEIVING), "rank 1 sent an impossible state of share 1"),
+        (2, lambda told: changed(told, HEADER + 0, 5), "rank 2 sent an impossible state of share 0: got state 5"),
         (2, lambda told: changed(told, HEADER + 1, State.DAMAGED), "rank 2 has lost its part of share 1 in step 0"),
-        (2, lambda told: changed(told, KNOWN + 1, 1), "rank 2 says of the facts of rank 1 what cannot be"),
-        (1, lambda told: changed(told, KNOWN + 1, 1), "rank 1 says of the facts of rank 1 what cannot be"),
-        (2, lambda told: changed(told, KNOWN + 2, 0), "rank 2 says of the facts of rank 2 what cannot be"),
-        (2, lambda told: changed(told, KNOWN + 0, 2), "rank 2 says of the facts of rank 0 what cannot be"),
+        (2, lambda told: changed(told, KNOWN + 1, 1), "rank 2 sent an impossible state of rank 1's facts"),
+        (1, lambda told: changed(told, KNOWN + 1, 1), "rank 1 sent an impossible state of rank 1's facts"),
+        (2, lambda told: changed(told, KNOWN + 2, 0), "rank 2 sent an impossible state of rank 2's facts"),
+        (2, lambda told: changed(told, KNOWN + 0, 2), "rank 2 sent an impossible state of rank 0's facts"),
     ],
 )
 def test_frontiers_that_cannot_be_of_one_step_are_refused(rank, change, said):

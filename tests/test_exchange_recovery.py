@@ -203,7 +203,7 @@ class TestOfAnEngine:
             engine.reconnect(second[exchange.rank])
             engine.discard()  # its spans are on their way again
             engine.add([np.full(slot.shape, 1 + exchange.rank, np.float32) for slot in SMALL.slots])
-            with pytest.raises(PeerLost, match=r"dropped a window that was on its way; reconnect\(\) on all ranks"):
+            with pytest.raises(PeerLost, match=r"dropped a window that was partly sent; reconnect\(\) on all ranks"):
                 engine.step()
             engine.reconnect(third[exchange.rank])
             return float(engine.step().gradients["head"][0])

@@ -373,7 +373,7 @@ def test_a_tmpdir_that_fits_no_url_is_told():
 def test_a_server_s_address_is_not_made_up(environment):
     launched(environment, SEEN["torchrun"])
     with pytest.raises(
-        CallerError, match="served=True, and no address of a server; pass its url, or set GRADENGINE_ADD"
+        CallerError, match="served=True needs the server's address; pass its url, or set GRADENGINE_ADD"
     ):
         connect(served=True)
     environment.setenv("GRADENGINE_ADDRESS", "unix:///tmp/s")

@@ -523,7 +523,7 @@ def test_a_rank_that_leaves_when_all_is_done_is_not_missed():
             head(0, 1, 516) + bytes(516),
             "what rank 1 sent the server was damaged on the way: the part of share 0 in step 0",
         ),
-        (bytes(20), "rank 1 sent the server no head of a message"),
+        (bytes(20), "rank 1 sent the server an invalid head of a message"),
     ],
 )
 def test_a_rank_that_sends_what_it_should_not_is_named_to_all(data, says):

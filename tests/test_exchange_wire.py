@@ -203,8 +203,8 @@ def test_every_flipped_byte_is_refused_or_another_message(message, payload_bytes
 @pytest.mark.parametrize(
     ("at", "value", "says"),
     [
-        (0, 0x93, "no gradengine message"),
-        (2, ord("X"), "no gradengine message"),
+        (0, 0x93, "not a gradengine message"),
+        (2, ord("X"), "not a gradengine message"),
         (5, 1, "another protocol version: got 1, expected 4"),
     ],
 )

@@ -663,7 +663,7 @@ class TestRefused:
     def test_a_window_without_an_end(self):
         engine, optimizer, state = self.made(micro_batches=None)
         with pytest.raises(
-            CallerError, match=r"nothing says where a window ends; build the engine with micro_batches=K"
+            CallerError, match=r"it is not known where the window ends; build the engine with micro_batches=K"
         ):
             optimizer.update(self.PARAMETERS(), state)
         assert not engine.has_open_window

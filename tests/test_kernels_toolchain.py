@@ -88,7 +88,7 @@ class TestLoadCupy:
 
     @pytest.mark.parametrize("ordinal", [1, 7])
     def test_no_such_gpu(self, cupy, ordinal):
-        expected = f"there is no device 'cuda:{ordinal}': got 1 devices; count from 0, and see CUDA_VISIBLE_DEVICES"
+        expected = f"there is no device 'cuda:{ordinal}': got 1 devices; count from 0, and check CUDA_VISIBLE_DEVICES"
         with pytest.raises(DeviceUnavailable, match=expected):
             kernels_for(f"cuda:{ordinal}")
 

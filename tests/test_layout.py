@@ -560,14 +560,17 @@ class TestPartOfAModel:
             GradientLayout.of(BASE, tp_rank=0, tp_size=2, partitions={"layers.0.a": "row"})
 
     def test_nor_a_part_for_the_whole(self):
-        with pytest.raises(CallerError, match="partitions of a whole model: got no tp_size"):
+        with pytest.raises(CallerError, match="partitions need a group's size: got no tp_size"):
             GradientLayout.of({"w": (2,)}, partitions={"w": "row"})
         assert GradientLayout.of({"w": (2,)}, tp_size=1, partitions={"w": "row"}) == GradientLayout.of({"w": (2,)})
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"partitions": {"tail": "row"}}, "a partition of no component: got 'tail', expected one of 'layers.0.a'"),
+            (
+                {"partitions": {"tail": "row"}},
+                "partitions names an unknown component: got 'tail', expected one of 'layers.0.a'",
+            ),
             (
                 {"partitions": {**dict.fromkeys(BASE, "row"), "head": "rows"}},
                 "component 'head' has an unknown partition: got 'rows'",

@@ -218,9 +218,9 @@ class TestRefusals:
         come(engine, gradients_of(0))
         with engine.micro_batch() as micro_batch:
             micro_batch.add("head", np.ones(2, np.float32))
-        with pytest.raises(WindowError, match="no micro-batch is coming"):
+        with pytest.raises(WindowError, match="no micro-batch is being added"):
             micro_batch.add("head", np.ones(2, np.float32))
-        with pytest.raises(WindowError, match="no micro-batch is coming"):
+        with pytest.raises(WindowError, match="no micro-batch is being added"):
             come_until(engine, ("head", np.ones(2, np.float32)), then=engine.discard)
         assert not engine.has_open_window
 
@@ -287,7 +287,7 @@ class TestSeveralWorkers:
             found = [set(left(engine))]
             come(engine, gradients, last=True)
             found.append(set(left(engine)))
-            with pytest.raises(WindowError, match="complete and on its way"):
+            with pytest.raises(WindowError, match="complete and was sent"):
                 engine.micro_batch()
             engine.step()
             return found
@@ -303,7 +303,7 @@ class TestSeveralWorkers:
                 micro_batch.add("head", head)
                 micro_batch.add("head", again)
             found = float(engine.step().gradients["head"][0])
-            with pytest.raises(WindowError, match=r"component 'head' is on its way .*; say micro_batch\(last=False\)"):
+            with pytest.raises(WindowError, match=r"component 'head' was sent .*; use micro_batch\(last=False\)"):
                 come_until(engine, ("head", head), ("head", again))
             with pytest.raises(WindowError, match=r"step 1 is broken: .*discard\(\)"):
                 engine.step()

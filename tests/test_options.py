@@ -24,7 +24,7 @@ def test_a_plot_that_cannot_be_saved_is_refused(tmp_path):
     with pytest.raises(CallerError, match=r"cannot plot to .*: got '\.doc', expected one of .*png"):
         refuse_bad_plot(tmp_path / "loss.doc")
     (tmp_path / "file").touch()
-    with pytest.raises(CallerError, match="file' is no folder"):
+    with pytest.raises(CallerError, match="file' is not a folder"):
         refuse_bad_plot(tmp_path / "file" / "loss.png")
 
 

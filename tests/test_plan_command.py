@@ -47,7 +47,7 @@ def test_350m_prints_the_two_known_numbers_and_the_known_arena(columns, tp):
     assert re.search(r"\b4194304\b", output)
     assert re.search(r"\b201326592\b", output)
     assert ("1,594,036,224" in output) == (tp == 1)
-    assert ("nothing travels" in squeezed(output)) == (tp == 1)
+    assert ("nothing is sent" in squeezed(output)) == (tp == 1)
 
 
 @pytest.mark.parametrize("more", [[], ["--backward-seconds", "0.5"], ["--workers", "1"]])
@@ -159,7 +159,7 @@ def test_the_speed_of_a_gpu_is_asked_for_and_not_assumed_beside_what_was_measure
     fault = invoke("--model", "350m", "--one-machine", "--device", "cuda").exception
     assert isinstance(fault, CallerError)
     assert str(fault) == (
-        "--one-machine measures no GPU: expected --tflops or --backward-seconds;"
+        "--one-machine does not measure a GPU: expected --tflops or --backward-seconds;"
         " pass what your GPU achieves, or --device cpu"
     )
 
@@ -260,7 +260,7 @@ def test_only_a_plot_imports_matplotlib():
         (["--bandwidth", "1 GB/s", "--sequence-length", str(10**12)], "--sequence-length is out of range"),
         (["--bandwidth", "1 GB/s", "--model", "3b"], "there is no model '3b'"),
         (["--bandwidth", "1 GB/s", "--plot", "x.nothing"], "cannot plot"),
-        (["--bandwidth", "1 GB/s", "--json", "/dev/null/x.json"], "'/dev/null' is no folder"),
+        (["--bandwidth", "1 GB/s", "--json", "/dev/null/x.json"], "'/dev/null' is not a folder"),
         (["--bandwidth", "1 GB/s", "--json", "/dev"], "it is a folder; pass another --json FILE"),
         (["--bandwidth", "1 GB/s", "--plot", "/dev/null/x.png"], "pass another --plot FILE"),
     ],

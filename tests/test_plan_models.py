@@ -187,7 +187,7 @@ def test_keys_that_say_no_are_no_mistake(config):
 @pytest.mark.parametrize("text", ['{"hidden_size": 64, "hidden_size": 128}', '{"a": {"b": 1, "b": 2}}'])
 def test_a_key_that_is_there_twice_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CallerError, match=r'config\.json .*"(hidden_size|b)" is there twice'):
+    with pytest.raises(CallerError, match=r'config\.json .*"(hidden_size|b)" is given twice'):
         load_model(str(tmp_path / "config.json"))
 
 

@@ -101,7 +101,7 @@ def test_one_worker_has_no_rows():
 
 def test_the_group_of_a_worker_says_what_travels_and_whether_that_is_part_of_the_compute():
     alone = squeezed(shown(dataclasses.replace(QUESTION, tp=1), 120))
-    assert "nothing travels (--tp: 4194304 bytes an all-reduce, 201326592 a forward)" in alone
+    assert "nothing is sent (--tp: 4194304 bytes an all-reduce, 201326592 a forward)" in alone
     group = squeezed(shown(QUESTION, 120))
     assert "4194304 bytes an all-reduce, 201326592 a forward, as much backward" in group
     assert "carries 402.65 MB each way in a step, 324 ms, part of the compute" in group

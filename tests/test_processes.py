@@ -190,7 +190,7 @@ def test_a_worker_answers_what_it_is_given_until_the_pool_is_closed():
 def test_a_worker_that_ends_without_an_answer_is_named():
     with ProcessPool(PATIENCE) as pool:
         pool_of(pool, answering=partial(take, "text"), silent=end_at_once)
-        with pytest.raises(PeerLost, match=r"silent \(process \d+\) ended without a word, exit code 0"):
+        with pytest.raises(PeerLost, match=r"silent \(process \d+\) ended without a report, exit code 0"):
             pool.answers()
 
 

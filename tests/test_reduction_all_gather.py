@@ -151,7 +151,7 @@ ITSELF.append(ITSELF)
         (np.float32(2.5), "got 2.5, expected None, bool"),
         (np.zeros(2, np.float32), "got ndarray, expected"),
         ({"loss": {1}}, "got set"),
-        ({1: "one"}, "got 1, expected .* in dicts by text"),
+        ({1: "one"}, "got 1, expected .* in dicts with str keys"),
         ([2**64], "got 18446744073709551616"),
         (-(2**63) - 1, "int of 64 bits"),
         (10**5000, "an integer of 16610 bits"),

@@ -122,7 +122,7 @@ class TestDropped:
                 rank.start_all()
                 for call in (rank.sum.wait, lambda: rank.sum.tell("loss", 1)):
                     with pytest.raises(
-                        PeerLost, match=r"dropped a window that was on its way; reconnect\(\) on all ranks"
+                        PeerLost, match=r"dropped a window that was partly sent; reconnect\(\) on all ranks"
                     ):
                         call()
             else:

@@ -670,12 +670,12 @@ class TestRefused:
 
     def test_one_exchange_for_both_groups(self):
         exchange = local_group(2)[0]
-        with pytest.raises(CallerError, match="exchange and tp_exchange are one"):
+        with pytest.raises(CallerError, match="exchange and tp_exchange are the same"):
             GradientEngine(layout_of(config(0, 2)), exchange=exchange, tp_exchange=exchange, max_norm=1.0)
 
     def test_an_exchange_of_another_rank_or_size(self):
         exchanges = local_group(4)
-        message = "tp_exchange is not the layout's: got rank 1 of 4, expected tp_rank 0 of tp_size 2"
+        message = "tp_exchange does not fit the layout: got rank 1 of 4, expected tp_rank 0 of tp_size 2"
         with pytest.raises(CallerError, match=message):
             GradientEngine(layout_of(config(0, 2)), tp_exchange=exchanges[1], max_norm=1.0)
         with pytest.raises(CallerError, match="expected tp_rank 0 of tp_size 1"):
@@ -690,7 +690,10 @@ class TestRefused:
         ],
     )
     def test_a_part_alone_is_not_clipped_by_its_own_norm(self, options):
-        with pytest.raises(CallerError, match=r"the norm of one part of a model is not the model's: got part 1 of 2"):
+        with pytest.raises(
+            CallerError,
+            match=r"one part of a model cannot be clipped or skipped by itself: got part 1 of 2",
+        ):
             GradientEngine(layout_of(config(1, 2)), **options)
 
     @pytest.mark.parametrize("form", FORMS)

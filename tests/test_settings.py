@@ -76,7 +76,10 @@ class TestPartOfAModel:
     def test_is_not_skipped_alone(self, on_non_finite, is_refused):
         unclipped = Settings(ClipPlan((0,), (math.inf,)), on_non_finite, "weighted", None, 1.0)
         if is_refused:
-            with pytest.raises(CallerError, match="the norm of one part of a model is not the model's"):
+            with pytest.raises(
+                CallerError,
+                match="one part of a model cannot be clipped or skipped by itself",
+            ):
                 unclipped.refuse_lone_part(self.PART)
         else:
             unclipped.refuse_lone_part(self.PART)

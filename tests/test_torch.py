@@ -892,7 +892,7 @@ class TestGiveGradients:
         engine = accumulated(module, [0], [1.0])
         give_gradients(module, engine.step())
         backward(module, 1)
-        with pytest.raises(BufferRefused, match=r"'0\.weight' lies in this accumulator's own arena"):
+        with pytest.raises(BufferRefused, match=r"'0\.weight' is in this accumulator's own arena"):
             engine.add(gradients_of(module))
 
     def test_a_training_loop_is_that_of_torch(self):

@@ -282,7 +282,9 @@ class TestWaysOfBackward:
         attached, ours, _, engines = pair()
         ours.head.requires_grad_(False)
         ours.norm.requires_grad_(False)
-        with pytest.raises(WindowError, match=r"'layers.1.\w+', came in a backward within a backward: .*use_reentrant"):
+        with pytest.raises(
+            WindowError, match=r"'layers.1.\w+', was made in a backward within a backward: .*use_reentrant"
+        ):
             loss_of(ours, 0, reentrant=True).backward()
         assert engines[0].accumulator.state.now is State.EMPTY
         ours.zero_grad()
@@ -533,7 +535,7 @@ class TestWhatGoesWrong:
         attached, ours, *_ = pair()
         loss_of(ours, 0).backward()
         attached.remove()
-        with pytest.raises(CallerError, match=r"the hooks are gone: remove\(\) was called, or the `with` was left"):
+        with pytest.raises(CallerError, match=r"the hooks were removed, by remove\(\) or at the end of a `with`"):
             attached.step()
 
     @needs_distributed
@@ -755,7 +757,7 @@ class TestSeveralWorkers:
             backward_within(attached, loss_of(module, 0), loss_of(module, 1), last=False)
             result = attached.step()
             module.zero_grad()
-            with pytest.raises(WindowError, match=r"on its way .*; say micro_batch\(last=False\)"):
+            with pytest.raises(WindowError, match=r"was sent .*; use micro_batch\(last=False\)"):
                 backward_within(attached, loss_of(module, 0), loss_of(module, 1))
             with pytest.raises(WindowError, match="is broken"):
                 attached.step()
@@ -920,7 +922,9 @@ class TestGradScaler:
         attached, ours, *_ = pair()
         scaler = self.scaler()
         scaler.scale(loss_of(ours, 0)).backward()
-        with pytest.raises(CallerError, match="skips steps, and this engine does not: got on_non_finite='raise'"):
+        with pytest.raises(
+            CallerError, match="steps are skipped, and this engine does not skip: got on_non_finite='raise'"
+        ):
             attached.step(scaler=scaler)
         attached, ours, _, engines = pair({"on_non_finite": "skip"})
         loss_of(ours, 0).backward()
@@ -931,7 +935,8 @@ class TestGradScaler:
         scaler = self.scaler()
         scaler.scale(torch.ones(1))
         with pytest.raises(
-            CallerError, match=r"trainer's GradScaler skips by what it finds in .grad: got .*'skip'; build"
+            CallerError,
+            match=r"trainer's GradScaler must find NaN and Inf in .grad to skip a step: got .*'skip'; build",
         ):
             attached.step(scaler=scaler, unscale=False)
         with pytest.raises(CallerError, match="unscale is not a bool"):

@@ -63,7 +63,7 @@ class TestRanks:
 
     def test_what_sums_in_another_way(self):
         def work(exchange):
-            with pytest.raises(CallerError, match=r"something else than DistributedDataParallel.*: got Sequential"):
+            with pytest.raises(CallerError, match=r"something other than DistributedDataParallel.*: got Sequential"):
                 leave_sum_to(engine_of(net(), exchange=exchange), net(), 2)
             return True
 

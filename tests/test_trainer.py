@@ -165,7 +165,7 @@ def test_loss_that_cannot_be_is_a_protocol_error(facts):
     def one(exchange):
         if exchange.rank == 0:
             distributed = DistributedTrainer(LinearRegression(), exchange, LAYOUT, max_norm=1.0)
-            with pytest.raises(ProtocolError, match="rank 1's loss cannot be: got"):
+            with pytest.raises(ProtocolError, match="rank 1 sent an invalid loss: got"):
                 distributed.train_batch([micro_batch(0)])
         else:
             GradientEngine(LAYOUT, exchange=exchange, max_norm=1.0).tell_all("loss of step 0", facts)
@@ -437,10 +437,10 @@ def test_a_loss_that_is_no_number_adds_nothing(loss):
 
     for streams in (False, True):
         trainer = DistributedTrainer(Odd(), None, LAYOUT, micro_batches=1 if streams else None)
-        with pytest.raises(CallerError, match="a micro-batch's loss is no number: got"):
+        with pytest.raises(CallerError, match="a micro-batch's loss is not a number: got"):
             trainer.train_batch([micro_batch(0)])
         assert trainer.engine.accumulator.accumulated_count == 0
-        with pytest.raises(WindowError, match="a batch broke off"):
+        with pytest.raises(WindowError, match="a batch stopped before all its micro-batches were added"):
             trainer.finish_step()
         Odd.is_mended = True
         trainer.train_batch([micro_batch(0)])
@@ -549,7 +549,7 @@ UNFINISHED, PERHAPS = "of an earlier batch is not finished", "may have changed t
 REFUSED = {
     (Batch.READY, "finish_step"): "there is no batch to finish",
     (Batch.ADDING, "train_batch"): UNFINISHED,
-    (Batch.ADDING, "finish_step"): "a batch broke off",
+    (Batch.ADDING, "finish_step"): "a batch stopped before all its micro-batches were added",
     (Batch.ADDED, "train_batch"): UNFINISHED,
     (Batch.APPLYING, "train_batch"): PERHAPS,
     (Batch.APPLYING, "finish_step"): PERHAPS,

@@ -1,9 +1,10 @@
-"""Micro-batches add up in fp32: a caller's gradients are matched with their slots, counted, and folded into an arena.
+"""Accumulation in fp32: a caller's gradients are matched with their slots, counted, and added to an arena.
 
 In: gradients by name or in layout order, and their weight. Out: the arena, one flat fp32 buffer, with the weighted sum
-of the window (the micro-batches of one optimizer step), and the squared sums measured on the way. `state.py` says where
-a step stands and what may be called then, `window.py` counts and touches no array, `intake.py` knows arrays that come
-again, `accumulator.py` has the kernels fold. Imports `layout`, `kernels` and `arrays`; knows of no exchange.
+of the window (the micro-batches of one optimizer step), and the squared sums measured on the way. To *fold* is to add
+one or several micro-batches to the arena in one pass. `state.py` is the table of a step's states and the calls allowed
+in each, `window.py` counts and touches no array, `intake.py` checks arrays and finds those checked before,
+`accumulator.py` calls the kernels. Imports `layout`, `kernels` and `arrays`, not the exchange.
 """
 
 from gradengine.accumulate.accumulator import GradientAccumulator, PerBlockGradientAccumulator

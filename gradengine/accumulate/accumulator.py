@@ -1,4 +1,4 @@
-"""Micro-batches add up here: one arena, one window at a time, written once for every device.
+"""The accumulator: one arena, one window at a time, written once for every device.
 
 The window's first contribution to a component overwrites it, so nothing is ever zeroed for a window. With `hold=n` up
 to n micro-batches are kept by reference and folded in one pass over the arena: the same additions in the same order,
@@ -35,18 +35,17 @@ from gradengine.threads import cached_property
 class GradientAccumulator(NotCopied, ABC, instead="build another of the same layout"):
     """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
 
-    Every call checks all it was given before it changes anything: after an error the state is what it was before. On a
-    GPU `add` and its kin queue their work on the current stream and return.
+    Every call checks its arguments before it changes anything: after an error the state is what it was before. On a
+    GPU `add` and the like queue their work on the current stream and return.
 
     Attributes:
-        layout: Where each component lies.
+        layout: The components: names, shapes and order.
         kernels: The device's kernels.
-        hold: Micro-batches kept by reference and folded in one pass.
+        hold: Micro-batches kept by reference and added in one pass.
         arena: The components' sums in layout order, and their squared sums as far as they were measured.
         memory: The whole gradient set, flat, its padding included.
-        destinations: Of its windows, in a caller's arrays.
-        changes: How often the arena was written to.
-        state: Where the step stands.
+        destinations: The callers' arrays that steps handed back to, as checked.
+        state: The step's state.
     """
 
     @abstractmethod
@@ -77,7 +76,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self.state = StepState()
         self._intake = Intake(kernels.device, memory, holds=self.hold > 1, copy_strided=copy_strided)
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
-        # What may be written to through views has its norm read anew at each step.
+        # Components that may be written to through views: each step measures them again.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._all = self.arena.whole
         self._left: set[SlotSet] = set()  # spans of the window that are on their way to other workers
@@ -93,12 +92,12 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     @property
     def accumulated_count(self) -> int:
-        """Micro-batches of the window so far, one that is still being added block by block included."""
+        """Micro-batches of the window so far, including one that is still being added block by block."""
         return len(self._window.weights)
 
     @property
     def window(self) -> object:
-        """The window that is open: another object after each step, and after it was dropped."""
+        """The open window: another object after each step, and after the window was dropped."""
         return self._window
 
     @property
@@ -108,7 +107,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     @property
     def unused(self) -> npt.NDArray[np.bool_]:
-        """Which components got no gradient in the window, by position; none that was written to through views."""
+        """Flags by position: components without a gradient in the window that were not handed out as writable views."""
         return ~(self._window.used | self._exposed)
 
     @property
@@ -131,7 +130,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     @property
     def producers(self) -> AbstractSet[ProducerStream]:
-        """Whose streams the window's gradients are worked on."""
+        """The streams on which the window's gradients are produced."""
         return self._window.producers
 
     def add(self, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
@@ -139,14 +138,14 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
         Args:
             gradients: Mapping name -> gradient, or a sequence in layout order; fp32, fp16 or bf16. None stands for a
-                component that this micro-batch gave no gradient.
+                component without a gradient in this micro-batch.
             weight: What the micro-batch counts: 1, or its tokens. Used as fp32.
-            measure: Take the norm's squared sums in the same pass: for the window's last micro-batch.
+            measure: Measure the norm's squared sums in the same pass: for the window's last micro-batch.
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
-            BufferRefused: A gradient cannot be taken as it lies.
-            WindowError: The weight is not a finite number above 0, or each gradient is None.
+            BufferRefused: A gradient's dtype, device, strides or memory is not supported.
+            WindowError: The weight is not a finite number above 0, or all gradients are None.
 
         Example:
             >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of([(2,)]))
@@ -170,7 +169,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         return found
 
     def add_nothing(self) -> None:
-        """Say that a micro-batch counted nothing: the window may stay empty, as a sum of weight 0 over workers."""
+        """Note that this worker has no micro-batch: its window may stay empty, with weight 0 in the workers' sum."""
         self.state.enter(Call.ADD_NOTHING)
 
     def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
@@ -178,61 +177,61 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
         Raises:
             LayoutMismatch: No such block, or a component is missing, unknown or misshapen.
-            BufferRefused: A gradient cannot be taken as it lies.
-            WindowError: The weight is bad, or differs from what other blocks of this micro-batch were given.
+            BufferRefused: A gradient's dtype, device, strides or memory is not supported.
+            WindowError: The weight is bad, or is not that of this micro-batch's other blocks.
         """
         block = self.layout.block(index)
         self._add_part(block, gradients, weight, measure, f"{block.name}.")
 
     def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, measure: bool = False) -> None:
-        """Add one component that lies in no block, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
+        """Add one component outside the blocks, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
 
         Raises:
             LayoutMismatch: No such component outside the blocks, or another shape.
-            BufferRefused: The gradient cannot be taken as it lies.
-            WindowError: The weight is bad, or differs from what other parts of this micro-batch were given.
+            BufferRefused: The gradient's dtype, device, strides or memory is not supported.
+            WindowError: The weight is bad, or is not that of this micro-batch's other parts.
         """
         self._add_part(self.non_block_span(name), [gradient], weight, measure)
 
     def add_component(
         self, name: str, gradient: object, weight: float = 1.0, *, begins: bool, measure: bool = False
     ) -> None:
-        """Add one component of a micro-batch that comes component by component, whatever block it lies in.
+        """Add one component, in a block or not, of a micro-batch that is added component by component.
 
         Args:
-            name: The component. One that comes again in the micro-batch is added, too, in the order that they came.
+            name: The component. If it is added again in the micro-batch its gradients add up, in order of the calls.
             gradient: Its gradient.
             weight: The micro-batch's weight, the same for all its components.
             begins: It is the first: the micro-batch counts from now on, and is over at `end_micro_batch()`.
-            measure: Take its squared sum in the same pass: for the window's last micro-batch.
+            measure: Measure its squared sum in the same pass: for the window's last micro-batch.
 
         Raises:
             LayoutMismatch: No such component, or another shape.
-            BufferRefused: The gradient cannot be taken as it lies.
-            WindowError: The weight is bad, some component has fewer micro-batches than the others, or its block is on
-                its way to the other workers.
+            BufferRefused: The gradient's dtype, device, strides or memory is not supported.
+            WindowError: The weight is bad, a component has fewer micro-batches than the others, or the component's
+                block is being sent to the other workers.
         """
         call, slot, span = Call.BEGIN if begins else Call.COMPONENT, self.layout.slot(name), self.span_of(name)
         if not begins and self._of_span[span.key] in self._left:
             self.state.ask(call)
-            raise self._on_its_way(span.called, do="say micro_batch(last=False) where a component comes more than once")
+            raise self._on_its_way(span.called, do="use micro_batch(last=False) if a component is added more than once")
         self._add(call, self._of_slot[name], (slot,), f"component '{name}'", [gradient], weight, measure)
 
     def end_micro_batch(self) -> None:
-        """The micro-batch that comes component by component is over: what did not come had no gradient in it."""
+        """End a micro-batch that is added component by component: components not added had no gradient in it."""
         now = self.state.ask(Call.COMPONENT)
         self._window.end()
         self.state.now = State.OPEN if now is State.COMING else now
 
     def block(self, index: int) -> BlockGradientSet:
-        """Block `index` as it stands: views into the arena, held micro-batches folded, zeros where nothing came yet.
+        """Block `index` as it is now: views of the arena, held micro-batches folded, zeros where nothing was added yet.
 
-        It may be kept: what is written to it counts in the window that is open then. Each later step takes its norm in
-        a read of its own, and none of its components is `unused`.
+        It may be kept: what is written to it counts in the window that is open then. Each later step measures its norm
+        in a pass of its own, and none of its components is `unused`.
 
         Raises:
             LayoutMismatch: No such block.
-            WindowError: Later, when it is written to: it is on its way to the other workers, or the step does not fit.
+            WindowError: Later, when the block is written to while it is sent, or in a state that does not allow it.
         """
         block = self.layout.block(index)
         slot_set = self._of_span[block.key]
@@ -245,10 +244,10 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         One micro-batch of weight 1, or none, changes nothing.
 
         Raises:
-            WindowError: Some component has fewer micro-batches than the others, or their weight is above 2**126; or a
+            WindowError: A component has fewer micro-batches than the others, the window's weight is above 2**126, or a
                 call was interrupted while it wrote.
         """
-        self.state.ask(Call.ADD)  # where nothing may be added any more, nothing may be divided: others have the sum
+        self.state.ask(Call.ADD)  # once nothing may be added, nothing may be divided: other workers have the sum
         if self._window.weights in ([], [1]):
             return
         factor = self.mean_factor
@@ -258,13 +257,13 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             self._window.become_one()
 
     def zero_all(self) -> None:
-        """Drop the window and what is held for it. Nothing is written: the next micro-batch overwrites."""
+        """Drop the window and the gradients held for it. Nothing is written: the next micro-batch overwrites."""
         now = self.state.ask(Call.ZERO_ALL)
         self.drop_window()
         self.state.now = now
 
     def drop_window(self) -> None:
-        """Forget the window, whatever the state, which is the caller's to set."""
+        """Forget the window, in any state; the caller sets the state afterwards."""
         self._left.clear()
         self._window = Window(len(self.layout.slots))
 
@@ -273,15 +272,15 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self._before_fold(self._all)
         with self.changing():
             self._fold(self._window.held_passes(self._all), measure=False)
-        # All that came is read anew: views from block() may have been written to since it was measured.
+        # All that was added is read again: views from block() may have been written to since it was measured.
         filled = np.flatnonzero(self._window.filled).tolist()
         self.kernels.measure(self.arena, filled)
         return not np.isfinite(self.kernels.totals(self.arena)[filled]).all()
 
     def close(self, *, measure: bool = False) -> None:
-        """Fold what is held; afterwards the arena holds the window's weighted sum.
+        """Fold all held micro-batches, after which the arena holds the window's weighted sum.
 
-        The sum of nothing is -0.0 everywhere: added to any other it leaves each bit of that as it is; 0.0 does not.
+        An empty window's sum is -0.0 everywhere: added to any other sum it changes no bit, as 0.0 might.
 
         Raises:
             WindowError: The window is empty, or incomplete. Nothing is folded then.
@@ -297,35 +296,35 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self._flush(self._all, asked, measure=measure)
 
     def changing(self, over: State | None = None) -> AbstractContextManager[None]:
-        """A region in which arena memory is written, and the step is BROKEN; what ends in an error leaves it so.
+        """A context in which arena memory is written, and the step is BROKEN; after an error it stays BROKEN.
 
-        Work queued in it is ordered after all that was queued before, on whatever stream. `over` is the state
+        Work queued in it is ordered after all earlier work on the memory, on any stream. `over` is the state
         afterwards; by default the one before.
         """
         return Changing(self.state, over or self.state.ask(Call.VIEW), self.arena.in_order())
 
     def close_span(self, span: Span) -> None:
-        """Fold what is held for a span, so that its sum may travel; it takes no more in this window."""
+        """Fold what is held for a span, so that its sum can be sent; nothing more is added to it in this window."""
         self._flush(self._of_span[span.key])
         self._left.add(self._of_span[span.key])
 
     def count_of(self, span: Span) -> int:
-        """Micro-batches of the window so far in a span; the most that any of its components has."""
+        """The window's micro-batches so far in a span: those of the component that has most."""
         return int(self._window.counts[self._of_span[span.key].index].max())
 
     def measure_rest(self) -> None:
-        """Take the squared sums that no fold has taken: one read of those components."""
+        """Measure the squared sums that no fold has measured: one read of those components."""
         rest = self._exposed | ~self._window.measured
         if rest.any():
             self.kernels.measure(self.arena, None if rest.all() else np.flatnonzero(rest).tolist())
             self._window.measured[:] = True
 
     def forget_measured(self) -> None:
-        """The arena may have been written to: every squared sum is taken anew before the next step."""
+        """Measure every squared sum again before the next step, since the arena may have been written to."""
         self._window.measured[:] = False
 
     def flush(self, slots: Sequence[Slot]) -> None:
-        """Fold what is held for these slots, so that they may be read; zeros where nothing came yet."""
+        """Fold what is held for these slots, so that they may be read; zeros where nothing was added yet."""
         self._flush(self._slot_set(slots))
 
     def target_of(self, slot: Slot) -> Buffer:
@@ -333,7 +332,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         return self.arena.targets[self._position[slot.name]]
 
     def non_block_span(self, name: str | int) -> Span:
-        """The span of a component that lies in no block, by name or id; `LayoutMismatch` where there is none."""
+        """The span of a component outside the blocks, by name or id; raises `LayoutMismatch` if there is none."""
         if not isinstance(name, str):
             number = as_index(name)
             if number is None or not 0 <= number < len(NON_BLOCK_COMPONENTS):
@@ -342,23 +341,23 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             name = NON_BLOCK_COMPONENTS[number]
         slot = self.layout.slot(name)
         if slot.block is not None:
-            raise LayoutMismatch(f"component '{name}' lies in block {slot.block}", do="use add_block for it")
+            raise LayoutMismatch(f"component '{name}' is in block {slot.block}", do="use add_block for it")
         return self.layout.spans_by_key[name]
 
     def span_of(self, name: str) -> Span:
-        """The block that a component lies in, or its own span; `LayoutMismatch` where there is no such component."""
+        """A component's block, or its own span if it is in none; raises `LayoutMismatch` for an unknown component."""
         slot = self.layout.slot(name)
         return self.layout.spans_by_key[slot.name if slot.block is None else slot.block]
 
     def views(self) -> Mapping[str, Any]:
         """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
 
-        Held micro-batches are folded; a component that nothing came for shows what its memory holds. The arrays may be
-        written to, so each later step takes its norm in a read of its own, and no component is `unused`. What a step
-        handed back is `result.gradients`.
+        Held micro-batches are folded; a component to which nothing was added shows what its memory holds. The arrays
+        may be written to, so each later step measures its norm in a pass of its own, and no component is `unused`. For
+        what a step handed back take `result.gradients`.
 
         Raises:
-            WindowError: Some of the window is on its way to the other workers: what is written there would be lost.
+            WindowError: Part of the window is being sent to the other workers: what is written there would be lost.
         """
         if self._left and self.state.now is State.SENDING:  # a window that was kept may be looked at
             raise self._on_its_way("the window")
@@ -367,7 +366,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         return self.arrays()
 
     def arrays(self) -> Mapping[str, Any]:
-        """The same for a step's result, to be written to until the next `add` alone: no step measures it after that."""
+        """As `views`, but for a step's result: written to after the next `add`, they would not be measured again."""
         self.arena.follow()
         return self._arrays
 
@@ -378,7 +377,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     @cached_property
     def _of_slot(self) -> Mapping[str, SlotSet]:
-        """Each component by itself. A span of one is the same set: what comes in either way is held together."""
+        """Component name -> a set of its slot alone; a span of one component shares it, so that both hold together."""
         alone = {s.slots[0].name: self._of_span[s.key] for s in self.layout.spans if len(s.slots) == 1}
         sets = {slot.name: alone.get(slot.name) or self._slot_set([slot]) for slot in self.layout.slots}
         self.kernels.prepare(self.arena, [*sets.values()])
@@ -387,10 +386,10 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     # ---- saved and loaded ----
 
     def saved(self) -> SavedWindow:
-        """The window as it stands, held micro-batches folded; on a GPU it waits for a copy of the arena alone.
+        """The window as it is now, held micro-batches folded; on a GPU this waits only for a copy of the arena.
 
         Raises:
-            BufferRefused: What is held was given other memory, or freed.
+            BufferRefused: A held gradient was given other memory, or freed.
         """
         self._fold_held()
         window, sums = self._window, np.empty(0, np.float32)
@@ -404,7 +403,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         return SavedWindow(says_nothing, weights, counts, used, window.filled.copy(), sums)
 
     def load(self, saved: SavedWindow) -> None:
-        """Go on with a window that was saved, in place of one that is empty."""
+        """Replace the empty window by one that was saved."""
         state = State.NOTHING if saved.says_nothing else State.OPEN if saved.weights.size else State.EMPTY
         with self.changing(state):
             for position in np.flatnonzero(saved.filled).tolist():
@@ -415,7 +414,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     # ---- inside ----
 
     def _fold_held(self) -> None:
-        """Fold all that is held."""
+        """Fold all held micro-batches."""
         if self._window.held_with(self._all):
             self._before_fold(self._all)
             with self.changing():
@@ -442,19 +441,19 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     def _on_its_way(self, what: str, do: str | None = None) -> WindowError:
         return WindowError(
-            f"{what} is on its way to the other workers",
+            f"{what} was sent to the other workers already",
             got=f"a contribution after the last of {self.accumulated_count} micro-batches",
             expected="step()",
             do=do,
         )
 
     def _view(self, slot_set: SlotSet) -> None:
-        """Fold what is held for these, so that they may be read and written to; their squared sums are taken anew."""
+        """Fold what is held for these slots, so that they may be read and written; later steps measure them again."""
         self._flush(slot_set)
         self._exposed[slot_set.index] = True
 
     def _writing(self, block: Block) -> AbstractContextManager[None]:
-        """A region in which a block that was handed out is written to."""
+        """A context in which a block that was handed out is written to."""
         slot_set = self._of_span[block.key]
         if slot_set in self._left:
             raise self._on_its_way(block.called)
@@ -512,7 +511,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         return SlotSet([self._position[slot.name] for slot in slots])
 
     def _flush(self, slot_set: SlotSet, over: State | None = None, *, measure: bool = False) -> None:
-        """Fold what is held and zero what nothing came for; for a view, or for a call that ends in the state `over`."""
+        """Fold what is held and zero what got nothing; for a view, or for a call that ends in the state `over`."""
         over = over or self.state.ask(Call.VIEW)
         if self._window.filled[slot_set.index].all() and not self._window.held_with(slot_set):
             return
@@ -529,7 +528,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self._window.filled[positions] = self._window.measured[positions] = True
 
     def _before_fold(self, slot_set: SlotSet) -> None:
-        """Raise what would otherwise leave the window half written."""
+        """Raise the errors that, if raised during the fold, would leave the window half written."""
         if self._window.held_with(slot_set):
             self._window.refuse_moved(slot_set, self.layout.slots)
             self.kernels.device.wait_for(self._window.producers)
@@ -546,15 +545,15 @@ class PerBlockGradientAccumulator(GradientAccumulator):
     """The accumulator on the CPU, or on the device whose kernels it is given.
 
     Args:
-        layout: Where each component lies.
+        layout: The components: names, shapes and order.
         kernels: The device's kernels; NumPy on the CPU by default.
-        hold: Micro-batches kept by reference and folded in one pass. Their buffers must stay unchanged until then.
-        copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
-            added; else they are refused. On the CPU only.
-        is_shared: Have the arena lie where other processes of this host can map it. Without effect on a GPU.
+        hold: Micro-batches kept by reference and added in one pass. Their buffers must stay unchanged until then.
+        copy_strided: Copy gradients that are not contiguous in C order (transposed, sliced, broadcast) when they are
+            added; without it they are refused. On the CPU only.
+        is_shared: Put the arena into memory that other processes of this host can map. Without effect on a GPU.
 
     Raises:
-        CallerError: `hold` is no whole number >= 1, or `copy_strided` with a GPU's kernels.
+        CallerError: `hold` is not a whole number >= 1, or `copy_strided` is set with a GPU's kernels.
 
     Example:
         >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))

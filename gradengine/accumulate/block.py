@@ -1,4 +1,4 @@
-"""The gradients of one block: a stretch of memory, its components, and what can be done to them."""
+"""The gradients of one block: a range of memory, its components, and the operations on them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gradengine.layout import Block, Slot
 
 @final
 class BlockGradientSet(NotCopied, instead="make another of the same block, and give it flatten() by from_flat()"):
-    """The gradients of one block: a stretch of fp32 memory and the components in it.
+    """The gradients of one block: a range of fp32 memory and the components in it.
 
-    A call that is interrupted, as by Ctrl-C, leaves it half written: zero() it, or give it all of its gradients anew.
+    A call that is interrupted, as by Ctrl-C, leaves the block half written: zero() it, or replace all its gradients.
 
     Args:
         block: The block, from `layout.blocks`.
         kernels: The device's kernels; NumPy on the CPU by default.
-        arena: The layout's arena, of which the block is a stretch; zeroed memory of its own by default.
-        slots: Which of the arena's targets are the block's, in its order; all of them by default.
-        writing: A region in which the block may be written to, or a refusal; the order of the arena's work by default.
+        arena: The layout's arena, of which the block is a part; by default zeroed memory of the block's own.
+        slots: The positions of the block's components among the arena's targets, in order; by default all.
+        writing: Makes the context in which the block is written to, or raises; by default it only orders the work.
 
     Raises:
-        LayoutMismatch: Those targets have other sizes than the block's components.
+        LayoutMismatch: The arena's targets at `slots` have other sizes than the block's components.
 
     Example:
         >>> from gradengine import GradientLayout
@@ -63,7 +63,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         sizes = tuple([target.size for target in self._targets])
         if sizes != self.component_sizes:
             raise LayoutMismatch(
-                f"block {block.index} is given another's targets", got=said(sizes), expected=said(self.component_sizes)
+                f"block {block.index} is given other targets", got=said(sizes), expected=said(self.component_sizes)
             )
         if arena is None:
             self.zero()
@@ -72,7 +72,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
     def components(self) -> Mapping[str, Any]:
         """Component name without the block's ("w_q") -> its gradient, a view in its shape.
 
-        On a GPU it may be read on the streams that are current now; so may `flatten`.
+        On a GPU the views, and that of `flatten`, may be read on the streams that are current at this call.
         """
         self._arena.follow()
         pairs = zip(self._block.slots, self._targets, strict=True)
@@ -88,13 +88,13 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
     def flatten(self) -> Any:
         """The whole block as one flat view: no copy.
 
-        Between components whose sizes are no multiple of 32 it holds padding, which is zero.
+        After a component whose size is not a multiple of 32 it holds padding, which is zero.
         """
         self._arena.follow()
         return self._kernels.device.array(self._memory, (self._memory.size,))
 
     def from_flat(self, flat: object) -> None:
-        """Replace the block's gradients by those of a flat array as `flatten` gives it; padding is not taken over.
+        """Replace the block's gradients by those of a flat array like that of `flatten`; padding is not copied.
 
         Raises:
             LayoutMismatch: Another length.
@@ -116,7 +116,8 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
-            BufferRefused: A gradient cannot be taken as it lies, or lies elsewhere in this block's own memory.
+            BufferRefused: A gradient's dtype, device, strides or memory is not supported, or it overlaps the block's
+                own memory and is not the same component there.
         """
         slots = self._block.slots
         sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
@@ -126,7 +127,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         """Divide by `divisor`: one multiplication by fp32(1 / divisor).
 
         Raises:
-            CallerError: 1 / divisor is no normal number of fp32: the divisor is 0, not finite, or too near either.
+            CallerError: 1 / divisor is not a normal fp32 number: the divisor is 0, not finite, or too near either.
         """
         number = as_float(divisor)
         if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
@@ -149,7 +150,7 @@ class BlockGradientSet(NotCopied, instead="make another of the same block, and g
         for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
             if source and source.pointer != target.pointer and source.overlaps(self._memory):
                 raise BufferRefused(
-                    f"component '{slot.name}' lies elsewhere in this block's own memory",
+                    f"the gradient for component '{slot.name}' is in another place of this block's own memory",
                     got=f"address {source.pointer:#x}",
                     expected="memory of the caller's",
                     do="pass a copy",

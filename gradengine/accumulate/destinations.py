@@ -1,4 +1,4 @@
-"""Where a step hands a window back to: a caller's own arrays, checked, and known again when they come again."""
+"""A step's destinations: a caller's own arrays, checked, and cached for the next step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REMEMBERED = 4  # sets of arrays: a loop has one, or two in turn
 
 @final
 class KnownDestinations:
-    """One accumulator's destinations."""
+    """One accumulator's cache of checked destinations."""
 
     def __init__(self, slots: Sequence[Slot], device: Device, arena: Buffer) -> None:
         self._slots, self._device, self._arena = slots, device, arena
         self._known: list[tuple[KnownArrays, Destinations, frozenset[ProducerStream]]] = []
 
     def of(self, out: Gradients) -> Destinations:
-        """Where each component is handed back to, by position, checked before anything is written there."""
+        """The destination of each component, by position, checked before anything is written to any."""
         sources = in_slot_order(self._slots, out, "out")
         for arrays, destinations, producers in self._known:
             if arrays.are(sources):
@@ -39,7 +39,7 @@ class KnownDestinations:
         return found
 
     def _remember(self, sources: Sequence[Any], found: Destinations) -> None:
-        """Keep the views, but not the arrays; of those whose export orders a stream's work, nothing."""
+        """Keep the views, but not the arrays; nothing of arrays whose export orders a stream's work."""
         self._known = [known for known in self._known if known[0].are_alive][1 - _REMEMBERED :]
         is_on_host = self._device.name == "cpu"
         reader = destination_reader_of(sources) if is_on_host else reader_of(sources)
@@ -56,13 +56,13 @@ def destinations_of(
     views = matched_views(slots, in_slot_order(slots, out, where, prefix), device.writable_views)
     found = Destinations({position: view for position, view in enumerate(views) if view is not None})
     if not found:
-        raise LayoutMismatch(f"{where} names no destination at all", got=f"{len(slots)} times None", expected="one")
+        raise LayoutMismatch(f"{where} has no destination", got=f"{len(slots)} times None", expected="at least one")
     refuse_overlapping_destinations({slots[position].name: view for position, view in found.items()}, arena)
     return found
 
 
 def handed_back(slots: Sequence[Slot], out: Gradients) -> Mapping[str, Any]:
-    """Name -> what was written, of the caller's own destinations, whose frameworks are told."""
+    """Name -> the caller's own destination that was written; its framework is told of the change."""
     arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
     written = {slot.name: array for slot, array in arrays if array is not None}
     note_written(written.values())

@@ -31,10 +31,10 @@ class GpuGradientAccumulator(GradientAccumulator):
         hold: As for `PerBlockGradientAccumulator`.
 
     Raises:
-        CallerError: `hold` is no whole number >= 1.
+        CallerError: `hold` is not a whole number >= 1.
         DeviceUnavailable: CuPy, the driver, the device or NVRTC is missing; the error says which.
-        OutOfDeviceMemory: The accumulator does not fit; the error says what is needed and what is free, and nothing
-            was taken.
+        OutOfDeviceMemory: The accumulator does not fit; the error says how much is needed and free, and nothing was
+            allocated.
 
     Example:
         >>> layout = GradientLayout.transformer(24, 1024, 256, 4096, 32768, embedding=False)
@@ -45,7 +45,7 @@ class GpuGradientAccumulator(GradientAccumulator):
     def __init__(self, layout: GradientLayout, device: DeviceLike = "cuda", *, hold: int = 1) -> None:
         kernels = kernels_for(device)
         if isinstance(kernels, HostKernels):
-            raise CallerError("this accumulator is a GPU's", got="device 'cpu'", do="use PerBlockGradientAccumulator")
+            raise CallerError("this accumulator needs a GPU", got="device 'cpu'", do="use PerBlockGradientAccumulator")
         kernels.device.refuse_to_exceed(self.memory_needed(layout), f"the accumulator of {layout!r}")
         super().__init__(layout, kernels, hold)
 
@@ -53,8 +53,8 @@ class GpuGradientAccumulator(GradientAccumulator):
     def memory_needed(layout: GradientLayout) -> int:
         """Bytes of device memory that an accumulator of this layout takes: its arena, and less than 1 % for tables.
 
-        An engine with an exchange over sockets takes `layout.nbytes` of pinned host memory besides, and no more; over
-        any other at most 16 MiB, or two shares where those are larger.
+        An engine with an exchange over sockets also takes `layout.nbytes` of pinned host memory; with another exchange
+        at most 16 MiB, or two shares if those are larger.
         """
         refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
         chunk = chunk_for(layout.num_elements)
@@ -67,7 +67,7 @@ class GpuGradientAccumulator(GradientAccumulator):
         return tables + sum(map(_taken, (layout.nbytes, *partials, *norms, *_BYTES_OF_K2)))
 
     def accumulate_block(self, index: int, gradients: Gradients, weight: float = 1.0) -> None:
-        """Queue one block's part of a micro-batch: `add_block` under the name that says what it does on a GPU.
+        """Queue one block's part of a micro-batch: another name of `add_block`.
 
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add_block`.
@@ -75,7 +75,7 @@ class GpuGradientAccumulator(GradientAccumulator):
         self.add_block(index, gradients, weight)
 
     def accumulate_non_block(self, name: str | int, gradient: object, weight: float = 1.0) -> None:
-        """Queue one component that lies in no block, by name or by id: `add_non_block`.
+        """Queue one component outside the blocks, by name or by id: another name of `add_non_block`.
 
         Raises:
             LayoutMismatch, BufferRefused, WindowError: As `add_non_block`.
@@ -83,7 +83,7 @@ class GpuGradientAccumulator(GradientAccumulator):
         self.add_non_block(name, gradient, weight)
 
     def copy_block_to(self, index: int, workspace: Gradients) -> None:
-        """Queue a copy of a block as it stands into buffers on the device, in their dtype; zeros where nothing came.
+        """Queue a copy of a block's current sums to buffers on the device, in their dtype; zeros if nothing was added.
 
         Args:
             index: The block.
@@ -91,17 +91,17 @@ class GpuGradientAccumulator(GradientAccumulator):
 
         Raises:
             LayoutMismatch: No such block, a component is missing, unknown or misshapen, or all are None.
-            BufferRefused: A buffer cannot be written as it lies, or two share memory.
+            BufferRefused: A buffer cannot be written in place, or two share memory.
         """
         block = self.layout.block(index)
         self._copy(block.slots, workspace, f"the workspace of block {block.index}", f"{block.name}.")
 
     def copy_non_block_to(self, name: str | int, destination: object) -> None:
-        """Queue a copy of one component outside the blocks as it stands into a buffer on the device, in its dtype.
+        """Queue a copy of the current sum of one component outside the blocks to a buffer on the device, in its dtype.
 
         Raises:
             LayoutMismatch: No such component outside the blocks, or another shape.
-            BufferRefused: The buffer cannot be written as it lies.
+            BufferRefused: The buffer cannot be written in place.
         """
         span = self.non_block_span(name)
         self._copy(span.slots, [destination], span.called)
@@ -119,7 +119,7 @@ def _chunks_of(slots: Sequence[Slot], chunk: int) -> int:
 
 
 def _bytes_of_table(slots: Sequence[Slot], chunk: int) -> int:
-    """Of the rows and the entries, as `kernels.launch` uploads them."""
+    """Bytes of a table's rows and entries, as `kernels.launch` uploads them."""
     return _taken(8 * _chunks_of(slots, chunk)) + _taken(24 * len(slots))
 
 

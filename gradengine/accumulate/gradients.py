@@ -17,7 +17,7 @@ Gradients: TypeAlias = Mapping[str, object] | Sequence[object]
 
 @final
 class NamedArrays(Mapping[str, Any]):
-    """Arrays by component name, of which none can be put in another's place: they are views of one memory.
+    """A read-only mapping of arrays by component name, which are views of one memory.
 
     A pickle or a deep copy is a plain dict, whose arrays are copies; `copy.copy` is a dict of the same views.
 
@@ -56,10 +56,10 @@ class NamedArrays(Mapping[str, Any]):
 
 
 def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefix: str = "") -> Sequence[object]:
-    """The gradients in the order of `slots`, each exactly once; `LayoutMismatch` where any lacks or is unknown.
+    """The gradients in the order of `slots`, each exactly once; raises `LayoutMismatch` if one is missing or unknown.
 
-    They are a mapping by full name, or by name without `prefix` ("layers.0."), or of containers whose names lead there;
-    or a sequence in order, or of containers. `where` says in errors what they are for.
+    `gradients` is a mapping by full name, or by name without `prefix` ("layers.0."), or a sequence in order; either may
+    be nested, as in a layout. `where` names in errors what the gradients are for.
     """
     if isinstance(gradients, Mapping):
         return _from_mapping(slots, gradients, where, prefix)
@@ -85,7 +85,7 @@ def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where:
         return [gradients[slot.name] for slot in slots]  # 0.2 us a component, and what follows 0.8
     full = {slot.name for slot in slots}
     short = {name: name.removeprefix(prefix) for name in full}
-    # A short name that is another's full name says nothing: nested numbers, "0.w" beside "0.0.w" in block "0".
+    # A short name that is another component's full name decides nothing: "0.w" beside "0.0.w" in block "0".
     names = [s.name if s.name in gradients or short[s.name] in full else short[s.name] for s in slots]
     missing = [name for name in names if name not in gradients]
     if missing and any(map(is_nested, gradients.values())):
@@ -117,7 +117,7 @@ def _flat(gradients: Mapping[str, object], where: str) -> dict[str, object]:
 def matched_views(
     slots: Sequence[Slot], sources: Sequence[object], resolve: Callable[[Sequence[object], Sequence[str]], list[Buffer]]
 ) -> list[Buffer | None]:
-    """Each slot's source as a buffer of its shape, or flat and of its size; None where there is none."""
+    """Each slot's source as a buffer, which has the slot's shape or is flat; None if there is no source."""
     given = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
     found = resolve([source for _, source in given], [slot.name for slot, _ in given])
     for (slot, _), view in zip(given, found, strict=True):
@@ -138,5 +138,5 @@ def _named(slots: Sequence[Slot], limit: int = 9) -> str:
 
 
 def and_more(items: Sequence[object]) -> str:
-    """What follows the first of several in an error: "(and 2 more)"."""
+    """The text after the first of several items in an error: "(and 2 more)", or nothing."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

@@ -1,7 +1,7 @@
-"""Intake of one accumulator's gradients: arrays are resolved once, and known again as `KnownArrays` or by their form.
+"""Intake of one accumulator's gradients: arrays are checked once, and found again as `KnownArrays` or by their form.
 
-Arrays that come again are looked at once. NumPy's, and torch's and CuPy's that are new each time, are taken as they lie
-where dtype, shape and layout of each are those of a micro-batch that was resolved before.
+Arrays that are passed again are checked once. NumPy arrays, and torch's and CuPy's that are new each time, need no
+further check if dtype, shape and strides of each are those of a micro-batch that was checked before.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gradengine.kernels import ADDRESS, AddressCheck, Contribution, Device, Slot
 from gradengine.layout import Slot
 
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
-_MOST_MISSES = 8  # sets that went without having come again, after which no more are remembered
+_MOST_MISSES = 8  # sets that were dropped without a hit, after which no more are remembered
 
 
 class Intake:
-    """One accumulator's gradients as contributions; none may lie in its own `arena`."""
+    """Makes contributions of one accumulator's gradients; refuses gradients in its own `arena`."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Intake:
         copy_strided: bool = False,
     ) -> None:
         self._device, self._arena, self._stop = device, arena, arena.pointer + arena.nbytes
-        self._holds = holds  # gradients are read later than they come, and may have moved by then
+        self._holds = holds  # gradients are read later than they are passed, and may have moved by then
         self._copy_strided = copy_strided  # on the host
         self._known: dict[SlotSet, list[_Known]] = {}
-        self._forms: dict[SlotSet, _Form] = {}  # of arrays that were resolved before
+        self._forms: dict[SlotSet, _Form] = {}  # of arrays that were checked before
         self._misses = 0
 
     def contribution(self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any]) -> Contribution:
-        """The gradients of one micro-batch for these slots, checked; what is queued next is behind their work."""
+        """The gradients of one micro-batch for these slots, checked; our stream waits for the work that makes them."""
         if self._copy_strided:
             pairs = zip(slots, sources, strict=True)
             sources = [None if source is None else in_c_order(source, slot.name, slot.shape) for slot, source in pairs]
@@ -83,7 +83,7 @@ class Intake:
     def _of_numpy(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
     ) -> Contribution:
-        """That of NumPy's arrays: of the same form as others that were resolved before, they are read as they lie."""
+        """The contribution of NumPy arrays, without a check if dtype, shape and strides are those of checked ones."""
         if not self._is_known(slot_set, form):
             return self._of_new_form(slot_set, slots, sources, form)
         return Contribution.of_fp32(slot_set, [s if s.ndim == 1 else s.ravel() for s in sources])
@@ -91,7 +91,7 @@ class Intake:
     def _of_form(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], kind: _Kind, form: list[Any]
     ) -> Contribution:
-        """That of a framework's arrays which are new at each micro-batch: 1.3 us each and not 2.7."""
+        """The contribution of a framework's arrays that are new in each micro-batch: 1.3 us each instead of 2.7."""
         pointers = kind.pointers(sources) if self._is_known(slot_set, form) else None
         start, stop = self._arena.pointer - 4 * max(slot.size for slot in slots), self._stop
         if pointers is None or any(start < pointer < stop for pointer in pointers):  # perhaps ours
@@ -117,7 +117,7 @@ class Intake:
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
     ) -> Contribution:
         resolved = Contribution.of(slot_set, self._views(slots, sources))
-        # Of tensors that require gradients each must be asked whether it is a leaf; an export orders its stream's work.
+        # A tensor that requires grad must be asked whether it is a leaf; an export must order its stream's work.
         is_plain = not any(getattr(source, "requires_grad", False) for source in sources)
         is_plain = is_plain and all(producer.stream() is not None for producer in resolved.producers)
         self._forms.pop(slot_set, None)
@@ -128,9 +128,9 @@ class Intake:
     def _as_of_now(
         self, contribution: Contribution, sources: Sequence[Any], reader: Reader, answer: list[Any] | None = None
     ) -> Contribution:
-        """With its producers' streams of now, where it lies now if it is read later, and the arrays kept alive.
+        """The contribution with its producers' current streams, and, if it is read later, its current addresses.
 
-        `answer` is the reader's of now, where it was asked already.
+        The arrays are then kept alive. `answer` is what the reader has just read, if it was asked already.
         """
         if not (contribution.producers or self._holds):
             return contribution
@@ -141,7 +141,7 @@ class Intake:
         return found
 
     def _remember(self, sets: list[_Known], sources: Sequence[Any], contribution: Contribution) -> None:
-        """Unless this loop makes new arrays for each micro-batch: to remember them costs as much as to look at them."""
+        """Remember the arrays, unless each micro-batch has new ones: to remember costs as much as to check."""
         self._misses += sum(not known.arrays.are_alive and not known.came_again for known in sets)
         sets[:] = [known for known in sets if known.arrays.are_alive][-_REMEMBERED + 1 :]
         reader = reader_of(sources) if self._misses < _MOST_MISSES else None
@@ -155,17 +155,17 @@ class Intake:
         for slot, view in zip(slots, views, strict=True):
             if view is not None and view.pointer < stop and start < view.pointer + view.nbytes and view.size:
                 raise BufferRefused(
-                    f"component '{slot.name}' lies in this accumulator's own arena",
+                    f"the gradient for component '{slot.name}' is in this accumulator's own arena",
                     got=f"address {view.pointer:#x}",
                     expected="memory of the caller's",
-                    do="give each gradient memory of its own; of torch, zero_grad(set_to_none=True) before the next "
-                    "backward",
+                    do="give each gradient memory of its own; with torch call zero_grad(set_to_none=True) before the "
+                    "next backward",
                 )
         return views
 
 
 class _Kind(NamedTuple):
-    """A framework's arrays: what is asked of them."""
+    """The functions that read a framework's arrays."""
 
     form: Callable[[Sequence[Any]], list[Any] | None]
     pointers: Callable[[Sequence[Any]], list[int] | None]
@@ -176,7 +176,7 @@ _KINDS = (_Kind(torch_form, torch_pointers, read_torch), _Kind(cupy_form, cupy_p
 
 
 class _Form(NamedTuple):
-    """What arrays are that were resolved, wherever they lie."""
+    """The form of arrays that were checked, without their addresses."""
 
     form: list[Any]
     tags: npt.NDArray[np.uint64]  # of their dtypes, in an address
@@ -184,7 +184,7 @@ class _Form(NamedTuple):
 
 
 class _Known:
-    """The contribution of arrays that came before."""
+    """The contribution of arrays that were passed before."""
 
     came_again = False
 

@@ -1,17 +1,17 @@
-"""Where a step stands, and what may be called then: one table, which everyone who takes part in a step asks.
+"""The state of a step, and the calls allowed in it: one table, which all objects that take part in a step ask.
 
-The accumulator, the engine, its reducer and its captures share one `StepState`, and none of them remembers where the
-step stands in any other way. What belongs to a state (the stats that all workers agreed on, the spans that were sent,
-the graph that is recorded) is data, and is kept by whoever made it. What a call needs beyond the state is asked there:
-whether a window has room (engine), whether a span was sent (reducer). A trainer's batch and a group's connection have
-small tables of their own.
+The accumulator, the engine, its reducer and its captures share one `StepState`, and none of them remembers the step's
+state in any other way. The table holds states only: data that belongs to a state (the stats that all workers agreed on,
+the spans that were sent, the graph that is recorded) is kept by its owner, and so are checks that need data: whether a
+window has room (engine), whether a span was sent (reducer). A trainer's batch and a group's connection have small
+tables of their own.
 
     EMPTY --add--> OPEN --SEND--> SENDING --AGREE--> AGREED --handed back--> EMPTY, the next step
 
-A micro-batch that comes component by component is COMING from its first component until it ends.
+A micro-batch that is added component by component is COMING from its first component until it ends.
 
-While memory is written the step is BROKEN, and it is so after a call that was interrupted, as by Ctrl-C: nothing is
-resumed in the middle, and only `discard()` leads out.
+While memory is written the step is BROKEN, and it stays BROKEN after a call that was interrupted, as by Ctrl-C: nothing
+is resumed in the middle, and only `discard()` leads out of this state.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Facts: TypeAlias = Mapping[str, object]
 
 @final
 class State(Enum):
-    """Where a step stands."""
+    """The states of a step."""
 
-    EMPTY = "nothing has come"
-    NOTHING = "add(None) said that nothing comes"
-    OPEN = "micro-batches have come"
-    COMING = "a micro-batch is coming, component by component"
-    SENDING = "some of it was sent to other workers"
-    FAILED = "its exchange failed; the window is kept"
+    EMPTY = "nothing was added"
+    NOTHING = "add(None) said that this worker has no micro-batch"
+    OPEN = "micro-batches were added"
+    COMING = "a micro-batch is being added component by component"
+    SENDING = "some of the window was sent to other workers"
+    FAILED = "the exchange failed; the window is kept"
     AGREED = "all workers know the same sums, and nothing has been handed back"
     BROKEN = "a call is writing, or was interrupted"
     CAPTURING = "a graph is recorded that holds nothing yet"
@@ -49,20 +49,20 @@ class State(Enum):
 
 @final
 class Call(Enum):
-    """What a user may call."""
+    """The calls of a user."""
 
     ADD = "add"
     ADD_PART = "add_block, add_non_block"
     ADD_NOTHING = "add(None, weight=0)"
-    VIEW = "block, has_non_finite, and what else works on the arena"
+    VIEW = "block, has_non_finite, and other calls that work on the arena"
     STEP = "step"
     SET_LOSS_SCALE = "loss_scale ="
     CAPTURE = "capture"
     REPLAY = "replay"
     ZERO_ALL = "the accumulator's zero_all"
     RECONNECT = "reconnect"
-    BEGIN = "the first component of a micro-batch that comes component by component"
-    COMPONENT = "each later component of it, and its end"
+    BEGIN = "the first component of a micro-batch that is added component by component"
+    COMPONENT = "each later component of such a micro-batch, and its end"
     SAVE = "state_dict"
     LOAD = "load_state_dict"
     DISCARD = "discard"
@@ -72,7 +72,7 @@ class Call(Enum):
 
 @final
 class Event(Enum):
-    """What happens within a call."""
+    """The events within a call."""
 
     SEND = "a span is sent to other workers"
     FAIL = "an exchange failed"
@@ -83,7 +83,7 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """A call that does not fit the state: its error, with facts in braces for who knows them."""
+    """The error of a call that the state does not allow, with names in braces for the facts to fill in."""
 
     what: str
     got: str | None = None
@@ -91,23 +91,23 @@ class Refusal:
     do: str | None = None
 
     def error(self, facts: Facts) -> WindowError:
-        """The error, filled in."""
+        """The error, with the facts filled in."""
         known = {**_UNKNOWN, **facts}
         filled = [None if text is None else text.format_map(known) for text in (self.got, self.expected, self.do)]
         return WindowError(self.what.format_map(known), got=filled[0], expected=filled[1], do=filled[2])
 
 
-#: What an accumulator without an engine does not know.
+#: The facts that an accumulator without an engine does not know.
 _UNKNOWN = {"step": "a step", "count": "some", "change": "another", "or_nothing": "", "way_out": "zero_all()"}
 _none = Refusal("{step} without a micro-batch", "0 micro-batches", "at least 1", "add() gradients first{or_nothing}")
 _sent = Refusal(
-    "the window is complete and on its way to the other workers",
+    "the window is complete and was sent to the other workers",
     "a contribution after the last of {count} micro-batches",
     "step()",
 )
 _kept = Refusal(
     "{step} failed, and its window is kept",
-    do="run step() again (after reconnect() where the exchange was lost), or discard() it",
+    do="run step() again (after reconnect() if the exchange was lost), or discard() it",
 )
 _broken = Refusal(
     "{step} is broken: a call was interrupted, or another thread is in one",
@@ -116,36 +116,36 @@ _broken = Refusal(
 _part = Refusal(
     "{step} holds a part of a micro-batch",
     "one that has begun and not ended",
-    do="leave its `with`, or let its backward end; where that failed, drop the window by {way_out}",
+    do="leave its `with`, or let its backward end; if that failed, drop the window by {way_out}",
 )
-_ended = Refusal("no micro-batch is coming component by component", do="begin one by engine.micro_batch()")
+_ended = Refusal("no micro-batch is being added component by component", do="begin one by engine.micro_batch()")
 _open = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
 _away = Refusal(
-    "{step} cannot be saved: some of it is on its way to the other workers",
+    "{step} cannot be saved: some of it was sent to the other workers",
     do="save the window before its last micro-batch, or after step()",
 )
-_drop = Refusal("workers sum this window", "zero_all()", do="drop it by the engine's discard(), on every rank")
+_drop = Refusal("the workers are summing this window", "zero_all()", do="call the engine's discard(), on every rank")
 _scale = Refusal(
     "the loss scale of an open window cannot be changed", "{change}", do="set it after step() or discard()"
 )
-_graph = Refusal("a window is being captured", do="leave its `with` first; discard() where an interrupt did")
+_graph = Refusal("a window is being captured", do="leave its `with` first; after an interrupt call discard()")
 _one = Refusal(
     "a capture holds one window",
     "another add() or step()",
     "one step(), last",
-    "leave its `with`; discard() where an interrupt did",
+    "leave its `with`; after an interrupt call discard()",
 )
 _zero = Refusal("a captured window has micro-batches that count", "add(None, weight=0)")
-_whole = Refusal("a captured window takes whole micro-batches", "one that comes component by component", "add()")
+_whole = Refusal("a captured window takes whole micro-batches", "one added component by component", "add()")
 
 Cell: TypeAlias = State | Refusal | None
 SAME: Final = None  # the call leaves the state as it is
-_: Final = None  # the event does not come there
+_: Final = None  # the event cannot happen in this state
 
 # fmt: off
 EMPTY, NOTHING, OPEN, COMING, SENDING, FAILED, AGREED, BROKEN, CAPTURING, RECORDED, CAPTURED = State
-#: The state that a call leads to when it is over, or its refusal. For a step it says whether it may begin: what it does
-#: on its way is events. A part may come while others were sent; of which span, the reducer knows.
+#: The state that a call leads to when it is over, or its refusal. For STEP it says only whether it may begin: its
+#: changes of state are events. A part may be added while others were sent; which were, the reducer knows.
 _CALLS: Mapping[State, tuple[Cell, ...]] = {
     #           ADD       ADD_PART  NOTHING  VIEW     STEP     SCALE    CAPTURE    REPLAY   ZERO_ALL   RECONNECT
     EMPTY:     (OPEN,     OPEN,     NOTHING, SAME,    _none,   SAME,    CAPTURING, SAME,    SAME,      SAME),
@@ -160,7 +160,7 @@ _CALLS: Mapping[State, tuple[Cell, ...]] = {
     RECORDED:  (SAME,     SAME,     _zero,   SAME,    SAME,    _scale,  _graph,    _graph,  CAPTURING, SAME),
     CAPTURED:  (_one,     _one,     _one,    _one,    _one,    _one,    _graph,    _graph,  SAME,      SAME),
 }
-#: The same for calls by which one micro-batch comes, and those that copy a window to the host and back.
+#: The same for calls that add a micro-batch component by component, and those that save and load a window.
 _MORE_CALLS: Mapping[State, tuple[Cell, ...]] = {
     #           BEGIN    COMPONENT  SAVE      LOAD
     EMPTY:     (COMING,  _ended,    SAME,     SAME),
@@ -192,7 +192,7 @@ _EVENTS: Mapping[State, tuple[Cell, ...]] = {
 }
 # fmt: on
 
-#: For each state what a call or an event leads to.
+#: For each state: the state that a call or an event leads to, or a refusal.
 TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
     state: {
         **{call: answer or state for call, answer in zip(Call, answers + _MORE_CALLS[state], strict=False)},
@@ -205,11 +205,11 @@ TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
 
 @final
 class StepState:
-    """Where one accumulator's step stands, whoever works on it.
+    """The state of one accumulator's step, shared by all objects that work on it.
 
     Attributes:
         now: The state.
-        has_engine: Whether an engine, and no longer `zero_all`, drops a broken window.
+        has_engine: Whether there is an engine, whose `discard`, not `zero_all`, drops a broken window.
         changes: How often the step's memory was written to.
     """
 
@@ -219,7 +219,7 @@ class StepState:
         self.now, self.has_engine, self.changes = State.EMPTY, False, 0
 
     def ask(self, happening: Call | Event, facts: Callable[[], Facts] | None = None) -> State:
-        """The state that a call or an event leads to; `WindowError`, with these facts, where the call does not fit."""
+        """The state that a call or an event leads to; raises `WindowError`, with these facts, if it is not allowed."""
         answer = TABLE[self.now][happening]
         if self.has_engine and happening is Call.ZERO_ALL and self.now is State.BROKEN:
             answer = _broken
@@ -229,21 +229,21 @@ class StepState:
         return answer
 
     def enter(self, happening: Call | Event) -> None:
-        """It has happened; raises `WindowError` as `ask`."""
+        """Go to the state that a call or an event leads to; raises `WindowError` as `ask`."""
         answer = TABLE[self.now][happening]
         self.now = answer if isinstance(answer, State) else self.ask(happening)
 
 
 @final
 class Changing(AbstractContextManager[None]):
-    """The step is BROKEN within it, and afterwards in the state that the call leads to.
+    """A context in which the step is BROKEN; afterwards it is in the state that the call leads to.
 
-    No generator: one that an interrupt leaves suspended would end with its traceback, in a later window.
+    Not a generator: after an interrupt a generator would end with its traceback, in a later window.
 
     Args:
-        state: The step's.
+        state: The step's state.
         over: The state afterwards.
-        order: Of what is queued on the memory that is written.
+        order: The context that orders work on the memory that is written.
     """
 
     def __init__(self, state: StepState, over: State, order: AbstractContextManager[object]) -> None:

@@ -20,9 +20,9 @@ _ONE: np.float32 = np.float32(1)
 
 @dataclass(frozen=True)
 class SavedWindow:
-    """A window on the host: all that another accumulator of the same layout needs to go on with it."""
+    """A window on the host, with all that another accumulator of the same layout needs to resume it."""
 
-    says_nothing: bool  # add(None) said that nothing comes
+    says_nothing: bool  # add(None) said that this worker has no micro-batch
     weights: npt.NDArray[np.float32]
     counts: npt.NDArray[np.int64]
     used: Flags
@@ -31,32 +31,32 @@ class SavedWindow:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything of it."""
+        """Whether anything was added, or add(None) was called."""
         return self.says_nothing or bool(self.weights.size) or bool(self.filled.any())
 
 
 class Window:
-    """What has been added to so many slots since the last step.
+    """The contributions to the slots since the last step, counted and weighed.
 
-    Contributions are held by the set of slots that they came for; no slot lies in two sets that are held.
+    Contributions are held by their set of slots; no slot is in two sets that are held.
     """
 
     def __init__(self, size: int) -> None:
         self.weights: list[np.float32] = []  # of each micro-batch begun, in order
         self.counts: npt.NDArray[np.intp] = np.zeros(size, np.intp)  # micro-batches each slot has got
         self.used: Flags = np.zeros(size, np.bool_)  # slots that got a gradient, and not None alone
-        self.filled: Flags = np.zeros(size, np.bool_)  # whose memory is of this window; others the next fold overwrites
-        self.measured: Flags = np.zeros(size, np.bool_)  # whose squared sums are of what the kernels wrote last
-        self.producers: set[ProducerStream] = set()  # whose streams its gradients are worked on
+        self.filled: Flags = np.zeros(size, np.bool_)  # slots written in this window; others the next fold overwrites
+        self.measured: Flags = np.zeros(size, np.bool_)  # slots whose squared sum is up to date
+        self.producers: set[ProducerStream] = set()  # the streams on which its gradients are produced
         self._is_even = True  # every contribution so far was to all slots
-        self.is_coming = False  # a micro-batch comes component by component
+        self.is_coming = False  # a micro-batch is being added component by component
         self._held: dict[SlotSet, list[tuple[Contribution, np.float32]]] = {}
         self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
         self._addresses: set[int] = set()  # that are held
 
     @staticmethod
     def of(saved: SavedWindow) -> Window:
-        """The window that was saved, with nothing held; its squared sums are taken anew."""
+        """The window that was saved, with nothing held; its squared sums are to be measured again."""
         window = Window(saved.counts.size)
         window.weights, window.counts = list(saved.weights), saved.counts.astype(np.intp)
         window.used, window.filled = saved.used.copy(), saved.filled.copy()
@@ -64,7 +64,7 @@ class Window:
         return window
 
     def refuse_other_weight(self, slot_set: SlotSet, weight: np.float32, where: str) -> None:
-        """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
+        """Raise `WindowError` if these slots' micro-batch was begun with another weight."""
         if self._is_even:
             return  # it begins with these
         counts = [len(self.weights) - 1] if self.is_coming else np.unique(self.counts[slot_set.where]).tolist()
@@ -77,7 +77,7 @@ class Window:
                 )
 
     def refuse_aliases(self, contribution: Contribution, slots: Sequence[Slot]) -> None:
-        """Raise `BufferRefused` where one of its addresses is held already."""
+        """Raise `BufferRefused` if one of the contribution's addresses is held already."""
         addresses = _untagged(contribution)
         if self._addresses.isdisjoint(addresses):
             return
@@ -91,7 +91,7 @@ class Window:
                 )
 
     def refuse_moved(self, slot_set: SlotSet, slots: Sequence[Slot]) -> None:
-        """Raise `BufferRefused` where a gradient that is held lies elsewhere than when it came, or is gone."""
+        """Raise `BufferRefused` if a held gradient is at another address than when it was added, or was freed."""
         for contribution in [contribution for held in self.held_with(slot_set) for contribution, _ in self._held[held]]:
             check = contribution.address_check
             moved = check.moved(np.flatnonzero(contribution.present).tolist()) if check else None
@@ -100,21 +100,21 @@ class Window:
                     f"component '{slots[contribution.slots.positions[moved]].name}' was given other memory, or "
                     "freed, while it was held",
                     expected="each micro-batch's gradients to stay as they are until they are folded",
-                    do="use hold=1, or leave them alone; this window is lost: discard() it",
+                    do="use hold=1, or do not change or free them; this window is lost: discard() it",
                 )
 
     def begin(self, weight: np.float32) -> None:
-        """A micro-batch begins that comes component by component: some may come twice, and some not at all."""
+        """Begin a micro-batch that is added component by component, some perhaps twice, and some not at all."""
         self.weights.append(weight)
         self._is_even, self.is_coming = False, True
 
     def end(self) -> None:
-        """That micro-batch is over: what did not come had no gradient."""
+        """End a micro-batch that was added component by component: components not added had no gradient."""
         self.counts[:] = len(self.weights)
         self._is_even, self.is_coming = True, False
 
     def count(self, contribution: Contribution, weight: np.float32) -> None:
-        """Count a contribution to each of its slots, also where it has no gradient."""
+        """Count a contribution in each of its slots, also in those without a gradient."""
         self.producers |= contribution.producers
         where = contribution.slots.where
         if self.is_coming:
@@ -129,15 +129,15 @@ class Window:
 
     @property
     def is_even(self) -> bool:
-        """Whether all slots have got as many micro-batches."""
+        """Whether all slots have the same number of micro-batches."""
         return self._is_even or bool((self.counts == self.counts[0]).all())
 
     def fold_at_once(self, contribution: Contribution, weight: np.float32) -> FoldPass:
-        """The pass of one contribution that is not held."""
+        """The fold pass of one contribution that is not held."""
         return FoldPass(contribution.slots, ~self.filled[contribution.slots.where], [contribution], [weight])
 
     def held_with(self, slot_set: SlotSet) -> list[SlotSet]:
-        """The sets that are held and have a slot among these."""
+        """The held sets that share a slot with this set."""
         if not self._held:
             return []
         if slot_set in self._held:
@@ -150,20 +150,20 @@ class Window:
 
     def hold(self, contribution: Contribution, weight: np.float32) -> None:
         """Keep a contribution by reference; no other set with one of its slots may be held."""
-        if contribution.present.any() or contribution.slots in self._held:  # one more that the others wait for
+        if contribution.present.any() or contribution.slots in self._held:  # an empty one counts for the pass, too
             self._held.setdefault(contribution.slots, []).append((contribution, weight))
             self._holder.update(dict.fromkeys(contribution.slots.positions, contribution.slots))
             self._addresses.update(filter(None, _untagged(contribution)))  # 0: nothing came, or it is empty
 
     def held_passes(self, slot_set: SlotSet) -> list[FoldPass]:
-        """All that is held for these slots, and for others that came with them: a pass for each set."""
+        """Fold passes of all that is held for these slots, and for others in the same sets: one for each set."""
         return [
             FoldPass(held, ~self.filled[held.where], *zip(*self._held[held], strict=True))
             for held in self.held_with(slot_set)
         ]
 
     def folded(self, fold: FoldPass, *, measured: bool = False) -> None:
-        """The pass is in memory now, and measured if it was."""
+        """Note that a pass was written to memory, and whether it was measured."""
         self.filled[fold.given] = True
         if measured:
             self.measured[fold.given] = True
@@ -174,46 +174,46 @@ class Window:
                 del self._holder[position]
 
     def become_one(self) -> None:
-        """The memory holds the mean: one micro-batch of weight 1."""
+        """Note that the memory holds the mean, which counts as one micro-batch of weight 1."""
         self.weights = [np.float32(1)]
         self.counts[:] = 1
         self.measured[:] = False
 
 
 def _untagged(contribution: Contribution) -> list[int]:
-    """Where its gradients lie, whatever their dtypes; 0 where there is nothing."""
+    """The addresses of a contribution's gradients, without their dtypes' tags; 0 for none."""
     addresses: list[int] = (contribution.addresses & np.uint64(ADDRESS)).tolist()
     return addresses
 
 
 def nothing_came(components: int) -> WindowError:
-    """The error of a micro-batch in which no component has a gradient."""
+    """The error for a micro-batch in which no component has a gradient."""
     return WindowError(
         "no component has a gradient in this micro-batch",
         got=f"None for all {components}",
-        do="call add() after backward() and before zero_grad(), and see that parameters require gradients; "
-        "where there are none, say add(None, weight=0)",
+        do="call add() after backward() and before zero_grad(), and check that parameters require gradients; "
+        "on a worker without a micro-batch call add(None, weight=0)",
     )
 
 
 def weighs_nothing(weight: object) -> WindowError:
-    """The error of a micro-batch without gradients that would count something."""
+    """The error for a micro-batch without gradients whose weight is not 0."""
     return WindowError(
         "a micro-batch without gradients",
         got=f"weight {said(weight)}",
         expected="0: it counts nothing",
-        do="add its gradients, or say add(None, weight=0) where there are none",
+        do="add its gradients, or call add(None, weight=0) if there are none",
     )
 
 
 def checked_weight(weight: float) -> np.float32:
-    """The weight as fp32; `WindowError` unless it is a finite normal number of fp32 above 0."""
+    """The weight as fp32; raises `WindowError` unless it is a finite normal fp32 number above 0."""
     if type(weight) is float and weight == 1:  # as nearly all are
         return _ONE
     with np.errstate(over="ignore"):
         scalar: np.float32 = np.float32(as_float(weight))
     if not np.finfo(np.float32).tiny <= scalar < np.inf:  # below, 1/weight may be no fp32 number
-        do = "of a micro-batch that counts nothing say add(None, weight=0)"
+        do = "for a micro-batch that counts nothing call add(None, weight=0)"
         raise out_of_range("a micro-batch's weight", weight, "a finite number above 1.18e-38", WindowError, do)
     return scalar
 

@@ -1,4 +1,4 @@
-"""Flat, checked, zero-copy views of memory: `RawBuffer` as users pass one, `Buffer` as everything after this takes it.
+"""Flat, checked, zero-copy views of memory: `RawBuffer`, which users pass, and `Buffer`, which all other code takes.
 
 `host.py` and `device.py` make a `Buffer` of any array; the checks that both need are here.
 """
@@ -40,12 +40,12 @@ class RawBuffer:
         size: Elements.
         dtype: "float32", "float16" or "bfloat16"; a NumPy or torch dtype of that name will do.
         device: "cpu", or a GPU's: "cuda:0".
-        owner: Whatever must stay alive while the memory is in use. One that can say that its memory is gone (a weak
-            reference, a map or shared memory that is closed) is asked at each call that reads or writes.
+        owner: The object that must stay alive while the memory is in use. If it can tell that its memory was freed (a
+            weak reference, a closed map or shared memory), each call that reads or writes asks it.
         writable: False for read-only memory.
-        stream: Handle of the CUDA stream on which the memory is produced: our work waits for what that stream has
-            queued, and what it is given next waits for ours. 0 and 1 are the default stream; None orders nothing. It
-            must live until the step is over.
+        stream: Handle of the CUDA stream on which the memory is produced: our work waits for all that is queued on that
+            stream, and its later work waits for ours. 0 and 1 are the default stream; None orders nothing. The stream
+            must exist until the step is over.
 
     Example:
         >>> memory = np.arange(3, dtype=np.float32)
@@ -71,7 +71,7 @@ class RawBuffer:
 
 @dataclass(eq=False)  # not frozen: 0.3 us instead of 1.2, and one is made for each gradient
 class Buffer:
-    """A flat, contiguous view of an array's memory; never changed once it is made."""
+    """A flat, contiguous view of an array's memory; its fields never change."""
 
     pointer: int
     size: int
@@ -81,7 +81,7 @@ class Buffer:
     owner: object  # kept alive for as long as this view is
     device: str = "cpu"
     data: Any = None  # the elements as a NumPy array, in the storage dtype (bf16 as uint16); None on a GPU
-    producer: ProducerStream | None = None  # that it is produced on; None for our own stream, or CuPy's current one
+    producer: ProducerStream | None = None  # the stream it is produced on; None for ours, or CuPy's current one
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ class Buffer:
         return replace(self, pointer=pointer, size=size, shape=(size,), data=data)
 
     def overlaps(self, other: Buffer) -> bool:
-        """Whether any byte belongs to both."""
+        """Whether any byte belongs to both buffers."""
         if not self.size or not other.size:
             return False
         return self.pointer < other.pointer + other.nbytes and other.pointer < self.pointer + self.nbytes
@@ -118,7 +118,7 @@ def raw_view(raw: RawBuffer, component: str, device: str, producer: ProducerStre
 def exported_view(
     tensor: Exported, component: str, device: str, producer: ProducerStream | None = None, source: object = None
 ) -> Buffer:
-    """A checked view of what `source` exports, whose device is known to be right; raises `BufferRefused`."""
+    """A checked view of the array that `source` exports, whose device was checked; raises `BufferRefused`."""
     if tensor.dtype not in DTYPES:
         raise unsupported_dtype(component, tensor.dtype)
     refuse_strided(component, tensor.shape, tensor.strides, source)
@@ -128,7 +128,7 @@ def exported_view(
 
 
 def refuse_strided(component: str, shape: Sequence[int], strides: Sequence[int], source: object) -> None:
-    """Raise `BufferRefused` unless elements with these strides lie one after the other in C order."""
+    """Raise `BufferRefused` unless elements with these strides are contiguous in C order."""
     dimensions = zip(shape, strides, contiguous_strides(shape), strict=True)
     # The stride of a dimension of 1 means nothing.
     if 0 not in shape and any(length != 1 and stride != dense for length, stride, dense in dimensions):
@@ -136,7 +136,7 @@ def refuse_strided(component: str, shape: Sequence[int], strides: Sequence[int],
 
 
 def refuse_other_shape(component: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Raise `LayoutMismatch` unless an array has this shape, or is flat and of its size."""
+    """Raise `LayoutMismatch` unless an array has this shape, or is flat and has as many elements."""
     if got != shape and got != (math.prod(shape),):
         raise LayoutMismatch(
             f"component '{component}' has another shape",
@@ -146,14 +146,14 @@ def refuse_other_shape(component: str, got: tuple[int, ...], shape: tuple[int, .
 
 
 def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int], source: object) -> BufferRefused:
-    """The error for an array that is not C-contiguous: its framework's call copies it. Strides are in elements."""
+    """The error for an array that is not C-contiguous; names its framework's copying call. Strides are in elements."""
     call = _CONTIGUOUS_COPY.get(type(source).__module__.partition(".")[0])
     return BufferRefused(
         f"component '{component}' is not contiguous",
         got=f"shape {tuple(shape)} with strides {tuple(strides)} (in elements)",
         expected=f"strides {contiguous_strides(shape)}",
         do=f"pass a contiguous copy{f', {call}' if call else ''}; a GradientEngine on the CPU with copy_strided=True "
-        "copies gradients itself, but what is written to must be contiguous",
+        "copies gradients itself, but destinations must be contiguous",
     )
 
 
@@ -178,13 +178,13 @@ def _invalid_address(component: str, pointer: object, size: object) -> BufferRef
 
 
 def refuse_other_device(device: str, component: str, expected: Sequence[str] = ("cpu",)) -> None:
-    """Raise `BufferRefused` unless the memory is on the device expected, by one of its names."""
+    """Raise `BufferRefused` unless `device` is one of the names of the expected device."""
     if device not in expected:
         raise BufferRefused(
             f"component '{component}' is on another device",
             got=device,
             expected=expected[0],
-            do="bring all of a call's arrays to one device, and give the engine that one",
+            do="move all arrays of the call to the engine's device, or build the engine for theirs",
         )
 
 
@@ -205,18 +205,18 @@ def refuse_read_only(buffer: Buffer, destination: object, component: str) -> Non
             f"destination '{component}' is read-only",
             got=type(destination).__name__,
             expected="writable memory",
-            do="pass an array that may be written (JAX's are immutable); a step without out= hands back in its arena",
+            do="pass a writable array (JAX's are immutable); without out= the step hands back in the engine's arena",
         )
 
 
 def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: Buffer) -> None:
-    """Raise `BufferRefused` where two destinations, or one and the arena that they are written from, overlap."""
+    """Raise `BufferRefused` if two destinations overlap, or one overlaps the arena that they are written from."""
     pair = overlapping([*destinations.values(), arena])
     if pair is not None:
         names = [*destinations, "the arena"]
         raise BufferRefused(
             f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory",
-            do="pass arrays of their own; without out= the gradients are handed back in the arena",
+            do="pass arrays with memory of their own; without out= the gradients are handed back in the arena",
         )
 
 
@@ -233,7 +233,7 @@ def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
 
 
 def refuse_freed(owner: object, component: str) -> None:
-    """Raise `BufferRefused` where the owner of a pointer's memory says that it was freed."""
+    """Raise `BufferRefused` if the owner of a pointer's memory says that the memory was freed."""
     how = freed(owner)
     if how:
         raise BufferRefused(
@@ -245,7 +245,7 @@ def refuse_freed(owner: object, component: str) -> None:
 
 
 def freed(owner: object) -> str | None:
-    """How an owner says that its memory was freed; None where it does not."""
+    """How an owner says that its memory was freed; None if it does not say so."""
     try:
         return _freed(owner)
     except ReferenceError:

@@ -89,7 +89,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
 
 
 def exporting_stream(source: Any, component: str) -> NamedStream | None:
-    """The stream of a CUDA array interface: to be waited for now, since it may be destroyed later; None without one."""
+    """The stream of a CUDA array interface, or None; to be waited for at once, since it may be destroyed later."""
     interface: Any = source.__cuda_array_interface__ if has(source, "__cuda_array_interface__") else None
     handle = interface.get("stream") if isinstance(interface, Mapping) else None
     try:

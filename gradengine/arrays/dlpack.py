@@ -18,8 +18,8 @@ from gradengine.errors import BufferRefused
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by the CPU
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
 _KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
-_READ_ONLY_FLAG, _COPY_FLAG = 1, 2  # what is written to a copy its producer never sees
-MAX_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that says more would have us read beyond its shape
+_READ_ONLY_FLAG, _COPY_FLAG = 1, 2  # writes to a copy would not reach its producer
+MAX_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that claims more would have us read beyond its shape
 
 
 class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
@@ -35,7 +35,7 @@ class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
 
 
 def exporting_device(source: Any, component: str) -> str:
-    """The device of a DLPack producer, "cpu", "cuda:0", ...; its own errors become a `BufferRefused`."""
+    """The device of a DLPack producer, "cpu", "cuda:0", ...; raises the producer's own errors as `BufferRefused`."""
     try:
         return dlpack_device(source)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
@@ -43,7 +43,7 @@ def exporting_device(source: Any, component: str) -> str:
 
 
 def dlpack_device(source: Any) -> str:
-    """As `exporting_device`, with the producer's own errors."""
+    """The device of a DLPack producer, as `exporting_device`; raises the producer's own errors unchanged."""
     device_type, ordinal = source.__dlpack_device__()
     return _device_name(int(device_type), int(ordinal))
 

@@ -1,4 +1,4 @@
-"""Table of the gradient dtypes: everything that another file must know of one stands in its row.
+"""Table of the gradient dtypes: a dtype's row has all that other files must know of it.
 
 A new dtype is a new row here, and its conversions in `kernels/host.py`, `kernels/arithmetic.cuh` (one element) and
 `kernels/common.cuh` (16 bytes at a time).
@@ -19,7 +19,7 @@ _TINYGRAD = {"dtypes.float": "float32", "dtypes.half": "float16", "dtypes.double
 
 
 class DType(NamedTuple):
-    """One gradient dtype, by the name that NumPy, ml_dtypes, torch and JAX call it."""
+    """One gradient dtype; its name is the one that NumPy, ml_dtypes, torch and JAX use."""
 
     name: str
     itemsize: int
@@ -39,7 +39,7 @@ DTYPES: dict[str, DType] = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype that is given as text, as NumPy's scalar type or as any framework's dtype.
+    """The name of a dtype given as text, as a NumPy scalar type or as any framework's dtype.
 
     >>> dtype_name("torch.float32"), dtype_name(np.float16), dtype_name(np.dtype(">f4"))
     ('float32', 'float16', 'float32 in foreign byte order')
@@ -55,7 +55,7 @@ def dtype_name(dtype: Any) -> str:
 
 @functools.lru_cache(maxsize=32)  # NumPy's own .name takes 0.5 us
 def supported_name(dtype: Any) -> str | None:
-    """The name of a framework's dtype that is in the table; None for any other."""
+    """The name of a framework's dtype if it is in the table, else None."""
     name = dtype_name(dtype)
     return name if name in DTYPES else None
 

@@ -38,7 +38,7 @@ from gradengine.errors import BufferRefused, OutOfDeviceMemory
 
 
 def host_buffers(sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
-    """A view of each as `host_buffer` makes it; of torch's gradients, as most are, at once: 1.3 us each and not 3."""
+    """A view of each array, as by `host_buffer`; plain torch tensors are checked together: 1.3 us each instead of 3."""
     return _of_plain_torch(sources) or [
         host_buffer(s, component) for s, component in zip(sources, components, strict=True)
     ]
@@ -65,9 +65,9 @@ def host_buffer(source: object, component: str) -> Buffer:
         return _with_elements(dlpack_view(source, component, ("cpu",)))
     do = "pass the gradient itself, for example numpy.asarray(values, dtype=numpy.float32)"
     if source is None:
-        do = "leave out what has no gradient"
+        do = "leave out components that have no gradient"
     elif has(source, "numpy"):  # tinygrad
-        do = "pass what its .numpy() returns; what is written there need not reach it"
+        do = "pass what its .numpy() returns; writes to that may not reach the tensor"
     raise BufferRefused(
         f"component '{component}' is not an array",
         got=type(source).__name__,
@@ -77,10 +77,10 @@ def host_buffer(source: object, component: str) -> Buffer:
 
 
 def in_c_order(source: Any, component: str, shape: tuple[int, ...]) -> Any:
-    """The array itself, or a copy of one in host memory whose elements do not lie in C order.
+    """The array itself, or a contiguous copy if it is in host memory and not contiguous in C order.
 
-    What cannot be read is returned as it is, for `host_buffer` to refuse. Raises `LayoutMismatch` before anything of
-    another shape is copied: a broadcast array may have more elements than there is memory; and `OutOfDeviceMemory`.
+    An array that cannot be read is returned unchanged, for `host_buffer` to refuse. Raises `OutOfDeviceMemory`, and
+    `LayoutMismatch` before a copy of another shape: a broadcast array may have more elements than fit into memory.
     """
     if isinstance(source, np.ndarray):
         strided = None if source.flags.c_contiguous else source
@@ -119,12 +119,12 @@ def _memory_for_a_copy(component: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as fault:  # NumPy's, and torch's
         if isinstance(fault, RuntimeError) and "alloc" not in str(fault):
             raise
-        what = f"the CPU has not the memory for a copy of component '{component}' ({said(fault)})"
+        what = f"the CPU has too little memory for a copy of component '{component}' ({said(fault)})"
         raise OutOfDeviceMemory(what, do="pass it contiguous, or free memory") from None
 
 
 def _from_numpy(array: Array, component: str, immutable: object = None, pointer: int | None = None) -> Buffer:
-    """A NumPy array, or the NumPy view of an immutable object; `pointer` where it is known."""
+    """A view of a NumPy array, or of an immutable object by its NumPy view; `pointer` if it is known."""
     if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
         raise BufferRefused(
             f"component '{component}' is a masked array", do="pass .filled(0), or the array without mask"
@@ -145,7 +145,7 @@ def _from_numpy(array: Array, component: str, immutable: object = None, pointer:
 
 
 def address_of(flat: Array) -> int:
-    """Where a contiguous array's elements lie."""
+    """The address of a contiguous array's elements."""
     if flat.flags.writeable and flat.size:
         return ctypes.addressof(ctypes.c_char.from_buffer(flat))  # type: ignore[arg-type]  # 0.2 us; .ctypes takes 0.9
     return int(flat.ctypes.data)
@@ -158,7 +158,7 @@ def _from_torch(tensor: Any, component: str) -> Buffer:
 
 
 def _of_plain_torch(tensors: Sequence[Any]) -> list[Buffer] | None:
-    """Views of torch tensors that are all dense, of our dtypes, and no autograd's; None where one is not."""
+    """Views of torch tensors, if all are dense, of our dtypes, and not tracked by autograd; else None."""
     form = torch_form(tensors)
     if form is None or {facts[2:] for facts in form} != {(True, sys.modules["torch"].strided, True, False, False)}:
         return None
@@ -174,7 +174,7 @@ def _of_plain_torch(tensors: Sequence[Any]) -> list[Buffer] | None:
 
 
 def without_owner(buffer: Buffer) -> Buffer:
-    """The same memory without its owner, for a cache whose user keeps the memory alive."""
+    """A view of the same memory without its owner, for a cache whose user keeps the memory alive."""
     data = elements_at(buffer.pointer, buffer.size, buffer.dtype)
     return Buffer(buffer.pointer, buffer.size, buffer.dtype, buffer.shape, buffer.writable, None, data=data)
 
@@ -186,7 +186,7 @@ def _with_elements(buffer: Buffer) -> Buffer:
 
 @functools.lru_cache(maxsize=4096)  # 0.1 us instead of 0.6, since allocators give the same addresses out again
 def elements_at(pointer: int, size: int, dtype: str) -> Array:
-    """Memory at an address as a NumPy array, which does not keep it alive: the buffer's owner does."""
+    """The memory at an address as a NumPy array, which does not keep the memory alive: the buffer's owner does."""
     if size == 0:
         return np.empty(0, DTYPES[dtype].storage)
     memory = (ctypes.c_char * (size * DTYPES[dtype].itemsize)).from_address(pointer)

@@ -1,8 +1,8 @@
-"""Arrays known again: the same objects at the same addresses need not be resolved anew.
+"""A cache of checked arrays: the same objects at the same addresses need not be checked again.
 
-Resolving an array costs one to several microseconds; many loops bring the same ones at every window. They are known by
-weak references, so that nobody's memory is kept, and by their addresses now; torch's by all that can be changed in
-place, too. Of NumPy's, which are used themselves and not by their address, it is enough that they are of the same form.
+To check an array takes one to several microseconds, and many loops pass the same ones in every window. A hit needs the
+same objects (weak references keep no memory alive) at the same addresses; for torch also all else that can be changed
+in place. NumPy arrays, which are used as objects and not by address, need the same dtype, shape and strides only.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ _base, _form = attrgetter("base"), attrgetter("dtype", "shape", "strides")
 
 @final
 class KnownArrays:
-    """Arrays that came before, or None in their place. `reader` asks them where they lie; `then` was its answer."""
+    """Arrays, or None, of an earlier call. `reader` reads their addresses; `then` is what it read at that call."""
 
     def __init__(self, sources: Sequence[Any], reader: Reader) -> None:
         self.reader = reader
         self._ids = list(map(id, sources))
         self.then = reader(sources)
-        self._dead: list[object] = []  # filled by the first array that goes: its id may be another's from then on
-        # NumPy gives an array that is referred to weakly no other memory: its own `resize` would be refused then.
+        self._dead: list[object] = []  # filled when the first array is freed: another may then have its id
+        # A NumPy array with a weak reference cannot be given other memory: its `resize` is refused.
         is_numpy = reader is read_writable_numpy
         self._references = [weakref.ref(s, self._dead.append) for s in sources if s is not None and not is_numpy]
 
     @property
     def are_alive(self) -> bool:
-        """Whether all of them are still there."""
+        """Whether all of the arrays still exist."""
         return not self._dead
 
     def are(self, sources: Sequence[Any]) -> bool:
-        """Whether these are the same arrays, where they lay."""
-        # 0.03 us an array for the identities, 0.1 (CuPy) to 0.4 us (NumPy, torch) for where they lie.
+        """Whether these are the same arrays, at the same addresses."""
+        # 0.03 us an array for the identities, 0.1 (CuPy) to 0.4 us (NumPy, torch) for the addresses.
         if self._dead or not self.then or list(map(id, sources)) != self._ids:
             return False
         return self.reader(sources) == self.then
 
 
 def reader_of(sources: Sequence[Any]) -> Reader | None:
-    """What asks these arrays at once where they lie now; None where each must be resolved anew.
+    """The function that reads these arrays' addresses; None if each must be checked again in every call.
 
-    DLPack's producers must, and array interfaces: an export is what orders their work before ours.
+    DLPack producers and array interfaces must: only the export orders their work before ours.
     """
     present = [source for source in sources if source is not None]
     if not present:
@@ -67,7 +67,7 @@ def reader_of(sources: Sequence[Any]) -> Reader | None:
 
 
 def destination_reader_of(sources: Sequence[Any]) -> Reader | None:
-    """The same for arrays in host memory that will be written; None also for a GPU's."""
+    """The reader, as by `reader_of`, of arrays in host memory that will be written; None also for a GPU's."""
     if set(map(type, sources)) == {np.ndarray}:
         return read_writable_numpy
     is_on_host = reader_of(sources) is read_torch and all(source is None or source.is_cpu for source in sources)
@@ -75,9 +75,9 @@ def destination_reader_of(sources: Sequence[Any]) -> Reader | None:
 
 
 def numpy_form(sources: Sequence[Any], ours: object) -> list[Any] | None:
-    """Dtype, shape and strides of NumPy's arrays that lie in memory of their own, or are views of such an array.
+    """Dtype, shape and strides of NumPy arrays that own their memory, or are views of an array that does.
 
-    None for anything else, and for views of our own array: those must be resolved. 0.2 us an array.
+    None for anything else, and for views of our own array: those must be checked. It takes 0.2 us an array.
     """
     if set(map(type, sources)) != {np.ndarray}:
         return None
@@ -88,25 +88,25 @@ def numpy_form(sources: Sequence[Any], ours: object) -> list[Any] | None:
 
 
 def cupy_form(sources: Sequence[Any]) -> list[Any] | None:
-    """Of CuPy's arrays all that their resolving depends on besides where they lie; None for anything else."""
+    """All that decides whether CuPy arrays are accepted, except their addresses; None for other arrays."""
     if len(set(map(type, sources))) != 1 or not _is_cupy(sources[0]):
         return None
     return [(s.dtype, s.shape, s.strides, s.data.device_id) for s in sources]
 
 
 def cupy_pointers(sources: Sequence[Any]) -> list[int] | None:
-    """Where CuPy's arrays lie; None where one has no memory."""
+    """The addresses of CuPy arrays; None if one has no memory."""
     pointers = [s.data.ptr for s in sources]
     return pointers if all(pointers) else None
 
 
 def read_cupy(sources: Sequence[Any]) -> list[Any]:
-    """Of CuPy's arrays their addresses."""
+    """The addresses of CuPy arrays."""
     return [None if s is None else s.data.ptr for s in sources]
 
 
 def read_each(sources: Sequence[Any]) -> list[Any]:
-    """Of several kinds; of those that nothing can take memory from, nothing."""
+    """The address of each array of a mixed list; None for kinds whose memory cannot move."""
     return [
         read_torch([s])[0] if is_torch(s) else _read_raw([s])[0] if isinstance(s, RawBuffer) else None for s in sources
     ]
@@ -117,7 +117,7 @@ def _read_raw(sources: Sequence[Any]) -> list[Any]:
 
 
 def read_torch(sources: Sequence[Any]) -> list[Any]:
-    """Of torch's tensors their addresses, and all that can be changed in place."""
+    """The addresses of torch tensors, and all else about them that can be changed in place."""
     return [
         None
         if t is None
@@ -127,7 +127,7 @@ def read_torch(sources: Sequence[Any]) -> list[Any]:
 
 
 def read_writable_numpy(sources: Sequence[Any]) -> list[Any]:
-    """Of NumPy's arrays their addresses and forms; of none of them where one cannot be written."""
+    """The addresses and forms of NumPy arrays; an empty answer if one cannot be written."""
     try:
         return [(_address(s), s.shape, s.strides, s.dtype) for s in sources]
     except (TypeError, ValueError):  # read-only, or without an element

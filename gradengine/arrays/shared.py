@@ -1,7 +1,7 @@
-"""Host memory that other processes of this host can map: a file without a name, gone with the last process that has it.
+"""Host memory that other processes of this host can map: a file without a name, freed when no process has it any more.
 
-Nothing of it is ever in /dev/shm, and no mount limits its size. The file is sealed so that it cannot shrink: whoever
-reads beyond a file's end is killed by SIGBUS.
+It is never in /dev/shm, and no mount limits its size. The file is sealed so that it cannot shrink: a process that reads
+beyond a file's end is killed by SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gradengine.errors import DeviceUnavailable, OutOfDeviceMemory
 
 @final
 class SharedMemory(mmap.mmap):
-    """A mapping of memory that this process has made, which lives as long as the arrays in it.
+    """A mapping of memory that this process has made, which is kept as long as an array in it exists.
 
     Attributes:
-        descriptor: Of its file, for other processes.
-        address: Where it is mapped.
+        descriptor: The file's descriptor, to be passed to other processes.
+        address: The address at which the file is mapped.
     """
 
     descriptor: int
@@ -36,11 +36,11 @@ class SharedMemory(mmap.mmap):
 def shared_array(size: int) -> npt.NDArray[np.float32]:
     """Flat fp32 zeros at a 128-byte boundary, which other processes can map.
 
-    What a forked child writes is its own. Where it has not written, it sees what its parent writes: no copy is made.
+    A forked child's writes are private to it. Pages that it has not written show what its parent writes: not a copy.
 
     Raises:
         DeviceUnavailable: This system has no such memory.
-        OutOfDeviceMemory: It has not so much of it, or this process may have no more descriptors.
+        OutOfDeviceMemory: The system has too little of it, or this process may have no more descriptors.
     """
     if not hasattr(os, "memfd_create"):
         refuse_without_shared_memory()
@@ -59,7 +59,7 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
             os.close(descriptor)
             raise
     except (OSError, ValueError, OverflowError) as fault:
-        what = f"the CPU has not the shared memory ({fault})"
+        what = f"the CPU has too little shared memory ({fault})"
         do = 'raise the limits (ulimit -f, -n), or connect with link="unix" on all ranks'
         raise OutOfDeviceMemory(what, got=f"{nbytes} bytes asked for", do=do) from None
     weakref.finalize(memory, _forget, id(memory), descriptor).atexit = False
@@ -72,7 +72,7 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
 
 
 def has_shared_memory() -> bool:
-    """Whether this process can make memory without a name: not where Python does not know how, or it is forbidden."""
+    """Whether this process can make such memory: not if Python or the system lacks memfd_create, or forbids it."""
     if not hasattr(os, "memfd_create"):
         return False
     try:
@@ -83,15 +83,15 @@ def has_shared_memory() -> bool:
 
 
 def refuse_without_shared_memory() -> None:
-    """Raise `DeviceUnavailable` where there is no memory without a name."""
+    """Raise `DeviceUnavailable` if this process cannot make such memory."""
     if not has_shared_memory():
-        what = "shared memory needs Linux's memfd_create, which this system or Python has not"
+        what = "shared memory needs Linux's memfd_create, which this system or Python does not have"
         do = 'pass link="unix" on all ranks'
         raise DeviceUnavailable(what, got=sys.platform, do=do)
 
 
 def place_of(memory: npt.NDArray[Any]) -> tuple[SharedMemory, int] | None:
-    """The shared memory in which contiguous memory lies, and at which byte of it; None if in none of this process."""
+    """This process's shared memory that contains the array, and the array's first byte in it; None if none does."""
     address = memory.ctypes.data
     for reference in list(_made.values()):  # a copy: other threads make some, and drop some
         whole = reference()
@@ -101,10 +101,10 @@ def place_of(memory: npt.NDArray[Any]) -> tuple[SharedMemory, int] | None:
 
 
 def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
-    """All of another process's shared memory, to be read; the descriptor is not needed any more then.
+    """All of another process's shared memory, to be read; the descriptor may be closed afterwards.
 
     Raises:
-        OSError, ValueError: It is not of shared memory that never shrinks, or cannot be mapped.
+        OSError, ValueError: The descriptor is not that of shared memory that never shrinks, or cannot be mapped.
     """
     import fcntl  # noqa: PLC0415  (Windows has none)
 
@@ -123,7 +123,7 @@ def _forget(key: int, descriptor: int) -> None:
 
 
 def _make_private() -> None:
-    """Have what a forked child writes be its own; its parent's user knows nothing of it."""
+    """Make a forked child's mappings private, so that its writes do not reach the parent."""
     flags = mmap.MAP_PRIVATE | _MAP_FIXED
     for reference in list(_made.values()):
         whole = reference()

@@ -1,6 +1,6 @@
 """CUDA streams that a GPU's arrays are produced on: known by handle, or unknown.
 
-Our stream waits for a known one before it reads, and that one for ours before it goes on (`kernels/streams.py`).
+Our stream waits for a known one before our work reads, and the known one for ours afterwards (`kernels/streams.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gradengine.errors import CallerError
 
 
 class ProducerStream(ABC):
-    """The stream on which the producer of an array works; instances that compare equal stand for one stream."""
+    """The stream on which the producer of an array works; equal instances mean the same stream."""
 
     @abstractmethod
     def stream(self) -> int | None:
-        """That stream's handle now; None if it is unknown, and the array is kept alive until our work is done."""
+        """The stream's handle now; None if it is unknown: then the array is kept alive until our work is done."""
 
 
 @final

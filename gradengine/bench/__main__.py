@@ -23,10 +23,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("names", nargs="+", help=f"any of {', '.join(NAMES)}")
     made.add_argument("--blocks", type=int, default=Options.blocks)
     made.add_argument("--dtype", default=Options.dtype, choices=["float32", "bfloat16"])
-    made.add_argument("--odd", action="store_true", help="sizes no multiple of 8, buffers at odd elements")
+    made.add_argument("--odd", action="store_true", help="sizes that are no multiple of 8, buffers at odd elements")
     made.add_argument("--rounds", type=int, default=Options.rounds)
     made.add_argument("--compile-limit", type=float, default=Options.compile_limit, help="seconds for each variant")
-    made.add_argument("--small", action="store_true", help="sizes at which all runs and no figure counts")
+    made.add_argument("--small", action="store_true", help="small sizes, to try that all runs; figures mean nothing")
     made.add_argument("--json", type=Path)
     return made
 

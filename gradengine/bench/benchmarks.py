@@ -24,7 +24,7 @@ _LORA_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is of."""
+    """The options of a run."""
 
     k: int = 4  # micro-batches of a step
     blocks: int = 24  # transformer blocks, beside the LM head
@@ -46,7 +46,7 @@ class Benchmarks:
     options: Options = field(default_factory=Options)
 
     def report(self, name: str) -> Report:
-        """Run one; what is about the device's time is compared with what its memory can do."""
+        """Run one benchmark; figures of the device's time are compared with its memory's bandwidth."""
         options, time = self.options, _TIMES.get(name, "device")
         parameters = {"k": options.k, **self._size(name), "dtype": options.dtype, "odd": options.odd}
         benchmark = Benchmark(name, _VARIANTS[name](self), _TOLERANCE[options.dtype], parameters, time)
@@ -63,13 +63,13 @@ class Benchmarks:
 
     @property
     def in_fp32(self) -> Workload:
-        """The same, of which one micro-batch may be taken for a sum, or as raw memory of fp32."""
+        """The model's gradients, which must be fp32, as sums and raw fp32 memory are."""
         if self.options.dtype != "float32":
-            raise CallerError("no such benchmark of this dtype", got=self.options.dtype, expected="--dtype float32")
+            raise CallerError("this benchmark needs fp32", got=self.options.dtype, expected="--dtype float32")
         return self.workload
 
     def small(self, name: str) -> Workload:
-        """The gradients of a model of a few or of many small tensors, for which launches are what counts."""
+        """The gradients of a model of a few or of many small tensors, whose time is that of the launches."""
         layout = GradientLayout.of([(self.options.elements,)] * self.options.tensors[_SMALL[name]])
         return Workload.drawn(self.gpu, layout, self.options.k, self.options.dtype, odd=self.options.odd)
 
@@ -82,7 +82,7 @@ class Benchmarks:
 
     @property
     def holds(self) -> tuple[int, int]:
-        """Micro-batches that ours holds: none beyond the one, or all."""
+        """The values of `hold` for ours: one micro-batch, or all."""
         return 1, self.options.k
 
     def _size(self, name: str) -> dict[str, int]:
@@ -120,13 +120,13 @@ NAMES = tuple(_VARIANTS)
 
 
 def run(benchmarks: Benchmarks, names: Sequence[str], json: Path | None, show: Callable[[Report], object]) -> list[str]:
-    """Run benchmarks one by one, and say what failed; one that fails leaves the others their turn.
+    """Run benchmarks one by one, and return what failed; after a failure the others still run.
 
-    Each report is shown as soon as it is there, and all so far go to the file `json` anew.
+    Each report is shown at once, and all reports so far are written to the file `json` again.
     """
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise CallerError("no such benchmark", got=unknown[0], expected=", ".join(NAMES))
+        raise CallerError("unknown benchmark", got=unknown[0], expected=", ".join(NAMES))
     reports: list[Report] = []
     failed: list[str] = []
     for name in names:

@@ -1,4 +1,4 @@
-"""`gradengine bench accumulate | clip | step | exchange | gpu`: what was measured, as a table and as JSON."""
+"""`gradengine bench accumulate | clip | step | exchange | gpu`: measures, and shows a table or writes JSON."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _WIDE = 120  # columns of a terminal from which on the table has room for every 
 
 _WHAT = "Time each part beside NumPy by hand and PyTorch, in one interleaved run."
 bench = typer.Typer(
-    help=f"{_WHAT} Where the rounds of a ratio differ too much, the upper quartile by over {NOISY} times the lower one,"
-    " no ratio is given: it is called noisy, with both quartiles.",
+    help=f"{_WHAT} If the rounds of a ratio differ too much (upper quartile over {NOISY} times the lower one), no ratio"
+    " is given: it is called noisy, with both quartiles.",
     short_help=_WHAT,
     no_args_is_help=True,
 )
@@ -45,19 +45,21 @@ bench = typer.Typer(
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of each variant.")]
 Blocks = Annotated[int | None, typer.Option(min=1, help=f"Transformer blocks; {_BLOCKS} if not given.")]
 Hidden = Annotated[int | None, typer.Option(min=4, help=f"Hidden size; {_HIDDEN} if not given, 256 is a quick run.")]
-Tensors = Annotated[int | None, typer.Option(min=1, help="Instead of blocks: as many tensors, of --elements each.")]
-Elements = Annotated[int | None, typer.Option(min=1, help="Of each of --tensors.")]
+Tensors = Annotated[int | None, typer.Option(min=1, help="Instead of blocks: so many tensors, of --elements each.")]
+Elements = Annotated[int | None, typer.Option(min=1, help="Elements of each of --tensors.")]
 MicroBatches = Annotated[int, typer.Option("--k", min=1, help="Micro-batches of a step.")]
 Hold = Annotated[int | None, typer.Option(min=1, help="Micro-batches held and folded in one pass; K if not given.")]
-Dtype = Annotated[str, typer.Option(help="Of the gradients.", metavar="|".join(_DTYPES), callback=one_of(*_DTYPES))]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype of the gradients.", metavar="|".join(_DTYPES), callback=one_of(*_DTYPES))
+]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", callback=writable_json, help="Write every sample here; -: to stdout, and no table."),
+    typer.Option("--json", callback=writable_json, help="Write all samples to a file; -: to stdout, and no table."),
 ]
 
 
-@bench.command("step", help="A whole step: K micro-batches are added, checked, clipped, averaged and handed back.")
-@bench.command("accumulate", help="K micro-batches become one fp32 sum.")
+@bench.command("step", help="A whole step: add K micro-batches, check, clip, average and hand back.")
+@bench.command("accumulate", help="Add K micro-batches to one fp32 sum.")
 def _window(
     context: typer.Context,
     k: MicroBatches = 4,
@@ -88,7 +90,7 @@ def clip(
     rounds: Rounds = 15,
     json: Json = None,
 ) -> None:
-    """Gradients are clipped in place by their global norm."""
+    """Clip gradients in place by their global norm."""
     layout, size = _model(blocks, hidden, tensors, elements)
     host = open_host(layout.num_elements)
     variants = clip_variants(Workload.drawn(host, layout, 1, dtype))
@@ -103,7 +105,7 @@ def exchange(
     rounds: Rounds = 15,
     json: Json = None,
 ) -> None:
-    """Workers of one machine sum a gradient set."""
+    """Sum a gradient set over workers on one machine."""
     elements = max(1, round(megabytes * 1e6 / 128)) * 32
     parameters = {"workers": workers, "megabytes": 4 * elements / 1e6}
     host = open_host(elements)
@@ -121,7 +123,7 @@ def gpu(
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks, beside the LM head.")] = Options.blocks,
     hidden: Annotated[int, typer.Option(min=8, help="Hidden size; 1024 is the 350M model's.")] = Options.hidden,
     dtype: Dtype = Options.dtype,
-    odd: Annotated[bool, flag("--odd", "Sizes no multiple of 8, buffers at odd elements.")] = False,
+    odd: Annotated[bool, flag("--odd", "Sizes that are no multiple of 8, buffers at odd elements.")] = False,
     rounds: Rounds = Options.rounds,
     compile_limit: Annotated[
         float, typer.Option(help="Seconds for each compiled variant of torch.")
@@ -141,7 +143,7 @@ def gpu(
 def _model(
     blocks: int | None, hidden: int | None, tensors: int | None, elements: int | None
 ) -> tuple[GradientLayout, dict[str, int]]:
-    """The layout that the options ask for, and those of them that it is recorded by."""
+    """The layout that the options ask for, and the options to record with the figures."""
     if (tensors is None) is not (elements is None):
         raise CallerError("--tensors and --elements go together", do="pass both, or neither")
     if tensors is None or elements is None:
@@ -167,7 +169,7 @@ def _print(report: Report) -> None:
 
 
 def _end(failed: Sequence[str]) -> None:
-    """With exit code 1, and what failed in a line each, if anything did."""
+    """Exit with code 1 if anything failed, after a line for each failure."""
     for line in failed:
         typer.echo(f"failed: {line}", err=True)
     if failed:

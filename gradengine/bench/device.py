@@ -1,4 +1,4 @@
-"""The devices: each places arrays, times work on them, and knows what torch is there; and a process's peak memory."""
+"""The devices: each places arrays, times work on them, and has its torch; and the peak memory of a process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _RESET_PEAK = "5"
 
 
 def on_all_cpus(work: Callable[[int], Result], numbers: Iterable[int]) -> list[Result]:
-    """The results for these numbers, in order; such work calls this for no work of its own."""
+    """The results of `work` for these numbers, in order, on all CPUs; `work` must not call this itself."""
     return list(_pool().map(work, numbers))
 
 
@@ -53,16 +53,16 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class Missing(Exception):
-    """What a variant needs is not there; it keeps its line in the table."""
+    """A variant needs something that is missing here; it keeps its line in the table."""
 
 
 def nothing() -> None:
-    """What a case does before it is run, where it needs no preparation."""
+    """Do nothing: the preparation of a case that needs none."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed."""
+    """Work that is timed."""
 
     run: Callable[[], object]  # does it once; this alone is timed
     error: Callable[[], float]  # after a run, the largest relative difference of its result from fp64's
@@ -80,7 +80,7 @@ class Sample(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Device(ABC):
-    """Where the gradients of a benchmark lie."""
+    """The device that holds a benchmark's gradients."""
 
     is_gpu: ClassVar[bool]
     torch_device: ClassVar[str]
@@ -94,19 +94,19 @@ class Device(ABC):
 
     @property
     def torch(self) -> Any:
-        """PyTorch; `Missing` where it is not there, or does not know the device."""
+        """PyTorch; raises `Missing` if it is not installed, or does not support the device."""
         if self.torch_module is None:
             raise Missing("torch not installed, or without CUDA" if self.is_gpu else "torch not installed")
         return self.torch_module
 
     def tensor(self, array: Array) -> Tensor:
-        """The same memory for torch; bf16's bits come as int16, which every torch has. Raises as `torch`."""
+        """The same memory as a torch tensor; bf16 as its bits in int16, which every torch has. Raises as `torch`."""
         if array.dtype == np.float32:
             return self.torch.as_tensor(array, device=self.torch_device)
         return self.torch.as_tensor(array.view(np.int16), device=self.torch_device).view(self.torch.bfloat16)
 
     def by_hand(self, array: Array) -> Any:
-        """The same memory as a person who writes NumPy's names has it."""
+        """The same memory as the array that code written by hand would use."""
         return array
 
     def empty(self, shapes: Sequence[tuple[int, ...]], dtype: npt.DTypeLike, *, odd: bool = False) -> list[Array]:
@@ -134,14 +134,14 @@ class Device(ABC):
             array.fill(np.nan if array.dtype == np.float32 else np.uint16(0xFFFF))
 
     def read(self, array: Array | Tensor) -> npt.NDArray[Any]:
-        """What an array or tensor holds, on the host."""
+        """The values of an array or tensor, on the host."""
         if isinstance(array, np.ndarray):
             return array
         found: npt.NDArray[Any] = array.get() if hasattr(array, "get") else array.cpu().numpy()
         return found
 
     def raw(self, array: Array, dtype: str = "bfloat16") -> RawBuffer:
-        """The memory of an array, as ours takes what has no dtype in the array's library."""
+        """The memory of an array as a `RawBuffer`, for dtypes that the array's library does not have."""
         address = array.data.ptr if self.is_gpu else array.ctypes.data
         return RawBuffer(int(address), int(array.size), dtype, self.kernels.device.name, owner=array)
 
@@ -152,13 +152,13 @@ class Device(ABC):
 
 @final
 class Host(Device):
-    """The CPUs of this machine: a call comes back when all is done."""
+    """The CPUs of this machine: a call returns when all is done."""
 
     is_gpu, torch_device = False, "cpu"
     rest, work = _REST_SECONDS, _WORK_SECONDS  # before each sample; all CPUs work behind the rest
 
     def sample(self, case: Case) -> Sample:
-        """Rest, have all CPUs work on other memory, then run the case once: as behind a backward pass.
+        """Rest, let all CPUs work on other memory, then run the case once: as after a backward pass.
 
         The case's data are no longer in the caches then, and no CPU sleeps.
         """
@@ -186,7 +186,7 @@ class Host(Device):
 @final
 @dataclass(kw_only=True, eq=False)
 class Gpu(Device):
-    """A GPU: a call comes back when its work is queued."""
+    """A GPU: a call returns when its work is queued."""
 
     is_gpu, torch_device = True, "cuda"
 
@@ -195,11 +195,11 @@ class Gpu(Device):
     warm_up: int = 3
 
     def torch_tensor(self, array: Array) -> object:
-        """As ours gets it from torch: recognised, and asked where it lies."""
+        """The array as a torch tensor, which ours recognises and asks for its address."""
         return self.tensor(array)
 
     def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
-        """What launches a CUDA graph of torch's work: warmed up on a stream of its own, as its documentation has it."""
+        """A function that launches a CUDA graph of torch's work, warmed up on its own stream as torch documents it."""
         cuda = self.torch.cuda
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
@@ -213,12 +213,12 @@ class Gpu(Device):
         return launching(graph.replay, run)
 
     def compiled(self, function: Callable[..., object]) -> Callable[..., object]:
-        """By `torch.compile`."""
+        """The function, compiled by `torch.compile`."""
         compiled: Callable[..., object] = self.torch.compile(function, fullgraph=True, dynamic=False)
         return compiled
 
     def sample(self, case: Case) -> Sample:
-        """Run the case twice: behind other work, timed by events; then from an idle GPU, timed by the host's clock.
+        """Run the case twice: after other work, timed by events; then from an idle GPU, timed by the host's clock.
 
         Before each the scratch memory is read: the L2 holds none of the case's data afterwards and nothing that is
         still to be written back, and the host has a millisecond to queue the case, so that the GPU waits for no launch
@@ -248,7 +248,7 @@ class Gpu(Device):
         return CudaKernels(self.xp, whole_sectors=True)
 
     def wait(self) -> None:
-        """Until all that was queued is done."""
+        """Wait until all queued work is done."""
         self.xp.cuda.runtime.deviceSynchronize()
 
     @cached_property
@@ -260,7 +260,7 @@ class Gpu(Device):
 
 
 def launching(launch: Callable[[], object], recorded: Callable[[], object]) -> Callable[[], object]:
-    """What launches a graph of a recorded call, and keeps all that the call holds: a graph has only the addresses."""
+    """A function that launches a graph of a recorded call, and keeps the call's memory: a graph has only addresses."""
 
     def replay() -> object:
         launch()
@@ -276,7 +276,7 @@ def open_host(elements: int) -> Host:
 
 
 def open_gpu() -> Gpu:
-    """The first GPU, with PyTorch if it knows that; `DeviceUnavailable` where it, or what CuPy needs, is missing."""
+    """The first GPU, with PyTorch if that supports it; raises `DeviceUnavailable` if anything it needs is missing."""
     torch, kernels = _torch(), cuda_kernels(0)
     has_cuda = torch is not None and torch.cuda.is_available()
     return Gpu(xp=kernels.xp, kernels=kernels, torch_module=torch if has_cuda else None)
@@ -287,9 +287,9 @@ def _torch() -> Any:
 
 
 def peak_growth(work: Callable[[], Result]) -> tuple[Result, int | None]:
-    """What `work` gives back, and by how many bytes this process's memory grew at the peak, as Linux counts it.
+    """The result of `work`, and by how many bytes this process's memory grew at the peak, as Linux counts it.
 
-    Memory counts when it is touched; None where the system keeps no peak that can be reset.
+    Memory counts when it is touched; None if the system keeps no peak that can be reset.
     """
     # What the allocator kept from earlier work would be used again, and not be seen as growth.
     with contextlib.suppress(AttributeError, OSError):  # glibc only

@@ -1,8 +1,8 @@
-"""The harness: variants are checked, timed in one interleaved run, and make a report with a row for each.
+"""The harness: checks variants, times them in one interleaved run, and makes a report with a row for each.
 
-Beside what is timed stands what the device's memory can do in the same run: a copy, and STREAM's triad a = b + s c with
-s = 1. Bytes counted: the copy reads one array and writes one, the triad reads two and writes one. On a CPU by NumPy on
-all cores, on a GPU by the driver's own copy and CuPy's kernel.
+The same run times the device's memory: by a copy, and by STREAM's triad a = b + s c with s = 1. Bytes counted: the copy
+reads one array and writes one, the triad reads two and writes one. On a CPU by NumPy on all cores, on a GPU by the
+driver's own copy and CuPy's kernel.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ COUNTED = ("kernels", "copies", "fills", "launches", "waits")
 
 
 class ResultsDiffer(GradientError):
-    """A variant does not compute what it should; there is nothing to time then."""
+    """A variant's result is wrong, so that it is not timed."""
 
 
 def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """One call that makes them all."""
+    """One function that makes all of these calls in order."""
 
     def run() -> None:
         for call in calls:
@@ -59,9 +59,9 @@ def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A line of a benchmark, which is built when its turn comes.
+    """A line of a benchmark, built when its turn comes.
 
-    The benchmark fails where a base does, or what is required though no base; a peer that fails is only absent.
+    The benchmark fails if a base or a required variant fails; a peer that fails is only absent.
     """
 
     name: str  # "ours hold=4", "torch foreach"
@@ -95,9 +95,10 @@ Checked: TypeAlias = tuple[Variant, Case, float]  # one that was built and compu
 
 
 def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]:
-    """Build each variant, run it once and compare its result with fp64's: what can be timed; what cannot, and why.
+    """Build each variant, run it once and compare its result with fp64's.
 
-    And which of those is a failure: a variant that is wrong or required, but none for which something is `Missing`.
+    Returns those that can be timed; those that cannot, and why; and the names of the latter that are failures: that are
+    wrong, or required, unless something is `Missing`.
     """
     checked: list[Checked] = []
     absent: list[Absent] = []
@@ -121,7 +122,7 @@ def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
     tolerance = benchmark.tolerance if variant.tolerance is None else variant.tolerance
     if not error <= tolerance:  # written so that NaN is refused
         raise ResultsDiffer(
-            f"{benchmark.name}: '{variant.name}' computes something else",
+            f"{benchmark.name}: '{variant.name}' has a wrong result",
             got=f"a relative error of {error:.3g}",
             expected=f"at most {tolerance:.3g} from the result in fp64",
         )
@@ -129,7 +130,7 @@ def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
 
 
 def reason(fault: Exception) -> str:
-    """Why, in a line; the traceback of what is no error of ours goes to stderr."""
+    """The reason of a failure in one line; the traceback of another library's error is printed to stderr."""
     if isinstance(fault, Missing):
         return str(fault)
     if not isinstance(fault, GradientError):
@@ -141,7 +142,7 @@ def reason(fault: Exception) -> str:
 def relative_error(
     results: Sequence[npt.NDArray[np.float32]], expected: Callable[[int], npt.NDArray[np.float64]]
 ) -> float:
-    """The largest difference of any component from its fp64 value, relative to its largest value; NaN where one is."""
+    """The largest difference of any component from its fp64 value, relative to its largest value; NaN if one is NaN."""
 
     def error(position: int) -> float:
         found, wanted = results[position].reshape(-1), expected(position).reshape(-1)
@@ -196,12 +197,12 @@ class Report:
 
 
 def as_json(report: Report | Mapping[str, Sequence[Report]]) -> str:
-    """All of it, samples included."""
+    """The report as JSON, samples included."""
     return json.dumps(report, indent=1, default=asdict)
 
 
 def measure(device: Device, benchmark: Benchmark, rounds: int, beside: Sequence[Variant] = ()) -> Report:
-    """Check every variant's result, then time those that are right, and the yardsticks, in one interleaved run."""
+    """Check every variant's result, then time the right ones, and the yardsticks, in one interleaved run."""
     load_before = load()
     parameters, variants = {**benchmark.parameters, "rounds": rounds}, [*benchmark.variants, *beside]
     benchmark = replace(benchmark, parameters=parameters, variants=variants)
@@ -213,9 +214,9 @@ def measure(device: Device, benchmark: Benchmark, rounds: int, beside: Sequence[
 def interleave(
     cases: Sequence[Case], rounds: int, sample: Callable[[Case], Sample], *, warm_up: int
 ) -> list[list[Sample]]:
-    """Each case's samples, one of each round, so that what slows the machine slows them alike.
+    """Each case's samples, one from each round, so that a slow moment of the machine slows all cases alike.
 
-    Those of the `warm_up` rounds before them are dropped; `CallerError` if there is no round.
+    Samples of the first `warm_up` rounds are dropped; raises `CallerError` if there is no round.
     """
     if rounds < 1:
         raise CallerError("too few rounds", got=rounds, expected="at least 1")
@@ -242,12 +243,12 @@ def _quartiles(times: Sequence[float], base: Sequence[float]) -> tuple[float, fl
 
 
 def compared(rows: Sequence[Row]) -> list[tuple[Row, str]]:
-    """Each row with each base that it is compared with: not itself, and no yardstick, which does something else."""
+    """Each row with each base that it is compared with: bases other than itself; yardsticks are not compared."""
     return [(row, base) for row in rows if row.variant not in YARDSTICKS for base in row.ratios if base != row.variant]
 
 
 def is_noisy(row: Row, base: str) -> bool:
-    """Whether the rounds differ too much for one ratio to be given: the quartiles by more than a factor of 1.25."""
+    """Whether the rounds differ too much for one ratio: the quartiles by more than a factor of 1.25."""
     lower, upper = row.quartiles[base]
     return not upper <= NOISY * lower  # NaN is noisy
 
@@ -321,7 +322,7 @@ def yardsticks(device: Device) -> list[Variant]:
 
 
 def spread(device: Device, work: Callable[[slice], object], size: int) -> None:
-    """Elementwise work on arrays of that size: on a GPU all in one; each CPU has a share, chunk by chunk."""
+    """Do elementwise work on arrays of that size: on a GPU at once; on the host each CPU a share, chunk by chunk."""
     if device.is_gpu:
         work(slice(size))
         return
@@ -354,7 +355,7 @@ def count_launches(gpu: Gpu, benchmark: Benchmark) -> Report:
 
 
 def profiled(gpu: Gpu) -> Callable[[Callable[[], object]], Counter[str]]:
-    """What counts one call by torch's profiler, which sees all of the process, CuPy's too; raises as `Device.torch`."""
+    """A function that counts a call's launches by torch's profiler, CuPy's included; raises as `Device.torch`."""
     profiler = gpu.torch.profiler
     activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
 

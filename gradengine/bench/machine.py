@@ -1,4 +1,4 @@
-"""Where a figure was taken: `python -m gradengine.bench.machine [file]` says it of a GPU.
+"""The machine of a figure; `python -m gradengine.bench.machine [file]` prints that of the GPU.
 
 A number without its machine and versions cannot be compared with another.
 """
@@ -25,7 +25,7 @@ __all__ = ["commit_of", "load", "machine", "versions"]
 
 
 def machine(xp: Any = np) -> dict[str, object]:
-    """CPU model, cores this process may use, bytes of memory, and system; where `xp` is CuPy, also of its first GPU."""
+    """CPU model, cores this process may use, bytes of memory, and system; if `xp` is CuPy, also its first GPU."""
     host = {
         "cpu": _cpu_model(),
         "cores": available_cpus(),
@@ -36,7 +36,7 @@ def machine(xp: Any = np) -> dict[str, object]:
 
 
 def versions(xp: Any = np) -> dict[str, str | None]:
-    """Versions of all that takes part, on a GPU of more; None where it is not there."""
+    """Versions of all packages that take part, on a GPU also CUDA's; None for one that is missing."""
     own = {"gradengine": gradengine.__version__, "commit": commit_of(Path(__file__).parent)}
     host = {**own, "python": platform.python_version(), "numpy": np.__version__, "torch": _version("torch")}
     more = (
@@ -48,14 +48,14 @@ def versions(xp: Any = np) -> dict[str, str | None]:
 
 
 def load() -> float | None:
-    """Programs that wanted a core over the last minute: near the number of cores, figures are a busy machine's."""
+    """The system's load, programs that wanted a core over the last minute: near the number of cores it was busy."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of the checkout that a folder lies in, None if it lies in none.
+    """The commit of the checkout that contains a folder, or None.
 
-    "-dirty" where something else than recorded results was changed: they change while a run writes them.
+    With "-dirty" if other files than recorded results were changed, which a run writes itself.
     """
     git = ("git", "-C", str(folder))
     commit = _said(*git, "rev-parse", "HEAD")
@@ -64,7 +64,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def _said(*command: str) -> str | None:
-    """The first line that a program prints; None where it is not there, fails, or has nothing to say."""
+    """The first line that a program prints; None if it is missing, fails, or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
@@ -96,7 +96,7 @@ def _cpu_model() -> str:
 
 
 def _dotted(version: int) -> str:
-    """CUDA's number as it is written: 13020 is 13.2."""
+    """CUDA's version number in dotted form: 13020 is 13.2."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -108,7 +108,7 @@ def _version(package: str) -> str | None:
 
 
 def main(files: Sequence[str]) -> None:
-    """Print both of a GPU as JSON, and write them to the files that are named."""
+    """Print machine and versions of a GPU as JSON, and write them to the files that are named."""
     xp = importlib.import_module("cupy")
     text = json.dumps({"machine": machine(xp), "versions": versions(xp)}, indent=1)
     print(text)

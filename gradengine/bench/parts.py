@@ -1,4 +1,4 @@
-"""The parts of the step one by one: micro-batches are added, a norm is taken, gradients are handed back or clipped.
+"""The parts of the step one by one: add micro-batches, compute a norm, hand back, clip.
 
 Bytes counted, of G a micro-batch's gradients and A the sum in fp32; each pass reads or writes whole buffers:
 
@@ -50,10 +50,10 @@ def ours(name: str, nbytes: int, build: Callable[[], Case], tolerance: float = _
 
 
 def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 0) -> list[Variant]:
-    """Micro-batches become one fp32 sum, ours in passes of so many as each variant holds.
+    """Add micro-batches to one fp32 sum, ours in passes of as many as each variant holds.
 
-    As many as have `begun` are in the sum already; the others alone are timed. On a GPU ours is timed once more with
-    stores that fill whole sectors of memory.
+    The first `begun` are in the sum already; only the others are timed. On a GPU ours is timed once more with stores
+    that fill whole sectors of memory.
     """
     device = workload.device
     untimed = 1 + begun if begun else 0  # the zeroing, and what has begun
@@ -80,7 +80,7 @@ def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 
 
 
 def bytes_of_adding(workload: Workload, hold: int | None = None, *, begun: int = 0) -> int:
-    """Traffic of adding what has not begun: by ours in passes of `hold` micro-batches, or by a peer one by one."""
+    """Bytes of adding all micro-batches but the first `begun`: ours in passes of `hold`, a peer one by one."""
     count = workload.count - begun
     passes = count if hold is None else -(-count // hold)
     first = 0 if begun else 1 if hold is None else -1  # a peer zeroes the sum, ours does not read it
@@ -90,7 +90,7 @@ def bytes_of_adding(workload: Workload, hold: int | None = None, *, begun: int =
 def summed(
     workload: Workload, calls: Sequence[Callable[[], object]], untimed: int, results: Callable[[], Sequence[Any]]
 ) -> Case:
-    """Calls that zero a sum and add the workload's micro-batches to it, of which the first few are not timed."""
+    """Calls that zero a sum and add the workload's micro-batches to it; the first few are not timed."""
     return Case(in_turn(calls[untimed:]), lambda: workload.error(results()), prepare=in_turn(calls[:untimed]))
 
 
@@ -98,7 +98,7 @@ def summed(
 
 
 def norm(workload: Workload) -> list[Variant]:
-    """The global norm of one micro-batch's gradients as they lie."""
+    """The global norm of one micro-batch's gradients, read in place."""
 
     def of_ours() -> Case:
         kernels = workload.device.kernels
@@ -125,7 +125,7 @@ def norm(workload: Workload) -> list[Variant]:
 
 
 def hand_back(workload: Workload, *, to_bf16: bool) -> list[Variant]:
-    """One micro-batch of fp32 is multiplied: in place, or into bfloat16 destinations, which nobody writes by hand."""
+    """Multiply one micro-batch of fp32: in place, or to bfloat16 destinations, which is not done by hand."""
     device, whole = workload.device, workload.sum_bytes
 
     def case(kind: type[Peer] | None = None) -> Case:
@@ -157,7 +157,7 @@ def hand_back(workload: Workload, *, to_bf16: bool) -> list[Variant]:
 
 
 def _restored(workload: Workload) -> tuple[list[Array], Callable[[], None]]:
-    """Arrays with the first micro-batch's values, and what puts the values back."""
+    """Arrays with the first micro-batch's values, and a function that restores the values."""
     device = workload.device
     originals, arrays = (device.placed(workload.values[0], odd=workload.odd) for _ in range(2))
     return arrays, partial(device.copy, arrays, originals)
@@ -167,7 +167,7 @@ def _restored(workload: Workload) -> tuple[list[Array], Callable[[], None]]:
 
 
 def clip(workload: Workload) -> list[Variant]:
-    """One micro-batch's gradients are clipped where they lie, by their global norm."""
+    """Clip one micro-batch's gradients in place by their global norm."""
     device, bound, nbytes = workload.device, _KEPT * workload.norm, 3 * workload.gradient_bytes
     clipped = partial(_clipped, workload, bound, [slice(None)])
 
@@ -183,7 +183,7 @@ def clip(workload: Workload) -> list[Variant]:
 
 
 def lora(workload: Workload) -> list[Variant]:
-    """On a GPU each block of a LoRA layout is clipped by its own norm: eager, and replayed as a CUDA graph."""
+    """On a GPU clip each block of a LoRA layout by its own norm: eager, and replayed as a CUDA graph."""
     gpu, bound, nbytes = workload.device, 1.0, 3 * workload.gradient_bytes
     assert isinstance(gpu, Gpu)
     count = len(LORA_COMPONENTS)
@@ -212,7 +212,7 @@ def _clipped(
     clip_of: Callable[[list[Array]], Callable[[], object]],
     recorded: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
 ) -> Case:
-    """Groups of the gradients, by position, each clipped by its own norm; `clip_of` makes what clips a group."""
+    """Clip groups of the gradients, by position, each by its own norm; `clip_of` makes the function for a group."""
     arrays, put_back = _restored(workload)
     run: Callable[[], object] = in_turn([clip_of(arrays[group]) for group in groups])
     factors = [min(1.0, bound / norm_of(workload.sums[group])) for group in groups for _ in arrays[group]]

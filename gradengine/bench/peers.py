@@ -1,4 +1,4 @@
-"""The step as it is written without this package: by hand, tensor by tensor in NumPy's words; or by PyTorch."""
+"""The step as it is written without this package: by hand, tensor by tensor in NumPy; or by PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ByHand", "Peer", "Torch", "adding", "peers", "torch_name"]
 
 @final
 class ByHand:
-    """Gradients or their sums in NumPy's or CuPy's arrays, one call for each; bfloat16 comes as its bits."""
+    """Gradients or their sums as NumPy or CuPy arrays, one call for each; bfloat16 is given as its bits."""
 
     def __init__(self, gradients: Sequence[Array]) -> None:
         self.gradients = gradients
@@ -83,7 +83,7 @@ def _bfloat16_bits(values: Any) -> Any:
 
 @final
 class Torch:
-    """The same in the `.grad` of parameters, as torch's optimizers find them; `Missing` where there is no torch."""
+    """Gradients in the `.grad` of parameters, where torch's optimizers read them; raises `Missing` without torch."""
 
     def __init__(self, device: Device, gradients: Sequence[Tensor]) -> None:
         self._torch, self._device, self.gradients = device.torch, device, list(gradients)
@@ -96,7 +96,7 @@ class Torch:
 
     @staticmethod
     def sums_for(workload: Workload) -> Torch:
-        """fp32 sums of the workload's shapes: NaN before the window begins, so that what is not written shows."""
+        """fp32 sums of the workload's shapes: NaN before the window begins, so that unwritten elements show."""
         device = workload.device
         facts = {"dtype": device.torch.float32, "device": device.torch_device}
         return Torch(device, [device.torch.full(shape, math.nan, **facts) for shape in workload.shapes])
@@ -124,7 +124,7 @@ class Torch:
     def clip(self, max_norm: float, divisor: float = 1.0) -> None:
         """`torch._foreach_mul_` by the inverse, if there is anything to divide by; then `clip_grad_norm_`.
 
-        On a CPU it is to raise for NaN and Inf, as ours does; on a GPU torch would wait for the device to do so.
+        On a CPU it raises for NaN and Inf, as ours does; on a GPU torch would have to wait for the device.
         """
         if divisor != 1:
             self.scale(1.0 / divisor)
@@ -143,20 +143,20 @@ Peer: TypeAlias = ByHand | Torch
 
 
 def torch_name(workload: Workload) -> str:
-    """What the tables call `Torch` where it adds these gradients; see `Torch.add`."""
+    """The name of `Torch` in tables when it adds these gradients; see `Torch.add`."""
     return "torch foreach" if workload.device.is_gpu or workload.dtype == "float32" else "torch add_"
 
 
 def peers(
     workload: Workload, nbytes: int, build: Callable[[type[Peer]], Case], torch: str = "torch foreach"
 ) -> list[Variant]:
-    """The same by hand and by torch, over the same bytes."""
+    """The variants by hand and by torch, over the same bytes."""
     by_hand = "cupy by hand" if workload.device.is_gpu else "numpy by hand"
     return [Variant(name, nbytes, partial(build, kind)) for name, kind in ((by_hand, ByHand), (torch, Torch))]
 
 
 def adding(workload: Workload, kind: type[Peer]) -> tuple[Peer, list[Callable[[], object]]]:
-    """Sums, and what makes them: a call that zeroes them, then one for each micro-batch."""
+    """Sums, and the calls that compute them: one that zeroes them, then one for each micro-batch."""
     peer = kind.sums_for(workload)
     batches = [kind.over(workload.device, batch).gradients for batch in workload.batches]
     return peer, [peer.zero, *(partial(peer.add, batch) for batch in batches)]

@@ -76,12 +76,12 @@ def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
 
 
 def _bytes(workload: Workload, sets: int, hold: int | None = None) -> int:
-    """Of the additions, and of as many reads or writes of the sum after them."""
+    """Bytes of the additions, and of `sets` reads or writes of the sum after them."""
     return bytes_of_adding(workload, hold) + sets * workload.sum_bytes
 
 
 def _start_torch(device: Device) -> None:
-    """Each operation once, so that PyTorch's own start (libraries, threads) counts as nobody's memory."""
+    """Run each operation once, so that PyTorch's own start (libraries, threads) is not measured as a case's memory."""
     with contextlib.suppress(Missing):
         peer = Torch.over(device, device.placed([np.ones(1 << 16, np.float32)]))
         peer.add(peer.gradients)
@@ -89,7 +89,7 @@ def _start_torch(device: Device) -> None:
 
 
 def _with_memory(workload: Workload, variant: Variant) -> Variant:
-    """Its case says what it took from its first allocation to the end of its first step."""
+    """The variant, whose case measures its memory from the first allocation to the end of the first step."""
 
     def build_and_run() -> Case:
         case = variant.build()
@@ -106,7 +106,7 @@ def _with_memory(workload: Workload, variant: Variant) -> Variant:
 
 
 def _ours(workload: Workload, holds: Sequence[int]) -> list[Variant]:
-    """For each hold, on a GPU eager and captured."""
+    """Our variants: one for each hold, on a GPU both eager and captured."""
     ways = {"": False, ", captured": True} if workload.device.is_gpu else {"": False}
     case = partial(_our_step, workload, workload.max_norm)
     return [
@@ -145,7 +145,7 @@ def _our_step(workload: Workload, bound: float, hold: int = 1, *, is_captured: b
 
 @final
 class Lent:
-    """An array of which DLPack alone is to be seen: what ours gets of a framework that it does not know."""
+    """An array that offers DLPack only, as one of a framework that ours does not know."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -160,14 +160,14 @@ class Lent:
 
 @final
 class Given:
-    """Arrays of some kind over the same memory: those that come again at each call, or new ones, as of backward."""
+    """Arrays of some kind over the same memory: the same ones in each call, or new ones, as backward makes them."""
 
     def __init__(self, kind: Callable[[Array], object], memory: Sequence[Array]) -> None:
         self._kind, self._memory = kind, memory
         self.renew()
 
     def renew(self) -> None:
-        """Other objects from now on, over the same memory."""
+        """Use new objects from now on, over the same memory."""
         self.arrays = [self._kind(array) for array in self._memory]
 
 
@@ -176,9 +176,9 @@ def _seen_anew(array: Array) -> Array:
 
 
 def calls(workload: Workload) -> list[Variant]:
-    """The call that takes one micro-batch of fp32, by what the gradients come as; and a whole window replayed.
+    """The call that adds one micro-batch of fp32, by the gradients' kind; and a whole window replayed.
 
-    What is given is checked tensor by tensor each time, so that the tensors' number and what they come as count.
+    The gradients are checked tensor by tensor each time, so that their number and kind count.
     """
     gpu, one = workload.device, workload.first(1)
     assert isinstance(gpu, Gpu)
@@ -234,7 +234,7 @@ def calls(workload: Workload) -> list[Variant]:
 
 
 def step_calls(workload: Workload) -> list[Variant]:
-    """The step's own call, after one micro-batch, by what it hands back to: the arena, or destinations of some kind."""
+    """The call of `step`, after one micro-batch, by its destinations: the arena, or arrays of some kind."""
     gpu, one = workload.device, workload.first(1)
     assert isinstance(gpu, Gpu)
     gradients = one.for_ours()[0]
@@ -270,7 +270,7 @@ def step_calls(workload: Workload) -> list[Variant]:
 
 
 def half_absent(workload: Workload) -> list[Variant]:
-    """A step in which every second gradient is None, beside one of a layout that has the others alone."""
+    """A step in which every second gradient is None, beside one of a layout with only the other components."""
     device, count, half = workload.device, workload.count, workload.every_second()
 
     def of_nones() -> Case:
@@ -348,10 +348,10 @@ def _compiled(workload: Workload, limit: float, *, is_whole: bool) -> Case:
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """An alarm for what may take for ever, such as a compiler; in the main thread only.
+    """A context with an alarm, for work that may take for ever, such as a compiler's; in the main thread only.
 
     Raises:
-        TimeoutError: The time is up (or what that became on its way through the compiler).
+        TimeoutError: The time is up (a compiler may turn this into an error of its own).
     """
 
     def ring(*_: object) -> None:

@@ -47,7 +47,7 @@ def table_of(report: Report, *, wide: bool = True) -> Table:
 
 
 def _columns(report: Report, rows: Sequence[Row], *, wide: bool) -> dict[str, Callable[[Row], str]]:
-    """Header -> what stands below it."""
+    """Header -> the function that gives a row's text in that column."""
     on_a_gpu = "gpu" in report.machine
     columns = dict(_ON_A_GPU if on_a_gpu else _ON_A_HOST)
     columns |= {"MB": lambda row: f"{row.bytes / 1e6:.1f}", "GB/s": lambda row: f"{row.gb_per_s:.1f}"}
@@ -64,7 +64,7 @@ def _columns(report: Report, rows: Sequence[Row], *, wide: bool) -> dict[str, Ca
 def _table(
     report: Report, headers: Sequence[str] | Mapping[str, object], rows: Mapping[str, list[str]], lines: Sequence[str]
 ) -> Table:
-    """Below the rows stands what is absent and why, and where all this is; rows say in their names what they hold."""
+    """The table, with a caption that says which variants are absent and why, and names the machine."""
     parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items() if name != "hold")
     absent = [f"absent: {absent.variant}: {absent.why}" for absent in report.absent]
     table = Table(
@@ -86,7 +86,7 @@ def _table(
 
 
 def _warnings(report: Report) -> Iterator[str]:
-    """What a reader is to know before the figures."""
+    """Warnings that a reader must see before the figures."""
     if report.load is not None and report.load > int(str(report.machine["cores"])):
         yield f"BUSY MACHINE: load {report.load:.1f} on {report.machine['cores']} cores before the run"
     if report.noisy and not isinstance(report.rows, Mapping):

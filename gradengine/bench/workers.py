@@ -1,6 +1,6 @@
-"""`bench exchange`: W workers on this machine sum one gradient set; what each of them does, and their crew.
+"""`bench exchange`: W workers on this machine sum one gradient set; each worker's work, and the crew of processes.
 
-Bytes counted, for every variant alike: 2 (W - 1) sets, what crosses between workers in a star as in a ring.
+Bytes counted, for every variant alike: 2 (W - 1) sets, which cross between workers in a star as in a ring.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def span_layout(elements: int) -> GradientLayout:
 
 
 def contribution(rank: int, elements: int) -> npt.NDArray[np.float32]:
-    """What a rank contributes: the same numbers in whatever process they are asked for."""
+    """A rank's contribution: the same numbers in every process."""
     return np.random.default_rng(rank).standard_normal(elements, np.float32)
 
 
@@ -57,7 +57,7 @@ class Reduction(ABC):
         self.arena = self._mine.copy()
 
     def prepare(self) -> None:
-        """Put back what the last run summed over."""
+        """Restore the contribution, which the last run has overwritten with the sum."""
         np.copyto(self.arena, self._mine)
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Reduction(ABC):
 
 @final
 class ExchangeReduction(Reduction):
-    """Ours, over any transport: an exchange that is not bound yet; it is made when all ranks have joined."""
+    """Ours, over any transport: takes an exchange that is not bound yet, and returns when all ranks have joined."""
 
     def __init__(self, exchange: Exchange, elements: int) -> None:
         super().__init__(exchange.rank, exchange.world_size, elements)
@@ -113,13 +113,13 @@ class ThreadReductions:
         list(self._pool.map(ExchangeReduction.run, self._ranks))
 
     def error(self) -> float:
-        """The largest of any rank."""
+        """The largest error of any rank."""
         return float(np.max(list(self._pool.map(Reduction.error, self._ranks))))
 
 
 @final
 class SocketReduction(Reduction):
-    """By hand: every worker sends all it has to rank 0, which listens at the address, adds up and sends it back."""
+    """By hand: every worker sends its set to rank 0, which listens at the address, adds them and sends the sum back."""
 
     def __init__(self, address: Address, world_size: int, elements: int, rank: int) -> None:
         super().__init__(rank, world_size, elements)
@@ -158,7 +158,7 @@ class GlooReduction(Reduction):
 
 
 def sockets_of(address: Address, world_size: int, rank: int) -> list[socket.socket]:
-    """Plain connections: of rank 0, which listens at the address, one with each other rank; of those one with it."""
+    """Plain connections: on rank 0, which listens at the address, one with each other rank; on others one with it."""
     if rank:
         connections = [_connected(address)]
     else:
@@ -192,7 +192,7 @@ def receive_all(connection: socket.socket, memory: npt.NDArray[np.float32]) -> N
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens at."""
+    """A free port of 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
@@ -203,9 +203,9 @@ Build: TypeAlias = Callable[[int], Any]  # rank -> its worker, often a `Reductio
 
 @final
 class Crew:
-    """A process for each worker of a group, which is built there: started anew, so that it shares nothing with this.
+    """A process for each worker of a group, in which it is built; each is spawned, and shares nothing with this one.
 
-    A worker that cannot be made, or fails, is an `ExchangeError` that names it; the others are ended too.
+    If a worker cannot be built, or fails, an `ExchangeError` names it, and the others are ended too.
     """
 
     def __init__(self, build: Build, world_size: int) -> None:
@@ -214,19 +214,19 @@ class Crew:
         self._all([partial(_serve, build, rank) for rank in range(world_size)])
 
     def tell(self, method: str) -> list[Any]:
-        """Have every worker call one of its methods; what each returned, in rank order, once all have."""
+        """Let every worker call one of its methods; returns all results, in rank order."""
         return self._all([method] * len(self._workers))
 
     def prepare(self) -> None:
-        """Have every worker put its contribution back."""
+        """Let every worker restore its contribution."""
         self.tell("prepare")
 
     def run(self) -> None:
-        """Have the workers sum."""
+        """Let the workers sum."""
         self.tell("run")
 
     def error(self) -> float:
-        """The largest error of any worker's result; NaN where one is."""
+        """The largest error of any worker's result; NaN if one is NaN."""
         return float(np.max(self.tell("error")))
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class Crew:
 
 
 def _serve(build: Build, rank: int, report: Reporter) -> None:
-    """A worker's process: call the methods it is told, until the other end of the pipe is gone."""
+    """Run a worker's process: call the methods that are asked for, until the other end of the pipe is gone."""
     gc.disable()
     worker = build(rank)
     report(None)

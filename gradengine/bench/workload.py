@@ -36,7 +36,7 @@ def model_layout(blocks: int, hidden: int, *, head: bool = True, odd: bool = Fal
     """
     if blocks < 1 or hidden < 4 or hidden % 4:
         raise CallerError(
-            "no such model", got=f"{blocks} blocks of {hidden}", expected="at least 1 block of a multiple of 4"
+            "there is no such model", got=f"{blocks} blocks of {hidden}", expected="at least 1 block of a multiple of 4"
         )
     whole = GradientLayout.transformer(blocks, hidden, hidden // 4, 4 * hidden, 32 * hidden, embedding=False)
     slots = [slot for slot in whole.slots if head or slot.block is not None]
@@ -45,7 +45,7 @@ def model_layout(blocks: int, hidden: int, *, head: bool = True, odd: bool = Fal
 
 @dataclass(frozen=True)
 class Workload:
-    """The micro-batches of one step on a device, and what must come out of them."""
+    """The micro-batches of one step on a device, and their expected results."""
 
     device: Device
     layout: GradientLayout
@@ -58,7 +58,7 @@ class Workload:
     def drawn(
         device: Device, layout: GradientLayout, micro_batches: int, dtype: str = "float32", *, odd: bool = False
     ) -> Workload:
-        """Normally distributed gradients; each is a stretch of one pool, so that drawing them takes no time."""
+        """A workload of normally distributed gradients, each a part of one pool, so that drawing them takes no time."""
         if dtype not in {"float32", "bfloat16"}:
             raise CallerError("no benchmark for this dtype", got=repr(dtype), expected="'float32' or 'bfloat16'")
         if micro_batches < 1:
@@ -75,11 +75,11 @@ class Workload:
         return Workload(device, layout, dtype, values, [device.placed(batch, odd=odd) for batch in values], odd)
 
     def first(self, count: int) -> Workload:
-        """Its first micro-batches, in the same memory."""
+        """A workload of the first micro-batches, in the same memory."""
         return replace(self, values=self.values[:count], batches=self.batches[:count])
 
     def every_second(self) -> Workload:
-        """Its first component, its third and so on, in the same memory."""
+        """A workload of the first component, the third and so on, in the same memory."""
         layout = GradientLayout.of({slot.name: slot.shape for slot in self.layout.slots[::2]})
         values, batches = ([each[::2] for each in whole] for whole in (self.values, self.batches))
         return replace(self, layout=layout, values=values, batches=batches)
@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of each component."""
+        """The shape of each component."""
         return [slot.shape for slot in self.layout.slots]
 
     @property
@@ -105,7 +105,7 @@ class Workload:
         return 4 * self.layout.num_elements
 
     def as_taken(self, arrays: Sequence[Array]) -> list[object]:
-        """Arrays of these gradients as ours takes them: raw buffers of bfloat16, which no array library has."""
+        """Arrays of these gradients as ours takes them: bfloat16 as raw buffers, as NumPy and CuPy lack the dtype."""
         return [array if self.dtype == "float32" else self.device.raw(array) for array in arrays]
 
     def for_ours(self) -> list[list[object]]:
@@ -135,17 +135,17 @@ class Workload:
         return self.norm / 2
 
     def error(self, results: Sequence[Array | Tensor], factor: Callable[[int], float] | float = 1.0) -> float:
-        """How far results are from the sums in fp64 multiplied by a factor, or by one for each position."""
+        """The error of results against the sums in fp64 multiplied by a factor, or by one for each position."""
         sums = self.sums  # made here, once, and not by each thread
         found = [widened(self.device.read(result)) for result in results]
         return relative_error(found, lambda i: sums[i] * (factor(i) if callable(factor) else factor))
 
     def error_of_step(self, results: Sequence[Array | Tensor], times: float = 1.0) -> float:
-        """How far averaged and halved gradients, multiplied by `times`, are from fp64's."""
+        """The error of averaged and halved gradients, multiplied by `times`, against fp64's."""
         return self.error(results, times * 0.5 / self.count)
 
     def error_of_norm(self, norm: float) -> float:
-        """How far a norm of the averaged gradient is from fp64's."""
+        """The error of a norm of the averaged gradient against fp64's."""
         return abs(norm - self.norm) / self.norm
 
 

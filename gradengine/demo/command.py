@@ -1,4 +1,4 @@
-"""`gradengine demo`: its options, the order in which things happen, and what is shown of them."""
+"""`gradengine demo`: its options, the order of its parts, and what it prints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OPTIONS = {
 
 
 def _above_zero(value: float) -> float:
-    """At rate 0 no weight moves, and there would be nothing to prove."""
+    """The value, if it is finite and above 0: at rate 0 no weight would move, and nothing could be proved."""
     if not 0.0 < value < math.inf:
         raise typer.BadParameter(f"{value} is not a finite number above 0.")
     return value
@@ -50,7 +50,7 @@ def demo(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, max=64, help="Data-parallel workers, each of --tp ranks; else 2, or as many as were launched."
+            min=1, max=64, help="Data-parallel workers, each of --tp ranks; by default 2, or as many as were launched."
         ),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, max=64, help="Shards of each worker's model (tensor parallelism).")] = 1,
@@ -60,30 +60,30 @@ def demo(
         Transport | None,
         typer.Option(
             help="local: threads of one process; launcher, mpi: as one of the ranks that torchrun, srun or mpiexec "
-            "started, over sockets or MPI; else tcp."
+            "started, over sockets or MPI; by default tcp."
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=_LAST_PORT, help="Of rank 0 on 127.0.0.1; 0: any free one.")] = 0,
-    text: Annotated[Path | None, typer.Option(help="File to learn; else Python's standard library.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=_LAST_PORT, help="Rank 0's port on 127.0.0.1; 0: any free one.")] = 0,
+    text: Annotated[Path | None, typer.Option(help="File to learn; by default Python's standard library.")] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            help=f"Where the losses are drawn, in a folder that is made; else {_PLOT}, if matplotlib is installed."
+            help=f"File to draw the losses to; its folder is made. By default {_PLOT}, if matplotlib is installed."
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
     sequence_length: Annotated[int, typer.Option(min=1, help="Bytes that each sequence predicts.")] = 64,
-    hidden_size: Annotated[int, typer.Option(min=8, help="Of the model, a multiple of 8.")] = 96,
-    heads: Annotated[int, typer.Option(min=1, help="Of the model, a divisor of the hidden size.")] = 4,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Of the model, a divisor of the heads.")] = 2,
+    hidden_size: Annotated[int, typer.Option(min=8, help="The model's hidden size, a multiple of 8.")] = 96,
+    heads: Annotated[int, typer.Option(min=1, help="The model's heads, a divisor of the hidden size.")] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="The model's key-value heads, a divisor of the heads.")] = 2,
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 2,
-    learning_rate: Annotated[float, typer.Option(callback=_above_zero, help="After warm-up; above 0.")] = 6e-3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first weights and the micro-batches.")] = 0,
+    learning_rate: Annotated[float, typer.Option(callback=_above_zero, help="Rate after warm-up; above 0.")] = 6e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first weights and the micro-batches.")] = 0,
     compared_steps: Annotated[int, typer.Option(min=1, help="Steps to repeat in one process for proof 3.")] = 20,
 ) -> None:
     """Train a small Llama on real text with several workers, and prove that they are right.
 
-    Needs no GPU and no download, and about half a minute on two quiet cores; two minutes where they are busy.
+    Needs no GPU and no download, and about half a minute on two idle cores; two minutes on busy ones.
     The exit code is 1 if a proof fails.
     """
     with speaking_of(_OPTIONS):
@@ -106,7 +106,7 @@ def demo(
 
 
 def _default_transport() -> Transport:
-    """TCP; refused where this is one of several ranks, each of which would start workers."""
+    """TCP; raises `CallerError` if this is one of several ranks, each of which would start workers."""
     try:
         world = read_world(os.environ)
     except CallerError:  # none was launched
@@ -120,7 +120,7 @@ def _default_transport() -> Transport:
 
 
 def _refuse_uncut(model: LlamaConfig, tp: int) -> None:
-    """Say before anything is started that the model cannot be cut into so many shards, and what could be changed."""
+    """Raise `CallerError` if the model cannot be cut into so many shards; it says which options to change."""
     try:
         model.sharded(0, tp)
     except CallerError as fault:
@@ -131,7 +131,7 @@ def _refuse_uncut(model: LlamaConfig, tp: int) -> None:
 
 
 def _refuse_ports_beyond_last(settings: Settings) -> None:
-    """Each shard has a port of its own: they follow each other where the first one was chosen."""
+    """Raise `CallerError` if --port leaves too few ports: shards have consecutive ones."""
     port, shards = settings.port, settings.tensor_parallel
     if settings.transport is Transport.TCP and port and port + shards - 1 > _LAST_PORT:
         raise CallerError(
@@ -143,7 +143,7 @@ def _refuse_ports_beyond_last(settings: Settings) -> None:
 
 
 def _run_launched(settings: Settings, workers: int | None, text: Path | None, plot: Path | None) -> list[Proof]:
-    """Be one of the ranks that were launched, of which rank 0 speaks and proves; the others have nothing to prove."""
+    """Run as one of the ranks that were launched; rank 0 prints, and returns the proofs, the others return none."""
     if settings.tensor_parallel > 1:
         what = f"with --transport {settings.transport.value} each rank has the whole model"
         raise CallerError(what, got=f"--tp {settings.tensor_parallel}", expected="--tp 1")
@@ -151,7 +151,8 @@ def _run_launched(settings: Settings, workers: int | None, text: Path | None, pl
     with join_launched(settings.transport) as exchange:  # before what may fail: MPI waits for who ends without it
         if workers not in {None, exchange.world_size}:
             do = "leave --workers out"
-            raise CallerError("--workers is not what was launched", got=workers, expected=exchange.world_size, do=do)
+            what = "--workers is not the number of launched ranks"
+            raise CallerError(what, got=workers, expected=exchange.world_size, do=do)
         settings = replace(settings, workers=exchange.world_size)
         texts = read_texts(text, settings.model.sequence_length)
         if exchange.rank == 0:
@@ -199,7 +200,7 @@ def _show(proofs: Sequence[Proof]) -> None:
 
 
 def _plotter(path: Path | None) -> Callable[[Record, float], str]:
-    """What draws a run and says where; a plot that was asked for and cannot be drawn is noticed before the run."""
+    """A function that draws a run and returns where; raises at once if a plot that was asked for cannot be drawn."""
     if path is None and importlib.util.find_spec("matplotlib") is None:
         return lambda *_: "none without matplotlib: pip install 'gradengine[plot]'"
     place = path or _PLOT

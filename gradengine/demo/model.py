@@ -61,7 +61,7 @@ class LlamaConfig:
             raise CallerError(what, got=f"{self.hidden_size} / {self.num_heads} = {self.head_size}")
 
     def sharded(self, tp_rank: int, tp_size: int) -> TensorParallelConfig:
-        """How one of so many shards is cut; CallerError if it cannot be."""
+        """The configuration of one of `tp_size` shards; raises `CallerError` if the model cannot be cut so."""
         sizes = (self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads)
         return TensorParallelConfig(tp_rank, tp_size, *sizes)
 

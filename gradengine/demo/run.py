@@ -49,9 +49,9 @@ class Record:
 
 
 def begin_anew() -> None:
-    """Start this program again, as the same process, where it lacks `ENVIRONMENT`, which is read as NumPy is loaded.
+    """Start this program again, as the same process, if it lacks `ENVIRONMENT`, which is read when NumPy is imported.
 
-    To be called before anything is joined: MPI would not begin a second time.
+    Call it before joining any group: MPI cannot be started a second time.
     """
     if not ENVIRONMENT.items() <= os.environ.items():
         command = [sys.executable, *sys.orig_argv[1:]]
@@ -59,7 +59,7 @@ def begin_anew() -> None:
 
 
 def train(settings: Settings, texts: Texts, say: Say, exchange: Exchange | None = None) -> Record:
-    """Train on all workers, and say how it goes; they are started, or are there: the exchange is then rank 0's.
+    """Train on all workers, and print the progress; starts them, unless `exchange`, rank 0's, says they were launched.
 
     Raises:
         PeerLost: A worker died.
@@ -100,7 +100,7 @@ def _train_started(settings: Settings, texts: Texts, say: Say, note: Callable[[o
 
 
 def _urls(settings: Settings, folder: str) -> list[str]:
-    """Where rank 0 listens for each shard: at ports that follow each other, where one was chosen."""
+    """The URLs at which rank 0 listens for each shard; with --port at consecutive ports."""
     shards = range(settings.tensor_parallel)
     if settings.transport is Transport.UNIX:
         return [f"unix://{folder}/exchange-{tp_rank}" for tp_rank in shards]

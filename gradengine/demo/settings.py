@@ -1,4 +1,4 @@
-"""What a run of the demo is made of: chosen once, sent to every worker, the same on all of them."""
+"""The settings of a run of the demo: chosen once, sent to every worker, the same on all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Settings", "Transport", "counted"]
 
 
 class Transport(str, Enum):
-    """How gradients travel: `TCP` and `UNIX` start one process for each rank, `LOCAL` one thread for each shard.
+    """How gradients are exchanged: `TCP` and `UNIX` start a process for each rank, `LOCAL` a thread for each shard.
 
     With `LAUNCHER` and `MPI` this process is one of the ranks that torchrun, srun or mpiexec has started.
     """
@@ -24,7 +24,7 @@ class Transport(str, Enum):
 
     @property
     def joins_launched(self) -> bool:
-        """Whether the ranks are there already."""
+        """Whether a launcher has started the ranks."""
         return self in {Transport.LAUNCHER, Transport.MPI}
 
 

@@ -27,7 +27,7 @@ _TIMEOUT_SECONDS = 120.0  # longer than a worker's for other workers: whoever wa
 @final
 @dataclass(frozen=True)
 class TensorParallelRank:
-    """A shard's place in its worker: use it as a context, so that its failure ends what the others wait for."""
+    """A shard's place in its worker: use it as a context, so that after its failure the others do not wait."""
 
     tp_rank: int
     exchange: Exchange | None  # for the norm and the verdict of a step; None where there is one shard
@@ -38,7 +38,7 @@ class TensorParallelRank:
         """The sum over all shards in the order of their ranks: the same bytes for each.
 
         Raises:
-            PeerLost: Another shard has broken off, or does not come.
+            PeerLost: Another shard has failed, or is late.
         """
         self.partials[self.tp_rank] = partial
         self._meet()
@@ -75,11 +75,10 @@ def tensor_parallel_group(tp_size: int) -> list[TensorParallelRank]:
 def run_threads(works: Sequence[Callable[[], T]]) -> list[T]:
     """Run each on a thread of its own; return the results in order.
 
-    Each must end soon after another has failed: by a `with` block around its exchanges, which ends what the others wait
-    for.
+    Each must end soon after another has failed: use a `with` block around its exchanges, which ends the others' waits.
 
     Raises:
-        BaseException: The first failure that is not the loss of a peer; the first of all where there is no such.
+        BaseException: The first failure that is not the loss of a peer; if there is none, the first failure.
 
     Example:
         >>> run_threads([lambda: 1, lambda: 2])
@@ -105,7 +104,7 @@ def united(settings: Settings, parts: Sequence[Mapping[str, Array]]) -> Weights:
 
 
 def replicated_part(settings: Settings, part: Mapping[str, Array]) -> Weights:
-    """Of a shard's weights those that every shard holds whole."""
+    """Those of a shard's weights that every shard holds whole."""
     return {name: part[name] for name, shard in _shards(settings, 0).items() if shard.partition == "replicated"}
 
 

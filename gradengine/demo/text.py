@@ -1,4 +1,4 @@
-"""Text to learn without a download: the sources of Python's own standard library, or a file of the user's.
+"""Text to learn without a download: the sources of Python's own standard library, or a user's file.
 
 All here are pure functions of their arguments and of the files read: all workers draw the same micro-batches.
 """
@@ -37,7 +37,7 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Texts:
-    """What is learned and what is held out, and where they come from."""
+    """The text to learn, the text that is held out, and their source."""
 
     train: bytes
     held_out: bytes
@@ -47,7 +47,7 @@ class Texts:
 def read_texts(path: Path | None, sequence_length: int) -> Texts:
     """The user's file, in any encoding, or the standard library; a tenth is held out.
 
-    CallerError if it cannot be read, or is too short to hold out sequences that mean anything.
+    Raises `CallerError` if it cannot be read, or is too short for a meaningful held-out loss.
     """
     try:
         text = standard_library_text() if path is None else path.read_bytes()

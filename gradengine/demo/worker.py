@@ -1,4 +1,4 @@
-"""What each rank of the demo does: a model with its optimizer, made distributed by a `DistributedTrainer`.
+"""The work of each rank of the demo: a model with its optimizer, made distributed by a `DistributedTrainer`.
 
 A replay makes a run's first steps by another path: whole micro-batches, added in one process, where workers stream
 blocks into the exchange while backward runs.
@@ -37,14 +37,14 @@ _EVALUATION_BATCHES = 24
 
 @dataclass(frozen=True)
 class Listening:
-    """Rank 0 takes connections, for each shard at a url of its own."""
+    """The report that rank 0 listens, with a URL for each shard."""
 
     urls: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Step:
-    """All ranks made step `number`, counted from 1."""
+    """The report that all ranks made step `number`, counted from 1."""
 
     number: int
     loss: float  # the mean of all micro-batches
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a rank ended, its shards united."""
+    """The result of a rank at its end, its shards united."""
 
     rank: int
     digest: str  # of its last weights
@@ -70,9 +70,9 @@ Report: TypeAlias = Callable[[Any], None]  # of one of the above, of `(name, res
 
 @final
 class Learner:
-    """The weights of a shard, and what moves them; a `LocalTrainer` whose micro-batches are their global indexes.
+    """A shard's weights and optimizer; a `LocalTrainer` whose micro-batches are their global indexes.
 
-    Equal settings and texts give equal learners, so workers begin alike without a word to each other. The shards of a
+    Equal settings and texts give equal learners, so workers begin alike without any communication. The shards of a
     model must do the same at the same time. Each forward is reported as a sign of life.
     """
 
@@ -98,7 +98,7 @@ class Learner:
         return forward_backward(self.weights, self._micro_batch(index), *self._model)
 
     def apply_gradients(self, gradients: Mapping[str, Array]) -> None:
-        """One step of the optimizer; what passed since the end of `stream_backward` was the exchange and the clip."""
+        """Make a step of the optimizer; the time since the end of `stream_backward` was the exchange and the clip."""
         self.exchange_seconds = time.perf_counter() - self._backward_over
         self.first = self.first or _copied(gradients)
         steps = self._settings.steps
@@ -118,9 +118,9 @@ class Learner:
 
 
 def _in_order(settings: Settings, weights: Weights) -> Weights:
-    """Where a run goes backwards, the same function with intermediate columns in reverse order; twice it is as before.
+    """The weights; for a `backwards` run with the intermediate columns in reverse order, which a second call undoes.
 
-    Its sums over them are thus rounded in another order: with one micro-batch a step there is no other order to change.
+    Sums over these columns are thus rounded in another order: with one micro-batch in a step no other order can change.
     """
     if not settings.backwards:
         return weights
@@ -140,14 +140,14 @@ def layout_of(settings: Settings, tp_rank: int) -> GradientLayout:
 
 
 def result_of(trainer: DistributedTrainer) -> StepResult:
-    """What the trainer's last step handed back; WindowError if it has made none."""
+    """The result of the trainer's last step; raises `WindowError` if it has made none."""
     if trainer.last_result is None:
         raise WindowError("the trainer has no result", got="no step made", expected="at least 1")
     return trainer.last_result
 
 
 def train_at(settings: Settings, texts: Texts, rank: int, urls: Sequence[str], token: str, report: Report) -> None:
-    """Train as a rank of its own process; rank 0 listens, for each shard at a url, and says where."""
+    """Train as a rank in a process of its own; rank 0 listens at a URL for each shard, and reports them."""
     group = partial(connect, rank=rank, world_size=settings.workers, token=token, timeout=_TIMEOUT_SECONDS)
     with ExitStack() as stack:
         exchanges = [stack.enter_context(group(url)) for url in urls]
@@ -168,7 +168,7 @@ def join_launched(transport: Transport) -> Exchange:
 
 
 def train_launched(settings: Settings, texts: Texts, exchange: Exchange, report: Report) -> None:
-    """Train as the exchange's rank, leave, and report how every rank ended: of the others no more than the digest."""
+    """Train as the exchange's rank, leave, and report every rank's result: of the others only the digest."""
     (tp,) = tensor_parallel_group(1)
     with exchange:
         end = _finished(settings, exchange.rank, [_make_steps(settings, texts, exchange, tp, report)])

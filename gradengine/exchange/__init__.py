@@ -1,12 +1,12 @@
-"""Ordered all-reduce over workers: one interface, the transports of it, the same bytes from each.
+"""Ordered all-reduce over workers: one interface, several transports, the same bytes from each.
 
-In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena with the sum over ranks. `linked.py` is
-the exchange, over threads, sockets or MPI: `links/` moves bytes between any two ranks, `gather.py` small data over
-them, and `comparison.py` what must be alike; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its
-owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets, and chooses their link; `listener.py` is
-where they call, `reach.py` at which addresses, `torch_group.py` how the ranks of a process group of torch find that. In
-a group with a server, `server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout` and
-`kernels`.
+In: a layout and a flat fp32 arena on every rank. Out: the arena with the sum over ranks. `linked.py` is the exchange,
+over threads, sockets or MPI. `links/` moves bytes between two ranks, `gather.py` gathers small data over them, and
+`comparison.py` checks what must be the same on all ranks. `shares.py` cuts the arena into shares,
+`ordered_all_reduce.py` adds each share at its owner, and `pump.py` runs that over a link. `mesh.py` connects ranks over
+sockets and chooses their link, `listener.py` is the socket that they call, `reach.py` says at which address, and
+`torch_group.py` tells a torch process group where it is. In a group with a server (`server.py`) the server owns all
+shares, and `hub.py` runs it. Imports `arrays`, `layout` and `kernels`.
 """
 
 from __future__ import annotations
@@ -56,50 +56,48 @@ def connect(
     process_group: Any = None,
     communicator: Any = None,
 ) -> Exchange:
-    """This rank's exchange in a process group, for one engine; each rank sums a share for all, unless a server does.
+    """Connect this rank to its group and return its exchange, for one engine; each rank sums a share for all others.
 
-    What is not given is what the launcher says (torchrun, mpiexec, srun, or GRADENGINE_RANK, GRADENGINE_WORLD_SIZE and
-    GRADENGINE_ADDRESS); `gradengine env` prints it.
+    Arguments that are not given are read from the launcher's environment variables (torchrun, mpiexec, srun, or
+    GRADENGINE_RANK, GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS); `gradengine env` prints them.
 
     Over sockets rank 0 listens from now on, and nothing is sent before the engine binds a layout: workers may start in
-    any order. Then each rank listens, at a port of its own, until all are connected with each other. Ranks of one host
-    find that out, also over tcp://, and go on over Unix sockets; where all are, they read each other's arenas in shared
-    memory, if the engine is made with this exchange, on the CPU, and the address is loopback or a Unix socket's.
+    any order. Then each rank listens at a port of its own until all are connected with each other. Ranks on one host
+    notice that, also over tcp://, and use Unix sockets. If all ranks are on one host, they read each other's arenas in
+    shared memory, if the engine is built with this exchange, on the CPU, and the address is loopback or a Unix socket.
 
-    With a communicator of MPI or a process group of torch, rank and world size are the group's, and all of its ranks
-    call this together. Bytes go over a private duplicate of the communicator; a process group only tells its ranks a
-    secret, and where they meet: over sockets, as above.
+    With an MPI communicator or a torch process group, rank and world size are the group's, and all of its ranks call
+    this together. Bytes are sent over a private duplicate of the communicator; a process group is only used to tell its
+    ranks an address and a secret, and then they connect over sockets, as above.
 
     Args:
-        url: "tcp://host:port" of rank 0, the same on all ranks; or "unix:///path" on one machine; or "mpi://", all
-            ranks that mpiexec has started (needs mpi4py). None: GRADENGINE_ADDRESS, or where the launcher's ranks meet:
-            a Unix socket on one host, else a port of the first one.
+        url: "tcp://host:port" of rank 0, the same on all ranks; or "unix:///path" on one machine; or "mpi://" for all
+            ranks that mpiexec has started (needs mpi4py). None: GRADENGINE_ADDRESS, or one made from the launcher's
+            variables: a Unix socket if all are on one host, else a port of the first host.
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
         token: A secret that all workers share, of at least 16 characters; required unless the host is loopback. None:
-            that of GRADENGINE_TOKEN, or in the file that GRADENGINE_TOKEN_FILE names.
-        job: The name of this run, the same on all ranks, which keeps two runs with one address apart. None: the job
-            of GRADENGINE_JOB, or that the launcher names (torchrun --rdzv-id, Open MPI's mpirun, Slurm, PBS, LSF).
-            "": none.
+            that in GRADENGINE_TOKEN, or in the file named by GRADENGINE_TOKEN_FILE.
+        job: The name of this run, the same on all ranks, which keeps apart two runs that use one address. None: that in
+            GRADENGINE_JOB, or the launcher's (torchrun --rdzv-id, Open MPI's mpirun, Slurm, PBS, LSF). "": no name.
         timeout: Seconds without any progress after which waiting ranks fail.
         join_timeout: Seconds to wait for all ranks to join.
-        bucket_bytes: Bytes that a rank sums at a time; rank 0's value is used, or the server's, and changes no bit of
+        bucket_bytes: Bytes that a rank sums at a time; rank 0's value, or the server's, is used. It changes no bit of
             the result.
-        link: "tcp", "unix" or "shared_memory": what bytes go over between ranks that meet at an address. None: what
-            rank 0 chooses, the best that there is where they are, unless it was given one. `exchange.link` says which
-            it is: "unix" too where not all engines have their arena in shared memory.
-        served: True if all connect to `gradengine serve`, which sums for them: needs one port that all reach.
-        process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is its default one,
-            which is None before `init_process_group`. Without url, token, job and served.
-        communicator: An mpi4py communicator, of which "mpi://" takes MPI.COMM_WORLD. Without url, token, job, link and
+        link: How bytes are sent between ranks that connect at an address: "tcp", "unix" or "shared_memory". None: rank
+            0's value, or if rank 0 has none, the best for the ranks' hosts. `exchange.link` says which it is; it is
+            "unix" if not all engines have their arena in shared memory.
+        served: True if all ranks connect to a `gradengine serve`, which sums for them: only its port must be reachable.
+        process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is the default one,
+            which is None before `init_process_group`. Not together with url, token, job or served.
+        communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, token, job, link or
             served.
 
     Raises:
-        CallerError: A bad URL, rank, job or token, no token beyond loopback, or rank 0 cannot listen there; or what was
-            not given no variable of the environment says; or what was given contradicts the communicator or process
-            group, or is not needed with it.
-        DeviceUnavailable: There is no mpi4py here, or no MPI library that it can load; or no shared memory for the link
-            that is asked for.
+        CallerError: A bad URL, rank, job or token; an address beyond loopback without a token; an address at which rank
+            0 cannot listen; an argument that is neither given nor in the environment; or one that contradicts the
+            communicator or process group, or is not needed with it.
+        DeviceUnavailable: mpi4py or its MPI library is missing; or `link` is "shared_memory" and the system has none.
         PeerLost: Not all ranks of the communicator or the process group called this in time.
 
     Example:
@@ -124,12 +122,12 @@ def connect(
         _refuse_other_place(group, rank, world_size)
         return Exchange(group, url=url, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
     except BaseException:
-        group.close()  # the caller has no reference to it, and other ranks are told
+        group.close()  # the caller has no reference to it; this tells the other ranks
         raise
 
 
 def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, **given: object) -> None:
-    """Raise `CallerError` for an argument that is needed only where ranks meet at an address."""
+    """Raise `CallerError` for an argument that is needed only if ranks connect at an address."""
     if process_group is not None and communicator is not None:
         raise CallerError("connect takes a process_group or a communicator, and was given both", do="give one of them")
     way = f'url="{MPI_URL}"'
@@ -138,10 +136,10 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, *
     if process_group is not None:
         del given["link"]
     why = {
-        "url": "who the ranks are, and how they reach each other, is the group's",
-        "token": "nobody can join who is not in the group already",
-        "link": "the bytes go over the group's own",
-        "job": "the ranks are those of one group, whatever runs beside it",
+        "url": "the group says who its ranks are, and how they reach each other",
+        "token": "no process outside of the group can join",
+        "link": "bytes are sent over the communicator",
+        "job": "the ranks are those of one group, whatever other jobs run",
         "served": "there is no server, each rank sums a share",
     }
     for name, value in given.items():
@@ -152,4 +150,4 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, *
 def _refuse_other_place(group: Link | Meeting, rank: int | None, world_size: int | None) -> None:
     for name, given, own in (("rank", rank, group.rank), ("world_size", world_size, group.world_size)):
         if given is not None and as_index(given) != own:
-            raise CallerError(f"{name} is not the group's", got=said(given), expected=own, do=f"leave {name} out")
+            raise CallerError(f"{name} differs from the group's", got=said(given), expected=own, do=f"leave {name} out")

@@ -1,4 +1,4 @@
-"""Addresses of sockets: what is one, what is refused, and sockets that listen at one or are connected with it."""
+"""Addresses of sockets: their checks, and sockets that listen at an address or are connected with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RETRY_SECONDS = 0.05
 
 
 def checked_address(address: Address) -> Address:
-    """The address as (host, port) or the path of a Unix socket; `CallerError` for anything else."""
+    """The address as (host, port) or the path of a Unix socket; raises `CallerError` for anything else."""
     if isinstance(address, str):
         if address and "\0" not in address:
             return address
@@ -30,18 +30,18 @@ def checked_address(address: Address) -> Address:
 
 
 def refuse_public_address(address: Address, token: str | None) -> None:
-    """Raise `CallerError` for an address that other machines reach, without a token."""
+    """Raise `CallerError` for an address that other machines can reach, if there is no token."""
     if isinstance(address, str) or token or address[0] in LOOPBACK:
         return
     raise CallerError(
         f"{shown(address)} is reachable from other machines and there is no token",
-        expected="a loopback address, or token=",
-        do="give every worker the same token",
+        expected="a loopback address, or a token",
+        do="give every worker the same token (token=, GRADENGINE_TOKEN or GRADENGINE_TOKEN_FILE)",
     )
 
 
 def listen_socket(address: Address, *, is_private: bool = False) -> socket.socket:
-    """A listening socket, on request for this user alone; `CallerError` where the address cannot be bound."""
+    """A listening socket, on request for this user alone; raises `CallerError` if the address cannot be bound."""
     family = _family(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -51,7 +51,7 @@ def listen_socket(address: Address, *, is_private: bool = False) -> socket.socke
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         if is_private and isinstance(address, str):
-            Path(address).chmod(0o600)  # before anybody can connect
+            Path(address).chmod(0o600)  # before any other user can connect
         listener.listen(128)
     except (TypeError, ValueError) as fault:
         listener.close()
@@ -60,7 +60,7 @@ def listen_socket(address: Address, *, is_private: bool = False) -> socket.socke
         listener.close()
         raise CallerError(
             f"cannot listen at {shown(address)} ({fault.strerror or fault})",
-            do="another process may have it: choose another port, or port 0 for any free one"
+            do="another process may use it: choose another port, or port 0 for any free one"
             if fault.errno == errno.EADDRINUSE
             else "check the host or path",
         ) from None
@@ -71,13 +71,13 @@ def listen_socket(address: Address, *, is_private: bool = False) -> socket.socke
 
 
 def connect_once(address: Address, timeout: float) -> socket.socket:
-    """A connection to whoever listens there; `OSError` if nobody does, `CallerError` if it is no address."""
+    """A connection to an address; raises `OSError` if no process listens, `CallerError` if it is not an address."""
     connection = socket.socket(_family(address), socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
         connection.connect(address)
         if connection.getsockname() == connection.getpeername():
-            raise OSError("only itself answers there")  # noqa: TRY301  (our own port: a TCP self-connect)
+            raise OSError("connected to itself")  # noqa: TRY301  (our own port: a TCP self-connect)
     except (TypeError, ValueError) as fault:
         connection.close()
         raise _no_address(address, fault) from None
@@ -119,7 +119,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _family(address: Address) -> socket.AddressFamily:
-    """The address family, on a system with Unix sockets and `sendmsg`, which Windows has not."""
+    """The address family; raises an error on a system without Unix sockets and `sendmsg`, as Windows."""
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
         raise CallerError(
             f"no exchange over {url_of(address)}: this system's sockets are not POSIX",

@@ -1,4 +1,4 @@
-"""What ranks tell each other when they join, and what must be alike on all of them; no I/O."""
+"""What ranks tell each other when they join, and checks of what must be the same on all of them; no I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Membership:
 
 
 class Hello(NamedTuple):
-    """What a rank tells of itself."""
+    """What a rank tells the others when it joins."""
 
     layout: str = ""  # its fingerprint
     bucket_bytes: int = 4
@@ -49,7 +49,7 @@ class Hello(NamedTuple):
 
 
 class ServerHello(NamedTuple):
-    """What a server tells of itself."""
+    """What a server tells the ranks when they join."""
 
     bucket_bytes: int = 4
     most_bytes: int = 0  # of a layout's arena
@@ -62,13 +62,13 @@ def packed(hello: Hello | ServerHello) -> bytes:
 
 
 def hellos_of(parts: Sequence[bytes]) -> tuple[list[Hello], int]:
-    """What each rank tells, and rank 0's bucket_bytes; `HandshakeRefused` where a rank speaks another version."""
+    """Every rank's hello, and rank 0's bucket_bytes; raises `HandshakeRefused` if a rank has another version."""
     hellos = [Hello(*_fields(f"rank {rank}", part, Hello())) for rank, part in enumerate(parts)]
     return hellos, hellos[0].bucket_bytes
 
 
 def server_hello_of(part: bytes, layout: GradientLayout) -> ServerHello:
-    """What the server tells; `HandshakeRefused` where it speaks another version, or the layout is too large for it."""
+    """The server's hello; raises `HandshakeRefused` for another version, or a layout too large for the server."""
     hello = ServerHello(*_fields("the server", part, ServerHello()))
     refuse_large(layout, hello.most_bytes)
     return hello
@@ -82,7 +82,7 @@ def refuse_large(layout: GradientLayout, most_bytes: int) -> None:
 
 
 def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
-    """Raise `HandshakeRefused` for ranks with other layouts or steps; `tables` are the layouts', where they differ."""
+    """Raise `HandshakeRefused` for ranks with other layouts or steps; `tables` are the layouts, if they differ."""
     for rank, hello in enumerate(hellos):
         if hello.layout != hellos[0].layout:
             rows = differing_rows(tables[rank], tables[0])
@@ -104,8 +104,8 @@ def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
 def group_to_resume(hellos: Sequence[Hello]) -> bytes:
     """The identifier of the group in which a half-summed step must be resumed; empty if there is no such step.
 
-    `HandshakeRefused` for a rank that began the step as another rank or in another group: its part would be missing
-    from some sums, or counted twice.
+    Raises `HandshakeRefused` for a rank that began the step as another rank or in another group: its part would be
+    missing from some sums, or counted twice.
     """
     group = next((hello.group for hello in hellos if hello.may_hold_sums), b"")
     for rank, hello in enumerate(hellos):

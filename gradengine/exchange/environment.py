@@ -1,4 +1,4 @@
-"""What a launcher's environment variables say: rank, world size, token and job, and which variable said it.
+"""Reads a launcher's environment variables: rank, world size, token and job, each with the variable it is from.
 
 `LAUNCHERS` begins with the innermost: under mpiexec or in a Slurm job, what torchrun started has torchrun's ranks.
 """
@@ -33,7 +33,7 @@ class Launcher(NamedTuple):
     """The variables by which a launcher tells each process its place.
 
     Attributes:
-        name: As errors call it.
+        name: The launcher's name in errors.
         rank: The variable of the rank; so are `world_size`, `local_rank` and `local_size`, the ranks on this host.
         run: The variables that distinguish two runs at one time on one host, of which some may be missing.
         host: The variables of which one names the first host, or all of them in Slurm's brackets.
@@ -82,7 +82,7 @@ LAUNCHERS = (
 
 @final
 class Fact(NamedTuple):
-    """A value, and the variables that it is from."""
+    """A value, and the names of the variables that it was read from."""
 
     value: str
     source: str
@@ -90,7 +90,7 @@ class Fact(NamedTuple):
 
 @final
 class World(NamedTuple):
-    """A process's place among those that were started with it; what is not known is None."""
+    """A process's rank among those that were started with it; values that are not known are None."""
 
     launcher: Launcher
     rank: int
@@ -100,7 +100,7 @@ class World(NamedTuple):
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """The place that the innermost launcher gave this process; `CallerError` where none did, or not a whole one."""
+    """The rank and sizes that the innermost launcher gave this process; raises `CallerError` if any are missing."""
     launcher = next((each for each in LAUNCHERS if each.is_in(environment)), None)
     if launcher is None:
         raise _no_launcher(environment)
@@ -120,7 +120,7 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def not_taken(environment: Mapping[str, str]) -> list[str]:
-    """What further launchers say where they disagree with the innermost, for a report."""
+    """The variables of further launchers that disagree with the innermost one, for a report."""
     here = dict.fromkeys((each.rank, each.world_size) for each in LAUNCHERS if each.is_in(environment))
     places = [(pair, [environment.get(name, "") for name in pair]) for pair in here]
     others = [(names, values) for names, values in places if values != places[0][1]]
@@ -128,10 +128,10 @@ def not_taken(environment: Mapping[str, str]) -> list[str]:
 
 
 def read_token(environment: Mapping[str, str]) -> Fact | None:
-    """The group's secret, of GRADENGINE_TOKEN or of the file that GRADENGINE_TOKEN_FILE names; None without.
+    """The group's secret, from GRADENGINE_TOKEN or the file named by GRADENGINE_TOKEN_FILE; None without both.
 
     Raises:
-        CallerError: The file cannot be read, the token is too short, or both are there and differ.
+        CallerError: The file cannot be read, the token is too short, or both are set and differ.
     """
     found = []
     if value := environment.get("GRADENGINE_TOKEN"):
@@ -139,14 +139,14 @@ def read_token(environment: Mapping[str, str]) -> Fact | None:
     if path := environment.get("GRADENGINE_TOKEN_FILE"):
         found.append(Fact(token_in(path, " (of GRADENGINE_TOKEN_FILE)"), "GRADENGINE_TOKEN_FILE"))
     if len({fact.value for fact in found}) > 1:
-        raise CallerError("GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE say two different tokens", do="unset one of them")
+        raise CallerError("GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE hold different tokens", do="unset one of them")
     for value, source in found[:1]:
         refuse_bad_token(value, f"the token of {source}")
     return found[0] if found else None
 
 
 def token_in(path: str | Path, named_by: str = "") -> str:
-    """The only line of a file; `CallerError` where it cannot be read, is empty or longer than any token."""
+    """The only line of a file; raises `CallerError` if it cannot be read, is empty or longer than any token."""
     try:
         with open(path, "rb") as file:
             token = file.read(_MOST_TOKEN_BYTES + 1).decode().strip()
@@ -160,10 +160,10 @@ def token_in(path: str | Path, named_by: str = "") -> str:
 
 
 def read_job(environment: Mapping[str, str]) -> Fact:
-    """The run's name: GRADENGINE_JOB's, or the launcher's as "variable=value", so that those of two differ; "" without.
+    """The run's name: that in GRADENGINE_JOB, or the launcher's as "variable=value"; "" if there is none.
 
-    The first of `JOBS` that is set counts. Launchers come before the schedulers that they run under: of the ranks that
-    one mpirun starts over ssh, only some see the scheduler's variables.
+    The first variable of `JOBS` that is set counts. Launchers precede the schedulers that they run under: if one mpirun
+    starts ranks over ssh, only some of them see the scheduler's variables.
     """
     for variable in JOBS:
         value = environment.get(variable, "")
@@ -206,7 +206,7 @@ def _local(environment: Mapping[str, str], variable: str, least: int, most: int)
 
 def _no_launcher(environment: Mapping[str, str]) -> CallerError:
     return CallerError(
-        "no launcher started this process, so that nothing names its rank, world size and address",
+        "no launcher started this process: its rank, world size and address are not known",
         got="a Slurm job, but none of its steps" if "SLURM_JOB_ID" in environment else "no launcher's variables",
         expected=f"one of {', '.join(dict.fromkeys(each.rank for each in LAUNCHERS))}",
         do="start all ranks by torchrun, srun or mpiexec; or set GRADENGINE_RANK, "

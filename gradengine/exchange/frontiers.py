@@ -1,4 +1,4 @@
-"""Frontiers: how far an all-reduce's step has come on each rank, as bytes that the ranks tell each other."""
+"""Frontiers: the progress of an all-reduce's step on each rank, as bytes that the ranks tell each other."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _HEADER = struct.Struct("<q")  # the step
 
 
 class State(IntEnum):
-    """What a rank's arena holds of a share, and how far the share has come."""
+    """The content of a share in a rank's arena."""
 
     LOCAL = 0  # this rank's part
-    SENT = 1  # this rank's part, which is on its way to the owner; at the owner: which counts in the sum
-    RECEIVING = 2  # this rank's part, or some of the sum over it: torn if the links end; never at the owner
+    SENT = 1  # this rank's part, which is being sent to the owner; at the owner: which counts in the sum
+    RECEIVING = 2  # this rank's part, partly overwritten by the sum: lost if the links end; never at the owner
     SUMMED = 3  # the sum over all ranks
-    DAMAGED = 4  # a message that was damaged: if it was its tag, perhaps before there was a sum; never at the owner
+    DAMAGED = 4  # a damaged message, perhaps one that was not the sum; never at the owner
 
 
 def frontier_of(step: int, states: bytes | bytearray, known: Iterable[bool]) -> bytes:
-    """A rank's frontier: the step, a `State` for each share, and whose facts are here."""
+    """A rank's frontier: the step, a `State` for each share, and which owners' facts have been received."""
     return _HEADER.pack(step) + states + bytes(known)
 
 
 def frontiers_of(
     frontiers: Sequence[bytes], rank: int, mine: bytes, owners: npt.NDArray[np.intp], world_size: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Every rank's states of the shares, and whose facts it has.
+    """Every rank's states of the shares, and which owners' facts it has.
 
     Args:
         frontiers: One for each rank; b"" for a rank that has begun nothing.
         rank: This rank.
-        mine: Its own.
+        mine: This rank's own frontier.
         owners: The owner of each share.
         world_size: Ranks in the group.
 
     Raises:
-        HandshakeRefused: A rank has not contributed to what is summed, or has lost its part of what is not.
-        ProtocolError: They cannot be of one step; names rank and share.
+        HandshakeRefused: A rank has not contributed to a share that is summed, or has lost its part of one that is not.
+        ProtocolError: The frontiers contradict each other; names rank and share.
     """
     size, (step,) = len(mine), _HEADER.unpack_from(mine)
     if len(frontiers) != world_size:
@@ -69,7 +69,7 @@ def frontiers_of(
 def _refuse_lost(
     states: npt.NDArray[np.uint8], step: int, owners: npt.NDArray[np.intp], is_new: npt.NDArray[np.bool_]
 ) -> None:
-    """Refuse what lacks a rank's part: it has begun anew, or its part was written over and there is no sum for it."""
+    """Refuse a step that lacks a rank's part: the rank has begun anew, or its part was overwritten before the sum."""
     is_summed = states[owners, range(len(owners))] == State.SUMMED  # as each share's owner says
     is_summed_by_one = (states == State.SUMMED).any(axis=0)
     for rank in np.flatnonzero((is_summed_by_one & (states == State.LOCAL)).any(axis=1))[:1].tolist():
@@ -82,7 +82,7 @@ def _refuse_lost(
             f"rank {rank} has lost its part of share {number} in step {step} to a message that was damaged on the way",
             do="discard() the window on every rank, and accumulate it again",
         )
-    # Of an owner that has begun anew; one that has no sum, and has not, has sent none.
+    # The owner has begun anew: one that has no sum, and has not begun anew, has sent none.
     for rank, number in np.argwhere((states == State.RECEIVING) & is_new[owners])[:1].tolist():
         lost = f"its part of share {number} in step {step}"
         raise HandshakeRefused(
@@ -104,8 +104,8 @@ def _refuse_impossible(
     for rank, number in np.argwhere(impossible)[:1].tolist():
         owner = owners[number]
         got = f"state {states[rank, number]}, and state {states[owner, number]} at its owner, rank {owner}"
-        raise ProtocolError(f"rank {rank} says of share {number} what cannot be", got=got)
+        raise ProtocolError(f"rank {rank} sent an impossible state of share {number}", got=got)
     is_whole = np.array([owner in owners and is_summed[owners == owner].all() for owner in ranks])
     impossible = (known > is_whole) | (np.eye(len(ranks), dtype=np.bool_) & (known != is_whole))
     for rank, owner in np.argwhere(impossible)[:1].tolist():
-        raise ProtocolError(f"rank {rank} says of the facts of rank {owner} what cannot be", got=known[rank, owner])
+        raise ProtocolError(f"rank {rank} sent an impossible state of rank {owner}'s facts", got=known[rank, owner])

@@ -1,4 +1,4 @@
-"""All-gather of small data over a link: what the ranks tell each other besides their gradients."""
+"""All-gather of small data over a link: all that ranks send each other besides their gradients."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from gradengine.unpacking import unpack
 
 _HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1
 _LENGTH = struct.Struct("<q")
-_BIN_HEAD = 8  # bytes before a part in what a hub sends, at most, with those before all
-_ROOM = 4096 - _LENGTH.size  # bytes of data that go with their length, which is most of what is told in a step
+_BIN_HEAD = 8  # at most so many bytes before each part in a hub's message, those before all parts included
+_ROOM = 4096 - _LENGTH.size  # bytes of data that are sent together with their length: enough for most gathers
 
 
 @final
 class Gather:
-    """One rank's side of an all-gather: which transfers to make, and what came; no I/O, no threads, no clock.
+    """One rank's side of an all-gather: which transfers to make, and the parts received; no I/O, threads or clock.
 
-    With a hub, the server of the group, each rank sends its part there, and gets all parts from there, the server's own
-    last: a msgpack array of bin.
+    With a hub, the server of the group, each rank sends its part to the server, and receives all parts from it, the
+    server's own last: a msgpack array of bin.
 
     Args:
         rank: This rank, or the hub.
         world_size: Ranks in the group.
         data: This rank's part, at most 16 MiB.
-        hub: The number of the server through which all goes, the world size.
+        hub: The number of the server that all parts are sent through, which is the world size.
 
     Raises:
-        CallerError: More than that.
+        CallerError: The data are longer than 16 MiB.
 
     Example:
         >>> Gather(0, 1, b"mine").parts
@@ -61,7 +61,7 @@ class Gather:
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts are here, and this rank's own is sent to all others."""
+        """Whether all parts were received, and this rank's own was sent to all others."""
         return not self._open
 
     @property
@@ -71,17 +71,17 @@ class Gather:
 
     @property
     def awaited(self) -> list[int]:
-        """The ranks whose part is not here, or who have not taken this rank's own."""
+        """The ranks whose part is missing, or that have not taken this rank's own."""
         receives = {peer for kind, peer, _ in self._open if kind is Completed.RECEIVED}
         return sorted(receives or {peer for _, peer, _ in self._open})
 
     def transfers(self) -> list[Transfer]:
-        """The transfers to make now: each is given once."""
+        """The transfers to make now; each is returned once."""
         given, self._outbox = self._outbox, []
         return given
 
     def over(self, completion: Completion) -> None:
-        """Report a transfer that is over; raises `ProtocolError` for a rank that announces more than 16 MiB."""
+        """Note that a transfer is over; raises `ProtocolError` for a rank that announces more than 16 MiB."""
         kind, peer, tag = completion
         if kind is Completed.RECEIVED and tag == _HEAD_TAG:
             self._read(peer, self._heads[peer].tobytes())
@@ -111,14 +111,12 @@ class Gather:
             self._take(peer, head[_LENGTH.size :][:length])
 
     def _take(self, peer: int, data: bytes) -> None:
-        """All that a rank has sent is here."""
+        """Take the part that a rank has sent, or all parts from the server."""
         if peer == self._hub:
             parts = unpack(data, "what the server has gathered")
             if not isinstance(parts, list) or [*map(type, parts)] != [bytes] * self._count:
                 got, expected = f"{len(parts)} parts" if isinstance(parts, list) else parts, f"{self._count} of bytes"
-                raise ProtocolError(
-                    "what the server has gathered is not a part of each rank", got=got, expected=expected
-                )
+                raise ProtocolError("the server did not send one part for each rank", got=got, expected=expected)
             self._parts = dict(enumerate(parts))
             return
         self._parts[peer] = data
@@ -132,5 +130,5 @@ class Gather:
 
 
 def is_of_gather(tag: int) -> bool:
-    """Whether a transfer with this tag is of a gather, and not of an all-reduce."""
+    """Whether a transfer with this tag belongs to a gather, and not to an all-reduce."""
     return tag >= _HEAD_TAG

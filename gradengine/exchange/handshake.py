@@ -1,7 +1,7 @@
 """Mutual authentication by a shared token, and comparison of job and world size; no I/O.
 
-Each proof is an HMAC-SHA256 over the prover's role, both nonces, the protocol version, job, rank, world size, who is
-called and the group, so that it can be neither replayed, reflected nor passed on. The token is never sent.
+Each proof is an HMAC-SHA256 over the prover's role, both nonces, the protocol version, job, rank, world size, the rank
+that is called and the group, so that it can be neither replayed, reflected nor passed on. The token is never sent.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def new_nonce() -> bytes:
 
 
 def proof(token: str | None, role: str, hello: Hello, nonce: bytes, called: int, group: bytes) -> bytes:
-    """The HMAC of this handshake under the token, None being the empty one.
+    """The HMAC of this handshake under the token; None means an empty token.
 
-    `role` is "caller" or "called", `nonce` that of who is called: `called`, the world size for a server.
+    `role` is "caller" or "called"; `called` is the rank that is called, the world size for a server, and `nonce` its
+    nonce.
     """
     bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, called, group]
     return hmac.new((token or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
@@ -91,7 +92,7 @@ def refuse_other_job(hello: Hello, job: str) -> None:
             f"rank {hello.rank} belongs to another job",
             got=f"job={hello.job!r}",
             expected=f"job={job!r}",
-            do="two jobs came to one address: give each an address of its own, or all ranks of one the same job=",
+            do="two jobs use one address: give each job its own address, and all ranks of a job the same job=",
         )
 
 
@@ -107,7 +108,7 @@ def refuse_other_proof(given: bytes, expected: bytes, who: str) -> None:
 
 
 def error_told(name: str, text: str) -> ExchangeError:
-    """A peer's error, of its class if that is one of ours."""
+    """A peer's error, of the class with this name if it is one of ours."""
     kinds = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
     return kinds.get(name, ExchangeError)(text)
 

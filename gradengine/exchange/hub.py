@@ -1,7 +1,7 @@
-"""A served group at its server: all of its ranks send their parts here, each share is summed and sent to all.
+"""A served group at its server: all ranks send their parts to it, and it sums each share and sends it to all.
 
-One thread, and memory for the shares that are in flight alone. What the ranks tell each other goes through here too;
-first they compare themselves, as all ranks do, and rank 0 tells its layout, which the server cuts into shares.
+It has one thread, and memory only for the shares in flight. Gathers go through the server too: in the first one the
+ranks are compared, as in every group, and rank 0 sends its layout, which the server cuts into shares.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Hub(NotCopied, instead="make one for each group"):
     """Serves one group over a link to all of its ranks.
 
     Args:
-        link: The server's; closed in the end.
-        timeout: Seconds without a transfer that is over after which a rank that others wait for is given up.
+        link: The server's link; closed at the end.
+        timeout: Seconds without a finished transfer after which a rank that others wait for is given up.
         bucket_bytes: Bytes of a share.
-        most_bytes: Of a layout's arena.
-        clock: What seconds are counted by.
+        most_bytes: The largest arena of a layout.
+        clock: The clock of all seconds here.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Hub(NotCopied, instead="make one for each group"):
         self._moved_at = clock()
 
     def serve(self, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """Return when all ranks have left, between two steps; or when `is_closing`, which is looked at now and then.
+        """Serve until all ranks have left, between two steps; or until `is_closing` returns True: it is called often.
 
         Raises:
             PeerLost: A rank left that others wait for; names it.
             DeadlineExceeded: A rank that others wait for was too late; names it.
-            HandshakeRefused: The ranks differ in what must be alike.
+            HandshakeRefused: The ranks differ in a setting that must be the same.
             ProtocolError: A rank sent what it should not, or it was damaged on the way.
         """
         try:
@@ -87,7 +87,7 @@ class Hub(NotCopied, instead="make one for each group"):
             self._link.close()
 
     def _turn(self) -> bool:
-        """Report what is over, and begin what follows; whether there was anything."""
+        """Handle finished transfers, and begin the next ones; returns whether there were any."""
         over = self._link.poll()
         for completion in over:
             self._moved_at = self._clock()
@@ -119,9 +119,9 @@ class Hub(NotCopied, instead="make one for each group"):
             self._begin_step()
 
     def _begin(self) -> bool:
-        """Begin the transfers that are to be made now; whether there were any.
+        """Begin the transfers that are to be made now; returns whether there were any.
 
-        Nothing is received of a gather or step that no rank has begun: one that leaves before it is not missed.
+        Nothing is received for a gather or step that no rank has begun, so that a rank may leave before it.
         """
         held = [is_of_gather(tag) for tag in self._link.held()]
         self._is_gathering = self._is_gathering or True in held
@@ -146,7 +146,7 @@ class Hub(NotCopied, instead="make one for each group"):
         return Gather(self._link.rank, self._link.world_size, own, self._link.hub)
 
     def _look_at(self, parts: list[bytes]) -> None:
-        """Compare the ranks by what they gather first, as each of them does; the rest is theirs."""
+        """Compare the ranks by their first gathers, as each of them does; later gathers are not looked at."""
         if self._all_reduce is not None:
             return
         if not self._hellos:
@@ -188,7 +188,7 @@ class Hub(NotCopied, instead="make one for each group"):
         if len(self._link.gone()) < self._link.world_size:
             return False
         if self._all_reduce is None:
-            raise PeerLost("all ranks left before they had been compared", do="see what they say")
+            raise PeerLost("all ranks left before they had been compared", do="look at the ranks' own errors")
         if self._is_gathering or self._is_summing:
             return False  # as the next turn finds
         self._link.refuse_unsaid()

@@ -1,4 +1,4 @@
-"""What an exchange and those who call it share: its limits, what it reports, and the checks of what it is given."""
+"""Shared by an exchange and its callers: limits, its report of NaN and Inf, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NonFiniteValue:
 
 
 def checked_seconds(name: str, seconds: float) -> float:
-    """As a float; `CallerError` unless it is a timeout above 0, of at most 1e9 seconds."""
+    """The seconds as a float; raises `CallerError` unless they are above 0 and at most 1e9."""
     number = as_float(seconds)
     if not 0 < number <= 1e9:  # also true of NaN
         raise out_of_range(name, seconds, "seconds above 0, at most 1e9")

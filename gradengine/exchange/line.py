@@ -1,4 +1,4 @@
-"""One connection between ranks that are not yet a group: messages, and not a byte more, with or without waiting."""
+"""A connection between ranks that are not yet a group: reads whole messages and no byte more, waiting or not."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_K
 
 @final
 class Line:
-    """A connection of which no more is read than the message that is awaited: the rest is its link's.
+    """A connection from which no more is read than the expected message: later bytes are for the link.
 
     Args:
-        connection: Connected; whoever makes the line closes it.
-        who: Is at the other end, for errors.
-        left: Seconds for which this end may still wait; None where it never does.
+        connection: The connected socket; the caller closes it.
+        who: The name of the other end, for errors.
+        left: Returns the seconds for which this end may still wait; None if it never waits.
     """
 
     hello: Hello  # of the end that called, once it has said it
@@ -63,7 +63,7 @@ class Line:
                         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def say(self, message: Message, payload: bytes = b"") -> None:
-        """Send a message; `OSError` if it does not go."""
+        """Send a message; raises `OSError` if that fails."""
         self._limit()
         try:
             self.socket.sendall(encode_head(message, len(payload)) + payload)
@@ -86,9 +86,9 @@ class Line:
         """The next message, of one of these kinds, and its payload.
 
         Raises:
-            BlockingIOError: It has not come whole, and this end does not wait; ask again.
-            OSError: It does not come.
-            ProtocolError: It is another.
+            BlockingIOError: The message is not complete yet, and this end does not wait; call again.
+            OSError: The connection was lost or timed out.
+            ProtocolError: The message is of another kind.
         """
         self._fill(PREFIX_BYTES)
         header_bytes, payload_bytes = decode_prefix(bytes(self._read[:PREFIX_BYTES]))
@@ -104,7 +104,7 @@ class Line:
         return message, payload
 
     def leave(self, message: Message, why: ExchangeError) -> None:
-        """Say why and close, without waiting."""
+        """Send the reason and close, without waiting."""
         with contextlib.suppress(OSError):
             self.say(message, str(why).encode(errors="replace"))
             self.socket.shutdown(socket.SHUT_WR)
@@ -122,7 +122,7 @@ class Line:
             self._read += data
 
     def _limit(self) -> None:
-        """Have the next call wait to the end of what is left, however often it is continued."""
+        """Set the socket's timeout to the seconds left, so that repeated calls end at one deadline."""
         if self.left is not None:
             left = self.left()
             if left <= 0:

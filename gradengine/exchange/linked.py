@@ -1,4 +1,4 @@
-"""An exchange: its ranks compare what must be alike, then each owner sums its shares for all, over a link.
+"""An exchange: its ranks check that they fit together, then each owner sums its shares for all, over a link.
 
 The sum is elementwise in fp32 and taken in rank order from rank 0's value on, so that its bits depend neither on the
 link, nor on the bucket size, nor on the order of arrival.
@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as long
-_GRACE_SECONDS = 5.0  # that a rank waits longer than its server, which knows who is late
+_GRACE_SECONDS = 5.0  # a rank waits so much longer than its server, which knows which rank is late
 
 
 class Seconds(NamedTuple):
     """How long a step's sums took.
 
     Attributes:
-        total: From the start of the first span until the last sum was there.
-        waited: What the step waited for them.
+        total: From the start of the first span until the last sum was received.
+        waited: How long the step waited for the sums.
     """
 
     total: float = 0.0
@@ -84,12 +84,12 @@ class Progress:
     took: Seconds = field(default_factory=Seconds)
 
     def next_step(self) -> None:
-        """The step is over on all ranks."""
+        """Begin the next step: this one is over on all ranks."""
         self.restart()
         self.step += 1
 
     def restart(self) -> None:
-        """The step starts over: the arena holds nothing of it."""
+        """Start the step over: the arena holds nothing of it."""
         self.bad, self.carrier, self.squares, self.took = [], None, None, Seconds()
 
 
@@ -100,20 +100,20 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
     it. A new transport is a link (`links/`) and its URL in `connect`.
 
     Args:
-        link: This rank's, closed with the exchange; or where it comes to one as it binds.
-        url: For the attribute.
+        link: This rank's link, closed with the exchange; or the meeting that makes it in `bind`.
+        url: The attribute `url`.
         timeout: Seconds without any progress after which a waiting rank fails.
-        join_timeout: Seconds for which a rank that binds waits for the others.
-        bucket_bytes: Bytes of a share, which one rank sums for all; rank 0's value is used, or the server's.
-        clock: What seconds are counted by.
+        join_timeout: Seconds for which `bind` waits for the other ranks.
+        bucket_bytes: Bytes of a share, which one rank sums for all; rank 0's value, or the server's, is used.
+        clock: The clock of all seconds here.
 
     Attributes:
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
         url: Rank 0's address, or a server's, with the actual port if port 0 was requested; "mpi://" over MPI; None for
             threads of one process.
-        shares_memory: Whether the link may be over shared memory: then an engine that is made with this exchange has
-            its arena there.
+        shares_memory: Whether the link may be over shared memory: then an engine built with this exchange has its
+            arena there.
 
     Raises:
         CallerError: A time or size is out of range.
@@ -146,7 +146,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
 
     @property
     def link(self) -> str | None:
-        """How bytes go: "threads", "tcp", "unix", "shared_memory" or "mpi"; over sockets None before `bind`."""
+        """How bytes are sent: "threads", "tcp", "unix", "shared_memory" or "mpi"; over sockets None before `bind`."""
         if isinstance(self._link, Meeting):
             return None
         is_read_in_place = self._all_reduce is None or self._all_reduce.reads_in_place
@@ -156,14 +156,14 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         """Join the group with a layout and an arena; returns when all ranks have joined.
 
         Args:
-            layout: Must be the same on all ranks.
-            arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; or a device's, of which a few
-                shares are copied at a time: what leaves then comes behind what the current stream has to do at its
-                `start`.
+            layout: The layout, the same on all ranks.
+            arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; or a device's arena, a few
+                shares of which are copied at a time, each after the work that was queued on the current stream at its
+                span's `start`.
             progress: A new one, or that of an exchange that failed, to resume its step.
 
         Raises:
-            HandshakeRefused: Another layout (the differing rows are shown), world size, step or token.
+            HandshakeRefused: The ranks differ in layout (the rows are shown), world size, step or token.
             PeerLost: The server or a worker did not join in time.
         """
         if not isinstance(arena, DeviceArena):
@@ -182,11 +182,11 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         """Start the all-reduce of spans whose local gradients are complete; returns at once.
 
         Args:
-            spans: Not started in this step.
-            in_background: Have a thread send them from now on; else `wait` does, or the thread of another span.
+            spans: Spans that were not started in this step.
+            in_background: Let a thread send them from now on; else `wait` sends them, or a thread started for others.
 
         Raises:
-            WindowError: One has been started in this step already, or the exchange is not bound; none of them is.
+            WindowError: A span was started in this step already, or the exchange is not bound; no span was started.
         """
         pump, all_reduce = self._bound()
         refuse_started(spans, lambda span: span.key in self._started)
@@ -205,14 +205,14 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             self._to_the_end(lambda: pump.start(*new, in_background=in_background))
 
     def wait(self) -> tuple[NonFiniteValue, ...]:
-        """Wait until the whole arena is reduced; then `progress.squares` are those of the sums.
+        """Wait until the whole arena is reduced; then `progress.squares` are the squared sums of its chunks.
 
         Returns:
             Non-finite contributions, the same on all ranks: the first of each rank, by rank.
 
         Raises:
             WindowError: The exchange is not bound.
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed for good; `progress` says how far it came.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed for good; `progress` has what is done.
         """
         pump, all_reduce = self._bound()
         self._refuse_failed()
@@ -230,13 +230,13 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         """All-gather: every rank's `data`, in rank order, on every rank; at most 16 MiB each.
 
         Raises:
-            CallerError: More than that, or the exchange is not bound.
+            CallerError: The data are longer than 16 MiB, or the exchange is not bound.
             PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
         """
         pump, all_reduce = self._bound()
         refuse_long_part(data)
         self._refuse_failed()
-        self._follow(pump, all_reduce)  # what another rank has sent of a new step comes before what it tells
+        self._follow(pump, all_reduce)  # shares of a new step that another rank has sent precede its part here
         return self._to_the_end(lambda: pump.gather(data, self._timeout))[: self.world_size]
 
     def barrier(self) -> None:
@@ -281,13 +281,13 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             raise self._failure
 
     def _follow(self, pump: Pump, all_reduce: OrderedAllReduce) -> None:
-        """Begin the next step if the engine has; its number is the engine's, which may have loaded another."""
+        """Begin the next step if the engine has begun it; its number is the engine's, which may be a loaded one."""
         if self._progress.carrier is not self and all_reduce.is_begun:
             self._to_the_end(pump.next_step)
         all_reduce.step = self._progress.step
 
     def _to_the_end(self, call: Callable[[], T]) -> T:
-        """What a call returns; one that does not come to its end closes the exchange, whose ranks would drift apart."""
+        """Make a call and return its value; if it is interrupted close the exchange, as its ranks would drift apart."""
         try:
             return call()
         except WindowError:
@@ -333,7 +333,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
     def _meet(
         self, pump: Pump, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link
     ) -> tuple[list[Hello], int]:
-        """What each rank says of itself, and the bytes of a share; refuses what must be alike and is not."""
+        """Every rank's hello, and the bytes of a share; raises an error if the ranks do not fit together."""
         try:
             told = pump.gather(packed(self._hello(layout, arena, progress, link)), self._join_timeout, "joining")
             hellos, bucket_bytes = hellos_of(told[: self.world_size])
@@ -371,14 +371,14 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
 
 @final
 class WorkerClient(Exchange):
-    """Exchange of a worker whose group has a `GradientServer`.
+    """The exchange of a worker whose group has a `GradientServer`.
 
     Args:
-        address: The server's: (host, port), or the path of a Unix socket.
+        address: The server's address: (host, port), or the path of a Unix socket.
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
         token: The group's secret.
-        job: As for `connect`; so are timeout and join_timeout.
+        job: As for `connect`, like timeout and join_timeout.
 
     Raises:
         CallerError: The rank is out of range, or the job's name is too long or not printable.
@@ -406,7 +406,7 @@ def local_group(
     join_timeout: float = DEFAULT_JOIN_TIMEOUT,
     bucket_bytes: int = DEFAULT_SHARE_BYTES,
 ) -> list[Exchange]:
-    """One exchange for each of `world_size` threads of this process, in rank order.
+    """Make one exchange for each of `world_size` threads of this process; returns them in rank order.
 
     Args:
         world_size: Number of threads; each uses its own exchange.

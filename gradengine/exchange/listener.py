@@ -1,4 +1,4 @@
-"""Where a rank or a server listens: at an address, and over TCP also beside it, for ranks of the same host."""
+"""A rank's or server's listening sockets: at an address, and over TCP also a Unix socket for ranks on the same host."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _PREFIX = "\0gradengine-"
 
 @final
 class Listener(NotCopied, instead="make one in the process that listens"):
-    """A socket at which other ranks call; one at a path is for this user alone.
+    """A socket that other ranks connect to; one at a path is for this user alone.
 
     Args:
-        address: (host, port), port 0 for any free one; or the path of a Unix socket, of which a stale one is removed.
+        address: (host, port), port 0 for any free one; or the path of a Unix socket: a stale one is removed.
         token: The group's secret; required beyond loopback.
-        is_beside: Whether ranks on the same host are to come over a Unix socket, where this system has them unnamed.
+        is_beside: Whether to listen also at a Unix socket without a path, for ranks on the same host, where there are
+            such sockets (Linux).
 
     Attributes:
-        address: With the port that it has.
-        socket: That listens there.
-        beside: The name of the Unix socket, "" where there is none; `nearby` is that socket, in a list.
+        address: The address, with the actual port.
+        socket: The socket that listens there.
+        beside: The name of the Unix socket, "" if there is none; `nearby` is that socket, in a list.
 
     Raises:
         CallerError: The address cannot be bound, or it is beyond loopback and there is no token.
@@ -62,7 +63,7 @@ class Listener(NotCopied, instead="make one in the process that listens"):
             raise
 
     def close(self) -> None:
-        """Give the address back; may be called twice."""
+        """Stop listening and free the address; may be called twice."""
         if self.socket.fileno() < 0:
             return  # another listener may have the path by now
         with contextlib.suppress(OSError):
@@ -73,15 +74,15 @@ class Listener(NotCopied, instead="make one in the process that listens"):
 
 
 def nameless(name: str) -> str:
-    """The address of a Unix socket without a path, which Linux has: nothing of it is left when its process ends."""
+    """The address of a Unix socket without a path (Linux's abstract sockets), which vanishes with its process."""
     return f"{_PREFIX}{name}"
 
 
 def is_nameless(address: Address) -> bool:
-    """Whether this is the address of such a socket, which users know nothing of."""
+    """Whether this is the address of a socket without a path."""
     return isinstance(address, str) and address.startswith(_PREFIX)
 
 
 def is_name(text: str) -> bool:
-    """Whether a listener may have drawn this."""
+    """Whether this text has the form of the random names that listeners choose."""
     return re.fullmatch("[0-9a-f]{32}", text) is not None

@@ -1,16 +1,17 @@
-"""How ranks over sockets come to be connected, each with each other, or all with one server; without a thread.
+"""Connects ranks over sockets, each with each other, or all with one server; without a thread.
 
-Rank 0 listens where all know it. Each other rank calls it, both prove that they have the token, and then the rank
-listens too and says where. When all are there, rank 0 sends each the list of these addresses and the group's random
-identifier; each rank calls those between 0 and itself, accepts those above it, and each pair proves itself again.
+Rank 0 listens at an address that all know. Each other rank calls it, both prove that they have the token, and then the
+rank listens too and tells rank 0 its address. When all have called, rank 0 sends each the list of these addresses and
+the group's random identifier; each rank calls those between 0 and itself, accepts those above it, and each pair proves
+itself again.
 
-A server listens as rank 0 does, and each rank calls it; when all are there, it says so, and they stay as they are.
+A server listens as rank 0 does, and each rank calls it; when all have called, it tells them so, and that is all.
 
-Over TCP a rank whose system has Unix sockets without a path listens at one too, under a random name, and tells its
-callers. Whoever reaches it there is on the same host (in a container with a network of its own it is not), and goes on
-over that connection. Where all have reached rank 0 so, their link is one for ranks of one host.
+Over TCP, on a system that has Unix sockets without a path, a rank also listens at such a socket, under a random name,
+which it tells its callers. A caller that reaches it there is on the same host (in a container with its own network it
+is not), and uses that connection. If all reached rank 0 so, their link is one for ranks of one host.
 
-The rank that is called proves itself last, and to nobody who has not: a stranger learns a nonce and a name.
+The rank that is called proves itself last, and only to a caller that has: a stranger learns a nonce and a name.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Pr
 T = TypeVar("T")
 
 LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
-_STRANGERS = 64  # that may be connected at a time, besides one for each rank; the one that came first makes room
+_STRANGERS = 64  # may be connected at a time, besides one for each rank; for a further one the oldest is closed
 _GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.1  # until a server that waits looks whether it is to end
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
@@ -71,25 +72,25 @@ _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 @final
 class Meeting(NotCopied, instead="connect in the process that steps"):
-    """Where one rank comes to its group; rank 0 listens from the beginning, so that others may come before it waits.
+    """The means by which one rank joins its group; rank 0 listens from now on, so that others may call before it waits.
 
     Args:
-        address: Rank 0's, or the server's.
+        address: Rank 0's address, or the server's.
         rank: This rank.
         world_size: Ranks in the group.
         token: The group's secret.
         job: The job's name.
-        link: Of `LINKS`, that of all ranks; None on rank 0: the best for where they are; elsewhere: rank 0's.
-        is_served: Whether a server listens at the address, and no rank; then without a link.
+        link: One of `LINKS`, for all ranks; None on rank 0: the best for the ranks' hosts; on other ranks: rank 0's.
+        is_served: Whether a server, not a rank, listens at the address; then `link` must be None.
 
     Attributes:
-        url: The address, on rank 0 with the port that it has.
-        shares_memory: Whether the link is to be over shared memory, for all that is known before the ranks meet: arenas
-            that lie in some are read in place then.
+        url: The address, on rank 0 with the actual port.
+        shares_memory: Whether, as far as is known before the ranks connect, the link will be over shared memory, where
+            arenas in shared memory are read in place.
 
     Raises:
         CallerError: An argument is out of range, or rank 0 cannot listen there.
-        DeviceUnavailable: The link is to be over shared memory, and this system has none.
+        DeviceUnavailable: `link` is "shared_memory", and this system has none.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         self.url = url_of(self._at if self._listener is None else self._listener.address)
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
-        """This rank's link, once it is connected with all others, or with the server; once only. Raises as `mesh`."""
+        """Connect this rank with all others, or the server, and return its link; call it once. Raises as `mesh`."""
         joining = _Joining(self.rank, self.world_size, self._token, self._job, timeout, clock, self._link)
         if self._is_served:
             return joining.link(partial(joining.find_server, self._at))
@@ -132,7 +133,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         return joining.link(partial(joining.join, self._at))
 
     def close(self) -> None:
-        """Listen no more; may be called twice."""
+        """Stop listening; may be called twice."""
         if self._listener is not None:
             self._listener.close()
 
@@ -148,23 +149,23 @@ def mesh(
     clock: Callable[[], float] = time.monotonic,
     link: str | None = None,
 ) -> SocketLink:
-    """A link over a connection with each other rank; returns when this rank has them all.
+    """A link over a connection with each other rank; returns when this rank is connected with all of them.
 
     Args:
-        at: On rank 0 its listener, which is closed in the end; on the others its address.
+        at: On rank 0 its listener, which is closed at the end; on the others rank 0's address.
         rank: This rank.
         world_size: Ranks in the group.
         token: The group's secret.
         job: The job's name.
-        timeout: Seconds for the whole.
-        clock: What seconds are counted by.
+        timeout: Seconds for all of this.
+        clock: The clock of all seconds here.
         link: As for `Meeting`.
 
     Raises:
         CallerError: An argument is out of range.
         HandshakeRefused: Ranks have another token, job or world size, or the same rank; or cannot reach each other.
-        PeerLost: Not all ranks were there in time; the error names them.
-        ProtocolError: What answers at the address is no rank.
+        PeerLost: Not all ranks joined in time; the error names the missing ones.
+        ProtocolError: The process that answers at the address is not a rank.
     """
     rank, world_size = checked_rank(rank, world_size)
     refuse_bad_token(token)
@@ -185,17 +186,17 @@ def link_to_ranks(
     gives_up: Callable[[float], bool] = lambda _: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> SocketLink:
-    """A server's link to the ranks of its next group; returns when all are there.
+    """A server's link to the ranks of its next group; returns when all have joined.
 
     Args:
-        listener: The server's, which goes on listening.
+        listener: The server's listener, which goes on listening.
         world_size: Ranks in the group.
         token: The group's secret.
-        job: The job's name; None for that of the first rank that comes.
+        job: The job's name; None for that of the first rank that calls.
         timeout: Seconds that the first rank waits for the others.
-        is_closing: Looked at while ranks are waited for: whether the server ends.
-        gives_up: Looked at while nobody is there, with the time since when: whether the wait for the first rank ends.
-        clock: What seconds are counted by.
+        is_closing: Called while this waits for ranks; returns whether the server ends.
+        gives_up: Called while no rank is there, with the time since when; returns whether the wait for the first ends.
+        clock: The clock of all seconds here.
 
     Raises:
         PeerLost: As `mesh`; or the server ends.
@@ -208,7 +209,7 @@ def link_to_ranks(
 
 @final
 class _Joining:
-    """One rank's way into its group, or the server's, whose number is the world size."""
+    """One rank's, or the server's, connecting to its group; the server's number is the world size."""
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class _Joining:
         self._failure: ExchangeError | None = None  # one that ends the group
 
     def _begin(self) -> None:
-        """Nobody is there yet; a server waits without a deadline, and may be of any job."""
+        """Start without any rank; a server waits without a deadline, and may be of any job."""
         self._job, self._began = self._given_job, self._clock()
         self._deadline = math.inf if self._is_server else self._began + self._timeout
 
@@ -258,7 +259,7 @@ class _Joining:
             raise
 
     def host(self, listener: Listener) -> None:
-        """Rank 0's part, or a server's."""
+        """Play rank 0's part, or a server's."""
         met: Container[int]
         if self._is_server:
             others, met = range(self._world_size), self.lines
@@ -280,7 +281,7 @@ class _Joining:
                 line.say(Members(self._group, self._link), msgpack.packb(urls))
 
     def join(self, address: Address) -> None:
-        """The part of each other rank."""
+        """Play the part of each other rank."""
         listener, addresses = self._retried(partial(self._meet, checked_address(address)))
         # All calls come before any is accepted, and go to lower ranks alone: rank 1 makes none and accepts at once, so
         # rank 2's call is answered and rank 2 accepts, and so on. No ranks wait for each other in a circle.
@@ -290,7 +291,7 @@ class _Joining:
         self._accept(listener, lambda: [rank for rank in above if rank not in self.lines])
 
     def find_server(self, address: Address) -> None:
-        """The part of each rank where there is a server."""
+        """Play the part of each rank in a group with a server."""
         do = "start the server and all ranks, and check its host and port; it serves one group at a time"
         self._retried(partial(self._meet_server, address), do)
 
@@ -305,7 +306,7 @@ class _Joining:
     # ---- as the rank that calls ----
 
     def _retried(self, attempt: Callable[[], T], do: str = "start all ranks, and check host and port of rank 0") -> T:
-        """What an attempt returns whose connection is not lost: ranks start in any order, and perhaps again."""
+        """Repeat an attempt until its connection is not lost, and return its value: ranks start in any order."""
         while True:
             try:
                 return attempt()
@@ -375,12 +376,12 @@ class _Joining:
         return line
 
     def _call_beside(self, rank: int, name: str, line: Line) -> Line | None:
-        """A line over the Unix socket of the rank that is called; None where nobody has that name: on another host.
+        """A line over the Unix socket of the rank that is called; None if none has that name here: it is elsewhere.
 
-        Any other reason, as of a backlog that is full, may pass: `_retried` begins anew.
+        After any other failure, such as a full backlog, `_retried` begins again.
         """
         if line.is_local or not is_name(name):
-            raise ProtocolError(f"{line.who} names no Unix socket beside it", got=said(name))
+            raise ProtocolError(f"{line.who} sent an invalid name of a Unix socket", got=said(name))
         try:
             return self._call(rank, nameless(name))
         except ConnectionRefusedError:
@@ -391,7 +392,7 @@ class _Joining:
     # ---- as the rank that is called ----
 
     def _accept(self, listener: Listener, missing: Callable[[], list[int]]) -> None:
-        """Let ranks in until none is missing; who says nothing is not waited for."""
+        """Accept ranks until none is missing; a caller that sends nothing holds up nobody."""
         for each in (listener.socket, *listener.nearby):
             self._selector.register(each, selectors.EVENT_READ, each)
         while ranks := missing():
@@ -414,7 +415,7 @@ class _Joining:
             self._make_room(fault)
             return
         try:
-            line = Line(connection, "whoever calls")
+            line = Line(connection, "a caller")
             line.beside = "" if line.is_local else beside
             self._selector.register(connection, selectors.EVENT_READ, line)
             self._strangers.append(line)
@@ -435,7 +436,7 @@ class _Joining:
             time.sleep(RETRY_SECONDS)
 
     def _hear(self, line: Line) -> None:
-        """Answer a line's next message, if it is whole."""
+        """Answer a line's next message, if it is complete."""
         try:
             self._answer(line)
         except BlockingIOError:
@@ -462,7 +463,7 @@ class _Joining:
         own, other = (hello.world_size, 0) if self._is_server else (self._rank, hello.world_size)
         if is_same_proof(given.proof, self._proof("caller", hello, line.nonce, other)):
             what = f"{line.who} looks for {'rank 0' if self._is_server else 'a server'} here"
-            raise HandshakeRefused(what, do="pass served=True on all ranks where there is a server, or else on none")
+            raise HandshakeRefused(what, do="pass served=True on all ranks if there is a server, else on none")
         refuse_other_proof(given.proof, self._proof("caller", hello, line.nonce, own), line.who)
         self._job = hello.job if self._job is None else self._job
         refuse_other_job(hello, self._job)
@@ -505,10 +506,10 @@ class _Joining:
         return ExchangeError(what, do="raise the limit: ulimit -n")
 
     def _best_link(self) -> str:
-        """The link of all ranks, as they are connected with this one: the one that was asked for, or the best.
+        """The link of all ranks: the one that was asked for, or the best for how they are connected with this one.
 
         Raises:
-            HandshakeRefused: It needs all ranks on this host, and they are not.
+            HandshakeRefused: The link needs all ranks on this host, and they are not.
         """
         far = [rank for rank, line in self.lines.items() if not line.is_local]
         best = "tcp" if far or not self.lines else "shared_memory" if has_shared_memory() else "unix"
@@ -546,16 +547,16 @@ def _has_gone(line: Line | None) -> bool:
 
 
 def _refuse_long_path(path: str) -> None:
-    """Raise `CallerError` for a path of the last rank that a Unix socket cannot have: on all ranks alike."""
+    """Raise `CallerError`, on all ranks alike, if the last rank's path is too long for a Unix socket."""
     if len(os.fsencode(path)) > MOST_PATH_BYTES:
         what, do = f"the path is too long for a Unix socket of each rank: {path}", "choose a shorter one"
         raise CallerError(what, got=f"{len(os.fsencode(path))} bytes", expected=f"at most {MOST_PATH_BYTES}", do=do)
 
 
 def _refuse_other_link(link: str | None, address: Address) -> None:
-    """Raise an error for a link that is none, or that there cannot be at this address."""
+    """Raise `CallerError` for an unknown link, or one that is not possible at this address."""
     if link not in {None, *LINKS}:
-        raise CallerError("no such link", got=said(link), expected=f"one of {', '.join(LINKS)}, or None for the best")
+        raise CallerError("unknown link", got=said(link), expected=f"one of {', '.join(LINKS)}, or None for the best")
     if link == "tcp" and isinstance(address, str):
         raise CallerError('link="tcp" over a Unix socket', do="pass tcp://host:port of rank 0, or another link")
     if link == "shared_memory":
@@ -563,9 +564,9 @@ def _refuse_other_link(link: str | None, address: Address) -> None:
 
 
 def _chosen(link: str, own: str | None, rank: int) -> str:
-    """The link that rank 0 has chosen; raises an error if it is none, or not the one that this rank was given."""
+    """The link that rank 0 has chosen; raises an error if it is unknown, or not the one that this rank was given."""
     if link not in LINKS:
-        raise ProtocolError("rank 0 chose no link", got=said(link), expected=f"one of {', '.join(LINKS)}")
+        raise ProtocolError("rank 0 chose an unknown link", got=said(link), expected=f"one of {', '.join(LINKS)}")
     if own not in {None, link}:
         what = f"rank {rank} was given another link than the group's"
         raise HandshakeRefused(what, got=repr(own), expected=repr(link), do="pass the same link on all ranks")

@@ -1,20 +1,20 @@
 """One rank's side of a step's all-reduce: which transfers to make and what to sum; no I/O, no threads, no clock.
 
 Every rank sends its part of each share to the share's owner. The owner adds the parts in rank order with K1, measures
-the sum in the same pass, and sends it back. After its last sum of the step it sends its facts: the squared sums of its
-chunks, and what was not finite in any rank's part. So all ranks get the same sums and the same facts from one source.
+the sum in the same pass, and sends it back. After its last sum of the step it sends its *facts*: the squared sums of
+its chunks, and the first NaN or Inf of each rank's part. So all ranks get the same sums and facts from one source.
 
-On the CPU all this happens in the arena itself. Shares of a GPU's arena are copied into rows of host memory and back:
-its part comes from the device before it is sent or summed, and the sum goes there before the share counts as summed
-(a copy that was begun is reported, also where links are lost: else an owner might take half a sum for its part).
+On the CPU all this happens in the arena itself. Shares of a GPU's arena are copied to rows of host memory and back: a
+part is copied from the device before it is sent or summed, and a share counts as summed once its sum is on the device
+(a copy that was begun is reported even if links are lost: else an owner might take half a sum for its part).
 
-Only so many shares of a rank are on their way at a time. They start in their order, the same on all ranks, and nobody
-waits for ever: the first share that is not summed everywhere has its row on every rank, so its owner gets all parts,
-and whoever has sent a part receives its sum. An owner has rows of its own, and makes room for as many shares as a rank
-sends parts of, so that no part ever waits for room before a sum.
+A rank has a limited number of shares in flight. Shares start in one order, the same on all ranks, so that no rank waits
+for ever: the first share that is not summed everywhere has a row on every rank, so its owner receives all parts, and
+each rank that has sent a part receives the sum. An owner has rows of its own, and makes room for as many shares as a
+rank sends parts of, so that no part ever waits for room before a sum.
 
-A server beside the ranks, its number the world size, may own all shares. It contributes nothing, so that it has no
-arena: it starts all spans as a step begins, and a sum is in a row until all ranks have it.
+A server besides the ranks, whose number is the world size, may own all shares. It contributes nothing, and has no
+arena: it starts all spans when a step begins, and keeps a sum in a row until all ranks have it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from gradengine.kernels.host import first_non_finite
 from gradengine.layout import GradientLayout, Span
 
 IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
-_NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element where there is none
+_NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element if it has none
 
 
 class _Kind(IntEnum):
-    """What a message holds."""
+    """The content of a message."""
 
     PART = 0
     SUM = 1
@@ -60,7 +60,7 @@ class _Incoming(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """How many shares of a rank may be on their way at a time, and the elements of the rows that they have."""
+    """How many shares of a rank may be in flight at a time, and the elements of their rows."""
 
     received: int  # own ones whose parts are received, each part in a row of `largest_own`
     own: int  # own ones that a device's arena, or a server, has a row of `largest` for
@@ -70,7 +70,7 @@ class Flight(NamedTuple):
 
 
 def flight_of(mine: Sequence[Share], count: int, largest: int, in_flight: int = IN_FLIGHT) -> Flight:
-    """What a rank makes room for that owns these shares, of `count` shares of which none has more elements."""
+    """The room that a rank makes which owns the shares `mine`, out of `count` shares of at most `largest` elements."""
     largest_own = _largest(mine)
     room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest_own, largest))
     own, others = len(mine), count - len(mine)
@@ -82,23 +82,23 @@ class OrderedAllReduce:
     """Sums one arena over all ranks, step by step and share by share, in rank order from rank 0's value.
 
     After each call the caller takes `transfers()`, makes them in any order, and reports each by `sent` or `received`.
-    Calls must not overlap. After lost links the ranks tell each other their `frontier()`, and `resume`.
+    Calls must not overlap. After links were lost the ranks send each other their `frontier()`, and call `resume`.
 
     Args:
         rank: This worker's rank; the world size for a server.
         world_size: Ranks in the group.
         layout: The same on all ranks.
-        shares: What `shares_of` makes of the layout, the same on all ranks.
-        arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; a device's through copies; a
-            server's is None.
-        kernels: Kernels of the host, which sum and measure.
+        shares: The layout's shares by `shares_of`, the same on all ranks.
+        arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; or a device's arena, through copies;
+            None on a server.
+        kernels: The host's kernels, which sum and measure.
         step: The number of the first step.
-        in_flight: Bytes that are received of each other rank's parts at a time, and sent of this rank's; one share
-            always is, and of a host's arena all are where they are read in place.
-        reads_in_place: Whether the links lend parts to their owner, which copies none then.
+        in_flight: Bytes of each other rank's parts that are received at a time, and of this rank's that are sent; at
+            least one share, and all shares of a host's arena if they are read in place.
+        reads_in_place: Whether the links lend parts to their owner, which then copies none.
 
     Attributes:
-        step: The number of the open step; its owner may name it anew before any span is started.
+        step: The number of the open step; may be set before any span is started.
         reads_in_place: As given.
         is_served: Whether a server owns all shares.
 
@@ -161,7 +161,7 @@ class OrderedAllReduce:
         self._begin()
 
     def _places_of_sums(self, mine: Sequence[Share]) -> dict[int, tuple[Arena, Float64]]:
-        """Where each own share is summed, all in one scratch, and the place of its squared sums in the facts."""
+        """For each own share: where it is summed, all in one scratch, and the place of its squares in the facts."""
         scratch = self._kernels.device.allocate(_largest(mine))
         places, first = {}, 0
         for share in mine:
@@ -172,9 +172,9 @@ class OrderedAllReduce:
         return places
 
     def _make_rows(self, mine: Sequence[Share], arena: Float32 | DeviceArena | None, in_flight: int) -> None:
-        """Make a device's or a server's rows of shares that are on their way, and find how many of a host's may be."""
+        """Make a device's or a server's rows for shares in flight, and find how many of a host's may be in flight."""
         self._flight = flight = flight_of(mine, len(self._shares), _largest(self._shares), in_flight)
-        # The row of a share of another owner is free when the sum is in the arena, that of an own one when all have it.
+        # The row of another owner's share is free once the sum is in the arena, that of an own share once all have it.
         self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
         if isinstance(arena, DeviceArena):
             self._free_rows = [[*arena.rows(count, flight.largest)] for count in (flight.sent, flight.own)]
@@ -183,7 +183,7 @@ class OrderedAllReduce:
         self._rows: dict[int, Float32 | None] = {}  # of the shares that are on their way
 
     def _make_room(self, reads_in_place: bool) -> None:
-        """Make the memory for the parts that are received; where they are read in place, all may be on their way."""
+        """Make the memory for received parts; if they are read in place, all may be in flight."""
         sent, received, size = self._flight.sent, self._flight.received, self._flight.largest_own
         rows, mine, self.reads_in_place = len(self._others), len(self._sums), reads_in_place
         if reads_in_place:
@@ -195,7 +195,7 @@ class OrderedAllReduce:
 
     @property
     def is_done(self) -> bool:
-        """Whether all sums and facts are here, and all that was sent has gone: the arena may be overwritten."""
+        """Whether all sums and facts were received and all sends are over: then the arena may be overwritten."""
         is_summed = self._states.count(State.SUMMED) == len(self._shares)
         is_on_its_way = self._sends or self._receives or any(self._waiting)
         return is_summed and len(self._known) == len(self._facts) and not is_on_its_way
@@ -233,10 +233,10 @@ class OrderedAllReduce:
 
     @property
     def awaited(self) -> tuple[int, str] | None:
-        """The rank that this one waits for longest, and for what; None where it has to start a span itself.
+        """The rank that this one has waited for longest, and for what; None if this rank has to start a span first.
 
-        A part that is missing comes first, since it waits for nothing else; then sums, facts, and what is to be taken.
-        A server waits for a share's parts as soon as one is there.
+        A missing part is named first, since it depends on nothing else; then sums, facts, and receipts of what was
+        sent. A server waits for a share's parts as soon as it has one of them.
         """
         if self._ready.count < len(self._shares):
             return None
@@ -258,7 +258,7 @@ class OrderedAllReduce:
         return None
 
     def described(self, tag: int) -> str:
-        """What is sent with this tag: "the part of share 3", say."""
+        """The name of what is sent with this tag, such as "the part of share 3"."""
         kind, number = self._meaning(tag)
         if kind is _Kind.FACTS:
             return f"the facts of {self._named(number)}"
@@ -269,19 +269,19 @@ class OrderedAllReduce:
         return self._ready.is_complete(span)
 
     def transfers(self) -> list[Transfer]:
-        """The transfers to make now: each is given once. Those to or from one rank are in the order of the shares."""
+        """The transfers to make now; each is returned once. Those with one rank are in the order of the shares."""
         given, self._outbox = self._outbox, []
         return given
 
     def start(self, span: Span) -> None:
-        """Send a span, which holds all that this rank contributes; raises `WindowError` if it was started before."""
+        """Start a span, which holds all that this rank contributes; raises `WindowError` if it was started before."""
         for share in self._ready.complete(span):
             self._behind[share.number] = span.key
             self._waiting[share.owner == self.rank].append(share)
         self._give_rows()
 
     def sent(self, peer: int, tag: int) -> None:
-        """Report that a `Send` is over; raises `ProtocolError` if it was not given, or is over already."""
+        """Report that a `Send` is over; raises `ProtocolError` if it was not asked for, or was over already."""
         if (peer, tag) not in self._sends:
             raise self._out_of_turn("sent to", peer, tag)
         self._sends.remove((peer, tag))
@@ -296,10 +296,10 @@ class OrderedAllReduce:
         self._give_rows()
 
     def received(self, peer: int, tag: int, borrowed: Float32 | None = None) -> None:
-        """Report that a `Receive` has filled its memory, or what a `Borrow` has got.
+        """Report that a `Receive` has filled its memory, or the memory that a `Borrow` has borrowed.
 
         Raises:
-            ProtocolError: The transfer was not given, or is over already, or a part has another size.
+            ProtocolError: The transfer was not asked for, or was over already, or a part has another size.
         """
         if (peer, tag) not in self._receives:
             raise self._out_of_turn("received from", peer, tag)
@@ -323,9 +323,9 @@ class OrderedAllReduce:
         self._give_rows()
 
     def damaged(self, peer: int, tag: int) -> None:
-        """Report a `Receive` whose memory holds what was damaged on the way: the links are to be ended, and `resume`d.
+        """Report a `Receive` whose message was damaged: the caller then ends the links, and calls `resume`.
 
-        If it was the tag that was damaged, the owner need not have summed yet what was taken for its sum.
+        If the tag was damaged, the message may have been another one, received before the owner has made the sum.
         """
         kind, number = self._meaning(tag)
         if kind is _Kind.SUM and peer == self._shares[number].owner and not self._is_copied:
@@ -334,7 +334,7 @@ class OrderedAllReduce:
     def next_step(self) -> None:
         """Begin the next step; raises `WindowError` before `is_done`.
 
-        A step that some rank has left cannot be resumed: call this when all ranks have said that they are done.
+        After this a step cannot be resumed: call it when all ranks have said that they are done.
         """
         if not self.is_done:
             raise WindowError(f"step {self.step} is not summed on all ranks", do="wait for is_done")
@@ -342,28 +342,29 @@ class OrderedAllReduce:
         self._begin()
 
     def keep_parts(self, unwritten: Iterable[Completion]) -> None:
-        """Report that the links have ended, and the receives that had written nothing: those shares are parts still."""
+        """Report that the links have ended, and which receives had written nothing: these shares still hold parts."""
         for _, peer, tag in unwritten:
             if (peer, tag) in self._receives and self._meaning(tag)[0] is _Kind.SUM:
                 self._states[self._meaning(tag)[1]] = State.SENT
 
     def frontier(self) -> bytes:
-        """How far the step has come on this rank, as bytes for the other ranks' `resume`."""
+        """This rank's progress in the step, as bytes for the other ranks' `resume`."""
         return frontier_of(self.step, self._states, [rank in self._known for rank in range(self.world_size)])
 
     def resume(self, frontiers: Sequence[bytes], *, reads_in_place: bool | None = None) -> None:
-        """Go on with the step over new links to the same ranks, after the old links were closed.
+        """Resume the step over new links to the same ranks, after the old links were closed.
 
-        A share that its owner has summed is sent to the ranks that lack it; other shares begin anew from all parts.
+        A share that its owner has summed is sent to the ranks that lack it; other shares are summed again from all
+        parts.
 
         Args:
             frontiers: Every rank's `frontier()`, in rank order; b"" for a rank that has begun nothing.
             reads_in_place: Whether the new links lend parts; None: as the old ones.
 
         Raises:
-            HandshakeRefused: A rank has not contributed to what is summed: it dropped its window, or is a new process;
-                or it has lost its part of what is not summed: it was overwritten by a damaged message.
-            ProtocolError: The frontiers cannot be of one step; names rank and share, and nothing has changed.
+            HandshakeRefused: A rank has not contributed to a summed share (it dropped its window, or is a new process),
+                or has lost its part of a share that is not summed to a damaged message.
+            ProtocolError: The frontiers contradict each other; names rank and share. Nothing has changed.
         """
         states, known = frontiers_of(frontiers, self.rank, self.frontier(), self._owners, self.world_size)
         is_summed = states[self._owners, range(len(self._shares))] == State.SUMMED
@@ -395,13 +396,13 @@ class OrderedAllReduce:
     def _begin(self) -> None:
         self._ready.restart()
         self._states[:] = bytes(len(self._states))
-        self._known: set[int] = set()  # owners whose facts are here and whole, this rank's own among them
+        self._known: set[int] = set()  # owners whose facts are complete here, this rank among them
         if self.rank in self._facts:
             self._finds(self.rank)[:] = _NOT_FOUND
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Forget all transfers, and receive what other ranks send without being asked: facts and parts."""
+        """Forget all transfers, and receive what other ranks send without a request: facts and parts."""
         self._outbox = []
         self._sends: set[tuple[int, int]] = set()  # that are not over
         self._receives: set[tuple[int, int]] = set()
@@ -428,7 +429,7 @@ class OrderedAllReduce:
                 self._receive(other, _Kind.PART, share.number, parts.get(other))
 
     def _give_rows(self) -> None:
-        """Begin as many of the waiting shares as there are rows for, each kind in its order."""
+        """Begin as many of the waiting shares as there are free rows, others' and own ones each in order."""
         for waiting, free in zip(self._waiting, self._free_rows, strict=True):
             while waiting and free:
                 share = waiting.popleft()
@@ -441,7 +442,7 @@ class OrderedAllReduce:
                     self._go_on(share)
 
     def _go_on(self, share: Share) -> None:
-        """With what the arena holds of a share, which is in its memory now: this rank's part, or an own sum."""
+        """Send or sum a share whose memory now holds what the arena held: this rank's part, or an own sum."""
         if self._states[share.number] == State.SUMMED:
             self._send_sum(share)
             return
@@ -452,14 +453,14 @@ class OrderedAllReduce:
             self._send(share.owner, _Kind.PART, share.number, self._memory(share))
 
     def _land(self, share: Share) -> None:
-        """The sum is in the share's memory."""
+        """Copy a share's sum from its memory to the arena, if they are not the same."""
         if self._is_copied:
             self._send(self.rank, _Kind.SUM, share.number, self._memory(share))
         else:
             self._is_summed(share)
 
     def _is_summed(self, share: Share) -> None:
-        """The sum is in the arena. Not before that has any rank got it from the owner, which could lose it."""
+        """Note that the sum is in the arena; its owner sends it now, and not earlier, when it could still be lost."""
         self._states[share.number] = State.SUMMED
         if share.owner != self.rank:
             self._release(share)
@@ -487,14 +488,14 @@ class OrderedAllReduce:
         self._open_shares()
 
     def _sum(self, share: Share, parts: Sequence[Float32]) -> None:
-        """Sum these parts in their order, in place of this rank's own part, and note the facts."""
+        """Sum these parts in order, in place of this rank's own part, and note the facts."""
         arena, squares = self._sums[share.number]
         sources = [
             [part[start - share.start : stop - share.start] for start, stop, _ in share.chunks] for part in parts
         ]
         contributions = [Contribution.of_fp32(arena.whole, arrays) for arrays in sources]
         # Into a scratch: in place the second source on a rank above 1 would be overwritten before it is read, and on
-        # any rank what is not finite in its own part could not be found any more.
+        # any rank NaN and Inf in its own part could not be found any more.
         fold = FoldPass(arena.whole, arena.whole.all_present, contributions, self._weights)
         self._kernels.accumulate(arena, fold, measure=True)
         squares[:] = arena.partials.values
@@ -513,7 +514,7 @@ class OrderedAllReduce:
             end = stop
 
     def _memory(self, share: Share) -> Float32:
-        """What holds this rank's part of a share, and then its sum: the arena itself, or a row where there is none."""
+        """The memory of this rank's part of a share, and then of its sum: the arena itself, or a row."""
         row = self._rows[share.number]
         if row is not None:
             return row[: share.size]
@@ -584,7 +585,7 @@ class OrderedAllReduce:
         indices = self._finds(owner)[:, 0]
         is_index = (indices == -1) | ((indices >= 0) & (indices < self._size))  # written so that NaN is none
         if not is_index.all():
-            what = f"{self._named(owner)} found what is not finite outside of the arena"
+            what = f"{self._named(owner)} reports a NaN or Inf outside of the arena"
             raise ProtocolError(what, got=indices.tolist())
 
 

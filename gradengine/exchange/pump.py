@@ -1,7 +1,7 @@
-"""What moves an all-reduce and gathers over a link: it makes their transfers, and reports those that are over.
+"""Runs an all-reduce and gathers over a link: makes the transfers that they ask for, and reports those that are over.
 
-Whoever waits does that while it waits. A thread does it meanwhile for spans that are sent in the background: to start
-one and to wake it costs more than the whole step of a small model does otherwise.
+A thread that waits for a result does this while it waits. For spans sent in the background a thread of the pump does
+it: to start and wake that thread costs more than the rest of a small model's step.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Pump(NotCopied, instead="make one for each link"):
     """Runs one rank's gathers and all-reduce over a link, until it is closed or fails.
 
     It has a thread from the first span that is sent in the background to the end of the step. One thread makes the
-    calls; any may close it. After an error, or to resume a step: `close`, `resume` the all-reduce with the frontiers of
-    all ranks, and make another pump over a new link.
+    calls; any may close the pump. After an error, or to resume a step: `close`, `resume` the all-reduce with the
+    frontiers of all ranks, and make another pump over a new link.
 
     Args:
-        link: To the other ranks; closed with the pump, and when the pump fails.
-        clock: What the seconds of `wait` and `gather` are counted by.
+        link: The link to the other ranks; closed with the pump, and when the pump fails.
+        clock: The clock of the seconds of `wait` and `gather`.
 
     Example:
         >>> from gradengine.exchange.links.threads import thread_links
@@ -64,9 +64,9 @@ class Pump(NotCopied, instead="make one for each link"):
         self._turner = 0  # the number of the thread that moves all this now; 0 while none does
 
     def run(self, all_reduce: OrderedAllReduce, arena: DeviceArena | None = None) -> None:
-        """Run this all-reduce from now on: nothing else may call it before `close` returns, but for its results.
+        """Run this all-reduce from now on: until `close` returns, other code may only read its results.
 
-        `arena` is the device's that it sums, if it is not the host's.
+        `arena` is the device's arena that is summed, None for a host's.
         """
         with self._lock:
             self._all_reduce, self._arena = all_reduce, arena
@@ -75,15 +75,15 @@ class Pump(NotCopied, instead="make one for each link"):
     def start(self, *spans: Span, in_background: bool = True) -> None:
         """Send spans, which hold all that this rank contributes; returns at once.
 
-        If the pump ends before it comes to one, `OrderedAllReduce.is_started` says no: start it again.
+        If the pump ends before it has begun a span, `OrderedAllReduce.is_started` is False: start the span again.
 
         Args:
-            spans: Not started in this step.
-            in_background: Send them from now on; else while something is waited for, or with others in the background.
+            spans: Spans that were not started in this step.
+            in_background: Send them from now on; else in the next `wait` or `gather`, or with others in the background.
 
         Raises:
-            WindowError: One was started before; none of them is started now.
-            ExchangeError: As `wait`; none of them is started.
+            WindowError: A span was started before; none of these is started now.
+            ExchangeError: As `wait`; none of the spans is started.
         """
         refuse_started(spans, lambda span: span.key in self._handed or self._sums.is_started(span))
         with self._lock:
@@ -94,34 +94,34 @@ class Pump(NotCopied, instead="make one for each link"):
 
     @property
     def moved_at(self) -> float:
-        """When something was over, or started, for the last time, by the clock."""
+        """The clock's time at which a transfer was over, or a span started, for the last time."""
         return self._moved_at
 
     def wait(self, timeout: float) -> None:
         """Return when the step is done on this rank: the arena holds the sums and may be overwritten.
 
         Args:
-            timeout: Seconds without a transfer that is over, or a span that is started, after which this fails.
+            timeout: Seconds without a finished transfer or a started span after which this fails.
 
         Raises:
             PeerLost: A rank is gone; names it.
-            DeadlineExceeded: Nothing moved for so long; names the rank that this one waits for longest, and for what.
-            ProtocolError: A rank sent what it should not, or it was damaged on the way.
-            ExchangeError: The thread failed otherwise, for lack of memory perhaps: the error's cause.
+            DeadlineExceeded: No progress for so long; names the rank that this one waited for longest, and for what.
+            ProtocolError: A rank sent an invalid message, or one that was damaged on the way.
+            ExchangeError: The thread failed otherwise, for lack of memory perhaps; see the error's cause.
         """
         all_reduce = self._sums
         self._wait_until(lambda: all_reduce.is_done, checked_seconds("timeout", timeout), self._late_for_sums)
 
     def gather(self, data: bytes, timeout: float, what: str = "a gather (end of step or barrier)") -> list[bytes]:
-        """Every rank's `data`, in rank order, then the server's if there is one; spans may be on their way meanwhile.
+        """Every rank's `data`, in rank order, then the server's if there is one; spans may be sent at the same time.
 
         Args:
-            data: This rank's, at most 16 MiB.
-            timeout: Seconds without a transfer that is over after which this fails.
-            what: It is for, in the words of an error.
+            data: This rank's data, at most 16 MiB.
+            timeout: Seconds without a finished transfer after which this fails.
+            what: The name of this gather in errors.
 
         Raises:
-            CallerError: More than 16 MiB.
+            CallerError: The data are longer than 16 MiB.
             DeadlineExceeded: Some ranks were late; names them.
             PeerLost, ProtocolError, ExchangeError: As `wait`; a rank announces more than 16 MiB.
         """
@@ -147,7 +147,7 @@ class Pump(NotCopied, instead="make one for each link"):
             self._handed.clear()
 
     def close(self) -> None:
-        """End the thread and close the link: nothing writes into the arena any more. May be called twice."""
+        """End the thread and close the link, after which nothing writes to the arena. May be called twice."""
         self._is_closing = True
         self._link.bell.ring()
         while self._turner not in {0, _thread.get_ident()}:  # it may be reading what the link has borrowed
@@ -162,7 +162,7 @@ class Pump(NotCopied, instead="make one for each link"):
     # ---- in the thread that moves all this ----
 
     def _have_moved(self, *, in_background: bool) -> None:
-        """Have a thread move what there is to move; called under the lock."""
+        """Start or wake the thread if there is work for it; called under the lock."""
         if self._turner:
             self._link.bell.ring()
         elif in_background and not self._is_starting and self._has_work:
@@ -181,7 +181,7 @@ class Pump(NotCopied, instead="make one for each link"):
             self._fail(fault)
 
     def _goes_on(self) -> bool:
-        """Whether this thread is still needed; who waits is told where it is not."""
+        """Whether this thread is still needed; if it is not, waiting threads are woken."""
         with self._lock:
             if self._has_work and not self._is_closing and self._failure is None:
                 return True
@@ -190,7 +190,7 @@ class Pump(NotCopied, instead="make one for each link"):
             return False
 
     def _move_or_wait(self, seconds: float) -> None:
-        """Make a turn in the thread that waits; or wait for so long for the thread that does."""
+        """Make a turn in this waiting thread; or, if another thread makes turns, wait for it for so long."""
         with self._lock:
             is_moved = self._turner or self._is_starting
             if not is_moved:
@@ -220,7 +220,7 @@ class Pump(NotCopied, instead="make one for each link"):
         return is_gathering or is_summing or bool(self._spans)
 
     def _turn(self) -> bool:
-        """Report what is over, start what is handed over, and begin what follows; whether there was anything."""
+        """Handle finished transfers, start handed-over spans, and begin transfers; returns whether there were any."""
         over = self._link.poll() + (self._arena.poll() if self._arena is not None else [])
         for completion in over:
             with self._lock:
@@ -254,7 +254,7 @@ class Pump(NotCopied, instead="make one for each link"):
                 self._sums.start(self._spans.popleft())
 
     def _begin(self) -> bool:
-        """Begin the transfers that are to be made now; whether there were any."""
+        """Begin the transfers that are to be made now; returns whether there were any."""
         with self._lock:
             transfers = [] if self._gather is None else self._gather.transfers()
             # Nothing of a step that has not begun: a rank that leaves then would be missed by one still in a gather.
@@ -288,7 +288,7 @@ class Pump(NotCopied, instead="make one for each link"):
         self._arena.copy(over, copy.memory, copy.start, is_to_arena=copy.is_to_arena, behind=copy.behind)
 
     def _end_copies(self) -> None:
-        """Wait for the copies, and report them: what a sum has begun to overwrite is the sum."""
+        """Wait for the copies, and report them: a part that a sum has begun to overwrite must become the sum."""
         with self._lock:
             self._report_copies()
 
@@ -299,7 +299,7 @@ class Pump(NotCopied, instead="make one for each link"):
                 self._report(completion)
 
     def _keep_parts(self) -> None:
-        """Tell the all-reduce which sums had not begun to arrive as the link was closed; once, as it may go on."""
+        """Tell the all-reduce which sums had not begun to arrive when the link was closed; only once."""
         unwritten, self._link.unwritten = self._link.unwritten, ()
         if self._all_reduce is not None:
             with self._lock:
@@ -349,7 +349,7 @@ class Pump(NotCopied, instead="make one for each link"):
         return "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
 
     def _late_for_sums(self) -> tuple[int, str]:
-        """Who is late, and the words for it."""
+        """The late rank, and the text about it for an error."""
         rank, step, late = self._link.rank, self._sums.step, self._sums.awaited
         if late is None:
             return rank, f"rank {rank} waits for step {step} and has not started all of its spans"

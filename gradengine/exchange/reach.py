@@ -1,4 +1,4 @@
-"""At which addresses ranks reach each other: where each says that it listens, as the others are to understand it."""
+"""The addresses at which ranks reach each other: what each says, as the others have to understand it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens 
 
 
 def address_told(url: object) -> Address:
-    """Where a rank says that it listens."""
+    """The address in the URL at which a rank says that it listens."""
     try:
         return address_of(url)
     except CallerError as fault:
-        raise ProtocolError("a rank listens at what is no address", got=fault.got) from None
+        raise ProtocolError("a rank sent an invalid address", got=fault.got) from None
 
 
 def own_host(called: str, host: str) -> str:
-    """Where a rank listens that has called rank 0: at the address from which it did.
+    """The host at which a rank listens: the one from which it has called rank 0.
 
-    Everywhere, where a name that may be known to other machines is this one's own loopback, as Debian's /etc/hosts has
-    it: this rank is beside rank 0, and whoever else is not finds it at rank 0's address.
+    It listens everywhere if rank 0's name, which other machines may know, means loopback on this one, as Debian's
+    /etc/hosts has it: then this rank is on rank 0's host, and ranks elsewhere find it at rank 0's address.
     """
     if not _is_loopback(host) or _is_loopback(called):
         return host
@@ -30,10 +30,10 @@ def own_host(called: str, host: str) -> str:
 
 
 def addresses_of(packed: bytes, count: int, host_of_rank_0: str) -> list[Address]:
-    """Where the ranks listen, by what rank 0 sent of so many of them."""
+    """The addresses of `count` ranks, from the list that rank 0 sent."""
     urls = unpack(packed, "the list of ranks")
     if not isinstance(urls, list) or len(urls) != count:
-        raise ProtocolError("rank 0 sent a list of ranks that cannot be", got=urls, expected=f"{count} URLs")
+        raise ProtocolError("rank 0 sent an invalid list of ranks", got=urls, expected=f"{count} URLs")
     addresses = [address_told(url) for url in urls]
     return [(host_of_rank_0, int(each[1])) if each[0] in _EVERYWHERE else each for each in addresses]
 
@@ -43,11 +43,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def refuse_out_of_reach(urls: list[str]) -> None:
-    """Raise `HandshakeRefused` if some ranks, not all, came by loopback: those on other machines cannot reach them."""
+    """Raise `HandshakeRefused` if some ranks, not all, called from loopback: other machines cannot reach them."""
     hosts = {rank: address[0] for rank, url in enumerate(urls, 1) if not isinstance(address := address_told(url), str)}
     near = [rank for rank, host in hosts.items() if _is_loopback(host)]
     far = [rank for rank, host in hosts.items() if rank not in near and host not in _EVERYWHERE]
     if near and far:
-        what = f"rank {far[0]} cannot reach rank {near[0]}, which came to rank 0 by loopback"
+        what = f"rank {far[0]} cannot reach rank {near[0]}, which called rank 0 from loopback"
         do = "give all ranks the address of rank 0 that all machines reach"
         raise HandshakeRefused(what, got=f"{hosts[near[0]]} and {hosts[far[0]]}", do=do)

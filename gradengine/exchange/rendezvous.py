@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet: computed by each of them alike from its environment, before they can talk.
+"""The address at which the ranks of a run connect, computed by each rank alike from its environment variables.
 
-All on one host: a Unix socket in a folder of this user's alone. Else a port of the first host, from a hash of what
-distinguishes the run from others. Nothing is asked of the launcher's own servers, and none of their ports is used.
+If all are on one host: a Unix socket in a folder of this user alone. Else a port of the first host, from a hash of what
+distinguishes the run from others. The launcher's own servers are not asked, and their ports are not used.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gradengine.errors import CallerError
 from gradengine.exchange.environment import Fact, Launcher, World, read_token, read_world
 from gradengine.exchange.handshake import refuse_bad_job
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # what only this machine reaches, so that no token is needed there
-MPI_URL = "mpi://"  # no address: all ranks that MPI has started
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # reachable from this machine alone, so that no token is needed
+MPI_URL = "mpi://"  # not an address: all ranks that MPI has started
 _ADDRESS = "GRADENGINE_ADDRESS"
 _DO = f"set {_ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
 _ANOTHER_FOLDER = f"set TMPDIR to another folder, or {_ADDRESS}=unix:///path, on all ranks"
@@ -37,7 +37,7 @@ _FIRST_NODE = re.compile(r"((?:[a-z0-9_.-]|\[[0-9][0-9,-]*\])+)(,|\Z)", re.IGNOR
 
 @final
 class Joining(NamedTuple):
-    """What `connect` needs."""
+    """The arguments of `connect`, completed from the environment."""
 
     url: str
     rank: int
@@ -46,7 +46,7 @@ class Joining(NamedTuple):
 
 
 def is_over_mpi(url: object) -> bool:
-    """Whether ranks meet through MPI: `connect` was given its URL, or no URL and GRADENGINE_ADDRESS says it."""
+    """Whether ranks connect by MPI: `connect` was given "mpi://", or no URL while GRADENGINE_ADDRESS is that."""
     said_so = os.environ.get(_ADDRESS) if url is None else url
     return isinstance(said_so, str) and said_so == MPI_URL
 
@@ -54,10 +54,10 @@ def is_over_mpi(url: object) -> bool:
 def joining(
     url: str | None, rank: int | None, world_size: int | None, token: str | None, job: str | None, *, served: bool
 ) -> Joining:
-    """What was given to `connect`, and of the environment what was not.
+    """The arguments of `connect`; those that were not given are read from the environment.
 
     Raises:
-        CallerError: What was not given is not in the environment either, or cannot be used; nothing was opened.
+        CallerError: An argument is neither given nor in the environment, or cannot be used; nothing was opened.
     """
     if job is not None:
         refuse_bad_job(job)
@@ -76,14 +76,14 @@ def joining(
 
 
 def read_address(environment: Mapping[str, str], job: str | None = None) -> Fact:
-    """The URL where the ranks meet: GRADENGINE_ADDRESS, or else as its launcher makes it.
+    """The URL at which the ranks connect: GRADENGINE_ADDRESS, or one made from the launcher's variables.
 
     Args:
         environment: The environment variables.
-        job: A job's name that was given; two groups of one run need two.
+        job: The job's name that was given to `connect`; two groups of one run need two names.
 
     Raises:
-        CallerError: Nothing names a host that all ranks can reach, or nothing distinguishes this run from others.
+        CallerError: No variable names a host that all ranks can reach, or none distinguishes this run from others.
     """
     given = environment.get(_ADDRESS, "")
     if given == MPI_URL:
@@ -104,7 +104,7 @@ def read_address(environment: Mapping[str, str], job: str | None = None) -> Fact
 
 
 def refuse_without_token(address: Fact, token: str | None) -> None:
-    """Raise `CallerError` for an address of the environment that other machines reach, without a token."""
+    """Raise `CallerError` for an address from the environment that other machines can reach, if there is no token."""
     parts = urlsplit(address.value)
     if parts.scheme == "tcp" and parts.hostname not in LOOPBACK and not token:
         do = "write one line of `openssl rand -hex 16` to a file, and set GRADENGINE_TOKEN_FILE to it on all ranks"
@@ -112,7 +112,7 @@ def refuse_without_token(address: Fact, token: str | None) -> None:
 
 
 def first_node(nodes: str) -> tuple[str, bool] | None:
-    """The first of Slurm's nodes, and whether it is the only one; None if this is no list of nodes.
+    """The first of Slurm's nodes, and whether it is the only one; None if this is not a list of nodes.
 
     >>> first_node("rack[02-04,7]-node[1,3],login"), first_node("gpu1")
     (('rack02-node1', False), ('gpu1', True))
@@ -125,7 +125,7 @@ def first_node(nodes: str) -> tuple[str, bool] | None:
 
 
 def address_of(url: object, named_by: str = "") -> tuple[str, int] | str:
-    """(host, port) of a URL for TCP, or the path of a Unix socket; `CallerError` for what is neither, or is more."""
+    """The (host, port) of a TCP URL, or the path of a Unix socket's; raises `CallerError` for any other text."""
     text = url if isinstance(url, str) else ""
     try:
         parts = urlsplit(text)
@@ -147,7 +147,7 @@ def address_of(url: object, named_by: str = "") -> tuple[str, int] | str:
 
 
 def _first_host(environment: Mapping[str, str], world: World) -> tuple[str | None, str]:
-    """The host of rank 0, None if all ranks are on this one; and the variable that says so."""
+    """The host of rank 0, or None if all ranks are on this host; and the variable that it was read from."""
     launcher = world.launcher
     if world.local_size == world.world_size:
         return None, launcher.local_size
@@ -166,7 +166,7 @@ def _first_host(environment: Mapping[str, str], world: World) -> tuple[str | Non
 
 
 def _run_name(environment: Mapping[str, str], launcher: Launcher, job: str | None) -> tuple[str, str]:
-    """64 bits, in hex, of all that distinguishes this run from others at the same time; and the variables of it."""
+    """A hash (64 bits, in hex) of all that distinguishes this run from others, and the variables that it is from."""
     parts = {name: _distinguished_by(name, environment[name]) for name in launcher.run if environment.get(name)}
     given = environment.get("GRADENGINE_JOB", "") if job is None else job
     if not given and not any(parts.values()):
@@ -181,7 +181,7 @@ def _run_name(environment: Mapping[str, str], launcher: Launcher, job: str | Non
 
 
 def _distinguished_by(variable: str, value: str) -> str:
-    """The variable's value; of PMI_FD, the socket to MPICH's launcher on this host, the launcher's process."""
+    """The variable's value; for PMI_FD, the socket to MPICH's launcher on this host, the launcher's process number."""
     if variable != "PMI_FD":
         return value
     try:
@@ -211,9 +211,9 @@ def _socket_path(environment: Mapping[str, str], name: str) -> str:
 
 
 def _made_usable(address: Fact, hosts: bool, served: bool) -> str:
-    """The URL that was computed, as this rank needs it; refused here in words of the variables that it is made of."""
+    """The computed URL as this rank needs it; errors about it name the variables that it was made from."""
     if served:
-        raise CallerError("served=True, and no address of a server", do=f"pass its url, or set {_ADDRESS} to it")
+        raise CallerError("served=True needs the server's address", do=f"pass its url, or set {_ADDRESS} to it")
     parts = urlsplit(address.value)
     if parts.scheme == "unix":
         _make_private(Path(parts.path).parent)
@@ -224,7 +224,7 @@ def _made_usable(address: Fact, hosts: bool, served: bool) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder of this user's alone; refuse one that others made, or may write to."""
+    """Make a folder for this user alone; raises `CallerError` for one that others made, or may write to."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -246,7 +246,7 @@ def _refuse_answering(address: Fact, path: str) -> None:
 
 
 def _own_host(address: Fact) -> str:
-    """Where rank 0 listens: at its host, or everywhere if that names its loopback, as Debian's /etc/hosts has it."""
+    """The host at which rank 0 listens: its own, or everywhere if that means loopback, as in Debian's /etc/hosts."""
     parts = urlsplit(address.value)
     host = parts.hostname or ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

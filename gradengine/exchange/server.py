@@ -1,4 +1,4 @@
-"""The server of a group: one thread that waits for the group's ranks and sums for them, then for the next group's."""
+"""The server of a group: one thread, which waits for the group's ranks and sums for them, then for the next group's."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _CLOSE_SECONDS = 60.0  # for the thread, which looks several times a second whet
 
 @final
 class GradientServer(NotCopied, instead="make one in the process that serves"):
-    """Receives every worker's gradients, sums them in rank order and sends the sums back; it contributes none.
+    """Receives every worker's gradients, sums them in rank order and sends the sums back; it contributes none itself.
 
-    It has memory for the few shares that are on their way, and serves one group after another until it is closed.
+    It has memory only for the few shares in flight, and serves one group after another until it is closed.
 
     Args:
         world_size: Workers in a group.
         address: (host, port), port 0 for any free one; or the path of a Unix socket, for this user alone.
         token: The group's secret, of at least 16 characters; required beyond loopback.
         job: The job's name; a worker of another job is refused, without any effect on the group. None: in each group
-            the job of the first worker that joins, since the server may run outside of it.
+            the job of the first worker that joins, since the server may have been started outside of the job.
         timeout: Seconds without any progress after which a worker that others wait for is given up.
         join_timeout: Seconds that the first worker waits for the others, and `serve` for the first worker.
         bucket_bytes: Bytes that are summed at a time; changes no bit of the result.
         max_arena_bytes: The largest arena of the workers' layout.
 
     Attributes:
-        address: With the port that it has.
+        address: The address, with the actual port.
 
     Raises:
         CallerError: An argument is out of range, the address cannot be bound, or it is beyond loopback and there is no
@@ -94,11 +94,11 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
 
     @property
     def url(self) -> str:
-        """The address for workers."""
+        """The URL for the workers' `connect`."""
         return url_of(self.address)
 
     def serve(self) -> None:
-        """Wait until all workers of a group have joined and left.
+        """Wait until all workers of one group have joined and left.
 
         Raises:
             HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done, or
@@ -147,7 +147,7 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
         return time.monotonic() - max(since, self._waits_since) > self._join_timeout
 
     def _serve_one(self) -> GradientError | None:
-        """Serve one group; why it failed, if it did."""
+        """Serve one group; returns its error if it failed."""
         try:
             link = link_to_ranks(
                 self._listener,

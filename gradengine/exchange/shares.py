@@ -1,4 +1,4 @@
-"""How a layout is cut for an all-reduce: buckets in backward order, each cut into shares that one rank sums for all.
+"""Cuts a layout for an all-reduce: into buckets in backward order, each cut into shares that one rank sums for all.
 
 A share is a run of whole chunks of the partial sums. Chunks depend on the layout alone, so the norm's bits depend
 neither on the bucket size nor on the number of ranks nor on who owns what.
@@ -46,11 +46,11 @@ def shares_of(
     """The layout's shares in backward order.
 
     Args:
-        layout: What is reduced.
+        layout: The layout of the arena that is reduced.
         world_size: Ranks in the group.
         bucket_bytes: Buckets have at most so many bytes, or one chunk.
-        owner: Who owns all, a rank or the server, whose number is the world size; None gives each rank about an equal
-            share of each bucket.
+        owner: The owner of all shares: a rank, or the server, whose number is the world size; None gives each rank
+            about an equal share of each bucket.
 
     Raises:
         CallerError: An argument is out of range, or the buckets are so small that there would be too many shares.
@@ -78,7 +78,7 @@ def shares_of(
 
 @final
 class ReadyShares:
-    """Which shares of a step can be sent: the same order on all ranks, whatever the order in which spans complete.
+    """The shares of a step that can be sent, in the same order on all ranks, in whatever order spans complete.
 
     Attributes:
         count: How many leading shares can be sent.
@@ -89,7 +89,7 @@ class ReadyShares:
         self.restart()
 
     def restart(self) -> None:
-        """Begin another step: no span is complete."""
+        """Begin another step, in which no span is complete."""
         self._started: set[int | str] = set()
         self._leading = self.count = 0
 
@@ -103,7 +103,7 @@ class ReadyShares:
         return span.key in self._started
 
     def complete(self, span: Span) -> Sequence[Share]:
-        """The shares that can be sent now that this span is complete; `WindowError` if it was complete before."""
+        """Note that a span is complete, and return the shares that can now be sent; `WindowError` if it was before."""
         refuse_started((span,), self.is_complete)
         self._started.add(span.key)
         while self._leading < len(self._spans) and self._spans[self._leading].key in self._started:
@@ -115,7 +115,7 @@ class ReadyShares:
 
 
 def refuse_started(spans: Sequence[Span], is_started: Callable[[Span], bool]) -> None:
-    """Raise an error unless these are spans of which none is started, or given twice."""
+    """Raise an error unless these are spans, none of them started already or given twice."""
     keys: set[int | str] = set()
     for span in spans:
         refuse_other_kind("span", span, Span)

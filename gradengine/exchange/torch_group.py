@@ -1,4 +1,4 @@
-"""Where the ranks of a process group of torch.distributed meet: rank 0 tells the others its address, and a secret."""
+"""Connects the ranks of a torch process group: rank 0 tells the others its address and a secret through the group."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _TOLD_BYTES = 512
 def meeting_by_torch(process_group: Any, *, link: str | None = None, timeout: float) -> Meeting:
     """This rank's meeting with the ranks of a process group; made on all of them together.
 
-    If all are on one host they meet at its loopback; else rank 0 listens where gloo does: at the first interface that
-    GLOO_SOCKET_IFNAME names (on Linux), or at the address of the host's name.
+    If all ranks are on one host they use its loopback; else rank 0 listens where gloo does: at the first interface in
+    GLOO_SOCKET_IFNAME (on Linux), or at the address of the host's name.
 
     Args:
         process_group: A group of torch.distributed, with any backend. Its own messages are not disturbed.
-        link: As `Meeting` takes it.
-        timeout: Seconds in which all ranks have to come.
+        link: As for `Meeting`.
+        timeout: Seconds in which all ranks must call this.
 
     Raises:
-        CallerError: torch.distributed is not initialized, or this is no group of torch's with this process, or rank 0
-            cannot listen; or as `Meeting`.
-        PeerLost: A rank did not come in time, or rank 0 could not listen.
+        CallerError: torch.distributed is not initialized, the argument is not a torch group that contains this process,
+            or rank 0 cannot listen; or as `Meeting`.
+        PeerLost: A rank did not call this in time, or rank 0 could not listen.
     """
     distributed, ranks, rank = _place(process_group)
     try:
@@ -62,7 +62,7 @@ def meeting_by_torch(process_group: Any, *, link: str | None = None, timeout: fl
 
 
 def _host(gloo: Any, ranks: Sequence[int], is_one_host: bool, link: str | None) -> Meeting:
-    """Rank 0's meeting, of which the others have been told; they are told nothing if there is none."""
+    """Rank 0's meeting, after its address was sent to the others; if there is none they are sent an empty one."""
     token = secrets.token_hex(16)
     try:
         host = "127.0.0.1" if is_one_host else _host_of_gloo()
@@ -90,12 +90,12 @@ def _place(process_group: Any) -> tuple[Any, list[int], int]:
             return distributed, distributed.get_process_group_ranks(process_group), distributed.get_rank(process_group)
     except (KeyError, ValueError):  # it was destroyed
         pass
-    do = "give what torch.distributed.new_group returned, on the ranks that are in it"
-    raise CallerError("this is no process group of torch with this process", got=said(process_group), do=do)
+    do = "pass what torch.distributed.new_group returned, on the ranks that are in the group"
+    raise CallerError("not a torch process group that contains this process", got=said(process_group), do=do)
 
 
 def _gathered(gloo: Any, ranks: Sequence[int], told: bytes) -> list[bytes]:
-    """What each rank tells, without zeros at its end, in the order of `ranks`, which is not gloo's."""
+    """Every rank's bytes, without the zeros at the end, in the order of `ranks`, which is not gloo's."""
     torch = sys.modules["torch"]
     parts = torch.zeros(len(ranks), _TOLD_BYTES, dtype=torch.uint8)
     own = torch.from_numpy(np.frombuffer(told.ljust(_TOLD_BYTES, b"\0"), np.uint8).copy())
@@ -104,7 +104,7 @@ def _gathered(gloo: Any, ranks: Sequence[int], told: bytes) -> list[bytes]:
 
 
 def _this_host() -> bytes:
-    """What is the same for processes that reach each other's loopback: a boot of a host, and its network namespace."""
+    """An identifier, the same for processes with one loopback: that of the host's boot and the network namespace."""
     host = socket.gethostname()
     if sys.platform == "linux":
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
@@ -113,7 +113,7 @@ def _this_host() -> bytes:
 
 
 def _host_of_gloo() -> str:
-    """Where gloo listens, which other hosts have reached by now."""
+    """The host at which gloo listens, which other hosts have reached already."""
     interface = os.environ.get(_INTERFACE, "").partition(",")[0]
     try:
         if not interface or sys.platform != "linux":

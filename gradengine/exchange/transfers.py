@@ -1,4 +1,4 @@
-"""What an all-reduce and a gather ask for: transfers between ranks, and copies between a device's arena and rows."""
+"""The requests of an all-reduce and a gather: transfers between ranks, and copies between a device's arena and rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gradengine.exchange.links.link import Memory
 
 
 class Send(NamedTuple):
-    """Memory to be sent to a rank; it must not change until that is done."""
+    """Memory to be sent to a rank; it must not change until the send is over."""
 
     peer: int
     tag: int
@@ -16,7 +16,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Memory to be filled by what a rank sends with this tag, of just that size."""
+    """Memory to be filled by a rank's message with this tag, which must have the memory's size."""
 
     peer: int
     tag: int
@@ -31,18 +31,18 @@ class Copy(NamedTuple):
     memory: Memory
     start: int  # of the share, in the arena
     is_to_arena: bool
-    behind: int | str  # key of the span whose start completed the share: what was queued then comes before the copy
+    behind: int | str  # key of the span whose start completed the share: the copy waits for work queued before that
 
 
 class Borrow(NamedTuple):
-    """A part that a rank sends with this tag, to be read in that rank's memory until it is released."""
+    """A part that a rank sends with this tag, to be read in that rank's memory until a `Release`."""
 
     peer: int
     tag: int
 
 
 class Release(NamedTuple):
-    """What was borrowed of a rank with this tag has been read."""
+    """The end of reading the memory that was borrowed from a rank with this tag."""
 
     peer: int
     tag: int

@@ -36,7 +36,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """From the rank that calls, first: rank, world size, job, and a nonce for the proof of who is called."""
+    """First message, from the rank that calls: rank, world size, job, and a nonce for the called rank's proof."""
 
     kind = "hello"
     rank: int
@@ -47,14 +47,14 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """From who is called: the caller is rejected. The payload is the reason, in UTF-8."""
+    """From the called rank: the caller is refused. The payload is the reason, in UTF-8."""
 
     kind = "refused"
 
 
 @dataclass(frozen=True)
 class Abort(Message):
-    """From who is called: the group has failed. The payload is the reason, in UTF-8; `error` its class."""
+    """From the called rank: the group has failed. The payload is the reason, in UTF-8; `error` names its class."""
 
     kind = "abort"
     error: str
@@ -62,9 +62,9 @@ class Abort(Message):
 
 @dataclass(frozen=True)
 class Nonce(Message):
-    """From who is called, after the caller's hello: a nonce for its proof, and where else to call on the same host.
+    """From the called rank, after the caller's hello: a nonce for the caller's proof, and a socket for the same host.
 
-    `beside` is the name of a Unix socket, or empty. A stranger is told no more than this.
+    `beside` is that Unix socket's name, or empty. A stranger is told no more than this.
     """
 
     kind = "nonce"
@@ -74,7 +74,7 @@ class Nonce(Message):
 
 @dataclass(frozen=True)
 class Proof(Message):
-    """From the caller, then from who is called: that it has the token."""
+    """From the caller, then from the called rank: the proof that it has the token."""
 
     kind = "proof"
     proof: bytes
@@ -90,7 +90,7 @@ class Listening(Message):
 
 @dataclass(frozen=True)
 class Members(Message):
-    """From rank 0 or the server, after all are there: the group, and its link.
+    """From rank 0 or the server, after all have joined: the group, and its link.
 
     The payload is a msgpack array of the others' URLs.
     """
@@ -126,7 +126,7 @@ def decode_prefix(prefix: bytes) -> tuple[int, int]:
         raise ProtocolError("message prefix is cut off", got=f"{len(prefix)} bytes", expected=f"{PREFIX_BYTES} bytes")
     array, string, magic, u8, version, u32, header_bytes, u64, payload_bytes = _PREFIX.unpack(prefix)
     if (array, string, magic, u8, u32, u64) != (0x94, 0xA2, b"GE", 0xCC, 0xCE, 0xCF):
-        raise ProtocolError("this is no gradengine message", got=prefix.hex(), expected="a prefix as in docs/wire.md")
+        raise ProtocolError("not a gradengine message", got=prefix.hex(), expected="a prefix as in docs/wire.md")
     if version != PROTOCOL_VERSION:
         raise ProtocolError("the peer speaks another protocol version", got=version, expected=PROTOCOL_VERSION)
     if not _BIN32.size < header_bytes <= MAX_HEADER_BYTES:
@@ -137,7 +137,7 @@ def decode_prefix(prefix: bytes) -> tuple[int, int]:
 
 
 def decode_header(header: bytes, payload_bytes: int) -> Message:
-    """The message of a header whose payload has `payload_bytes`."""
+    """The message in a header whose payload has `payload_bytes`."""
     if len(header) <= _BIN32.size:
         raise ProtocolError("message header is cut off", got=f"{len(header)} bytes")
     tag, announced = _BIN32.unpack(header[-_BIN32.size :])
@@ -170,7 +170,7 @@ def _entries(header: bytes) -> list[tuple[Any, Any]]:
     except (ValueError, TypeError, msgpack.UnpackException) as fault:
         raise ProtocolError(f"header is not msgpack ({type(fault).__name__}: {fault})") from None
     if not isinstance(unpacked, _Pairs):
-        raise ProtocolError("header is no map", got=type(unpacked).__name__)
+        raise ProtocolError("header is not a map", got=type(unpacked).__name__)
     return list(unpacked)
 
 

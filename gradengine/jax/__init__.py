@@ -1,4 +1,4 @@
-"""JAX interface: pytrees of gradients into and out of an engine, an engine inside an optax optimizer, clipping.
+"""JAX interface: pytrees of gradients to and from an engine, an engine inside an optax optimizer, clipping.
 
 The only room that imports JAX, and not imported by any other: `from gradengine.jax import ...`; the engine takes JAX
 arrays without it. optax is imported by `multi_steps` alone. An engine is called outside of `jax.jit`.

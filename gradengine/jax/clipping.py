@@ -19,9 +19,9 @@ from gradengine.kernels import ClipPlan, Decision, decide, kernels_for
 def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
     """Clip a tree of gradients by its global norm; outside of jit, because it waits for the norm.
 
-    Like `optax.clip_by_global_norm` it has no epsilon. Unlike there, the norm is computed in fp64 where fp32 would lose
-    precision (there in the leaves' dtype: fp16 overflows at a norm of 256) and returned, each element is multiplied
-    once (there divided, then multiplied), and a norm of NaN or Inf scales nothing (there it makes NaN or zeros).
+    As in `optax.clip_by_global_norm` there is no epsilon. Unlike there, the norm is returned, and computed in fp64 if
+    fp32 would lose precision (optax: in the leaves' dtype, and fp16 overflows at a norm of 256); each element is
+    multiplied once (optax divides, then multiplies); and a norm of NaN or Inf scales nothing (optax: NaN or zeros).
 
     Args:
         tree: Arrays in fp32, fp16 or bf16, on one device. None leaves stay; an empty tree has norm 0.
@@ -29,7 +29,7 @@ def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
 
     Returns:
         A new tree in the leaves' dtypes, each element multiplied once in fp32 and rounded once (by JAX, whose CPU
-        backend flushes subnormals to zero), or the tree itself if there is nothing to clip; and the norm before.
+        backend flushes subnormals to zero), or the tree itself if there is nothing to clip; and the norm before it.
 
     Raises:
         CallerError: `max_norm` is 0, negative or NaN.

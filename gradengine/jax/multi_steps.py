@@ -26,8 +26,8 @@ class MultiStepsState(NamedTuple):
         gradient_step: The number of the step whose window is open, as `engine.current_step`; skipped ones count.
         inner_opt_state: The inner optimizer's state.
         norm: The last step's global norm, before clipping.
-        scale: The last step's clip scale; 1 where nothing was clipped.
-        skipped: Whether the last step was skipped, as not finite.
+        scale: The last step's clip scale; 1 if nothing was clipped.
+        skipped: Whether the last step was skipped because its gradient was not finite.
     """
 
     mini_step: Any
@@ -41,27 +41,27 @@ class MultiStepsState(NamedTuple):
 def multi_steps(
     inner: optax.GradientTransformation, engine: GradientEngine, *, donate_state: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax optimizer that gives an engine each micro-batch, and the inner optimizer the engine's result.
+    """An optax optimizer that adds each micro-batch to an engine, and gives the engine's result to an inner optimizer.
 
-    In place of `optax.MultiSteps(optax.chain(optax.clip_by_global_norm(...), inner), K)`: with an engine of
+    Replaces `optax.MultiSteps(optax.chain(optax.clip_by_global_norm(...), inner), K)`: with an engine of
     `micro_batches=K`, K - 1 updates are zeros and the K-th is the inner optimizer's, for the averaged, exchanged and
     clipped gradient, rounded to the dtype of the gradients. A step that the engine skips leaves the inner state as it
-    was, and updates by zeros. A step that failed is run again by the same call: its gradients are not added again.
+    was, and updates by zeros. To run a failed step again make the same call: its gradients are not added again.
 
-    Called outside of `jax.jit`: jit the gradients' function and `optax.apply_updates`, whose arguments may be donated.
-    The inner update is jitted here, and is over when `update` returns, since the next one overwrites what it reads.
+    Call it outside of `jax.jit`: jit the gradients' function and `optax.apply_updates`, whose arguments may be donated.
+    The inner update is jitted here, and is done when `update` returns, as the next `update` overwrites the gradients.
 
-    Its `update` takes, beside optax's own arguments: `weight`, what the micro-batch counts: 1, or its tokens; `last`,
-    whether the window ends with it, by default as the engine's `micro_batches` says. Others go to the inner optimizer.
+    Beside optax's arguments `update` takes `weight`, what the micro-batch counts: 1, or its tokens; and `last`, whether
+    the micro-batch ends the window, by default as the engine's `micro_batches` says. Others go to the inner optimizer.
 
     Args:
         inner: The optimizer, such as `optax.adamw(1e-3)`.
-        engine: With the layout `GradientTree(parameters).layout`, and for this optimizer alone.
+        engine: An engine of the layout `GradientTree(parameters).layout`, used by this optimizer alone.
         donate_state: Reuse the memory of the inner state at each step: a state that was passed in is deleted then.
 
     Raises:
-        CallerError: What is given is no optax transformation, or no engine. From `update`: it is traced, the state is
-            not of the engine's window, or nothing says where a window ends.
+        CallerError: `inner` is not an optax transformation, or `engine` not an engine. From `update`: it is traced, the
+            state is not of the engine's window, or neither `last` nor `micro_batches` says where a window ends.
         DeviceUnavailable: optax is not installed.
 
     Example:
@@ -89,7 +89,7 @@ def multi_steps(
 
 @final
 class _MultiSteps:
-    """The functions of `multi_steps`, and what they know of the engine's window."""
+    """The functions of `multi_steps`, and what they remember of the engine's window."""
 
     def __init__(self, inner: Any, engine: GradientEngine, donate_state: bool) -> None:
         self._inner, self._engine = inner, engine
@@ -137,7 +137,7 @@ class _MultiSteps:
         return self._step(structure, gradients, given)
 
     def _add(self, gradients: Mapping[str, Any], weight: float, *, closes: bool) -> None:
-        """Add a micro-batch; it may be in the window when its way to the other workers fails."""
+        """Add a micro-batch; if sending it to the other workers fails, it may be in the window already."""
         accumulator = self._engine.accumulator
         count = accumulator.accumulated_count
         try:
@@ -147,7 +147,7 @@ class _MultiSteps:
                 self._complete = accumulator.window
 
     def _step(self, structure: Any, names: Iterable[str], given: tuple[Any, ...]) -> tuple[Any, MultiStepsState]:
-        """Step the engine, and update by its result; when this returns all that reads the arena is done."""
+        """Step the engine, and update by its result; when this returns no work reads the arena any more."""
         result = self._engine.step()
         arrays = [_readable(name, result.gradients[name]) for name in names]
         found = {name: _readable(name, getattr(result, name)) for name in ("norm", "scale", "skipped")}
@@ -160,7 +160,7 @@ class _MultiSteps:
     # ---- under jit ----
 
     def _propose(self, closes: bool, updates: Any, inner_state: Any, params: Any, extra: Any) -> Any:
-        """Zero updates, as the inner optimizer's are; or None. Its errors are raised here, before anything is added."""
+        """Zeros in the form of the inner optimizer's updates, or None; raises its errors before anything is added."""
         proposed, _ = jax.eval_shape(lambda *given: self._inner.update(*given, **extra), updates, inner_state, params)
         return None if closes else jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), proposed)
 
@@ -177,7 +177,7 @@ class _MultiSteps:
     # ---- what is given ----
 
     def _tree_of(self, updates: Any) -> tuple[Any, GradientTree]:
-        """The gradients' structure and tree; those of the last ones, where they fit."""
+        """The gradients' structure and tree; those of the last call, if they fit."""
         structure = jax.tree.structure(updates)
         if self._tree is not None and self._tree[0] == structure:
             return self._tree
@@ -189,16 +189,16 @@ class _MultiSteps:
             return truth_value("last", last)
         if self._engine.micro_batches is None:
             do = "build the engine with micro_batches=K, or say update(..., last=True) or last=False"
-            raise CallerError("nothing says where a window ends", do=do)
+            raise CallerError("it is not known where the window ends", do=do)
         return self._engine.accumulator.accumulated_count + 1 == self._engine.micro_batches
 
     def _position(self) -> dict[str, Any]:
-        """Where the engine is, as a state has it; arrays, since flax nnx keeps no other numbers."""
+        """The engine's position, in a state's fields; arrays, since flax nnx keeps no other numbers."""
         count, step = self._engine.accumulator.accumulated_count, self._engine.current_step
         return {"mini_step": np.array(count, np.int32), "gradient_step": np.array(step, np.int32)}
 
     def _refuse_other_window(self, state: MultiStepsState, count: int) -> None:
-        """Raise unless the state is of the engine's window, or of one before it that `discard()` dropped."""
+        """Raise unless the state is of the engine's window, or of one before it that was dropped by `discard()`."""
         step = self._engine.current_step
         earliest = step if count else min(step, self._step_reached)
         of_state, count_of_state = (as_index(number) for number in (state.gradient_step, state.mini_step))
@@ -209,7 +209,7 @@ class _MultiSteps:
                 "the optimizer's state is not of the engine's window",
                 got=f"gradient_step {said(of_state)} and mini_step {said(count_of_state)}",
                 expected=f"{step} and {count}",
-                do="pass the state that the last update() returned; restored, with the engine's state_dict() of then",
+                do="pass the state of the last update(); after a restart load the engine's state of that moment, too",
             )
 
 
@@ -222,10 +222,10 @@ def _refuse_traced(*given: Any) -> None:
 
 
 def _unboxed(name: str) -> str:
-    """A name without what flax nnx leaves out where its optimizer takes arrays in place of the Variables of a state."""
+    """A name without the part that flax nnx drops when its optimizer takes arrays in place of a state's Variables."""
     return name.removesuffix(".value")
 
 
 def _readable(name: str, value: Any) -> Any:
-    """What a jitted function reads in place: numbers and NumPy arrays as they are, a GPU's by DLPack."""
+    """A value that a jitted function reads in place: numbers and NumPy arrays unchanged, a GPU's array by DLPack."""
     return value if isinstance(value, (bool, float, np.ndarray, np.generic)) else viewed(name, value)

@@ -2,10 +2,10 @@
 
 A result's arrays are views of the engine's arena, which the next `add` overwrites, and JAX computes asynchronously. A
 view is safe if everything computed from it is ready before the next `add`; else take a copy
-(`GradientTree.tree(..., copy=True)`). In the usual loop it is ready: `add` waits for the next gradients, which depend
-on the new parameters, and those on the old gradients. It is not if something else is computed from the gradients that
-nothing waits for: a metric, or the update of a parameter that the loss does not use. Then call `jax.block_until_ready`
-on all of it before the next `add`. A jitted function returns new memory, also if its arguments are donated;
+(`GradientTree.tree(..., copy=True)`). In the usual loop everything is ready: `add` waits for the next gradients, which
+depend on the new parameters, and those on the old gradients. But nothing waits for other values computed from the
+gradients: a metric, or the update of a parameter that the loss does not use. Then call `jax.block_until_ready` on all
+of these before the next `add`. A jitted function returns new memory, also if its arguments are donated;
 `jnp.asarray`, `jax.device_put`, `.astype` to the same dtype and even `jax.dlpack.from_dlpack(view, copy=True)` may
 return the view's.
 """
@@ -41,7 +41,7 @@ class GradientTree:
         layout: The layout, in the order of the tree's leaves.
 
     Raises:
-        LayoutMismatch: Two paths give one name, a leaf is not an array, or there is none.
+        LayoutMismatch: Two paths give one name, a leaf is not an array, or the tree has no leaf.
         BufferRefused: A leaf is not float32, float16 or bfloat16.
 
     Example:
@@ -63,7 +63,7 @@ class GradientTree:
         self._leaves = dict.fromkeys(leaves)  # the arrays themselves are not kept
 
     def gradients(self, tree: Any) -> dict[str, Any]:
-        """The leaves by component name, as `engine.add` takes them; no copy and no wait.
+        """The leaves of a tree by component name, as `engine.add` takes them; no copy and no wait.
 
         Args:
             tree: A tree of the same structure. None stands for a component without a gradient.
@@ -82,8 +82,8 @@ class GradientTree:
         """A result's gradients as a tree of JAX arrays on the engine's device.
 
         Args:
-            gradients: `result.gradients`: fp32 views of the arena, or the destinations of `step(out=...)`. Or
-                `result.sums` of a deferred step.
+            gradients: `result.gradients` (fp32 views of the arena, or the destinations of `step(out=...)`), or a
+                deferred step's `result.sums`.
             copy: False for views of the same memory, to be read before the next `add` (see this module's docstring).
                 True for copies, which are complete when this returns.
 
@@ -157,7 +157,7 @@ def _part(key: Any) -> str:
 
 
 def viewed(name: str, array: Any) -> Any:
-    """A JAX array in the same memory; raises `BufferRefused` where JAX cannot read it in place."""
+    """A JAX array in the same memory; raises `BufferRefused` if JAX cannot read it in place."""
     try:
         return jax.dlpack.from_dlpack(array)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)

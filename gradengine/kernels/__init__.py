@@ -1,4 +1,4 @@
-"""What is computed on a device, in NumPy and in CUDA: accumulate (K1), decide (K2), hand back (K3).
+"""The computations on a device, in NumPy and in CUDA: accumulate (K1), decide (K2), hand back (K3).
 
 K1 adds gradients to fp32 targets; K2 makes norms, clip scale and the decision to skip (`decision.py`); K3 writes sum x
 factor in the destination's dtype.
@@ -6,7 +6,7 @@ factor in the destination's dtype.
 In: `Buffer`s of `arrays`, and an `Arena`: targets, partial squared sums and stream order in one. Out: sums in it, a
 `Decision`, destinations written. `interface.py` is `Kernels`, `device.py` is `Device` (memory, streams, graphs);
 `host*.py` are the CPU's, `cuda*.py` and `*.cu` a GPU's. Another kind of device is one more `Device`, one more
-`Kernels`, a line in `kernels_for` below, and its arrays in `arrays/device.py`. Imports `arrays`; knows of no layout.
+`Kernels`, a line in `kernels_for` below, and its arrays in `arrays/device.py`. Imports `arrays`, not the layout.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def kernels_for(device: DeviceLike) -> Kernels:
     """The kernels of a device by name.
 
     Args:
-        device: "cpu", "cuda" (the first GPU) or "cuda:1", or a torch.device; kernels are given back as they are.
+        device: "cpu", "cuda" (the first GPU) or "cuda:1", or a torch.device; kernels are returned unchanged.
 
     Raises:
-        CallerError: There is no such device.
-        DeviceUnavailable: What the device needs is missing; the error says how to get it.
+        CallerError: The name is not a device's.
+        DeviceUnavailable: Something that the device needs is missing; the error says how to get it.
 
     Example:
         >>> type(kernels_for("cpu")).__name__

@@ -35,7 +35,7 @@ def chunks_of(size: int, first: int = 0, chunk: int = CHUNK) -> list[tuple[int, 
 
 
 def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> list[list[Chunk]]:
-    """Chunks in runs of at most `chunk` elements, which a thread takes one at a time.
+    """The chunks in runs of at most `chunk` elements, of which a thread takes one at a time.
 
     >>> pieces_of([(0, 0, 0, 5), (1, 1, 0, 3), (2, 2, 0, 8)], chunk=8)
     [[(0, 0, 0, 5), (1, 1, 0, 3)], [(2, 2, 0, 8)]]
@@ -55,7 +55,8 @@ def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> list[list[Chunk]]:
 class PartialSums:
     """The squared sum of each chunk of each target, at fixed places: the norm's partial sums, allocated once.
 
-    A chunk is what one thread, or one thread block, sums at a time. `order` is that of work on these and the targets.
+    A chunk is the range that one thread, or one thread block, sums at a time. `order` orders the work on these sums and
+    on the targets.
     """
 
     def __init__(self, sizes: Sequence[int], order: Order, chunk: int = CHUNK) -> None:
@@ -65,7 +66,7 @@ class PartialSums:
         self._single = [position for position, count in enumerate(self.counts) if count == 1]
         self._first_of_single = [self.first[position] for position in self._single]
         self._multiple = [position for position, count in enumerate(self.counts) if count > 1]
-        self.values: Any = np.full(sum(self.counts), np.nan)  # so that a chunk that nobody measured can never pass
+        self.values: Any = np.full(sum(self.counts), np.nan)  # NaN: a chunk that was not measured never passes
 
     def chunks(self, positions: Sequence[int]) -> list[Chunk]:
         """Every chunk of these targets."""
@@ -73,7 +74,7 @@ class PartialSums:
         return [(p, *chunk) for p in positions for chunk in chunks_of(sizes[p], first[p], self.chunk)]
 
     def totals_of(self, values: Float64) -> Float64:
-        """Each target's squared sum, its chunks added in order; `values` on the host."""
+        """Each target's squared sum, its chunks added in order; `values` are the partial sums on the host."""
         if len(self._single) == len(self.sizes):
             return np.array(values)
         totals = np.zeros(len(self.sizes))
@@ -87,7 +88,7 @@ class PartialSums:
 @final
 @dataclass(frozen=True, eq=False)
 class Arena:
-    """What kernels work on."""
+    """The memory that kernels work on: targets, their partial sums, and the order of work on them."""
 
     targets: tuple[Buffer, ...]  # fp32, to be summed into; or, to be clipped, a caller's own of any dtype
     partials: PartialSums
@@ -95,7 +96,7 @@ class Arena:
     prepared: WeakKeyDictionary[SlotSet, Any] = field(default_factory=WeakKeyDictionary)  # by a device's kernels
 
     def __post_init__(self) -> None:
-        # A target is cut into chunks by the sizes that its partial sums were made for: by others part of it is lost.
+        # A target is cut into chunks by the sizes of its partial sums: with other sizes part of it would be left out.
         sizes = tuple([target.size for target in self.targets])
         if sizes != self.partials.sizes:
             raise LayoutMismatch(
@@ -106,20 +107,20 @@ class Arena:
 
     @cached_property
     def whole(self) -> SlotSet:
-        """All its targets."""
+        """The set of all targets."""
         return SlotSet(range(len(self.targets)))
 
     def in_order(self) -> AbstractContextManager[None]:
-        """What is queued in it comes behind what was done with this memory, and before what will be; on any stream.
+        """A context in which work is ordered after all earlier and before all later work on this memory, on any stream.
 
-        Whatever reads or writes the memory belongs in one; kernels that are given the arena do so themselves.
+        All code that reads or writes the memory must be in one; kernels that take the arena do so themselves.
         """
         return self.partials.order.use()
 
     def read(self, array: Any) -> npt.NDArray[np.float32]:
-        """A copy on the host of an array in this memory, behind what was queued on it; waits for that alone."""
+        """A copy on the host of an array in this memory, after the work queued on it; waits for that work only."""
         return self.partials.order.read(array)
 
     def follow(self) -> None:
-        """Have whoever reads next come behind what was done with it, whatever stream and device are current."""
+        """Make the current streams, of any device, wait for all work queued on this memory."""
         self.partials.order.follow()

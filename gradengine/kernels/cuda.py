@@ -116,7 +116,7 @@ class CudaKernels(Kernels):
     def finalise(
         self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0
     ) -> DeviceDecision:
-        """See `Kernels.finalise`; one launch of one thread block. The decision's arrays are written by each call."""
+        """See `Kernels.finalise`; one launch of one thread block. Each call overwrites the decision's arrays."""
         decision = self.decision(arena, plan)
         memory = decision.memory
         targets = None if arena.memory is None else arena.targets
@@ -150,7 +150,7 @@ class CudaKernels(Kernels):
         return decision
 
     def decision(self, arena: Arena, plan: ClipPlan) -> DeviceDecision:
-        """Where K2 writes for this arena and this plan; made at the first call."""
+        """The decision that K2 writes for this arena and this plan; its memory is made at the first call."""
         # A single bound travels with each launch, so that a schedule of it needs no memory of its own.
         key = plan if len(plan.max_norms) > 1 else (plan.groups, plan.blocks)
         partials = _of_device(arena)
@@ -233,7 +233,7 @@ class CudaKernels(Kernels):
         return table
 
     def _table_of_all(self, arena: Arena) -> Table:
-        """K2's table; without addresses where it is not to look into what was measured."""
+        """K2's table; without addresses if K2 is not to search the targets for NaN and Inf."""
         partials = arena.partials
         addresses = [0 if arena.memory is None else tagged(target) for target in arena.targets]
         entries = [Entry(a, s, f) for a, s, f in zip(addresses, partials.sizes, partials.first, strict=True)]
@@ -251,7 +251,7 @@ class CudaKernels(Kernels):
         return _HandBack(table, np.array([there for _, there, *_ in wanted], np.uint64), destinations)
 
     def _hand_back_to(self, arena: Arena, plan: ClipPlan, destinations: Destinations) -> _HandBack:
-        """Made once for what comes again."""
+        """K3's launches to these destinations; made once, for destinations that are used again."""
         made_for = arena.targets, plan.groups
         if destinations.work is None or destinations.work[0] != made_for:
             sources = [arena.targets[position] for position in destinations]
@@ -261,7 +261,7 @@ class CudaKernels(Kernels):
         return remembered
 
     def _hand_back_in_place(self, arena: Arena, plan: ClipPlan, memory: DecisionMemory) -> _HandBack:
-        """Made once for our own memory: borrowed targets are others at each step."""
+        """K3's launches in place; made once for our own memory, since borrowed targets differ in each step."""
         if arena.memory is None:
             return self._hand_back_of(arena.targets, arena.targets, plan.groups)
         if memory.in_place is None or memory.in_place[0] is not arena.targets:
@@ -278,7 +278,7 @@ class CudaKernels(Kernels):
 
 @final
 class _HandBack:
-    """What one launch of K3 works on: a table of sources, and destinations with their addresses as it reads them."""
+    """The operands of one launch of K3: a table of sources, and destinations with their tagged addresses."""
 
     def __init__(self, table: Table, where: npt.NDArray[np.uint64], destinations: Sequence[Buffer]) -> None:
         self.table, self.where, self.destinations = table, where, destinations

@@ -1,8 +1,8 @@
 """A GPU as a device: streams and borrowed memory, over CuPy's memory and events.
 
-The order of our work and of the producers' own is by events; the host never waits. A producer whose stream is known is
-told on that stream when our work is done, and may free its memory at any time: who gets it next on that stream comes
-behind us. Of one whose stream nobody knows the memory is kept until then.
+Our work and the producers' own are ordered by events; the host never waits. A known producer stream waits for our work,
+so that its memory may be freed at any time: later work on that stream comes after ours. Memory of a producer whose
+stream is unknown is kept alive until our work is done.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CudaDevice(CudaRuntime):
         return views
 
     def wait_for(self, producers: Iterable[ProducerStream]) -> None:
-        """See `Device.wait_for`. A graph that is recorded is ordered when it runs."""
+        """See `Device.wait_for`. While a graph is recorded nothing is ordered: the graph is, when it runs."""
         self.let_go()
         handles = self._others(producer.stream() for producer in producers)
         self._refuse_recording(handles)
@@ -77,9 +77,9 @@ class CudaDevice(CudaRuntime):
     def give_back(
         self, producers: Iterable[ProducerStream], borrowed: Sequence[Buffer | None] | None, owners: object = None
     ) -> None:
-        """Have the producers' streams wait for what was queued so far; where one is unknown, keep what is borrowed.
+        """Make the producers' streams wait for what was queued so far; if one is unknown, keep the borrowed memory.
 
-        So that a host that runs ahead keeps no more and more, it waits for the oldest where much is kept (`Kept.lent`).
+        To bound what a host that runs ahead keeps, this waits for the oldest work when much is kept (`Kept.lent`).
         """
         self.let_go()
         streams = [producer.stream() for producer in producers]
@@ -110,20 +110,20 @@ class CudaDevice(CudaRuntime):
         for handle in handles:
             if self.records(handle):
                 raise CallerError(
-                    "the framework that lends gradients records a graph on its stream",
+                    "the framework that made the gradients is recording a graph on its stream",
                     got=f"stream {handle:#x}",
                     do="call the engine outside of that capture; engine.capture() records a graph of its own",
                 )
 
     def _others(self, streams: Iterable[int | None]) -> set[int]:
-        """Those that are not the current one; none where that records a graph."""
+        """The streams among these that are not the current one; none if the current one records a graph."""
         handles = {handle for handle in streams if handle is not None} - {self.current_stream().ptr}
         return set() if not handles or self.is_capturing() else handles
 
 
 @final
 class CopiedArena(DeviceArena):
-    """A GPU's arena and pinned rows; copies each way are on a stream of their own, and no call waits for them."""
+    """A GPU's arena and pinned rows; copies in each direction have their own stream, and no call waits for them."""
 
     def __init__(self, device: CudaRuntime, arena: Buffer) -> None:
         self._device, self._arena = device, device.array(arena, (arena.size,))

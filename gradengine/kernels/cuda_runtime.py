@@ -1,4 +1,4 @@
-"""CuPy on one device: memory, events and copies, and what may be asked of the driver."""
+"""CuPy on one device: memory, events and copies, and questions to the driver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CudaRuntime(Device):
         self._thread = threading.local()
 
     def active(self) -> AbstractContextManager[object]:
-        """Within it, this is the current device: where a caller works on another one, launches would go there."""
+        """A context in which this is the current device: else a caller's other device would get our launches."""
         if self.xp.cuda.runtime.getDevice() == self.ordinal:
             return _NOTHING
         return self.xp.cuda.Device(self.ordinal)  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ class CudaRuntime(Device):
         return bool(self.current_stream().is_capturing())
 
     def keep(self, *memory: Any) -> None:
-        """What a graph that is being recorded reads stays alive with it."""
+        """Keep memory alive with the graph that is being recorded, which reads it."""
         if self.recorded is not None:
             self.recorded.kept += memory
         elif self.is_capturing():  # somebody else's graph: how long it lives is not known here
@@ -61,14 +61,14 @@ class CudaRuntime(Device):
             self._foreign.update(zip(map(id, owners), owners, strict=True))
 
     def drop(self, *memory: Any) -> None:
-        """Let memory go that only the current stream's work uses, once that is done."""
+        """Free memory that only the current stream's work uses, once that work is done."""
         if self.is_capturing():
             self.keep(*memory)
         else:
             self.kept.until((self.record(),), memory)
 
     def let_go(self) -> None:
-        """Of memory that was dropped, what work is done with; not while a graph is recorded."""
+        """Free dropped memory whose work is done; nothing while a graph is recorded."""
         if self.kept and not self.is_capturing():
             self.kept.let_go()
 
@@ -80,7 +80,7 @@ class CudaRuntime(Device):
         return Buffer(int(memory.data.ptr), size, "float32", (size,), True, memory, self.name)
 
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """See `Device.refuse_to_exceed`; what CuPy's pool holds unused counts as free; for what is kept it waits."""
+        """See `Device.refuse_to_exceed`; unused memory of CuPy's pool counts as free; may wait to free kept memory."""
         with self.active():
             free, total = self._free_memory()
             if nbytes > free and self.kept and not self.is_capturing():
@@ -95,7 +95,7 @@ class CudaRuntime(Device):
             )
 
     def _free_memory(self) -> tuple[int, int]:
-        """Bytes that can be taken, from CuPy's pool too, and bytes in all."""
+        """Bytes that can be allocated, CuPy's pool included, and bytes in all."""
         free, total = self.xp.cuda.runtime.memGetInfo()
         pool = self.xp.get_default_memory_pool()
         return free + pool.total_bytes() - pool.used_bytes(), total
@@ -110,7 +110,7 @@ class CudaRuntime(Device):
         return self.xp.cuda.get_current_stream(self.ordinal)
 
     def giving_stream(self) -> Any:
-        """The stream that memory is taken from now: in a capture not the current one."""
+        """The stream on which memory is allocated now: during a capture not the current one."""
         return self._uploads if self.is_capturing() else self.current_stream()
 
     def event(self) -> Any:
@@ -119,7 +119,7 @@ class CudaRuntime(Device):
             return self.xp.cuda.Event(disable_timing=True)
 
     def pinned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Pinned host memory as a NumPy array; much of it is taken from the driver, to the byte, and given back."""
+        """Pinned host memory as a NumPy array; a large one is allocated by the driver, not from CuPy's pool."""
         nbytes, cuda = count * np.dtype(dtype).itemsize, self.xp.cuda
         with self.active():
             if nbytes > _POOLED:
@@ -129,15 +129,15 @@ class CudaRuntime(Device):
         return np.frombuffer(memory, dtype, count)
 
     def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
-        """Queue a copy from pinned memory, which must stay as it is until it is done."""
+        """Queue a copy from pinned memory, which must not change until the copy is done."""
         self._copy(there.data.ptr, here.ctypes.data, here.nbytes, self.xp.cuda.runtime.memcpyHostToDevice)
 
     def copy_from(self, there: Any, here: npt.NDArray[Any]) -> None:
-        """Queue a copy into pinned memory, which is not to be looked at until it is done."""
+        """Queue a copy to pinned memory, which must not be read until the copy is done."""
         self._copy(here.ctypes.data, there.data.ptr, here.nbytes, self.xp.cuda.runtime.memcpyDeviceToHost)
 
     def copied(self, array: Any) -> Any:
-        """The same elements in the current stream's memory; a copy, and no kernel."""
+        """A copy of an array in the current stream's memory, made without a kernel."""
         with self.active():
             copy = self._empty(array.shape, array.dtype)
             self._copy(copy.data.ptr, array.data.ptr, array.nbytes, self.xp.cuda.runtime.memcpyDeviceToDevice)
@@ -148,10 +148,10 @@ class CudaRuntime(Device):
             self.xp.cuda.runtime.memcpyAsync(target, source, nbytes, kind, self.current_stream().ptr)
 
     def sent(self, values: npt.NDArray[Any]) -> Any:
-        """Values in device memory, for the work that the current stream is given next: dropped, it is behind that.
+        """Copy values to the device for the next launch on the current stream; the memory may be dropped right after.
 
-        In a capture each replay copies them anew, and the graph keeps the memory with the arguments of its launch.
-        Where somebody else records, the same values are sent once, and not by the graph.
+        In a capture each replay copies them again, and the graph keeps the memory with the arguments of its launch. In
+        a capture that is not ours the same values are copied once, outside of the graph.
         """
         if self.recorded is None and self.is_capturing():
             key = values.tobytes()
@@ -182,10 +182,10 @@ class CudaRuntime(Device):
                 self.xp.cuda.runtime.memsetAsync(pointer, 0, nbytes, self.current_stream().ptr)
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
-        """A copy on the device, on a stream of its own: allowed while a graph is recorded, and no part of that.
+        """A copy on the device, on a stream of its own: allowed while a graph is recorded, and not part of the graph.
 
-        The memory is the current stream's, so that once dropped it is given out again behind the work that still uses
-        it; what it holds now may be such work's, which is waited for.
+        The memory is allocated on the current stream, so that once dropped it is reused only after the work that still
+        uses it. Earlier work may still use it now: this waits for that.
         """
         return self.events.relaxed(self._uploaded, array)
 
@@ -209,7 +209,7 @@ class CudaRuntime(Device):
             self._uploads.synchronize()
 
     def read(self, array: Any, behind: Any) -> npt.NDArray[Any]:
-        """A copy on the host of what an array holds behind an event, whatever stream is current; waits."""
+        """A copy on the host of what an array holds after an event, whatever stream is current; waits."""
         on_host = np.empty(array.shape, array.dtype)  # without it CUPY_ENABLE_UMP=1 gives a view, and does not wait
         with self.active():
             self._uploads.wait_event(behind)
@@ -228,7 +228,7 @@ class CudaRuntime(Device):
             raise OutOfDeviceMemory(str(fault), expected=f"{nbytes} bytes") from None
 
     def behind(self, handle: int) -> Any:
-        """An event behind what another library's stream has to do; an event is of its stream's device, or refused."""
+        """An event after all work queued on another library's stream, whose device is looked up."""
         stream = self.stream_of(handle)
         try:
             return stream.record(self.event())
@@ -239,7 +239,7 @@ class CudaRuntime(Device):
             return stream.record(self.xp.cuda.Event(disable_timing=True))
 
     def _ordinal_of(self, handle: int) -> int:
-        """The device of a stream, by its context: CuPy has no other way to ask."""
+        """The device of a stream, by its context: CuPy has no other way to find it."""
         driver = self.xp.cuda.driver
         context = driver.ctxGetCurrent()
         try:
@@ -249,25 +249,25 @@ class CudaRuntime(Device):
             driver.ctxSetCurrent(context)
 
     def records(self, handle: int) -> bool:
-        """Whether another library's stream, of whichever device, records a graph; `CallerError` where there is none."""
+        """Whether another library's stream, of any device, records a graph; `CallerError` for an invalid handle."""
         try:
             return bool(self.stream_of(handle).is_capturing())
         except self.xp.cuda.runtime.CUDARuntimeError as fault:
             if fault.status != _INVALID_HANDLE:
                 raise
             raise CallerError(
-                f"a stream that gradients are lent on is none of {self.name}, nor of another device",
+                f"the stream of a gradient is not one of {self.name}, nor of another device",
                 got=f"handle {handle:#x}",
                 expected="a stream that lives until the step is over",
             ) from None
 
     def record(self) -> Any:
-        """An event behind what the current stream has to do."""
+        """An event after all work queued on the current stream."""
         with self.active():
             return self.current_stream().record(self.event())
 
     def used(self, uses: dict[tuple[int, Any], Any], born: int) -> None:
-        """Have `uses` hold an event behind what the current stream has to do, unless it is the one with that handle."""
+        """Record in `uses` that the current stream reads this memory; not needed on the stream it was allocated on."""
         stream = self.current_stream()
         if stream.is_capturing() or (stream.ptr == born and born != _PER_THREAD):
             return
@@ -281,26 +281,26 @@ class CudaRuntime(Device):
             uses[key] = stream.record(uses.get(key) or self.event())
 
     def readers(self) -> list[Any]:
-        """The streams that CuPy reads this device's arrays on, now.
+        """The streams on which CuPy now reads this device's arrays.
 
-        A read is queued on the current stream of the current device, whatever device the array lies on; a kernel of the
-        user's on that of this device.
+        A read is queued on the current stream of the current device, whatever the array's device; a user's kernel on
+        the current stream of this device.
         """
         return [*{self.xp.cuda.get_current_stream(), self.current_stream()}]
 
     def stream_of(self, handle: int) -> Any:
-        """Another library's stream as one of CuPy's; 0 is the default stream."""
+        """Another library's stream as a CuPy stream; 0 is the default stream."""
         with self.active():
             return self.xp.cuda.Stream.from_external(ExternalStream(handle)) if handle else self.xp.cuda.Stream.null
 
     def refuse_foreign(self, buffer: Buffer, component: str) -> None:
-        """Ask the driver about a raw pointer: its first and its last byte must lie on this device."""
+        """Raise `BufferRefused` unless the driver says that a raw pointer's first and last byte are on this device."""
         for address in (buffer.pointer, buffer.pointer + buffer.nbytes - 1) if buffer.size else ():
             found = self.xp.cuda.runtime.pointerGetAttributes(address)
             if found.type in {_UNREGISTERED_MEMORY, _PINNED_MEMORY} or found.device != self.ordinal:
                 kind = "host memory, or memory that was freed" if found.type < 2 else f"memory of cuda:{found.device}"
                 raise BufferRefused(
-                    f"component '{component}' does not lie on {self.name} as a whole",
+                    f"component '{component}' is not entirely on {self.name}",
                     got=f"{kind} at {address:#x}",
                     expected=f"{buffer.nbytes} bytes from {buffer.pointer:#x} on",
                 )
@@ -308,7 +308,7 @@ class CudaRuntime(Device):
 
 @final
 class ExternalStream:
-    """Another library's stream in the way that CuPy takes one, which keeps it; `owner` is what must live with it."""
+    """Another library's stream in the form that CuPy takes; `owner` is kept alive with it."""
 
     def __init__(self, handle: int, owner: object = None) -> None:
         self._handle, self._owner = handle, owner

@@ -1,6 +1,6 @@
-"""From squared sums to a decision: norms, clip scales, factors, and whether to skip. The definition, in fp64.
+"""Makes a decision of squared sums: norms, clip scales, factors, and whether to skip. The definition, in fp64.
 
-A GPU takes the same decision in its own memory, where the host does not know it yet.
+A GPU makes the same decision in its own memory, where the host does not know it yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Scalar: TypeAlias = Any  # a float; on a GPU a 0-d array there
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """Which targets share a norm, and its bound."""
+    """The groups of targets that share a norm, and each group's bound."""
 
     groups: tuple[int, ...]  # the group's number of each target
     max_norms: tuple[float, ...]  # each group's bound; infinity clips nothing
@@ -42,7 +42,7 @@ class ClipPlan:
 
     @cached_property
     def rows(self) -> list[npt.NDArray[np.intp]]:
-        """The targets of each group, then of each block, in matrices: a row for each, of alike length, -1 beyond it."""
+        """The targets of each group, then of each block, as rows of matrices, filled up with -1."""
         return _rows([*self.members, *self.block_members])
 
 
@@ -73,7 +73,7 @@ def _rows(segments: Sequence[Sequence[int]]) -> list[npt.NDArray[np.intp]]:
 
 @dataclass(frozen=True)
 class Decision:
-    """What K2 found: norms of the averaged gradient and the one factor each group is multiplied by."""
+    """K2's result: norms of the averaged gradient, and the factor that each group is multiplied by."""
 
     norm: Scalar  # over all targets
     group_norms: Sequence[Scalar]
@@ -87,16 +87,16 @@ class Decision:
 
     @property
     def scale(self) -> Scalar:
-        """The clip scale; of several groups the smallest."""
+        """The clip scale; with several groups the smallest."""
         return min(self.scales)
 
     @property
     def factor(self) -> Scalar:
-        """The first group's factor: the only one there is without groups."""
+        """The first group's factor; without groups the only one."""
         return self.factors[0]
 
     def kept_norm(self) -> Scalar:
-        """The norm in memory that the next decision does not write."""
+        """The norm in memory that the next decision does not overwrite."""
         return self.norm
 
 
@@ -141,16 +141,16 @@ def clip_scale(norm: float, max_norm: float, divisor: float = 1.0) -> float:
 
 
 def refuse_bad_divisor(divisor: float, what: str) -> None:
-    """Raise `WindowError` unless 1 / divisor is a normal number of fp32: else it is Inf or 0, or has lost its bits."""
+    """Raise `WindowError` unless 1 / divisor is a normal fp32 number: else it is Inf or 0, or has lost bits."""
     if not SMALLEST_FACTOR <= divisor <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
         raise WindowError(
             f"{what} is out of range",
             got=f"{divisor:g}",
             expected="2**-126..2**126",
-            do="discard() the window, and give its micro-batches weights nearer to 1",
+            do="discard() the window, and use weights nearer to 1",
         )
 
 
 def sum_in_order(values: Float64) -> float:
-    """Sum from first to last: NumPy's own sum and Python's each change their order or rounding between versions."""
+    """Sum from first to last, since NumPy's and Python's own sums change their order or rounding between versions."""
     return float(np.add.accumulate(values)[-1]) if values.size else 0.0

@@ -1,4 +1,4 @@
-"""A device: its memory, its streams and its graphs, as one interface. What is computed there is the kernels' affair."""
+"""A device as one interface: its memory, streams and graphs. Computations are in `interface.py`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradengine.kernels.operands import Contribution, Destinations
 
 
 class Graph(AbstractContextManager["Graph"], ABC):
-    """Work that is recorded within the `with` of it, and not done; each replay does it.
+    """A context in which work is recorded, not done; each replay does it.
 
     Attributes:
-        kept: Memory that it reads or writes: it outlives the last run, also where this is dropped before.
-        lent: The callers' arrays among that, in whose place `repoint` puts others.
+        kept: Memory that the work reads or writes: kept alive until the last run is over, even if the graph is dropped.
+        lent: The callers' arrays among that memory, which `repoint` replaces.
     """
 
     kept: list[Any]
@@ -41,19 +41,19 @@ class Graph(AbstractContextManager["Graph"], ABC):
 
 
 class Order(ABC):
-    """The order of work on some memory, over all streams that it is queued on."""
+    """The order of work on some memory, over all streams on which it is queued."""
 
     @abstractmethod
     def use(self) -> AbstractContextManager[None]:
-        """Work queued in it comes behind what was queued on the memory before, and before what will be."""
+        """A context in which work is ordered after all earlier and before all later work on this memory."""
 
     @abstractmethod
     def follow(self) -> None:
-        """Have whoever reads next come behind what was queued, whatever stream and device are current."""
+        """Make the current streams, of any device, wait for all work queued on this memory."""
 
     @abstractmethod
     def read(self, array: Any) -> npt.NDArray[Any]:
-        """A copy on the host of an array in this memory, behind what was queued; waits for that alone."""
+        """A copy on the host of an array in this memory, after the work queued on it; waits for that work only."""
 
 
 class DeviceArena(ABC):
@@ -70,17 +70,17 @@ class DeviceArena(ABC):
 
     @abstractmethod
     def note(self, key: int | str) -> None:
-        """Have copies `behind` this key, of a span perhaps, come behind what the current stream has to do now."""
+        """Make copies whose `behind` is this key (a span's, say) wait for all work now queued on the current stream."""
 
     @abstractmethod
     def copy(
         self, name: Any, row: npt.NDArray[np.float32], start: int, *, is_to_arena: bool, behind: int | str
     ) -> None:
-        """Begin a copy between a row and as many elements of the arena, from `start` on; never waits."""
+        """Begin a copy between a row and as many elements of the arena, starting at `start`; never waits."""
 
     @abstractmethod
     def poll(self, *, waits: bool = False) -> list[Any]:
-        """The names of the copies that are over since the last call; `waits` for all that were begun."""
+        """The names of the copies that have ended since the last call; with `waits`, after all that were begun."""
 
 
 class Device(ABC):
@@ -94,11 +94,11 @@ class Device(ABC):
 
     @abstractmethod
     def graph(self) -> Graph | None:
-        """A graph to be recorded; None where there are none, as on the CPU."""
+        """A new graph to be recorded; None if the device has none, as the CPU."""
 
     @abstractmethod
     def on(self, stream: object) -> AbstractContextManager[object]:
-        """Within it, work is queued on that stream; None is the current one. Raises `CallerError` without streams."""
+        """A context in which work is queued on a stream; None is the current one. `CallerError` without streams."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -106,10 +106,10 @@ class Device(ABC):
 
     @abstractmethod
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
-        """Flat views of arrays on this device; what is queued next comes behind their producers' work.
+        """Flat views of arrays on this device; work that is queued next waits for their producers' work.
 
         Raises:
-            BufferRefused: One cannot be taken as it lies.
+            BufferRefused: An array's dtype, device, strides or memory is not supported.
         """
 
     def view(self, source: object, component: str) -> Buffer:
@@ -129,22 +129,22 @@ class Device(ABC):
 
     @abstractmethod
     def wait_for(self, producers: Iterable[ProducerStream]) -> None:
-        """Have what is queued next come behind what these producers' streams have to do now."""
+        """Make work that is queued next wait for all work queued on these producers' streams."""
 
     @abstractmethod
     def hand_over(self, producers: Iterable[ProducerStream]) -> None:
-        """Have these producers' streams wait for all that was queued: a step's results are theirs to read."""
+        """Make these producers' streams wait for all work queued here, so that they may read a step's results."""
 
     @abstractmethod
     def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
         """An fp32 buffer of `size` elements, 128-byte aligned, its contents undefined; raises `OutOfDeviceMemory`.
 
-        On the CPU one that `is_shared` can be mapped by other processes of this host.
+        On the CPU a buffer with `is_shared` can be mapped by other processes of this host.
         """
 
     @abstractmethod
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """Raise `OutOfDeviceMemory` where a GPU has not so many bytes left; before anything is taken."""
+        """Raise `OutOfDeviceMemory` if a GPU has fewer bytes left, before anything is allocated."""
 
     @abstractmethod
     def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Any:
@@ -152,12 +152,12 @@ class Device(ABC):
 
     @abstractmethod
     def write(self, buffer: Buffer, values: npt.NDArray[np.float32]) -> None:
-        """Queue a copy of host values, as they are now, into one of our fp32 buffers."""
+        """Queue a copy of host values, as they are now, to one of our fp32 buffers."""
 
     @abstractmethod
     def order(self, memory: Buffer | None = None) -> Order:
-        """The order of work on memory of this device; ours stays alive until that is done, whoever drops it before."""
+        """The order of work on memory of this device; keeps `memory`, if given, alive until work on it is done."""
 
     @abstractmethod
     def in_parts(self, arena: Buffer) -> npt.NDArray[np.float32] | DeviceArena:
-        """An arena whose parts are copied to the host and back; the CPU's as it is."""
+        """An object that copies parts of an arena to the host and back; on the CPU the arena itself."""

@@ -1,4 +1,4 @@
-"""What is asked of events, and memory that is kept until they are done. Nobody else asks the driver how far it is."""
+"""Asks events whether they are done, and keeps memory until then. No other file asks the driver for its progress."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MOST_LENT = 1 << 30  # bytes of lent memory that may be kept besides what was le
 
 @final
 class Events:
-    """Asks and waits for events so that no graph is voided that somebody records, in whatever thread and mode.
+    """Asks and waits for events without voiding a graph that any thread records, in any mode.
 
-    While any thread captures in global mode (torch's default), the driver refuses to be asked, and voids that capture;
-    not where the thread that asks has made itself relaxed.
+    While a thread captures in global mode (torch's default), the driver refuses such calls of all threads and voids the
+    capture, unless the calling thread is in relaxed mode.
     """
 
     def __init__(self, xp: Any) -> None:
@@ -31,7 +31,7 @@ class Events:
         self._exchange_mode = _driver(xp).cuThreadExchangeStreamCaptureMode
 
     def relaxed(self, call: Callable[..., T], *arguments: Any) -> T:
-        """What a call returns that may wait for the device while others capture; not for what is being captured."""
+        """Make a call that waits for the device, in relaxed mode, in which other threads' captures allow it."""
         mode = ctypes.c_int(_RELAXED)
         pointer = ctypes.byref(mode)
         try:
@@ -45,7 +45,7 @@ class Events:
         """Whether the work before an event is done; never waits.
 
         Raises:
-            DeviceFailed: Work on the device ended in an error, perhaps another library's: it will never be done.
+            DeviceFailed: Work on the device ended in an error, perhaps another library's: the event will never be done.
         """
         status = self.relaxed(self._runtime.eventQuery, event.ptr)
         if status not in {_DONE, _NOT_YET}:
@@ -63,14 +63,14 @@ class Events:
 
 
 def _driver(xp: Any) -> Any:
-    """CUDA's driver, for what CuPy has no name for; or what a stand-in for CuPy has in its place."""
+    """CUDA's driver, for functions that CuPy does not have; or that of a stand-in for CuPy."""
     stand_in = getattr(xp.cuda, "libcuda", None)
     return stand_in or ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")  # CuPy has loaded it
 
 
 @final
 class Kept:
-    """Memory that work may still read or write: kept until events behind that work are done."""
+    """Memory that work may still read or write, kept until events after that work are done."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -80,19 +80,19 @@ class Kept:
         return len(self._waiting)
 
     def until(self, events: Collection[Any], memory: object) -> None:
-        """Keep memory until these events are done. Finalisers call this, amid whatever runs then: nothing is asked."""
+        """Keep memory until these events are done. Finalisers call this at any time, so it does not ask the driver."""
         self._waiting.append((events, memory, 0))
 
     def lent(self, event: Any, memory: object, nbytes: int) -> None:
-        """Keep memory of a producer whose stream is unknown; of much that is kept for such, wait for the oldest first.
+        """Keep memory of a producer whose stream is unknown; if much is kept already, wait for the oldest first.
 
-        Without a bound, a host that runs ahead would keep as many sets of gradients as it is ahead.
+        Without that bound a host that runs ahead would keep one set of gradients for each micro-batch it is ahead.
         """
         self._wait_until(lambda: sum(size for *_, size in list(self._waiting)) <= MOST_LENT)
         self._waiting.append(((event,), memory, nbytes))
 
     def let_go(self) -> None:
-        """Of what work is done with. Threads share these, so each entry is one's own while it is looked at."""
+        """Free entries whose events are done. Each is popped before it is tested, so threads do not race."""
         for _ in range(len(self._waiting)):
             try:
                 entry = self._waiting.popleft()
@@ -106,7 +106,7 @@ class Kept:
                     self._waiting.append(entry)
 
     def wait(self) -> None:
-        """Wait for the work, and let all of it go."""
+        """Wait for all events, and free all entries."""
         self._wait_until(lambda: False)
 
     def _wait_until(self, is_enough: Callable[[], bool]) -> None:

@@ -63,7 +63,7 @@ class CudaGraph(Graph):
         self._has_begun = False
 
     def replay(self) -> None:
-        """See `Graph.replay`; what the graph reads stays alive until that is done."""
+        """See `Graph.replay`; memory that the graph reads is kept alive until the run is over."""
         runtime = self._runtime
         with runtime.active():
             self.graph.launch()
@@ -105,7 +105,7 @@ class CudaGraph(Graph):
     def __enter__(self) -> CudaGraph:
         if self._runtime.recorded is not None:
             raise CallerError(
-                "another window is being captured on this device", do="one at a time, in one thread; capture it then"
+                "another window is being captured on this device", do="capture one window at a time, in one thread"
             )
         try:
             self._runtime.recorded = self

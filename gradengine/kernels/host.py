@@ -1,4 +1,4 @@
-"""The kernels in NumPy: piece by piece through the cache, a few threads, and the definition the GPU is held to.
+"""The kernels in NumPy: piece by piece through the cache, with a few threads; the definition that the GPU must match.
 
 NumPy releases the GIL inside each of these calls, so plain threads reach the memory's bandwidth. A chunk's result
 depends on the chunk alone, so the number of threads and their order change no bit.
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
 
 @final
 class HostPartialSums(PartialSums):
-    """The partial sums in host memory, and the places that their chunks' products go to."""
+    """The partial sums in host memory, and the places to which their chunks' products are written."""
 
     @cached_property
     def all_chunks(self) -> list[Chunk]:
@@ -61,18 +61,18 @@ class HostPartialSums(PartialSums):
 
     @cached_property
     def pieces(self) -> list[list[Chunk]]:
-        """The same in pieces as `pieces_of` makes them."""
+        """Every chunk, in pieces as by `pieces_of`."""
         return pieces_of(self.all_chunks)
 
     @cached_property
     def sums(self) -> ChunkSums:
-        """What makes their squared sums."""
+        """The object that computes their squared sums."""
         return ChunkSums([stop - start for _, _, start, stop in self.all_chunks])
 
 
 @final
 class _Prepared:
-    """What a fold into some targets, and their squared sums, work on: `pieces` of them, as `pieces_of` makes them."""
+    """The operands of a fold into some targets and of their squared sums, in `pieces` as by `pieces_of`."""
 
     def __init__(self, arena: Arena, slots: SlotSet) -> None:
         self.chunks = arena.partials.chunks(slots.positions)
@@ -87,7 +87,7 @@ class _Prepared:
 
     @cached_property
     def measured_pieces(self) -> list[list[_Part]]:
-        """The pieces, whose chunks are measured."""
+        """The pieces, with the products that measure their chunks."""
         indices = iter([index for _, index, _, _ in self.chunks])
         return [
             [part._replace(products=self._sums.products(next(indices), part.target)) for part in piece]
@@ -203,7 +203,7 @@ class HostKernels(Kernels):
             self._scale_pieces(arena.targets, factors, arena.targets, _on_host(arena).pieces)
 
     def _scale_in_place(self, memory: npt.NDArray[np.float32], factor: np.float32) -> None:
-        """The whole of an arena in few calls, whatever its targets: the padding between them is zero and stays so."""
+        """Scale a whole arena in few calls, whatever its targets: the padding between them is zero and stays zero."""
 
         def scale_chunk(start: int) -> None:
             chunk = memory[start : start + CHUNK]
@@ -262,7 +262,7 @@ class HostKernels(Kernels):
         """See `Kernels.status_readback`: the host knows at once."""
 
     def _run(self, work: Callable[[Task], None], tasks: Sequence[Task], shared: int) -> None:
-        """Do `work` on each task, with as many helpers as the elements to be shared are enough for."""
+        """Do `work` on each task, with helper threads if there are enough elements to be shared."""
         helpers = min(self.threads, len(tasks), shared // _ELEMENTS_A_THREAD) - 1
         if helpers > 0:
             shared_by_threads(work, tasks, helpers, self.threads)
@@ -279,7 +279,7 @@ def _on_host(arena: Arena) -> HostPartialSums:
 
 
 def _indices_of(chunks: Sequence[Chunk], partials: HostPartialSums) -> npt.NDArray[np.intp] | None:
-    """Of the chunks' partial sums; None of all, in order."""
+    """The indices of the chunks' partial sums; None for all, in order."""
     if chunks is partials.all_chunks or chunks == partials.all_chunks:
         return None
     return np.array([index for _, index, _, _ in chunks], np.intp)
@@ -291,12 +291,12 @@ def _to_be_summed(target: Buffer, start: int, stop: int) -> npt.NDArray[np.float
 
 
 def _to_share(chunks: Iterable[Chunk], least: int) -> int:
-    """Elements of the chunks that are large enough for threads to part at the GIL."""
+    """The number of elements in chunks so large that threads do not wait for each other's GIL."""
     return sum(stop - start for _, _, start, stop in chunks if stop - start >= least)
 
 
 def _prepared(arena: Arena, slots: SlotSet) -> _Prepared:
-    """What is kept of some targets, made when they are first worked on."""
+    """The prepared operands of some targets, made at the first call for them."""
     found: _Prepared | None = arena.prepared.get(slots)
     if found is None:
         found = arena.prepared[slots] = _Prepared(arena, slots)
@@ -310,7 +310,7 @@ def _part(target: Buffer, slots: SlotSet, chunk: Chunk) -> _Part:
 
 
 def _fold_piece_of(fold: FoldPass) -> Callable[[Sequence[_Part]], None]:
-    """What folds a piece of the targets."""
+    """The function that folds a piece of the targets."""
     # fp32 of weight 1, as most are, is a NumPy call for each part and micro-batch, and no function of ours: 45 us for
     # 218 tensors of 100 elements.
     overwrite, others = fold.overwrite, []
@@ -344,7 +344,7 @@ def _add_piece(
     others: Sequence[Sequence[npt.NDArray[np.float32]]],
     piece: Iterable[_Part],
 ) -> None:
-    """Targets, or what is first in their place, and all others in turn."""
+    """Add to a piece's targets, or overwrite them by the first term, and add all other terms in order."""
     add, vecdot = np.add, np.vecdot
     for column, target, cut, products in piece:
         total = target if first is None else first[column] if cut is None else first[column][cut]
@@ -363,7 +363,7 @@ def _measure_piece(piece: Iterable[_Part]) -> None:
 
 
 def _terms_of(fold: FoldPass) -> list[list[Term]]:
-    """For each target what is added to it, in order."""
+    """For each target the terms that are added to it, in order."""
     terms: list[list[Term]] = [[] for _ in fold.slots.positions]
     for contribution, weight in zip(fold.contributions, fold.weights, strict=True):
         if contribution.fp32 is not None:
@@ -431,9 +431,9 @@ def _widened(source: Array, dtype: str) -> npt.NDArray[np.float32]:
 
 
 def _widened_in_any_order(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """The values of bf16 in fp32, for a sum: from words of two, the second of each and then the first.
+    """The values of bf16 in fp32 in another order, for a sum: from words of two, all second values, then all first.
 
-    Half the work of `_widened`.
+    It is half the work of `_widened`.
     """
     words = source[: source.size & ~1].view(np.uint32)  # NumPy reads unaligned ones by way of a buffer
     wide, count = _scratch.floats[: source.size], words.size
@@ -454,14 +454,14 @@ def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Arr
 
 @final
 class _Products:
-    """Values of any dtype times a factor, in any dtype; between two of 16 bits looked up, where they are many."""
+    """Values of any dtype times a factor, in any dtype; between 16-bit dtypes by a table, if there are many."""
 
     def __init__(self, elements: int, chunks: int) -> None:
         self._is_worth_tables = elements >= _ELEMENTS_A_TABLE or chunks >= _CHUNKS_A_TABLE
         self._tables: dict[tuple[str, str, np.float32], Array] = {}
 
     def to(self, destination: Array, dtype: str, source: Array, of_dtype: str, factor: np.float32) -> None:
-        """Write those of one chunk."""
+        """Write the products of one chunk."""
         if not self._is_worth_tables or destination.itemsize != 2 or source.itemsize != 2:
             _scale(_widened(source, of_dtype), factor, destination, dtype)
             return
@@ -477,7 +477,7 @@ class _Products:
 
 
 def _products_of_all(of_dtype: str, dtype: str, factor: np.float32) -> Array:
-    """What each of the 65,536 values of a dtype becomes, by its bits."""
+    """The product of each of the 65,536 values of a 16-bit dtype, at the index of its bits."""
     every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[of_dtype].storage)
     products = np.empty(every.size, DTYPES[dtype].storage)
     _scale(_widened(every, of_dtype), factor, products, dtype)

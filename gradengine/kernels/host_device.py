@@ -1,4 +1,4 @@
-"""The CPU as a device: memory, and no streams or graphs, since the host does one thing after the other."""
+"""The CPU as a device: memory, but no streams or graphs, since the host does one thing after the other."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class HostDevice(Device):
         return host_buffers(sources, components)
 
     def wait_for(self, producers: Iterable[ProducerStream]) -> None:
-        """Host memory is ready."""
+        """Do nothing: host memory is ready."""
 
     def hand_over(self, producers: Iterable[ProducerStream]) -> None:
-        """The host is done."""
+        """Do nothing: the host's work is done."""
 
     def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
         """See `Device.allocate`; the pages are touched when first written."""
@@ -57,13 +57,13 @@ class HostDevice(Device):
         try:
             memory = np.empty(4 * size + 128, np.uint8)
         except (MemoryError, ValueError):  # NumPy's word for more than an address can say
-            raise OutOfDeviceMemory("the CPU has not the memory", got=f"{4 * size} bytes asked for") from None
+            raise OutOfDeviceMemory("the CPU has too little memory", got=f"{4 * size} bytes asked for") from None
         start = -memory.ctypes.data % 128
         data = memory[start : start + 4 * size].view(np.float32)
         return Buffer(data.ctypes.data, size, "float32", (size,), True, memory, data=data)
 
     def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """The operating system decides when pages are touched."""
+        """Do nothing: the operating system decides when pages are touched."""
 
     def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Array:
         """See `Device.array`; a NumPy view."""
@@ -75,7 +75,7 @@ class HostDevice(Device):
         buffer.data[:] = values
 
     def order(self, memory: Buffer | None = None) -> Order:
-        """What was called before is done."""
+        """An order that does nothing: earlier calls are done."""
         return _ORDER
 
     def in_parts(self, arena: Buffer) -> npt.NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Squared sums of fp32 values in NumPy, within 1e-6 relative whatever their magnitudes: what norms are made of."""
+"""Squared sums of fp32 values in NumPy, for norms; within 1e-6 relative whatever the magnitudes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-12
 
 
 def squared_sum(values: Values) -> float:
-    """The sum of squares of fp32 values, within 1e-6 relative for any magnitudes; NaN or Inf where one is in them."""
+    """The sum of squares of fp32 values, within 1e-6 relative for any magnitudes; NaN or Inf if a value is."""
     if not values.size:
         return 0.0
     with np.errstate(over="ignore", invalid="ignore"):
@@ -36,9 +36,9 @@ def squared_sum(values: Values) -> float:
 class ChunkSums:
     """The squared sums of chunks of these sizes, none empty: a call or two of BLAS for each, to a place of its own.
 
-    Rows of 256 squares are summed in fp32, rows in fp64, for all chunks by a few calls. Threads that each made a sum as
-    a whole would wait for the GIL at most of its ten calls (124 tensors of 75,000: 3.9 ms on two threads, 1.4 on one).
-    Places are of one measurement at a time.
+    Rows of 256 squares are summed in fp32, rows in fp64, for all chunks by a few calls. Threads that each made a whole
+    sum would wait for the GIL at most of its ten calls (124 tensors of 75,000: 3.9 ms on two threads, 1.4 on one). One
+    measurement at a time uses the places.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -49,9 +49,9 @@ class ChunkSums:
         self._least = _SAFE_MEAN_SQUARE * np.array(sizes, np.float64)
 
     def products(self, number: int, values: Values) -> list[Product]:
-        """What NumPy's vecdot is to be given for that chunk, before `totals` is asked.
+        """The arguments of NumPy's vecdot for a chunk, to be called before `totals`.
 
-        Not `dot`, which lets go of the GIL for a single small product, where another thread may keep it for 5 ms.
+        Not `dot`, which releases the GIL for a single small product, and another thread may then keep it for 5 ms.
         """
         first, size = self._first[number], values.size
         if size < _ROW:
@@ -64,9 +64,9 @@ class ChunkSums:
         return found
 
     def totals(self, numbers: npt.NDArray[np.intp] | None = None) -> tuple[npt.NDArray[np.float64], list[int]]:
-        """The squared sum of each of these chunks, all by default, and the positions of those that are in doubt.
+        """The squared sum of each of these chunks, by default all, and the positions of those that are in doubt.
 
-        Those overflowed, are not finite, or so small that squares may have been lost: they are to be taken in fp64,
+        These overflowed, are not finite, or are so small that squares may have been lost: they must be summed in fp64,
         where neither can happen (3e38 squared is 1e77).
         """
         totals = self._of_all() if numbers is None else self._of_some(numbers)
@@ -94,7 +94,7 @@ class ChunkSums:
         return totals
 
     def _together(self, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-        """The sums from each chunk's start to its stop; those between, from a stop to the next start, nobody wants."""
+        """The sums from each chunk's start to its stop: every second result of reduceat over all starts and stops."""
         bounds = np.stack((self._starts[numbers], self._starts[numbers + 1]), axis=1).ravel()
         first = bounds.min()
         products = np.append(self._products[first : bounds.max()], np.float32(0)).astype(np.float64)
@@ -107,7 +107,7 @@ def _added(products: Values) -> float:
 
 
 def sum_in_fp64(values: Values) -> float:
-    """The sum of squares; of zeros alone, which most of an embedding's gradient may be, in a fifth of the time."""
+    """The sum of squares in fp64; of zeros alone, as in much of an embedding's gradient, in a fifth of the time."""
     if values.max() == 0 == values.min():
         return 0.0
     wide = values.astype(np.float64)

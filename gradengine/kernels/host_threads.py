@@ -1,4 +1,4 @@
-"""Threads that share a pass over memory on the CPU, and end with it whatever interrupts the caller."""
+"""Threads that share a pass over memory on the CPU, and end with the pass even if the caller is interrupted."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def available_cpus() -> int:
 
 
 def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpers: int, threads: int) -> None:
-    """Do `work` on each task; the caller and so many helpers, of a pool of `threads` less one, take one after another.
+    """Do `work` on each task, with `helpers` threads of a pool of `threads` - 1; they and the caller take one by one.
 
-    However it ends, no thread works on these tasks any more when it has ended.
+    When this returns or raises, no thread works on these tasks any more.
     """
     shared = _SharedWork(work, tasks)
     try:
@@ -42,7 +42,7 @@ def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpe
 
 
 class _SharedWork(Generic[Task]):
-    """Tasks that a caller and helper threads take one by one; the caller's interrupts leave nothing locked.
+    """Tasks that a caller and helper threads take one by one; an interrupt of the caller leaves no lock held.
 
     No lock but a helper's own: an interrupt between acquiring one and the `with` that releases it would stop the
     others for ever. A deque's operations are atomic.
@@ -78,7 +78,7 @@ class _SharedWork(Generic[Task]):
             helper.finish()
 
     def end(self) -> None:
-        """Return when nobody works any more, interrupted or not; helpers that never began are not waited for."""
+        """Return when no thread works any more, even if interrupted; helpers that never began are not waited for."""
         interrupt: BaseException | None = None
         while True:
             try:
@@ -101,12 +101,12 @@ class _Helper:
         self._done.acquire()
 
     def finish(self) -> None:
-        """Say that it is done."""
+        """Note that this helper is done."""
         self._is_done = True
         self._done.release()
 
     def wait(self) -> None:
-        """Return when it is done; to be called again where it was interrupted."""
+        """Return when this helper is done; call it again if it was interrupted."""
         while not self._is_done:
             self._done.acquire()
 
@@ -116,9 +116,9 @@ _pools: dict[int, _Calls] = {}
 
 
 def _pool(threads: int) -> _Calls:
-    """Where calls are put for so many threads of this process to make, one less than asked for: the caller works too.
+    """The queue of calls for a pool of `threads` - 1 threads of this process, since the caller works too.
 
-    Not an executor, and without a lock: an interrupt of the caller can leave those of futures held.
+    Not an executor: an interrupt of the caller can leave the locks of its futures held.
     """
     if threads not in _pools:
         calls: _Calls = queue.SimpleQueue()

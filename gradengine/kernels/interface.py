@@ -1,6 +1,6 @@
-"""What is computed on a device, as one interface: K1 accumulate, K2 finalise, K3 hand back.
+"""The computations on a device as one interface: K1 accumulate, K2 finalise, K3 hand back.
 
-The accumulator, the clip and the engine are written once over `Kernels`; `host.py` fulfils it in NumPy, `cuda.py` in
+The accumulator, the clip and the engine are written once over `Kernels`; `host.py` implements it in NumPy, `cuda.py` in
 CUDA. All lists are parallel: position i in one is position i in every other.
 """
 
@@ -24,19 +24,19 @@ class Kernels(ABC):
     """The operations of one device. Every method is deterministic: same input, same bits, whatever the thread order.
 
     Attributes:
-        device: Whose memory they work on.
-        measures_in_passing: Whether K1's squared sums cost nothing, so that every fold takes them.
+        device: The device whose memory the kernels work on.
+        measures_in_passing: Whether K1's squared sums cost nothing, so that every fold measures them.
     """
 
     device: Device
     measures_in_passing: bool
 
     def arena(self, targets: Sequence[Buffer], memory: Buffer | None = None) -> Arena:
-        """These buffers with room for their squared sums, and the order of work on them over a GPU's streams.
+        """An arena of these buffers, with room for their squared sums, and the order of work on them over streams.
 
         Args:
-            targets: What is summed into, or clipped.
-            memory: What they are parts of, if it is ours: it stays alive until work on it is done, whoever drops it.
+            targets: The buffers to be summed into, or clipped.
+            memory: Our memory that the targets are parts of, if any: kept alive until work on it is done.
         """
         return Arena(tuple(targets), self.partial_sums([target.size for target in targets], memory), memory)
 
@@ -54,48 +54,48 @@ class Kernels(ABC):
 
     @abstractmethod
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
-        """Squared sums of all targets, or of those at these positions."""
+        """Measure the squared sums of all targets, or of those at these positions."""
 
     @abstractmethod
     def measure_chunks(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        """Squared sums of at least these chunks of targets that are already complete."""
+        """Measure the squared sums of at least these chunks, whose targets are complete."""
 
     @abstractmethod
     def totals(self, arena: Arena) -> Float64:
-        """Each target's squared sum, chunks added in order, on the host: on a GPU this waits for it."""
+        """Each target's squared sum, chunks added in order, on the host: on a GPU this waits."""
 
     @abstractmethod
     def zero(self, arena: Arena, slots: SlotSet, chosen: npt.NDArray[np.bool_]) -> None:
-        """Write zeros to the chosen ones of these targets, and that their squared sums are 0."""
+        """Write zeros to the chosen ones of these targets, and to their squared sums."""
 
     @abstractmethod
     def finalise(self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0) -> Decision:
-        """K2: norms, scales and factors from the squared sums, and who is not finite.
+        """K2: norms, scales and factors from the squared sums, and which targets are not finite.
 
         Args:
-            arena: What was measured. Targets of our own memory are looked into for the first bad element.
+            arena: An arena whose squared sums are up to date; if its memory is ours, the first bad element is located.
             plan: Which targets share a norm.
-            divisor: What makes the sum the average.
-            zero_if_bad: Zeros are to be handed back where anything is not finite.
-            step: Which step the verdict is of, from 1 on; 0 is the one after the last.
+            divisor: The number by which the sum is divided to make the average.
+            zero_if_bad: Whether zeros are to be handed back if anything is not finite.
+            step: The number of the verdict's step, counted from 1; 0 means the one after the last.
         """
 
     @abstractmethod
     def hand_back(
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
     ) -> None:
-        """K3: destination = target x its group's factor, or zeros where the decision says skip. See `scale`.
+        """K3: destination = target x its group's factor, or zeros if the decision says skip. See `scale`.
 
         Args:
-            arena: Whose targets are handed back.
-            decision: What was decided of them.
+            arena: The arena whose targets are handed back.
+            decision: The decision about the targets.
             plan: Which targets share a factor.
-            destinations: Where to, by position; None is in place, all of them.
+            destinations: The destinations by position; None hands back all targets in place.
         """
 
     @abstractmethod
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
-        """Destination = source x factor, one fp32 multiplication, then one rounding to the destination's dtype.
+        """Write destination = source x factor: one fp32 multiplication, then one rounding to the destination's dtype.
 
         A destination that is its source and has factor 1 is not touched.
         """
@@ -106,8 +106,8 @@ class Kernels(ABC):
 
     @abstractmethod
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
-        """Index and value of the first NaN or Inf, or None; on a GPU this waits for it."""
+        """Index and value of the first NaN or Inf, or None; on a GPU this waits."""
 
     @abstractmethod
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback | None:
-        """The status of steps that K2 decides from this arena; None where the decision is known at once."""
+        """Reads back the status of steps that K2 decides from this arena; None if decisions are known at once."""

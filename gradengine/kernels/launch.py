@@ -1,10 +1,10 @@
-"""A launch: the table of what it works on, the addresses that travel with it, and its grid.
+"""A launch: the table of its operands, the addresses passed with it, and its grid.
 
 A launch works on *entries*, one for each component. The device holds a row for each thread block (which entry, which
 chunk of it) and a row for each entry; both are made once for each set of components and kept. Addresses of gradients
-change, so they travel by value, where there is no copy to order and nothing that a captured graph could lose: 4 KB of
-arguments on any driver, 32 KB where NVRTC and the driver are of CUDA 12.1 or later. More than fit (4000, for thousands
-of experts, or 480) go by one copy before the launch, from pinned memory that stays until it is done.
+change, so they are passed by value, with no copy to be ordered and no memory that a captured graph could lose: 4 KB of
+arguments on any driver, 32 KB where NVRTC and the driver are of CUDA 12.1 or later. If there are more than fit (4000,
+for thousands of experts, or 480) one copy before the launch takes them, from pinned memory kept until it is done.
 
 Grids are one thread block for each chunk of each component (`Table.rows`), so that the work of a launch is spread
 evenly whatever the tensors' sizes are: 12,190 blocks for the 350M layout, 6 to 84 for a LoRA block.
@@ -57,7 +57,7 @@ def chunk_for(size: int) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One component of a launch; `address` is tagged, and 0 where each launch says so."""
+    """One component of a launch; `address` is tagged, or 0 if each launch passes another."""
 
     address: int
     size: int
@@ -79,7 +79,7 @@ class Table:
 
 
 class Tables:
-    """The tables made so far, by what is in them; `dropped` takes their memory, with events behind its readers."""
+    """The tables made so far, by content; `dropped` is called with their memory and events after its readers."""
 
     def __init__(self, upload: Callable[[npt.NDArray[Any]], Any], dropped: Callable[[Any, Any], None]) -> None:
         self._upload, self._dropped = upload, dropped
@@ -96,7 +96,7 @@ class Tables:
             return self._made[key]
 
     def _make_room(self) -> None:
-        """Forget the oldest of too many."""
+        """Drop the oldest tables if there are too many."""
         while len(self._made) >= _TABLES:
             self._made.pop(next(iter(self._made)))
 
@@ -130,9 +130,9 @@ def packed(fold: FoldPass, columns: int) -> Iterator[npt.NDArray[np.uint64]]:
 def by_value(
     addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = (), capacities: Mapping[str, int] = CAPACITIES
 ) -> tuple[str, Any] | None:
-    """An argument that carries flat addresses (and weights), with the name of the kernel's variant that takes it.
+    """An argument that holds flat addresses (and weights), with the name of the kernel's variant that takes it.
 
-    None where they are too many, and travel through memory.
+    None if there are too many, which are then passed through memory.
     """
     for size, capacity in capacities.items():
         if addresses.size <= capacity:
@@ -188,8 +188,8 @@ class Launches:
     ) -> None:
         """Launch a kernel over a table's rows.
 
-        `function` is its name without the size of what carries the addresses, `arguments` what stands between the table
-        and these. Addresses that are in device memory are read there.
+        `function` is its name without the size of the argument with the addresses, `arguments` are those between the
+        table and the addresses. Addresses that are in device memory are read there.
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return

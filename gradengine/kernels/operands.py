@@ -1,4 +1,4 @@
-"""What K1 takes, on every device: micro-batches' gradients for some of an arena's targets, one or several held."""
+"""K1's operands, on every device: gradients of one or several micro-batches for some of an arena's targets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gradengine.arrays.host import address_of
 from gradengine.arrays.streams import NamedStream, ProducerStream
 from gradengine.threads import cached_property
 
-ADDRESS = (1 << 56) - 1  # of a tagged address; the byte above says how to read what is there
+ADDRESS = (1 << 56) - 1  # mask of a tagged address; the byte above it is the tag
 _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
 
 
 class SlotSet:
-    """Some of an arena's targets, in order; compared by identity, so that what is known of them is found at once."""
+    """Some of an arena's targets, in order; compared by identity, so that it is a fast key of caches."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = tuple(positions)
@@ -34,20 +34,20 @@ class SlotSet:
 
     @cached_property
     def column(self) -> dict[int, int]:
-        """Where each target stands among these."""
+        """Target -> its index in this set."""
         return {position: i for i, position in enumerate(self.positions)}
 
 
 @dataclass(frozen=True, eq=False)
 class AddressCheck:
-    """Where arrays lay when they came, to be compared with where they lie when they are read."""
+    """The addresses of arrays when they were passed, to be compared with those when they are read."""
 
-    read: Callable[[Sequence[Any]], list[Any]]  # asks arrays where they lie now: an answer for each
+    read: Callable[[Sequence[Any]], list[Any]]  # reads arrays' addresses now: an answer for each
     sources: Sequence[Any]
-    then: Sequence[Any]  # what they said
+    then: Sequence[Any]  # what `read` returned when they were passed
 
     def moved(self, columns: Sequence[int]) -> int | None:
-        """The first of these columns whose array lies elsewhere now, or is gone; None where all stand."""
+        """The first of these columns whose array is at another address now, or was freed; None if none is."""
         now = self.read([self.sources[column] for column in columns])
         return next((c for c, here in zip(columns, now, strict=True) if here != self.then[c]), None)
 
@@ -63,12 +63,12 @@ def addresses_of(destinations: Destinations) -> npt.NDArray[np.uint64]:
 
 
 def producers_of(views: Iterable[Buffer | None]) -> frozenset[ProducerStream]:
-    """Whose streams these are worked on, each once."""
+    """The streams on which these buffers are produced, each once."""
     return frozenset([view.producer for view in views if view is not None and view.producer is not None])
 
 
 def as_of_now(producers: frozenset[ProducerStream]) -> frozenset[ProducerStream]:
-    """With the streams that they work on now: a framework may be on another one when our work is queued."""
+    """The producers with their current streams, which may have changed by the time our work is queued."""
     handles = [producer.stream() for producer in producers]
     return producers.union(NamedStream(handle) for handle in handles if handle is not None)
 
@@ -78,19 +78,19 @@ class Contribution:
     """One micro-batch's gradients for some targets."""
 
     slots: SlotSet
-    views: Sequence[Buffer | None]  # None where the micro-batch gave none
+    views: Sequence[Buffer | None]  # None for a target without a gradient
     producers: frozenset[ProducerStream] = frozenset()
     sources: Sequence[Any] = ()  # the arrays themselves, to be kept alive, where the views do not do that
     address_check: AddressCheck | None = None  # where they are held and may move meanwhile
 
     @staticmethod
     def of(slots: SlotSet, views: Sequence[Buffer | None]) -> Contribution:
-        """That of views as they were resolved."""
+        """The contribution of checked views."""
         return Contribution(slots, views, producers_of(views))
 
     @staticmethod
     def of_fp32(slots: SlotSet, arrays: list[npt.NDArray[np.float32]]) -> Contribution:
-        """That of flat host arrays, one for each target, which are used themselves."""
+        """The contribution of flat host arrays, one for each target, which are used themselves."""
         found = Contribution(slots, ())
         found.fp32, found.given = arrays, slots.where
         found.present = slots.all_present
@@ -104,14 +104,14 @@ class Contribution:
         sources: Sequence[Any],
         address_check: AddressCheck | None,
     ) -> Contribution:
-        """That of arrays on a GPU, one for each target, of which nothing but where they lie is looked at."""
+        """The contribution of a GPU's arrays, one for each target, of which only the addresses are used."""
         found = Contribution(slots, (), producers, sources, address_check)
         found.addresses, found.present, found.given = addresses, slots.all_present, slots.where
         return found
 
     @cached_property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Where each lies, tagged with its dtype; 0 where there is nothing."""
+        """The address of each gradient, tagged with its dtype; 0 for none."""
         if self.views or self.fp32 is None:
             addresses = [tagged(view) if view is not None and view.size else 0 for view in self.views]
         else:  # fp32's tag is 0
@@ -120,26 +120,26 @@ class Contribution:
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
-        """Which targets get a gradient."""
+        """Flags of the targets that get a gradient."""
         return np.array([view is not None for view in self.views], np.bool_)
 
     @cached_property
     def given(self) -> slice | npt.NDArray[np.intp]:
-        """The positions of those that do, for NumPy."""
+        """The positions of the targets that get a gradient, as an index for NumPy."""
         return self.slots.index[self.present] if None in self.views else self.slots.where
 
     @cached_property
     def fp32(self) -> list[npt.NDArray[np.float32]] | None:
-        """On the host the gradients where all are there and in fp32; else None."""
+        """On the host the gradients, if none is missing and all are fp32; else None."""
         if any(view is None or view.dtype != "float32" for view in self.views):
             return None
         return [view.data for view in self.views if view is not None]
 
 
 class Destinations(dict[int, Buffer]):
-    """Where targets are handed back to, by position.
+    """The buffers that targets are handed back to, by position.
 
-    The same object stands for the same memory, so that a device's kernels may keep in `work` what they made of it.
+    The same object means the same memory, so that a device's kernels may keep in `work` what they made for it.
     """
 
     work: Any = None
@@ -156,7 +156,7 @@ class FoldPass:
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
-        """Which targets get a gradient from any of the micro-batches."""
+        """Flags of the targets that get a gradient from any of the micro-batches."""
         if len(self.contributions) == 1:
             return self.contributions[0].present
         found: npt.NDArray[np.bool_] = np.logical_or.reduce([c.present for c in self.contributions])
@@ -164,5 +164,5 @@ class FoldPass:
 
     @property
     def given(self) -> slice | npt.NDArray[np.intp]:
-        """The positions of those targets, for NumPy."""
+        """The positions of the targets that get a gradient from any, as an index for NumPy."""
         return self.contributions[0].given if len(self.contributions) == 1 else self.slots.index[self.present]

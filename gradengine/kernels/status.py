@@ -1,7 +1,7 @@
-"""What K2 left on the device: norms and factors as arrays there, and the status, which the host may read late.
+"""K2's results on the device: norms and factors as device arrays, and the status, which the host may read late.
 
-Reading an array is a wait for the device; `StatusReadback` never waits: the status is copied into pinned memory behind
-the step's own work, and looked at when it has come.
+Reading an array waits for the device. `StatusReadback` never waits: the status is copied to pinned memory after the
+step's own work, and read once it has arrived.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ RECORD = np.dtype(_FIELDS)  # struct StepStatus of finalise.cu
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What one step came to, on the host; what follows `bad_step` is of that step."""
+    """The result of one step, on the host; the fields after `bad_step` are about that step."""
 
     step: int  # of this engine, counted by the device from 1 on
     norm: float  # of the averaged gradient, before clipping
-    scale: float  # of several groups the smallest
-    factor: float  # what the sum was multiplied by
+    scale: float  # with several groups the smallest
+    factor: float  # the sum was multiplied by it
     skipped: bool  # whether zeros were handed back
-    bad_steps: int  # so far, whose gradient was not finite
-    bad_step: int  # the last of them, or 0
+    bad_steps: int  # steps so far whose gradient was not finite
+    bad_step: int  # the last of these steps, or 0
     bad_component: int  # position of the first component that was not finite
-    bad_index: int  # its first such element; -1 where it was not looked for
+    bad_index: int  # its first such element; -1 if it was not searched for
     bad_value: float
     non_finite: int  # elements of the whole set
 
@@ -60,7 +60,7 @@ class StepStatus:
 
 @dataclass(frozen=True)
 class DeviceDecision(Decision):
-    """A decision in device memory; its arrays are written anew by each step."""
+    """A decision in device memory; each step overwrites its arrays."""
 
     memory: DecisionMemory
 
@@ -80,7 +80,7 @@ class DeviceDecision(Decision):
 
 
 class DecisionMemory:
-    """All that K2 reads and writes besides the partials, allocated once for a plan."""
+    """The memory that K2 reads and writes besides the partial sums, allocated once for a plan."""
 
     def __init__(
         self, upload: Callable[[npt.NDArray[Any]], Any], plan: ClipPlan, components: int, order: StreamOrder
@@ -115,7 +115,7 @@ class DecisionMemory:
         return copy
 
     def decision(self) -> DeviceDecision:
-        """The decision that lies here."""
+        """The decision in this memory."""
         groups = range(self.groups)
         return DeviceDecision(
             norm=self.field("norm"),
@@ -131,14 +131,14 @@ class DecisionMemory:
         )
 
     def read(self) -> StepStatus:
-        """The status behind what was queued, whatever stream is current: waits for the device."""
+        """The status after all queued work, whatever stream is current: waits for the device."""
         return _status(self.order.read(self.record).view(RECORD)[0])
 
 
 class StatusReadback:
-    """The status of recent steps in pinned memory: copied behind the work of a step, read when it has arrived."""
+    """The status of recent steps in pinned memory: copied after the work of a step, read once it has arrived."""
 
-    SLOTS = 4  # steps that the host may run ahead before one's status is not sent (which was bad is never lost)
+    SLOTS = 4  # steps that the host may run ahead before a status is not sent (a bad step is never lost)
 
     def __init__(self, runtime: CudaRuntime, memory: DecisionMemory) -> None:
         self._runtime, self._memory = runtime, memory
@@ -150,7 +150,7 @@ class StatusReadback:
         weakref.finalize(self, runtime.kept.until, self._events, (memory, self._host)).atexit = False
 
     def send(self) -> None:
-        """Queue the copy behind what the current stream has to do."""
+        """Queue the copy after all work queued on the current stream."""
         free = [slot for slot in range(self.SLOTS) if slot not in self._under_way]
         if not free:
             return
@@ -160,7 +160,7 @@ class StatusReadback:
         self._under_way.append(free[0])
 
     def count_from(self, steps: int) -> None:
-        """Have the next step of a graph, which counts by itself, be the one behind so many."""
+        """Set the device's count of steps, after which the next step of a graph, which counts itself, follows."""
         memory = self._memory
         with memory.order.use():
             self._runtime.copied_into(memory.field("steps"), np.array(steps, np.uint64))
@@ -174,11 +174,11 @@ class StatusReadback:
         self._under_way, self._newest = [], None
 
     def read(self) -> StepStatus:
-        """The status as it stands on the device: waits for it."""
+        """The status on the device now: waits for it."""
         return self._memory.read()
 
     def newest(self) -> StepStatus | None:
-        """The newest status that has arrived; None where none has. Never waits; `DeviceFailed` where none ever will."""
+        """The newest status that has arrived, or None. Never waits; raises `DeviceFailed` if none will ever arrive."""
         while self._under_way and self._runtime.events.is_done(self._events[self._under_way[0]]):
             self._newest = _status(self._host[self._under_way[0]])  # kept before its slot is free
             del self._under_way[0]

@@ -1,4 +1,4 @@
-"""The order of work on our memory over several streams; by events, and the host never waits."""
+"""The order of work on our memory over several streams, kept by events: the host never waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
 
 @final
 class CurrentStream(AbstractContextManager[None]):
-    """A device and a stream that are current within it."""
+    """A context in which a device and a stream are current."""
 
     def __init__(self, runtime: CudaRuntime, stream: Any) -> None:
         self._runtime, self._stream = runtime, stream
@@ -46,10 +46,10 @@ class CurrentStream(AbstractContextManager[None]):
 
 @final
 class StreamOrder(Order):
-    """The order of work on some memory, whichever streams it is queued on: each use waits for the one before.
+    """The order of work on some memory, on whichever streams it is queued: each use waits for the one before.
 
-    Behind each use an event is kept. A stream is never asked later: it may be gone then, and another have its handle.
-    `memory`, given out on the stream that is current now, lives until the work on it is done, whoever drops it before.
+    An event after each use is kept; the stream itself is not asked later, since it may be gone and its handle reused.
+    `memory`, allocated on the stream that is current now, is kept alive until the work on it is done.
     """
 
     def __init__(self, runtime: CudaRuntime, *memory: Any) -> None:
@@ -59,17 +59,17 @@ class StreamOrder(Order):
         self._open: Any = None  # the stream of a use that is not over
 
     def keep(self, *memory: Any) -> None:
-        """More memory of which this is the order of work."""
+        """Add memory whose work is in this order, and which is kept alive likewise."""
         self._memory += memory
         if self.runtime.current_stream() is not self._born:
             self._born = None  # of several streams
 
     def use(self) -> AbstractContextManager[None]:
-        """Work that is queued in it comes behind all that was queued before; a graph's as a whole, when it runs."""
+        """A context in which work waits for all earlier work; a graph's work as a whole does, when it runs."""
         return _Use(self)
 
     def begin(self, stream: Any) -> bool:
-        """Have a stream wait for the use before; whether this is the outermost one on it."""
+        """Make a stream wait for the previous use; returns whether this is the outermost use on the stream."""
         is_outermost = self._open is not stream
         if is_outermost:
             self._end_open()
@@ -80,18 +80,18 @@ class StreamOrder(Order):
         return is_outermost
 
     def done(self, stream: Any, *, is_outermost: bool) -> None:
-        """The use on that stream is all queued."""
+        """Note that all work of a use on that stream was queued."""
         stream.record(self._done)
         if is_outermost:
             self._open = None
 
     def _end_open(self) -> None:
-        """Of a use that did not come to its end, interrupted, what was queued counts."""
+        """End a use that an interrupt left open: what it queued still counts."""
         if self._open is not None:
             self._open.record(self._done)
 
     def follow(self) -> None:
-        """Have whoever reads next come behind what was queued, whatever device and stream are current."""
+        """Make the current streams, of any device, wait for all work queued on the memory."""
         streams = self.runtime.readers()
         with self.runtime.active():
             self._end_open()
@@ -100,15 +100,15 @@ class StreamOrder(Order):
                     stream.wait_event(self._done)
 
     def read(self, array: Any) -> npt.NDArray[Any]:
-        """A copy on the host; waits for what was queued."""
+        """A copy of an array on the host; waits for the queued work."""
         with self.runtime.active():
             self._end_open()
         return self.runtime.read(array, self._done)
 
     def end(self) -> None:
-        """Everybody else has dropped the memory: whoever gets it next comes behind what was done with it.
+        """Free the memory, which has no other owner, so that its next user waits for the work that was done with it.
 
-        CuPy's pool gives memory out again on the stream that it came from: behind work there nothing needs be kept.
+        CuPy's pool reuses memory on the stream that it was allocated on: after work there it need not be kept.
         """
         memory, self._memory = self._memory, ()  # which may refer to this order
         if self._last is not self._born or self._last.ptr == _PER_THREAD:
@@ -117,7 +117,7 @@ class StreamOrder(Order):
 
 @final
 class _Use(AbstractContextManager[None]):
-    """One use of memory whose work has an order; its device is the current one meanwhile."""
+    """The context of one use of memory in order, in which its device is the current one."""
 
     def __init__(self, order: StreamOrder) -> None:
         self._order = order

@@ -1,4 +1,4 @@
-"""What a GPU needs: CuPy, a driver, a device, NVRTC and its headers. Found here, or named with the way to get it."""
+"""Finds what a GPU needs: CuPy, a driver, a device, NVRTC and its headers. Errors say how to get what is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OLDEST_CAPABILITY = 70  # arguments taken by reference (__grid_constant__)
 
 
 def device_ordinal(device: object) -> int | None:
-    """The number of a CUDA device by name, or None where the name is no such device's."""
+    """The number of a CUDA device by its name; None for any other name."""
     if not isinstance(device, str):
         return None
     name, colon, ordinal = device.partition(":")
@@ -27,7 +27,7 @@ def device_ordinal(device: object) -> int | None:
 
 
 def load_cupy(ordinal: int) -> ModuleType:
-    """CuPy, on a machine where that device can be used; else `DeviceUnavailable` says what is missing."""
+    """CuPy, if that device can be used; else raises `DeviceUnavailable`, which says what is missing."""
     try:
         cupy = importlib.import_module("cupy")  # by name: the core imports no framework, and CuPy only when asked for
     except ImportError as fault:
@@ -45,13 +45,13 @@ def _refuse_missing_device(cupy: Any, ordinal: int) -> None:
     except Exception as fault:  # noqa: BLE001  (CuPy's error class can be named only where its libraries load)
         raise DeviceUnavailable(
             f"CuPy finds no GPU ({fault})",
-            do="see that nvidia-smi works here: a driver for CUDA >= 12 is needed; or use device='cpu'",
+            do="check that nvidia-smi works here: a driver for CUDA >= 12 is needed; or use device='cpu'",
         ) from None
     if ordinal >= count:
         raise DeviceUnavailable(
             f"there is no device 'cuda:{ordinal}'",
             got=f"{count} devices",
-            do="count from 0, and see CUDA_VISIBLE_DEVICES",
+            do="count from 0, and check CUDA_VISIBLE_DEVICES",
         )
     capability = int(cupy.cuda.Device(ordinal).compute_capability)
     if capability < _OLDEST_CAPABILITY:
@@ -92,9 +92,9 @@ def compiled(xp: Any, name: str, *, large_arguments: bool = True, whole_sectors:
 
     Args:
         xp: CuPy.
-        name: Of the file.
-        large_arguments: With the kernels that take 32 KB of arguments.
-        whole_sectors: Stores of K1 that fill sectors; `gradengine bench gpu` measures them beside the plain ones.
+        name: The file's name.
+        large_arguments: Whether to include the kernels that take 32 KB of arguments.
+        whole_sectors: Whether K1's stores fill sectors; `gradengine bench gpu` measures them beside the plain ones.
 
     Raises:
         DeviceUnavailable: NVRTC or its headers are missing.

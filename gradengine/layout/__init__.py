@@ -1,7 +1,7 @@
 """Offsets of a model's gradients in one flat arena, and their shards under tensor parallelism.
 
 In: names and shapes (or a torch module, a nested mapping, a transformer's sizes). Out: `GradientLayout`, its slots,
-blocks and spans (what travels between workers as one: a block, or a component outside the blocks), and the shards of a
+blocks and spans (the units sent between workers: a block, or a component outside the blocks), and the shards of a
 `TensorParallelConfig`. No gradient is read or written here. Imports `arrays`.
 """
 

@@ -1,6 +1,6 @@
 """Flattening of nested containers, a torch module or a list of its parameters into named components.
 
-A component's name is its path, joined by dots. torch is used where it is loaded, and never imported.
+A component's name is its path, joined by dots. torch is used if the program has loaded it, and never imported.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def is_nested(value: object) -> bool:
 
 
 def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the trainable parameters, with their dimensions in memory order, once each is found supported.
+    """Shapes of the trainable parameters, all checked, with their dimensions in memory order.
 
-    Raises `LayoutMismatch` where nothing is trainable.
+    Raises `LayoutMismatch` if nothing is trainable.
     """
     parameters = trainable(module)
     if not parameters:
@@ -96,9 +96,9 @@ def refuse_unsupported(name: str, array: Any) -> None:
 
 
 def trainable(module: Any) -> dict[str, Any]:
-    """The trainable parameters of a torch module by name, tied ones once; of a list of parameters by position.
+    """The trainable parameters of a torch module by name, tied ones once; those of a list of parameters by position.
 
-    Raises `CallerError` where it is neither, `LayoutMismatch` where a lazy parameter has no shape yet.
+    Raises `CallerError` for anything else, `LayoutMismatch` if a lazy parameter has no shape yet.
     """
     parameters = {name: p for name, p in _named_parameters(module) if p.requires_grad}
     for name, parameter in parameters.items():
@@ -109,7 +109,7 @@ def trainable(module: Any) -> dict[str, Any]:
 
 
 def memory_order(tensor: Any) -> tuple[int, ...] | None:
-    """The permutation that makes a torch tensor contiguous; None where it is so already, or has gaps."""
+    """The permutation that makes a torch tensor contiguous; None if it is contiguous already, or has gaps."""
     if tensor.layout is not sys.modules["torch"].strided or tensor.is_contiguous():
         return None
     order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))

@@ -1,4 +1,4 @@
-"""Layout of a model's gradients in one flat arena: names, shapes and offsets; arrays are asked only for their shape."""
+"""Layout of a model's gradients in one flat arena: names, shapes and offsets; no array's elements are read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GradientLayout:
         slots: The components' slots, in the order in which sequences of gradients are passed.
         blocks: The transformer blocks.
         spans: The ranges that are exchanged as one, in the order in which backward completes them.
-        spans_by_key: The same by key: a block's index, or the name of a non-block component.
+        spans_by_key: The spans by key: a block's index, or the name of a non-block component.
         arena_size: Elements of the arena, padding included.
         tp_rank: The tensor-parallel rank whose shards these are.
         tp_size: Size of the tensor-parallel group; 1 for a whole model.
@@ -88,13 +88,13 @@ class GradientLayout:
         tp_size: int | None = None,
         partitions: Mapping[str, Partition] | None = None,
     ) -> GradientLayout:
-        """The layout of a collection of arrays or shapes.
+        """The layout of a collection of arrays or shapes, or of a torch module.
 
         Args:
             gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; a sequence's
                 names are "0", "1", ... Containers may be nested: names are joined by dots. Or a torch.nn.Module: its
-                trainable parameters, their dimensions in memory order. Or a list of its parameters, named by position,
-                frozen ones included. Only shapes and dtypes are read (of a torch parameter its `grad_dtype`): pass
+                trainable parameters, their dimensions in memory order. Or a list of its parameters, named by position;
+                frozen ones count as positions. Only shapes and dtypes are read (a torch parameter's `grad_dtype`): pass
                 shapes if gradients will have another dtype. A dotted name belongs to the block that ends with its first
                 whole-number part, "layers.0.wq" to "layers.0"; else with the first that ends in a number, as flax names
                 modules: "Block_0.kernel" to "Block_0". Blocks are ordered by stem, then by that number, and exchanged
@@ -105,10 +105,10 @@ class GradientLayout:
                 "column" and "row" alike: this rank alone has the component's elements.
 
         Raises:
-            LayoutMismatch: A repeated name, a negative or fractional dimension, an unknown partition or one of an
-                unknown component, a component of a shard without one, a lazy parameter, or no component at all.
+            LayoutMismatch: A repeated name, a negative or fractional dimension, an unknown partition, a partition of an
+                unknown component, a component without a partition if `tp_size` > 1, a lazy parameter, or no component.
             BufferRefused: An array or a parameter whose gradients are not supported: float64, complex, sparse, DTensor.
-            CallerError: The rank is out of range, or there are partitions and no `tp_size`.
+            CallerError: The rank is out of range, or partitions are given without `tp_size`.
 
         Example:
             >>> [slot.name for slot in GradientLayout.of({"encoder": [{"w": (2,)}], "head": (1,)}).slots]
@@ -123,7 +123,7 @@ class GradientLayout:
             raise LayoutMismatch(
                 "a layout needs at least one component",
                 got=f"0: a {type(gradients).__name__} without any array or shape",
-                do="pass the arrays that get gradients; where all is frozen there is nothing to accumulate",
+                do="pass the arrays that get gradients; if all are frozen there is nothing to accumulate",
             )
         split = {} if partitions is None else partitions
         refuse_other_kind("partitions", split, Mapping)
@@ -153,12 +153,12 @@ class GradientLayout:
             kv_hidden_size: KV heads x head size; `w_k` and `w_v` are (H, KV).
             intermediate_size: I; `gate` and `up` are (H, I), `down` is (I, H).
             vocab_size: V; `lm_head` and `embedding` are (V, H).
-            embedding: False where the embedding is tied to the LM head or frozen.
+            embedding: False if the embedding is tied to the LM head, or frozen.
             tensor_parallel: The configuration of this rank's shards; the sizes above are the whole model's. None for a
                 whole model.
 
         Raises:
-            LayoutMismatch: A size that is not a whole number >= 0, or not the configuration's.
+            LayoutMismatch: A size is not a whole number >= 0, or not the configuration's.
             CallerError: The vocabulary cannot be divided.
 
         Example:
@@ -197,7 +197,7 @@ class GradientLayout:
             rank: Rank of the two updates.
 
         Raises:
-            LayoutMismatch: A size that is not a whole number >= 0.
+            LayoutMismatch: A size is not a whole number >= 0.
 
         Example:
             >>> GradientLayout.lora(28, 1536, 256, 16).blocks[0].slots[3].shape
@@ -273,7 +273,7 @@ class GradientLayout:
 
 
 def layout_from_table(table: bytes) -> GradientLayout:
-    """The layout of a table that a worker has sent; raises `LayoutMismatch` where it is not a valid one."""
+    """The layout that a worker's table describes; raises `LayoutMismatch` if the table is not valid."""
     refuse_other_kind("a layout table", table, bytes)
     try:
         table_rows, order, *part = unpack(table, "a layout table")
@@ -328,9 +328,9 @@ def _block_name(name: str) -> str | None:
 def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str, object], tp_size: int | None) -> None:
     for name in partitions:
         if name not in named:
-            raise LayoutMismatch("a partition of no component", got=said(name), expected=_few(named))
+            raise LayoutMismatch("partitions names an unknown component", got=said(name), expected=_few(named))
     if partitions and tp_size is None:
-        raise CallerError("partitions of a whole model", got="no tp_size", expected="tp_rank= and tp_size= too")
+        raise CallerError("partitions need a group's size", got="no tp_size", expected="tp_rank= and tp_size= too")
     for name in named if tp_size is not None and tp_size > 1 else ():
         if name not in partitions:  # as "replicated" a forgotten shard would count once in the norm
             raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(get_args(Partition)))

@@ -1,8 +1,8 @@
 """Shards of a component under tensor parallelism: extracted and merged, in any framework's arrays.
 
-A column-parallel layer has some columns of its matrix, a row-parallel one some rows (Shoeybi et al. 2019,
-arXiv:1909.08053, section 3). Matrices are stored (in, out), as everywhere here. torch.nn.Linear stores (out, in): there
-the weight of a column-parallel layer is a `RowParallelShard`, and vice versa.
+On each rank a column-parallel layer holds some columns of its matrix, a row-parallel one some rows (Shoeybi et al.
+2019, arXiv:1909.08053, section 3). Matrices are stored (in, out) everywhere here. torch.nn.Linear stores (out, in): its
+weight in a column-parallel layer is a `RowParallelShard`, and vice versa.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Shard(ABC):
             copy: Whether to return a contiguous copy.
 
         Returns:
-            The shard, of the array's own type: a view without `copy` (a copy for JAX, whose slices are copies);
-            NumPy or CuPy for an object that has DLPack alone. Of a torch parameter it is detached.
+            The shard, of the array's own type: a view without `copy` (but a copy for JAX, whose slices are copies);
+            NumPy's or CuPy's for an object that has only DLPack. A torch parameter's shard is detached from autograd.
 
         Raises:
             LayoutMismatch: The array has another shape.
-            BufferRefused: It is not an array.
+            BufferRefused: `array` is not an array.
 
         Example:
             >>> ColumnParallelShard(2, 4, tp_rank=1, tp_size=2).extract_shard(np.arange(8).reshape(2, 4))
@@ -83,15 +83,15 @@ class Shard(ABC):
 
         Args:
             arrays: The shards in rank order, all of one framework, dtype and device.
-            out: The destination, which must not overlap them; None for a new array.
+            out: The destination, which must not overlap the shards; None for a new array.
 
         Returns:
-            The whole component, of the shards' own type; or `out`. Of a replicated component rank 0's values, which
-            are not compared with the others'.
+            The whole component, of the shards' own type; or `out`. For a replicated component rank 0's values; the
+            other ranks' are not compared with them.
 
         Raises:
             LayoutMismatch: There are not `tp_size` shards, or one has another shape or dtype.
-            BufferRefused: One is not an array, or `out` cannot be written.
+            BufferRefused: A shard is not an array, or `out` cannot be written.
 
         Example:
             >>> shard = RowParallelShard(4, 1, tp_rank=0, tp_size=2)
@@ -125,7 +125,7 @@ class Shard(ABC):
 
     @abstractmethod
     def __repr__(self) -> str:
-        """As it was made; what shards are compared by."""
+        """The expression that makes this shard; equal shards have equal ones."""
 
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         """The index of a rank's shard in the whole component."""
@@ -154,8 +154,8 @@ class ColumnParallelShard(_MatrixShard):
     """Columns of a matrix (rows, columns): the outputs that one rank computes. A strided view unless it is copied.
 
     Args:
-        rows: Of the whole matrix.
-        columns: Of the whole matrix; a multiple of `tp_size`.
+        rows: Rows of the whole matrix.
+        columns: Columns of the whole matrix; a multiple of `tp_size`.
         tp_rank: The rank, whose columns begin at tp_rank * columns / tp_size.
         tp_size: Size of the tensor-parallel group.
 
@@ -176,7 +176,7 @@ class RowParallelShard(_MatrixShard):
     """Rows of a matrix (rows, columns): the inputs that one rank multiplies. A contiguous view.
 
     The ranks' products are partial sums of the layer's output, which an all-reduce adds. Arguments and errors are those
-    of `ColumnParallelShard`, but that `tp_size` divides the rows.
+    of `ColumnParallelShard`, except that here the rows must be a multiple of `tp_size`.
 
     Example:
         >>> RowParallelShard(4096, 1024, tp_rank=1, tp_size=2).local_shape
@@ -202,7 +202,7 @@ class Replica(Shard):
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:
-    """The quotient; raises `CallerError` with both numbers where there is a remainder."""
+    """The quotient of two whole numbers; raises `CallerError` with both of them if there is a remainder."""
     if value % parts:
         remainder = f"{said(value)} / {said(parts)}, which leaves {said(value % parts)}"
         expected = f"a multiple of {said(parts)}"

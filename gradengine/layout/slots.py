@@ -80,7 +80,7 @@ class Row:
 
 
 def refuse_bad_rows(rows: Sequence[Row]) -> None:
-    """Raise `LayoutMismatch` for no rows, a repeated name, one that is not UTF-8, or an unknown partition."""
+    """Raise `LayoutMismatch` if there are no rows, or for a repeated or not UTF-8 name, or an unknown partition."""
     if not rows:
         raise LayoutMismatch("a layout needs at least one component", got=0)
     seen: set[str] = set()

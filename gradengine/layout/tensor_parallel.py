@@ -152,7 +152,7 @@ class TensorParallelConfig:
         """This rank's shard of a component of the transformer.
 
         Args:
-            name: Of a component, as in `GradientLayout.transformer`: "w_q" or "blocks.3.w_q", "lm_head", ...
+            name: The component's, as in `GradientLayout.transformer`: "w_q" or "blocks.3.w_q", "lm_head", ...
             shape: The whole component's.
 
         Raises:

@@ -1,6 +1,6 @@
-"""`gradengine plan`: memory of each rank, bytes and seconds of its exchange, said before a training run is started.
+"""`gradengine plan`: predicts memory of each rank, bytes and seconds of its exchange, before a training run is started.
 
-A question enters (model, ranks, bandwidths: `prediction`), a table, a plot or JSON leaves. In the order of imports:
-`models`, `traffic` (of each algorithm), `machine` (all workers on one: its measured rates), `prediction` (all of it);
+In: a question (model, ranks, bandwidths). Out: a table, a plot or JSON. In the order of imports: `models`, `traffic`
+(of each algorithm), `machine` (measured rates, if all workers are on one), `prediction` (the question and its answer);
 `table`, `plot` and `command` show it.
 """

@@ -1,4 +1,4 @@
-"""`gradengine plan`: its options, and the order in which things happen."""
+"""`gradengine plan`: its options, and the order of its parts."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ _OPTIONS = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(
     "intermediate_size": "the model's intermediate size", "vocab_size": "the model's vocabulary",
 }  # fmt: skip
 _TFLOPS = Question.tflops
-_DEVICE = "Where the model is; else cuda, with --one-machine cpu."
+_DEVICE = "The model's device; by default cuda, with --one-machine cpu."
 _NOT_MEASURED = Rates(1, 1.0, 1.0, 1.0, 1.0)
 
 
 def plan(
     model: Annotated[str, typer.Option(help=f"{', '.join(NAMED)}, or a Llama-like config.json.")],
-    bandwidth: Annotated[str | None, typer.Option(help=f"Of each rank's link between workers, {_UNITS}.")] = None,
-    one_machine: Annotated[bool, flag("--one-machine", "Instead: all on this one, measured.")] = False,
+    bandwidth: Annotated[str | None, typer.Option(help=f"Each rank's link between workers, {_UNITS}.")] = None,
+    one_machine: Annotated[bool, flag("--one-machine", "Instead: all workers on this machine, measured.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel workers; with --tp T each is T ranks.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of a worker.")] = 1,
-    tp_bandwidth: Annotated[str | None, typer.Option(help="Within a worker; else as --bandwidth.")] = None,
+    tp_bandwidth: Annotated[str | None, typer.Option(help="Links within a worker; else as --bandwidth.")] = None,
     latency_us: Annotated[float, typer.Option(help="Microseconds of a message between workers.")] = 50.0,
     tp_latency_us: Annotated[float, typer.Option(help="Microseconds of a message within a worker.")] = 10.0,
-    socket_bandwidth: Annotated[str, typer.Option(help="Of a process's sockets, each way: limits tcp://.")] = _SOCKETS,
-    sum_bandwidth: Annotated[str, typer.Option(help="Of the parts that a process sums: limits tcp://.")] = _SUMMED,
+    socket_bandwidth: Annotated[str, typer.Option(help="One process's sockets, each way: limits tcp://.")] = _SOCKETS,
+    sum_bandwidth: Annotated[str, typer.Option(help="One process's sum of parts: limits tcp://.")] = _SUMMED,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a worker's micro-batch.")] = 1,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Of each worker in an optimizer step.")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a worker in a step.")] = 1,
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Of weights and activations.")] = "float32",
-    optimizer: Annotated[str, typer.Option(metavar="|".join(OPTIMIZERS), help="Whose state is counted.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(metavar="|".join(OPTIMIZERS), help="Its state is counted.")] = "adamw",
     tflops: Annotated[
-        float | None, typer.Option(help=f"10^12 operations a second of a rank; else {_TFLOPS:g}.")
+        float | None, typer.Option(help=f"10^12 operations a second of a rank; by default {_TFLOPS:g}.")
     ] = None,
-    backward_seconds: Annotated[float | None, typer.Option(help="Of a micro-batch, measured; not --tflops.")] = None,
+    backward_seconds: Annotated[float | None, typer.Option(help="A micro-batch's, measured; not --tflops.")] = None,
     vocab_parallel: Annotated[bool, flag("--vocab-parallel", "Cut LM head and embedding too.")] = False,
     device: Annotated[str | None, typer.Option(metavar="|".join(DEVICES), help=_DEVICE)] = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything here; -: to stdout, and no table.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw exchange seconds against workers here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to a file; -: to stdout, and no table.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw exchange seconds against workers to a file.")] = None,
 ) -> None:
-    """Say what a training run will take: memory of a rank, bytes and seconds of its exchange, the transport to take.
+    """Predict what a training run takes: memory of a rank, bytes and seconds of its exchange, the transport to use.
 
     N workers are data-parallel; each is a group of T tensor-parallel ranks,
     N x T ranks in all. Nothing is run. For --one-machine its links, sums
@@ -72,7 +72,7 @@ def plan(
         tflops, measures_compute = _TFLOPS, one_machine and backward_seconds is None
     if measures_compute and device == "cuda":
         do = "pass what your GPU achieves, or --device cpu"
-        raise CallerError("--one-machine measures no GPU", expected="--tflops or --backward-seconds", do=do)
+        raise CallerError("--one-machine does not measure a GPU", expected="--tflops or --backward-seconds", do=do)
     texts = {
         "bandwidth": bandwidth, "tp_bandwidth": tp_bandwidth,
         "socket_bandwidth": socket_bandwidth, "sum_bandwidth": sum_bandwidth,
@@ -109,7 +109,7 @@ def _bandwidth(field: str, text: str | None) -> Bandwidth | None:
 
 
 def _refuse_bad_paths(json: Path | None, plot: Path | None) -> None:
-    """All of them, before anything is measured or written."""
+    """Raise `CallerError` for paths that cannot be written, before anything is measured or written."""
     writable_json(json)
     if plot is None:
         return

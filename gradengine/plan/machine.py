@@ -1,4 +1,4 @@
-"""The exchange within one machine: no link limits it, but what all workers copy and sum on shared cores.
+"""The exchange within one machine: limited not by links, but by the copies and sums of all workers on shared cores.
 
 For N bytes and W workers: (W - 1) N bytes of parts, and as many of sums, go into the kernel at one process and out of
 it at another, checksums taken; W N bytes of parts are summed. A server has W N of each. Threads of one process send
@@ -54,10 +54,10 @@ _NO_LIMIT = Network(Bandwidth(1e18), 0.0)
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine was measured to do, in bytes a second.
+    """The measured rates of a machine, in bytes a second.
 
     Raises:
-        CallerError: One is not above 0, or not finite; only shared memory may be None.
+        CallerError: A rate is not above 0, or not finite; only shared memory may be None.
     """
 
     cores: int  # that all processes share
@@ -75,7 +75,7 @@ class Rates:
                 raise CallerError(f"a machine's '{name}' is out of range", got=said(value), expected="a number above 0")
 
     def transports(self, device: str) -> list[str]:
-        """Those of `TRANSPORTS` that there are for arenas of this device: a GPU's are not lent to other processes.
+        """Those of `TRANSPORTS` that are possible for arenas of this device: a GPU's are not lent to other processes.
 
         >>> Rates(2, 4e9, 4e9, sum=20e9, copy=10e9, shared_memory=10e9).transports("cuda")
         ['tcp://', 'unix://', 'threads', 'served']
@@ -84,7 +84,7 @@ class Rates:
         return [name for name in TRANSPORTS if are_lent or name != "shared memory"]
 
     def seconds(self, transport: str, nbytes: int, workers: int) -> float:
-        """What one of `TRANSPORTS` takes to move and to sum: added, since a process has one thread for both.
+        """The seconds of one of `TRANSPORTS` to move and to sum: added, since a process has one thread for both.
 
         >>> Rates(2, 4e9, 4e9, sum=20e9, copy=10e9).seconds("tcp://", 10**9, workers=2)
         0.6
@@ -104,7 +104,7 @@ class Rates:
 
 
 def on_one_machine(transport: str, spans: Sequence[int], workers: int, rates: Rates) -> Traffic:
-    """What one of `TRANSPORTS` takes; bytes are those that a rank or the server sends, or copies from other arenas."""
+    """The traffic of one of `TRANSPORTS`: bytes that a rank or the server sends, or copies from other arenas."""
     if workers == 1:
         return Traffic(span_seconds=(0.0,) * len(spans))
     traffic = (star if transport == "served" else ordered)(spans, workers, _NO_LIMIT)
@@ -118,11 +118,11 @@ def on_one_machine(transport: str, spans: Sequence[int], workers: int, rates: Ra
 def overlap_on_one_machine(
     shares: Sequence[float], backward_seconds: float, spans: Sequence[int], traffic: Traffic, workers: int, rates: Rates
 ) -> Overlap:
-    """What a step waits after backward, where the cores that exchange a span are those that add it and clip the sum.
+    """How long a step waits after backward, if the cores that exchange a span also add it and clip the sum.
 
-    Backward itself is taken to run elsewhere, on a GPU; one on these cores hides nothing, as if it took 0 s. Engines
-    add a last micro-batch to their arenas as fast as they sum two parts, and scale the sum as fast as they would copy
-    it: that is part of the wait, not of the exchange.
+    Backward itself is assumed to run elsewhere, on a GPU; on these cores it would hide nothing, as if it took 0 s.
+    Engines add a last micro-batch to their arenas as fast as they sum two parts, and scale the sum as fast as they
+    would copy it: that is part of the wait, not of the exchange.
     """
     shared = max(1.0, workers / rates.cores)
     taking = shared * 2 / rates.sum
@@ -156,13 +156,13 @@ class Duplex(Reduction):
                 self._link.bell.wait()
 
     def error(self) -> float:
-        """0 where what came is what the other has."""
+        """The largest difference between the received set and the other process's."""
         return float(np.abs(self.arena - contribution(1 - self.rank, self.arena.size)).max())
 
 
 @final
 class Sum:
-    """What the owner of all shares does of two ranks, where the other's parts are copied to it from its own memory."""
+    """The work of a rank that owns all shares of two ranks, if the other rank's parts are copied from its memory."""
 
     def __init__(self, elements: int) -> None:
         self._layout = span_layout(elements)
@@ -188,7 +188,7 @@ class Sum:
 
 
 def pairs(folder: Path, elements: int) -> dict[str, Callable[[], Crew]]:
-    """The pairs of processes that send each other a set: "tcp", "unix" and "shared_memory" -> how one is started."""
+    """Pairs of processes that send each other a set: "tcp", "unix", "shared_memory" -> a function that starts one."""
     links: dict[str, tuple[type[SocketLink], Address]] = {
         "tcp": (SocketLink, ("127.0.0.1", free_port())),
         "unix": (SocketLink, str(folder / "plain")),
@@ -199,7 +199,7 @@ def pairs(folder: Path, elements: int) -> dict[str, Callable[[], Crew]]:
 
 
 def rates_of(seconds: Mapping[str, float], elements: int) -> Rates:
-    """From the seconds of each: of `pairs`, and "sum" and "copy" of a `Sum`.
+    """The rates from the measured seconds of `pairs`, and of "sum" and "copy" of a `Sum`.
 
     >>> rates_of({"tcp": 1, "unix": 0.5, "sum": 0.1, "copy": 0.2}, elements=10**9).tcp
     8000000000.0
@@ -209,7 +209,7 @@ def rates_of(seconds: Mapping[str, float], elements: int) -> Rates:
 
 
 def measure_rates(elements: int = _ELEMENTS, rounds: int = _ROUNDS) -> Rates:
-    """Medians of that many interleaved rounds, after one that is dropped; it starts two processes for each link."""
+    """The rates as medians of `rounds` interleaved rounds, after one that is dropped; starts two processes a link."""
     samples: dict[str, list[float]] = defaultdict(list)
     with TemporaryDirectory(prefix="gradengine-plan-") as folder, ExitStack() as stack:
         crews = {}

@@ -23,7 +23,7 @@ class Model:
     """A decoder of blocks with nine components: four of attention, three of a gated feed-forward, two norms.
 
     Raises:
-        CallerError: Heads do not divide; both numbers are named.
+        CallerError: Heads cannot be divided; both numbers are named.
     """
 
     name: str  # how it is called
@@ -55,12 +55,12 @@ class Model:
         return self.layout().num_elements + self.frozen()
 
     def sharded(self, tp: int, *, vocab_parallel: bool = False) -> TensorParallelConfig:
-        """The part of rank 0 of `tp` tensor-parallel ranks, as large as any; CallerError if there is none."""
+        """The part of rank 0 of `tp` tensor-parallel ranks, as large as any; `CallerError` if it cannot be cut so."""
         sizes = self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads
         return TensorParallelConfig(0, tp, *sizes, vocab_parallel=vocab_parallel)
 
     def layout(self, tp: int = 1, *, vocab_parallel: bool = False) -> GradientLayout:
-        """Where the gradients of one of `tp` ranks lie; CallerError if the model cannot be cut so.
+        """The layout of the gradients on one of `tp` ranks; raises `CallerError` if the model cannot be cut so.
 
         >>> NAMED["350m"].layout().nbytes
         1594036224
@@ -108,8 +108,8 @@ def load_model(name: str) -> Model:
     """A model by its name, or by the path of a config.json in the form that Hugging Face models have.
 
     Raises:
-        CallerError: No such name or regular file, no JSON, a key that is missing, twice there or out of range, or a
-            model with other components than those nine; the error names file and key.
+        CallerError: No such name or regular file, no JSON, a key that is missing, repeated or out of range, or a model
+            with other components than those nine; the error names file and key.
 
     Example:
         >>> load_model("1b").num_blocks
@@ -129,7 +129,7 @@ def load_model(name: str) -> Model:
 
 
 def _is_file(path: Path) -> bool:
-    """A pipe is none: nobody may ever write to it."""
+    """Whether this is a regular file: a pipe is refused, as reading it might wait for ever."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # too long, or a NUL in it
@@ -146,16 +146,16 @@ def _read(path: Path) -> dict[str, Any]:
     if len(text) > _LARGEST_FILE:
         raise CallerError(f"{path} is too large", got=f"over {_LARGEST_FILE} bytes", expected="a config.json")
     if not isinstance(config, dict):
-        raise CallerError(f"{path} is no model", got=type(config).__name__, expected="a JSON object of sizes")
+        raise CallerError(f"{path} is not a model", got=type(config).__name__, expected="a JSON object of sizes")
     return config
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two values of one key JSON's readers take the last, and a person the first."""
+    """The object, with `ValueError` for a repeated key: JSON's readers take the last value, a person the first."""
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise ValueError(f"{_shown(key)} is there twice")
+            raise ValueError(f"{_shown(key)} is given twice")
         seen[key] = value
     return seen
 

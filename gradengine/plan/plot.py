@@ -28,7 +28,7 @@ _MOST_POINTS = 24
 
 
 def drawn(plan: Plan) -> Figure:
-    """The picture: a line for each algorithm, and one for backward."""
+    """The plot: a line for each algorithm, and one for backward."""
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
     axes = figure.subplots()
     workers, backward = plan.question.workers, plan.compute.backward_seconds
@@ -50,7 +50,7 @@ def drawn(plan: Plan) -> Figure:
 
 
 def worker_counts(workers: int) -> list[int]:
-    """From 2 to twice the plan's workers, 8 at the least; of many only some, the plan's among them.
+    """Numbers of workers from 2 to twice the plan's, at least to 8; only some if there are many, the plan's included.
 
     >>> worker_counts(3)
     [2, 3, 4, 5, 6, 7, 8]

@@ -57,11 +57,11 @@ _NOTHING = 5e-9  # seconds: what a difference of two times leaves where it is no
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned.
+    """The question: a model, its ranks, and the links between them or their one machine.
 
     Raises:
-        CallerError: A number is out of range, a bandwidth names no unit, or there is not one of `bandwidth` and
-            `machine`.
+        CallerError: A number is out of range, a bandwidth has no unit, or not exactly one of `bandwidth` and `machine`
+            is given.
     """
 
     model: Model  # the transformer
@@ -97,7 +97,7 @@ class Question:
                 _refuse_outside(name, getattr(self, name))
         if (self.bandwidth is None) == (self.machine is None):
             both = self.machine is not None
-            do = "pass --bandwidth '10 Gbit/s', or --one-machine where all workers are on this one"
+            do = "pass --bandwidth '10 Gbit/s', or --one-machine if all workers are on this one"
             what = "bandwidth and machine exclude each other" if both else "bandwidth or machine is needed"
             raise CallerError(what, got="both" if both else "neither", expected="one of them", do=do)
         if self.machine is not None and self.tp > 1:
@@ -106,19 +106,19 @@ class Question:
 
     @property
     def within(self) -> Bandwidth | None:
-        """The bandwidth within a worker; the other one's where it is not given."""
+        """The bandwidth within a worker; by default that between workers."""
         return self.tp_bandwidth or self.bandwidth
 
     @property
     def tp_seconds(self) -> float:
-        """Of a step's all-reduces within a worker."""
+        """Seconds of a step's all-reduces within a worker."""
         if self.within is None or self.tp == 1:
             return 0.0
         return self.cost.seconds_per_step(self.within, latency_seconds=self.tp_latency_seconds)
 
     @property
     def cost(self) -> TensorParallelCost:
-        """Of tensor parallelism."""
+        """The communication cost of tensor parallelism."""
         return TensorParallelCost(
             hidden_size=self.model.hidden_size, num_blocks=self.model.num_blocks, tp_size=self.tp,
             sequence_length=self.sequence_length, batch_size=self.batch_size, micro_batches=self.micro_batches,
@@ -131,7 +131,7 @@ class Question:
         return self.machine is not None and self.device == "cpu"
 
     def traffic(self, layout: GradientLayout, workers: int) -> dict[str, Traffic]:
-        """What each algorithm, or each transport on one machine, takes over that many workers."""
+        """The traffic of each algorithm, or each transport on one machine, over that many workers."""
         spans = span_bytes(layout)
         if self.bandwidth is not None:
             network = Network(self.bandwidth, self.latency_seconds, self.socket_bandwidth, self.sum_bandwidth)
@@ -164,7 +164,7 @@ class Memory:
 
     @property
     def on_device(self) -> int:
-        """Bytes where the model is."""
+        """Bytes on the model's device."""
         return self.weights + self.gradients + self.arena + self.master_weights + self.optimizer
 
 
@@ -178,25 +178,25 @@ class Compute:
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Seconds of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The transport to take."""
+    """The recommended transport."""
 
     transport: str  # "none" for one worker, "shared memory" or "unix://" on one machine, else "tcp://"
     reason: str  # one sentence
-    waits_of_step: float = 0.0  # what a step waits for it, as a share of the step
-    remedies: tuple[str, ...] = ()  # what shortens a wait of more than a fifth of the step, each a sentence
+    waits_of_step: float = 0.0  # the step's wait for it, as a share of the step
+    remedies: tuple[str, ...] = ()  # ways to shorten a wait of more than a fifth of the step, each a sentence
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be."""
+    """The answer: memory, seconds, traffic, and the transport to use."""
 
-    question: Question  # what was asked
+    question: Question  # the question that was asked
     layout: GradientLayout  # of one rank's gradients
     memory: Memory  # of one rank
     compute: Compute  # of one micro-batch
@@ -206,11 +206,11 @@ class Plan:
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step's micro-batches on one rank."""
+        """Seconds of a step's micro-batches on one rank."""
         return self.question.micro_batches * self.compute.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in plain types, as docs/plan.md describes."""
+        """The plan in plain types, as docs/plan.md describes."""
         question, model, cost = self.question, self.question.model, self.question.cost
         sizes = {"kv_hidden_size": model.kv_hidden_size, "parameters": model.parameters}
         return {
@@ -265,7 +265,7 @@ def predict(question: Question) -> Plan:
 
 
 def memory_of(question: Question, layout: GradientLayout) -> Memory:
-    """What one rank keeps."""
+    """The memory of one rank."""
     elements, width = layout.num_elements, DTYPES[question.dtype]
     frozen = question.model.frozen(question.tp, vocab_parallel=question.vocab_parallel)
     rows, pinned = row_bytes(layout, question.workers)
@@ -281,7 +281,7 @@ def memory_of(question: Question, layout: GradientLayout) -> Memory:
 
 
 def row_bytes(layout: GradientLayout, workers: int) -> tuple[int, int]:
-    """Most that any rank has for shares on their way: memory for parts and a sum; and for a GPU's arena, pinned memory.
+    """The most bytes that a rank has for shares in flight: memory for parts and a sum; and pinned, for a GPU's arena.
 
     >>> row_bytes(GradientLayout.of([(1 << 21,)]), workers=2)  # one share each, 4 MiB: two rows, as pinned ones
     (8388608, 8388608)
@@ -307,7 +307,7 @@ def compute_of(question: Question, layout: GradientLayout) -> Compute:
     Attention's scores and their sum are 4 S operations a token, block and hidden element, over all ranks.
 
     Raises:
-        CallerError: What was measured is shorter than the all-reduces that it holds.
+        CallerError: The measured time is shorter than the all-reduces in it.
     """
     all_reduces, backward = question.tp_seconds / question.micro_batches / 2, question.backward_seconds
     if backward is None:
@@ -323,7 +323,7 @@ def compute_of(question: Question, layout: GradientLayout) -> Compute:
         return Compute(forward + all_reduces, 2 * forward + all_reduces, source)
     if backward < all_reduces:
         raise CallerError(
-            "backward_seconds is shorter than the all-reduces of tensor parallelism that it holds",
+            "backward_seconds is shorter than the all-reduces of tensor parallelism in it",
             got=duration(backward),
             expected=f"at least the {duration(all_reduces)} that they take at {question.within}",
             do="measure it on the ranks of a worker, and say how fast the links between those are (--tp-bandwidth)",
@@ -349,7 +349,7 @@ def _exchanges(question: Question, layout: GradientLayout, compute: Compute) -> 
 def _over_a_faster_link(
     question: Question, layout: GradientLayout, compute: Compute
 ) -> tuple[Bandwidth, Overlap] | None:
-    """The exchange over the slowest link that is as fast as a process's sockets; None where it has one already."""
+    """The exchange over the slowest link that is as fast as a process's sockets; None if the own link is as fast."""
     fastest = question.socket_bandwidth
     if question.bandwidth is None or question.bandwidth.bytes_per_second >= fastest.bytes_per_second:
         return None
@@ -363,9 +363,9 @@ def choose(
     *,
     faster_link: tuple[Bandwidth, Overlap] | None = None,
 ) -> Choice:
-    """Say what a step of several workers waits, and what would shorten that.
+    """The transport to use, how long a step of several workers waits for it, and what would shorten that.
 
-    `faster_link` is as fast as the sockets, with the exchange over it, where the step's own is slower.
+    `faster_link` is a link as fast as the sockets, with the exchange over it, if the question's own link is slower.
 
     Example:
         >>> choose(1, 0.99, {"unix://": Overlap(1.0, 0.01)}).reason
@@ -391,7 +391,7 @@ def choose(
 
 
 def enough_micro_batches(micro_batch_seconds: float, waits: float) -> int:
-    """As many as make a wait a fifth of the step; only the last one's backward hides any of it.
+    """The number of micro-batches that makes a wait a fifth of the step; only the last one's backward hides any of it.
 
     >>> enough_micro_batches(0.5, waits=1.0)
     8
@@ -400,7 +400,7 @@ def enough_micro_batches(micro_batch_seconds: float, waits: float) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, three digits of them.
+    """Seconds as text of three digits and a unit.
 
     >>> [duration(seconds) for seconds in (0, 5e-6, 0.0123, 0.9996, 3.5, 62.6, 4000)]
     ['0 s', '5.00 us', '12.3 ms', '1.00 s', '3.50 s', '62.6 s', '4000 s']

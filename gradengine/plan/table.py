@@ -1,4 +1,4 @@
-"""A plan on a terminal: what was asked and assumed, two tables, and the transport to choose."""
+"""Prints a plan: the question and its assumptions, two tables, and the transport to use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HOW = {  # by the transport that is chosen
 _ON_THE_HOST = ("exchange_rows", "pinned_rows")
 _TIED = (
     "The tied LM head is complete when backward ends, and first in the layout's order, so nothing is hidden."
-    " GradientLayout.of, given it as the first name, lets it leave last."
+    " GradientLayout.of, given it as the first name, sends it last."
 )
 
 
@@ -43,7 +43,7 @@ size = partial(decimal, precision=2)  # 1594036224 bytes are "1.59 GB"
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print all of it."""
+    """Print a plan."""
     console.print(_grid(_facts(plan)))
     console.print(_memory(plan))
     if plan.question.workers > 1:
@@ -80,7 +80,7 @@ def _tensor_parallel(question: Question) -> str:
     cost = question.cost
     sent = f"{cost.bytes_per_all_reduce} bytes an all-reduce, {cost.bytes_per_step} a forward"
     if question.tp == 1:
-        return f"not parallel, nothing travels (--tp: {sent})"
+        return f"not parallel, nothing is sent (--tp: {sent})"
     link = f"a rank's link carries {size(cost.link_bytes_per_step)} each way in a step"
     part = "part of the compute" if question.backward_seconds is None else "predicted"
     return f"{sent}, as much backward; {link}, {duration(question.tp_seconds)}, {part}"

@@ -1,7 +1,7 @@
-"""What each algorithm sends to sum a gradient set over W workers, how long it takes, and what of it backward hides.
+"""The bytes that each algorithm sends to sum a gradient set over W workers, its time, and how much backward hides.
 
-Each rank has one link that carries its bandwidth each way at once, and all links meet in a switch that is never full.
-Spans go one after the other. All algorithms move the fp32 arena, and agree on the step by one small gather at the end.
+Each rank has one link with its bandwidth in both directions at once, and all links meet in a switch that is never full.
+Spans are sent one by one. All algorithms move the fp32 arena, and agree on the step by one small gather at the end.
 Ordered and star, which are ours, are limited by their hosts too: by a process's sockets and by its sum. Ring and NCCL,
 other libraries', are as fast as the links.
 """
@@ -33,10 +33,10 @@ _THERE_AND_BACK = 2  # messages one after the other: a part to its owner, and th
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the workers."""
+    """The network between the workers."""
 
     bandwidth: Bandwidth  # of each rank's link, each way
-    latency_seconds: float  # from sending a small message to having it
+    latency_seconds: float  # from sending a small message until it is received
     socket_bandwidth: Bandwidth = SOCKETS  # what one process moves through its sockets each way, however fast the link
     sum_bandwidth: Bandwidth = SUMMED  # of the parts that one process sums
 
@@ -55,7 +55,7 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Of the whole exchange, where nothing hides it."""
+        """Seconds of the whole exchange, if nothing hides it."""
         return sum(self.span_seconds) + self.tail_seconds
 
 
@@ -63,7 +63,7 @@ Algorithm: TypeAlias = Callable[[Sequence[int], int, Network], Traffic]  # bytes
 
 
 def span_bytes(layout: GradientLayout) -> list[int]:
-    """Bytes of each span as it travels: fp32, padding included.
+    """Bytes of each span as it is sent: fp32, padding included.
 
     >>> span_bytes(GradientLayout.of([(33,)]))
     [256]
@@ -72,7 +72,7 @@ def span_bytes(layout: GradientLayout) -> list[int]:
 
 
 def buckets_in(spans: Sequence[int], nbytes: int) -> int:
-    """How many buckets of at most `nbytes` these spans are cut into.
+    """The number of buckets of at most `nbytes` that these spans are cut into.
 
     >>> buckets_in([1, 1025], 1024)
     3
@@ -81,10 +81,10 @@ def buckets_in(spans: Sequence[int], nbytes: int) -> int:
 
 
 def ordered(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """tcp:// of this package, and the other transports but for `served`: each rank owns a share of each bucket.
+    """This package's tcp://, and its other transports but for `served`: each rank owns a share of each bucket.
 
-    It receives the others' parts of its shares, sums them in rank order, and sends each sum to all. One thread of a
-    process does all that, so that its sum is added to what its sockets take.
+    A rank receives the others' parts of its shares, sums them in rank order, and sends each sum to all. One thread of a
+    process does all that, so the times of its sockets and its sums add up.
 
     Example:
         >>> ordered([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
@@ -106,9 +106,9 @@ def ordered(spans: Sequence[int], workers: int, network: Network) -> Traffic:
 
 
 def star(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """tcp:// with `served=True`: all send to a server, which contributes nothing, and get the sums from there.
+    """tcp:// with `served=True`: all send to a server, which contributes nothing, and receive the sums from it.
 
-    It receives a bucket while it sends the sum of the one before, so that its link is full both ways.
+    The server receives a bucket while it sends the sum of the one before, so that its link is full both ways.
 
     Example:
         >>> star([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
@@ -130,7 +130,7 @@ def star(spans: Sequence[int], workers: int, network: Network) -> Traffic:
 
 
 def _summed(spans: Sequence[int], network: Network, carried: float, parts: int) -> tuple[float, ...]:
-    """Seconds of each span, of which a process carries and sums so many times the bytes."""
+    """Seconds of each span, if a process sends `carried` times and sums `parts` times its bytes."""
     a_byte = carried / _rate(network) + parts / network.sum_bandwidth.bytes_per_second
     return tuple(a_byte * nbytes for nbytes in spans)
 
@@ -157,7 +157,7 @@ def _around(workers: int) -> _Way:
 
 
 def ring(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """Each rank sends to the next: W - 1 messages that add up, W - 1 that hand the sums round, for each span.
+    """A ring, in which each rank sends to the next: W - 1 messages that add up, W - 1 with the sums, for each span.
 
     >>> ring([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
     1500
@@ -166,7 +166,7 @@ def ring(spans: Sequence[int], workers: int, network: Network) -> Traffic:
 
 
 def nccl(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """For each span the faster of a ring and a double binary tree, which is about how NCCL chooses.
+    """NCCL: for each span the faster of a ring and a double binary tree, which is about how NCCL chooses.
 
     The two trees carry half of the span each (Sanders, Speck and Traeff 2009), 2 ceil(log2 W) messages up and down. A
     rank that is within one and a leaf of the other sends half a span to its parent in both and to its two children in
@@ -178,7 +178,7 @@ def nccl(spans: Sequence[int], workers: int, network: Network) -> Traffic:
 
 
 def _fastest(spans: Sequence[int], workers: int, network: Network, ways: Sequence[_Way]) -> Traffic:
-    """Each span goes the faster of these ways; only the links limit it."""
+    """The traffic if each span is summed in the fastest of these ways; only the links limit it."""
     if workers == 1:
         return Traffic(span_seconds=(0.0,) * len(spans))
     taken = [min((way.seconds(nbytes, network), way) for way in ways) for nbytes in spans]
@@ -205,14 +205,14 @@ class Overlap:
 
     @property
     def hidden_seconds(self) -> float:
-        """While backward runs."""
+        """Seconds that are hidden while backward runs."""
         return max(0.0, self.seconds - self.exposed_seconds)
 
 
 def overlapped(
     shares: Sequence[float], backward_seconds: float, span_seconds: Sequence[float], tail_seconds: float
 ) -> Overlap:
-    """Send each span when it is ready, after these shares of backward, and the ones before it have gone.
+    """The overlap if each span is sent once it is ready, after these shares of backward, and after the spans before it.
 
     >>> overlapped([0.5, 1.0], 4.0, [3.0, 1.0], 0.5)  # the second span waits for the first until 5.0
     Overlap(seconds=4.5, exposed_seconds=2.5)
@@ -225,7 +225,7 @@ def overlapped(
 
 
 def ready_shares(layout: GradientLayout, *, tied: bool = False) -> list[float]:
-    """After which share of backward each span is ready, in the order in which spans leave.
+    """The share of backward after which each span is ready, in the order in which spans are sent.
 
     Weights stand for the time that backward takes with them. A tied LM head is ready at the end, when the embedding's
     part of its gradient is added.

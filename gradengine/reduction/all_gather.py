@@ -1,7 +1,7 @@
-"""All-gather of small objects, each tagged with what it is and of which step.
+"""All-gather of small objects, each tagged with a text that says what it is and of which step.
 
-A group that was lost and joined anew may find its ranks at different places: without these words one rank's loss would
-be read as another's stats, or the stats of one window be added to that of the next.
+In a group that was lost and joined again the ranks may be at different places: without these tags one rank's loss would
+be read as another's stats, or the stats of one window be added to those of the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
 
 
 def packed(what: str, facts: object) -> bytes:
-    """One rank's facts for a gather, tagged with what they are; `CallerError` for what no rank could read."""
+    """One rank's facts for a gather, tagged with what they are; raises `CallerError` for facts that cannot be sent."""
     refuse_other_kind("what is told", what, str)
     try:
         _refuse_unreadable([what, facts])
@@ -30,13 +30,13 @@ def packed(what: str, facts: object) -> bytes:
     except CallerError:
         raise
     except Exception as fault:  # noqa: BLE001  (a caller's own object, and its own errors; text that is no UTF-8)
-        raise CallerError("what is told cannot be sent", got=said(fault)) from None
+        raise CallerError("the facts cannot be sent", got=said(fault)) from None
     refuse_long_part(data)
     return data
 
 
 def gathered(parts: Sequence[bytes]) -> list[Any]:
-    """Every rank's facts, in rank order; `ExchangeError` where a rank's tag is another than rank 0's."""
+    """Every rank's facts, in rank order; raises `ExchangeError` if a rank's tag is not rank 0's."""
     told = [_unpacked(rank, part) for rank, part in enumerate(parts)]
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
@@ -51,7 +51,7 @@ def gathered(parts: Sequence[bytes]) -> list[Any]:
 
 @final
 class in_group(AbstractContextManager[None]):  # noqa: N801  (read as a word of the `with`)
-    """Context in which errors of an exchange say which of several groups they are of."""
+    """A context in which errors of an exchange begin with the name of its group."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,14 +65,14 @@ class in_group(AbstractContextManager[None]):  # noqa: N801  (read as a word of 
 
 
 def _refuse_unreadable(told: object) -> None:
-    """Raise `CallerError` for what `unpack` would refuse on the other ranks; objects held twice count twice."""
+    """Raise `CallerError` for facts that `unpack` would refuse on other ranks; objects held twice count twice."""
     left, objects, length = [(told, 1)], 1, 0
     while left:
         value, depth = left.pop()
         if isinstance(value, (list, tuple, dict)) and not isinstance(value, msgpack.ExtType):
             inside = _inside(value)
             if inside and depth > MAX_DEPTH:
-                raise CallerError("what is told is nested too deep", expected=f"at most {MAX_DEPTH - 1} containers")
+                raise CallerError("the facts are nested too deep", expected=f"at most {MAX_DEPTH - 1} containers")
             objects += len(inside)
             left += [(item, depth + 1) for item in inside]
         elif isinstance(value, (str, bytes, bytearray)):
@@ -80,9 +80,9 @@ def _refuse_unreadable(told: object) -> None:
         elif not _is_number_or_none(value):
             raise _unreadable(value)
         if objects > MAX_OBJECTS:
-            raise CallerError("what is told has too many objects", expected=f"at most {MAX_OBJECTS}")
+            raise CallerError("the facts have too many objects", expected=f"at most {MAX_OBJECTS}")
         if length > MAX_SMALL_PAYLOAD:
-            raise CallerError("what is told is too long", expected=f"at most {MAX_SMALL_PAYLOAD} bytes")
+            raise CallerError("the facts are too long", expected=f"at most {MAX_SMALL_PAYLOAD} bytes")
 
 
 def _inside(container: Iterable[Any]) -> list[Any]:
@@ -103,10 +103,10 @@ def _is_number_or_none(value: object) -> bool:
 
 def _unreadable(value: object) -> CallerError:
     return CallerError(
-        "what is told holds something that no rank could read",
+        "the facts hold an object that cannot be sent",
         got=said(value),
-        expected="None, bool, int of 64 bits, float, str or bytes, in lists and in dicts by text",
-        do="float(x) and x.tolist() make them of scalars and arrays",
+        expected="None, bool, int of 64 bits, float, str or bytes, in lists and in dicts with str keys",
+        do="convert scalars by float(x) and arrays by x.tolist()",
     )
 
 

@@ -1,6 +1,6 @@
-"""All-reduce over one group that outlives the exchange it began with: another of the same ranks takes it up.
+"""All-reduce over one group that outlives its exchange: another exchange of the same ranks can resume it.
 
-Which spans have left and whose sums have come is kept here; `exchange/ordered_all_reduce.py` adds them.
+This keeps which spans were sent and which are summed; `exchange/ordered_all_reduce.py` adds them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gradengine.reduction.all_gather import gathered, packed
 
 
 class GroupState(Enum):
-    """Where one rank stands in a group."""
+    """The state of one rank in a group."""
 
-    SUMMING = "spans may leave, and their sums come back"
+    SUMMING = "spans may be sent, and their sums received"
     SUMMED = "all spans of the step hold their sums"
-    LEFT = "it closed the exchange in the middle of a step"
+    LEFT = "the rank closed the exchange in the middle of a step"
 
 
 @final
@@ -33,12 +33,12 @@ class AllReduce:
         self.started: set[int | str] = set()  # keys of the spans that this rank has contributed to
         self.is_alone = True
         self.state = GroupState.SUMMING
-        self._gathered: dict[str, list[bytes]] = {}  # what was told, kept: the others are past it
+        self._gathered: dict[str, list[bytes]] = {}  # answers of this step's gathers: other ranks will not repeat them
 
     def join(self, exchange: Exchange, layout: GradientLayout, arena: Any) -> None:
-        """Join the group, and contribute again what had left through another exchange. One that fails is closed.
+        """Join the group, and contribute again the spans sent through an earlier exchange; closed if that fails.
 
-        `arena` is what that exchange's `bind` takes.
+        `arena` is the argument of the exchange's `bind`.
         """
         try:
             exchange.bind(layout, arena, self.progress)
@@ -48,11 +48,11 @@ class AllReduce:
         except CallerError:
             raise  # it is as it was: another engine's, perhaps
         except BaseException:
-            exchange.close()  # else it keeps its address, known to nobody, and refuses the others as they come
+            exchange.close()  # else it would keep its address and refuse the ranks that still call
             raise
 
     def start(self, *spans: Span, in_background: bool = True) -> None:
-        """This rank's contribution to spans is complete and may travel: from now on, or else while `wait` waits."""
+        """Start spans to which this rank's contribution is complete: they are sent from now on, or in `wait`."""
         self.started.update(span.key for span in spans)
         if self.state is not GroupState.LEFT:
             self._joined().start(*spans, in_background=in_background)
@@ -63,7 +63,7 @@ class AllReduce:
             self.progress.bad, self.state = [*self._joined().wait()], GroupState.SUMMED
 
     def tell(self, what: str, facts: object) -> list[Any]:
-        """Every rank's facts, in rank order; what is told once in a step is not told again."""
+        """Every rank's facts, in rank order; called again with the same `what` in a step, the first answer."""
         mine = packed(what, facts)
         if self.exchange is None:
             return gathered([mine])
@@ -72,13 +72,13 @@ class AllReduce:
         return gathered(self._gathered[what])
 
     def leave(self) -> None:
-        """Close the exchange in the middle of a step: another one is to be joined before the next sum."""
+        """Close the exchange in the middle of a step; another one must be joined before the next sum."""
         if self.exchange is not None:
             self.state = GroupState.LEFT
             self.exchange.close()
 
     def restart(self) -> None:
-        """Nothing of the open step has been contributed, or summed."""
+        """Start the open step over: nothing of it was contributed or summed."""
         self.progress.restart()
         self.started, self._gathered = set(), {}
         if self.state is GroupState.SUMMED:
@@ -87,7 +87,7 @@ class AllReduce:
     def _joined(self) -> Exchange:
         if self.exchange is None or self.state is GroupState.LEFT:
             raise PeerLost(
-                "this rank has left the group: a call was interrupted, or it dropped a window that was on its way",
+                "this rank has left the group: a call was interrupted, or it dropped a window that was partly sent",
                 do="reconnect() on all ranks of the group",
             )
         return self.exchange

@@ -1,7 +1,7 @@
-"""Reducer: spans of an accumulator leave as they are complete, their sums come back, and all ranks agree on stats.
+"""Reducer: sends spans of an accumulator once they are complete, receives their sums, and has all ranks agree on stats.
 
-The exchange works in host memory. On the CPU that is the arena itself; of a GPU's arena it copies a few shares at a
-time there and back.
+The exchange works in host memory. On the CPU that is the arena itself; a GPU's arena is copied to the host and back a
+few shares at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradengine.reduction.stats import StepStats, agree
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 from gradengine.threads import cached_property
 
-Worker: TypeAlias = tuple[int, int]  # a rank, and the workers in its group
+Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
 
 _NO_TOTALS: Float64 = np.empty(0)
 
@@ -37,7 +37,7 @@ class DecidedStep:
 
     stats: StepStats
     decision: Decision
-    non_finite: NonFiniteGradient | None  # where the host knows it
+    non_finite: NonFiniteGradient | None  # if the host knows of one
     step: int
     took: Seconds  # the sums over workers
 
@@ -46,7 +46,7 @@ class DecidedStep:
 class Reducer:
     """The sum over workers of one accumulator's windows.
 
-    `workers` sums over those that hold the same part of a model, `parts` over the ranks with its other parts.
+    `workers` sums over the workers with the same part of a model, `parts` over the ranks with its other parts.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Reducer:
         self.parts, self.workers = parts, AllReduce()
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
-        self.agreed: StepStats | None = None  # what all ranks know, in a step that is AGREED
+        self.agreed: StepStats | None = None  # the same on all ranks, in a step that is AGREED
         self._state = accumulator.state
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
-        self._loaded_from: Worker | None = None  # whose window was loaded, while that is open
+        self._loaded_from: Worker | None = None  # the worker whose window was loaded, while that is open
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to agree with: no other worker, and no other part of the model."""
+        """Whether there is no rank to agree with: no other worker, and no other part of the model."""
         return self.workers.is_alone and self.parts.group.is_alone
 
     @property
@@ -83,17 +83,17 @@ class Reducer:
 
     @property
     def worker(self) -> Worker:
-        """This worker's rank, and the workers that exchange: 0 of 1 without an exchange."""
+        """This worker's rank, and the number of workers: (0, 1) without an exchange."""
         exchange = self.workers.exchange
         return (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
 
     @cached_property
     def _in_parts(self) -> Any:
-        """The arena, or on a GPU what copies its shares: kept, as an exchange's rows of it are."""
+        """The arena, or on a GPU the object that copies its shares: cached, as it keeps an exchange's rows."""
         return self._kernels.device.in_parts(self._accumulator.memory)
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
-        """Join groups, and let leave again what had left through other exchanges."""
+        """Join groups, and start again the spans that were started through other exchanges."""
         self._state.enter(Call.RECONNECT)
         if exchange is not None:
             _refuse_other_worker(self._loaded_from, (exchange.rank, exchange.world_size))
@@ -104,7 +104,7 @@ class Reducer:
                 self.workers.join(exchange, self._layout, self._in_parts)
 
     def start(self, spans: Iterable[Span], *, in_background: bool = True) -> None:
-        """The spans hold all that this worker contributes: they may leave, from now on or when the sums are awaited."""
+        """Start spans that hold all that this worker contributes: they are sent from now on, or in `agree`."""
         if self.workers.is_alone:
             return
         new = [span for span in spans if span.key not in self.workers.started]
@@ -117,45 +117,45 @@ class Reducer:
                 self.workers.start(*new, in_background=in_background)
 
     def agree(self) -> StepStats:
-        """Local sums become sums over all workers, and all workers know the same facts about them."""
+        """Sum the arena over all workers, and return the step's stats, the same on all of them."""
         is_alone, accumulator = self.is_alone, self._accumulator
         if self._loaded_from is not None:
             _refuse_other_worker(self._loaded_from, self.worker)
         if self.agreed is not None and self._state.now is State.AGREED and not is_alone:
-            return self.agreed  # the step was run to its verdict before; there is nothing left to exchange
+            return self.agreed  # the step had reached its verdict before; nothing is left to exchange
         self._kernels.device.wait_for(
             accumulator.producers
         )  # refuses one that records a graph, before anything is done
         accumulator.close(measure=is_alone or self.workers.is_alone)
         if is_alone:
             accumulator.measure_rest()
-        self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # alone nobody compares them
+        self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # a lone worker's are not compared
         self._state.enter(Event.AGREE)
         return self.agreed
 
     def divisor(self, stats: StepStats) -> float:
-        """What the sum over all workers is divided by: with one worker its own mean is the mean over all."""
+        """The number by which the sum over all workers is divided."""
         if self._average == "sum":
             return self.workers.exchange.world_size if self.workers.exchange else 1
         return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
-        """What is not finite in the components at these positions: of a worker's contribution rather than of a sum."""
+        """The error for NaN or Inf in the components at these positions; it names the worker that contributed it."""
         with _KeptIfItFails(self._state):
             mine = self._first_found(self.parts.own_of(bad))
             found = self.parts.tell_non_finite(mine, self._place, self.step)
-        found = found or self._first_found(bad)  # nobody's own: a sum overflowed, the same on all ranks
+        found = found or self._first_found(bad)  # in no worker's contribution: a sum overflowed, alike on all ranks
         return found or NonFiniteGradient(self._layout.slots[bad[0]].name, 0, math.nan, step=self.step)
 
     def next_step(self) -> None:
-        """The step is over on this rank."""
+        """Begin the next step: this one is over on this rank."""
         self._begin(self.step + 1)
 
     def discard(self, *, is_queued: bool) -> None:
-        """Forget the window. What was sent already the exchanges cannot take back: they are closed.
+        """Forget the window. If part of it was sent already, the exchanges are closed, as that cannot be taken back.
 
-        A step that all agreed on the others dropped too, or made: its number is used up. So it is where a device may
-        yet give its verdict, `is_queued`, which would be taken for the next step's.
+        A step that all ranks agreed on was dropped or made by the others: its number is not used again. Nor is it if
+        `is_queued`: the device may still report its verdict, which would be taken for the next step's.
         """
         now, self._state.now = self._state.now, State.BROKEN  # until the next one is open
         if now in {State.SENDING, State.FAILED, State.BROKEN}:
@@ -164,9 +164,9 @@ class Reducer:
         self._begin(self.step + (now is State.AGREED or is_queued))
 
     def break_off(self, step: int) -> None:
-        """A call was interrupted: the step of this number is broken, and other ranks that wait for this one fail.
+        """Mark the step of this number as broken after an interrupt, and close the exchanges, so that no rank waits.
 
-        It is not made, even where it was over but for its result: ranks that have made it are refused by its number.
+        The step counts as not made, even if only its result was missing; ranks that have made it then differ in number.
         """
         self._state.now = State.BROKEN
         for group in (self.workers, self.parts.group):
@@ -174,7 +174,7 @@ class Reducer:
             group.leave()
 
     def nothing_to_step(self) -> WindowError:
-        """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
+        """End a step in which no worker had a micro-batch, as all of them know, and return the error to raise."""
         self.next_step()
         return WindowError(
             "step without a micro-batch on any worker",
@@ -184,17 +184,17 @@ class Reducer:
         )
 
     def refuse_other_worker(self, whose: Worker | None) -> None:
-        """Raise `WindowError` where an exchange is joined, and this worker's window is not the one that was saved."""
+        """Raise `WindowError` if an exchange is joined in which this is not the worker that saved the window."""
         if self.workers.exchange is not None:
             _refuse_other_worker(whose, self.worker)
 
     def load(self, step: int, whose: Worker | None) -> None:
-        """Open the step of a saved state, its window empty as yet; None is the worker of a window that is empty."""
+        """Open the step of a saved state, with an empty window; `whose` is the worker that saved one, if any."""
         self._begin(step)
         self._loaded_from = whose
 
     def restart(self) -> None:
-        """The step begins anew; nothing of it was sent."""
+        """Begin the step again; nothing of it was sent."""
         self._begin(self.step)
 
     def _begin(self, step: int) -> None:
@@ -214,7 +214,7 @@ class Reducer:
 
     @property
     def _place(self) -> str:
-        """What tells this step apart: one that others finished and this rank dropped has another number."""
+        """The tag of the step in gathers; ranks whose tags differ are out of sync."""
         return f"step {self.step}"
 
     def _agree(self) -> StepStats:
@@ -238,7 +238,7 @@ class Reducer:
     def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
         for bad in self.workers.progress.bad:
             for slot in self._layout.slots:
-                if slot.offset <= bad.index < slot.stop:  # else it lies in padding, which is nobody's gradient
+                if slot.offset <= bad.index < slot.stop:  # else it is in padding, which is no gradient
                     index = bad.index - slot.offset
                     return NonFiniteGradient(slot.name, index, bad.value, step=self.step, rank=bad.rank)
         for position in suspects:
@@ -254,7 +254,7 @@ class Reducer:
         return StepStats(weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1))
 
     def _to_mean(self, span: Span) -> None:
-        """Where workers' means are averaged, the span's sum becomes this worker's mean: once, however often asked."""
+        """If workers' means are averaged, turn the span's sum into this worker's mean, only once in a step."""
         accumulator = self._accumulator
         if self._average != "per_worker" or span.key in self._means or not accumulator.accumulated_count:
             return
@@ -265,16 +265,16 @@ class Reducer:
             self._means.add(span.key)
 
     def _totals(self) -> Float64:
-        """The squared sum of each component: of what the exchange has measured, the same on all devices, or else here.
+        """The squared sum of each component, from the exchange if it has measured the sums, else measured here.
 
-        What a device measures is rounded in another order than what a host does.
+        The exchange's are the same on all devices; a device rounds in another order than a host.
         """
         squares = self.workers.progress.squares
         return self._kernels.totals(self._accumulator.arena) if squares is None else self._sums.totals_of(squares)
 
     @cached_property
     def _sums(self) -> PartialSums:
-        """Where the host's squared sums of the components are."""
+        """The host's squared sums of the components."""
         partials = self._accumulator.arena.partials
         return partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
 
@@ -291,9 +291,9 @@ def _refuse_other_worker(whose: Worker | None, here: Worker) -> None:
 
 @final
 class _KeptIfItFails:
-    """Context in which a failing exchange leaves the window as it is, to take no more.
+    """A context in which a failing exchange sets the state FAILED, so that the window is kept and takes no more.
 
-    No generator: one that an interrupt leaves suspended would be closed when the traceback goes, in a later step.
+    Not a generator: after an interrupt a generator would be closed with its traceback, in a later step.
     """
 
     def __init__(self, state: StepState) -> None:
@@ -303,5 +303,5 @@ class _KeptIfItFails:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None and not issubclass(kind, CallerError):  # of the caller's mistake nothing has left
+        if kind is not None and not issubclass(kind, CallerError):  # after a caller's mistake nothing was sent
             self._state.enter(Event.FAIL)

@@ -28,9 +28,9 @@ class StepStats:
     micro_batches: int
     totals: Float64  # squared sum of each component
     unused: Flags
-    settings: Mapping[str, str] = field(default_factory=dict)  # what all workers must have set alike
-    place: str = ""  # which step and window it is of
-    workers: int = 1  # that had a micro-batch
+    settings: Mapping[str, str] = field(default_factory=dict)  # those that must be the same on all workers
+    place: str = ""  # the tag of the step
+    workers: int = 1  # workers that had a micro-batch
 
 
 def agree(group: AllReduce, mine: StepStats) -> StepStats:
@@ -52,13 +52,13 @@ def agree(group: AllReduce, mine: StepStats) -> StepStats:
 
 
 def unused_by_all(stats: Sequence[StepStats]) -> Flags:
-    """Which components got no gradient on any rank: what another rank used is not unused."""
+    """Flags of the components that got no gradient on any rank."""
     flags: Flags = np.logical_and.reduce([one.unused for one in stats])
     return flags
 
 
 def stats_of_all(group: AllReduce, mine: StepStats) -> list[StepStats]:
-    """Each rank's stats, in rank order; `ExchangeError` where one is of another window, or has other settings."""
+    """Every rank's stats, in rank order; raises `ExchangeError` if a rank is at another step, or has other settings."""
     totals, unused = mine.totals.astype("<f8").tobytes(), mine.unused.tobytes()
     told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, unused, dict(mine.settings)])
     stats = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]
@@ -75,7 +75,7 @@ def stats_of_all(group: AllReduce, mine: StepStats) -> list[StepStats]:
 
 
 def same_sums(totals: Float64, first: Float64) -> npt.NDArray[np.bool_]:
-    """Which squared sums differ by no more than their rounding."""
+    """Flags of the squared sums that differ by no more than their rounding."""
     return np.isclose(totals, first, rtol=_SAME_SUMS, atol=0.0, equal_nan=True)
 
 
@@ -97,7 +97,7 @@ def _checked(rank: int, facts: Any, mine: StepStats) -> StepStats:
 
 
 def refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:
-    """Raise `ExchangeError` where a rank's squared sums differ from rank 0's by more than their rounding."""
+    """Raise `ExchangeError` if a rank's squared sums differ from rank 0's by more than their rounding."""
     if not same_sums(totals, first).all():
         raise ExchangeError(
             f"rank {rank} holds other sums than rank 0",

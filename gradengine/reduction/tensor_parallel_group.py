@@ -1,9 +1,9 @@
-"""A worker's side of its tensor-parallel group: replicated gradients become one, and the norm is the whole model's.
+"""A worker's side of its tensor-parallel group: replicated gradients are made equal, and the norm is the whole model's.
 
 Each rank holds a part of the model. Squared sums of sharded components add up over the group and those of replicated
-ones count once, so that all ranks find the norm, the clip scale and the verdict of the model that they are parts of.
-Replicated gradients travel, where they must, through memory of their own: the arena keeps the sum over the
-data-parallel workers until these have all got it.
+ones count once, so that all ranks find the norm, the clip scale and the verdict of the whole model. Replicated
+gradients that must be summed are exchanged in memory of their own: the arena keeps the sum over the data-parallel
+workers until all of these have received it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WEIGHTS_SHOWN = 8
 
 @final
 class TensorParallelGroup:
-    """One rank's side of the group that shares a model; `group` is the sum over it."""
+    """One rank's side of the group that shares a model; `group` is the all-reduce over it."""
 
     def __init__(self, accumulator: PerBlockGradientAccumulator, replicated: Replicated) -> None:
         refuse_unknown("replicated", replicated, get_args(Replicated))
@@ -48,16 +48,16 @@ class TensorParallelGroup:
 
     @property
     def described(self) -> str:
-        """What the workers of a grid must have alike."""
+        """The group's size and mode as text, which must be the same on all workers."""
         exchange = self.group.exchange
         return "none" if exchange is None else f"{exchange.world_size} ranks with replicated={self._replicated!r}"
 
     def join(self, exchange: Exchange) -> None:
-        """Join the group, and let leave again what had left through another exchange."""
+        """Join the group, and start again what was started through another exchange."""
         layout = self._accumulator.layout
         if (exchange.rank, exchange.world_size) != (layout.tp_rank, layout.tp_size):
             raise CallerError(
-                "tp_exchange is not the layout's",
+                "tp_exchange does not fit the layout",
                 got=f"rank {exchange.rank} of {exchange.world_size}",
                 expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
                 do="connect each rank as its tp_rank of its TensorParallelConfig",
@@ -73,17 +73,17 @@ class TensorParallelGroup:
             return self._of_all_parts(mine)
 
     def put_back(self) -> None:
-        """Have the arena's replicated components be what the group made of them; may be done twice."""
+        """Write the group's sums or averages of replicated components to the arena; may be called twice."""
         if self._travels and not self.group.is_alone:
             with self._accumulator.changing():
                 self._replicas.put_back(self._targets)
 
     def own_of(self, positions: Sequence[int]) -> list[int]:
-        """Those of these components whose gradient in the arena is this rank's own, and not a sum over the group."""
+        """Those of these positions whose gradient in the arena is this rank's own, not a sum over the group."""
         return [p for p in positions if not (self._travels and self._is_replicated[p])]
 
     def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
-        """The first, in layout order, of what all ranks found in their own; the same on each. `mine` is this rank's."""
+        """The first error, in layout order, of those that all ranks found; the same on each. `mine` is this rank's."""
         if self.group.is_alone:
             return mine
         order = {slot.name: i for i, slot in enumerate(self._slots)}
@@ -102,7 +102,7 @@ class TensorParallelGroup:
 
     @cached_property
     def _layout(self) -> GradientLayout:
-        """What the handshake compares: every component, but only what travels has elements."""
+        """The layout that the handshake compares: has all components, but elements only of those that are exchanged."""
         shapes: dict[str, tuple[int, ...]] = {f"replicated={self._replicated}": (0,)}
         for slot, is_one in zip(self._slots, self._is_replicated, strict=True):
             shapes[f"{slot.name} ({slot.partition})"] = slot.shape if self._travels and is_one else (0, *slot.shape)
@@ -110,7 +110,7 @@ class TensorParallelGroup:
 
     @cached_property
     def _travellers(self) -> list[tuple[Slot, Slot]]:
-        """Of each component that travels its slot in the arena and in what travels."""
+        """For each component that is exchanged: its slot in the arena and its slot in the exchanged memory."""
         pairs = list(zip(self._slots, self._layout.slots[1:], strict=True))
         return [pairs[position] for position in np.flatnonzero(self._is_replicated & self._travels)]
 
@@ -161,7 +161,7 @@ class TensorParallelGroup:
             )
 
     def _found_in_sums(self, step: int) -> NonFiniteGradient | None:
-        """What this rank gave to a sum of replicas that was not finite."""
+        """The error for NaN or Inf that this rank contributed to a sum of replicas."""
         for bad in self.group.progress.bad:
             for slot, place in self._travellers:
                 if place.offset <= bad.index < place.stop and bad.rank == self._accumulator.layout.tp_rank:
@@ -171,7 +171,7 @@ class TensorParallelGroup:
 
 @final
 class _Replicas:
-    """Memory for the replicated gradients that travel: side by side."""
+    """Memory for the replicated gradients that are exchanged, side by side."""
 
     def __init__(
         self, accumulator: PerBlockGradientAccumulator, layout: GradientLayout, slots: Sequence[Slot], *, average: bool
@@ -185,31 +185,31 @@ class _Replicas:
 
     @cached_property
     def in_parts(self) -> Any:
-        """What the exchange sums: the memory, or on a GPU what copies shares of it, kept as its rows are."""
+        """The memory that the exchange sums, or on a GPU the object that copies its shares, cached with its rows."""
         return self._kernels.device.in_parts(self._memory) if self._memory.size else np.empty(0, np.float32)
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Within it, what the exchange copies comes behind what was queued on the memory."""
+        """A context in which the exchange's copies wait for the work queued on the memory."""
         return self._arena.in_order()
 
     def take(self, targets: Sequence[Buffer]) -> None:
-        """Copy this rank's gradients to where the exchange finds them."""
+        """Copy this rank's gradients to the memory that is exchanged."""
         with self._arena.in_order():
             self._kernels.scale(targets, np.float32(1), self._arena.targets)
 
     def totals(self) -> Float64:
-        """Squared sums of what will be put back: the memory holds sums until then, as it may be put back twice."""
+        """Squared sums of the values that `put_back` writes; it may write twice, so the memory keeps the sums."""
         self._kernels.measure(self._arena)
         return self._kernels.totals(self._arena) / self._divisor**2
 
     def put_back(self, targets: Sequence[Buffer]) -> None:
-        """Copy sums, or averages, to the arena."""
+        """Write the sums, or averages, to the arena."""
         with self._arena.in_order():
             self._kernels.scale(self._arena.targets, np.float32(1 / self._divisor), targets)
 
 
 def _described(weights: Sequence[float]) -> str:
-    """A window's micro-batches, in words that are the same only where all weights are."""
+    """A window's micro-batches as text, equal only if all weights are equal."""
     shown = ", ".join(f"{weight:.9g}" for weight in weights)
     if len(weights) > _WEIGHTS_SHOWN:
         shown = f"{shown.split(', ')[0]}, ... (sha256 {hashlib.sha256(shown.encode()).hexdigest()[:12]})"
@@ -227,7 +227,7 @@ def _found_by(tp_rank: int, facts: Any, step: int, known: Container[str]) -> Non
         component, index, value, rank = facts
         found = NonFiniteGradient(component, int(index), float(value), step=step, rank=rank, tp_rank=tp_rank)
     except (ValueError, TypeError, OverflowError) as fault:
-        raise ProtocolError(f"what rank {tp_rank} found cannot be read ({fault})") from None
+        raise ProtocolError(f"the finding of rank {tp_rank} cannot be read ({fault})") from None
     if not isinstance(component, str) or component not in known or not isinstance(rank, (int, type(None))):
-        raise ProtocolError(f"rank {tp_rank} found something that cannot be", got=f"{component!r} of rank {rank!r}")
+        raise ProtocolError(f"the finding of rank {tp_rank} is impossible", got=f"{component!r} of rank {rank!r}")
     return found

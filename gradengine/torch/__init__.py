@@ -1,4 +1,4 @@
-"""torch interface: clipping as torch's, a module's gradients into and out of an engine, hooks, fused optimizers.
+"""torch interface: clipping like torch's, a module's gradients into and out of an engine, hooks, fused optimizers.
 
 The only room that imports torch, and not imported by any other: `from gradengine.torch import ...`. On a GPU the
 engine's work waits for torch's current stream, and that stream for the engine's.

@@ -26,21 +26,22 @@ _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code
 
 
 def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -> Attached:
-    """Have each gradient of a module go into an engine as backward makes it, and `.grad` freed.
+    """Register hooks that add each gradient of a module to an engine as backward makes it, and free `.grad`.
 
     Args:
-        module: The module of the engine's layout; its parameters lie on the engine's device. Of a wrapped one
-            (DistributedDataParallel, torch.compile) the inner module, if the layout is the inner module's.
-        engine: With `hold=1`, else the gradients stay until they are folded.
-        alone: Each rank of torch.distributed trains a model of its own. Else a step of an engine without an exchange is
-            refused where there are several: DistributedDataParallel's own sum is lost with `.grad`.
+        module: The module of the engine's layout; its parameters are on the engine's device. For a wrapped module
+            (DistributedDataParallel, torch.compile) pass the inner one, if the layout is the inner module's.
+        engine: The engine; with `hold` > 1 the gradients are kept until they are folded.
+        alone: True if each rank of torch.distributed trains a model of its own. Otherwise, where there are several
+            ranks, an engine without an exchange refuses to step: DistributedDataParallel's sum is lost with `.grad`.
 
     Returns:
-        What begins micro-batches and steps. Keep it: the hooks are there until it is gone, or its `with` is left.
+        The object that begins micro-batches and steps. Keep it: without a reference to it, or after its `with`, the
+        hooks are removed.
 
     Raises:
         LayoutMismatch: The layout is not `layout_of(module)`: names the first parameter that differs.
-        BufferRefused: A parameter lies on another device, or has a gradient already.
+        BufferRefused: A parameter is on another device, or has a gradient already.
         CallerError: The module, a part of it or the engine is attached already.
 
     Example::
@@ -72,8 +73,8 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -
 class Attached(AbstractContextManager["Attached"]):
     """A module whose gradients go into an engine as backward makes them; from `attach`.
 
-    A backward outside of `micro_batch` is a micro-batch of weight 1, which ends with it. Between micro-batches the
-    engine may be called by hand, too.
+    A backward outside of `micro_batch` is a micro-batch of weight 1, which ends with that backward. Between
+    micro-batches the engine may be called by hand, too.
     """
 
     def __init__(
@@ -96,19 +97,19 @@ class Attached(AbstractContextManager["Attached"]):
         _live.add(self)
 
     def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
-        """A context: the gradients of all backward passes in it are one micro-batch; of a tensor's several, the sum.
+        """A context in which all backward passes are one micro-batch; several gradients of a parameter are summed.
 
-        An error in it before the first gradient changes nothing. After a later one, or Ctrl-C, the window takes no
+        An error in it before the first gradient changes nothing. After a later error, or Ctrl-C, the window takes no
         more: `engine.discard()` drops it.
 
         Args:
             weight: What the micro-batch counts: 1, or its tokens.
-            last: It is the window's last, of which blocks leave for the other workers while backward runs; by default
-                as the engine's `micro_batches` says. False where a parameter gets several gradients in it: by several
-                backward passes, or by reentrant checkpointing of what uses it twice.
+            last: Whether it is the window's last, whose blocks are sent to the other workers while backward runs; by
+                default as the engine's `micro_batches` says. Pass False if a parameter gets several gradients in it: by
+                several backward passes, or by reentrant checkpointing of a part that uses the parameter twice.
 
         Raises:
-            WindowError: As `GradientEngine.micro_batch`; and at its end, where no parameter got a gradient.
+            WindowError: As `GradientEngine.micro_batch`; and at the end, if no parameter got a gradient.
 
         Example::
 
@@ -120,7 +121,7 @@ class Attached(AbstractContextManager["Attached"]):
         return _Passes(self, self._unentered)
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context in which backward leaves `.grad` to torch: for a loss of another model that runs through this one.
+        """A context in which backward sets `.grad` as in plain torch: for another model's loss that runs through this.
 
         Example::
 
@@ -131,28 +132,28 @@ class Attached(AbstractContextManager["Attached"]):
         return _Pause(self)
 
     def step(self, *, scaler: Any = None, unscale: bool = True) -> StepResult:
-        """Step the engine, and make each parameter's `.grad` its result, for any optimizer.
+        """Step the engine, and set each parameter's `.grad` to its result, for any optimizer.
 
-        They are views of the arena where all parameters take fp32 gradients, good until the next micro-batch: call
-        `zero_grad()` after `optimizer.step()`. Else each is a new tensor of its parameter's dtype, rounded once. None
-        stands for a parameter that no worker used, as torch has it. Of a step that the engine skips
+        If all parameters take fp32 gradients, each `.grad` is a view of the arena, valid until the next micro-batch:
+        call `zero_grad()` after `optimizer.step()`. Else each is a new tensor of its parameter's dtype, rounded once. A
+        parameter that no worker used gets None, as in torch. After a step that the engine skips
         (`on_non_finite="skip"`) all are None, so that `optimizer.step()` changes nothing; on a GPU this waits for it.
 
         Args:
             scaler: The torch.amp.GradScaler that scaled the window's losses; the engine has `on_non_finite="skip"`.
-                The gradients are unscaled by it, and it is updated: in place of `scaler.step` and `scaler.update`
-                follows `optimizer.step()` alone.
-            unscale: False where a trainer calls `scaler.step` and `scaler.update` itself. Then `.grad` is clipped by
-                the true norm and still multiplied by the scale, and the engine has `on_non_finite="pass"`: the scaler
-                skips and is updated as ever.
+                The gradients are unscaled and the scaler is updated here: call `optimizer.step()` afterwards, and
+                neither `scaler.step` nor `scaler.update`.
+            unscale: False if a trainer calls `scaler.step` and `scaler.update` itself. Then `.grad` is clipped by the
+                true norm and still multiplied by the scale, and the engine has `on_non_finite="pass"`: the scaler
+                skips and is updated as usual.
 
         Returns:
             The engine's result.
 
         Raises:
             LayoutMismatch: A parameter was replaced, or requires gradients and did not when the hooks were made.
-            CallerError: The scaler has scaled no loss, or the engine does not leave the verdict where it belongs; the
-                hooks are gone; or torch.distributed has several ranks, and the engine no exchange.
+            CallerError: The scaler has scaled no loss; the engine's `on_non_finite` is another than `scaler` needs; the
+                hooks were removed; or torch.distributed has several ranks, and the engine has no exchange.
             GradientError: As `GradientEngine.step`; no `.grad` was set.
 
         Example::
@@ -180,12 +181,12 @@ class Attached(AbstractContextManager["Attached"]):
         return result
 
     def remove(self) -> None:
-        """Take the hooks away; the window stays as it is."""
+        """Remove the hooks; the window stays as it is."""
         self._remove()
         _live.discard(self)
 
     def _refuse_same(self, parameters: Mapping[str, torch.nn.Parameter], engine: GradientEngine) -> None:
-        """Raise `CallerError` where any of these parameters, or the engine, is attached here."""
+        """Raise `CallerError` if any of these parameters, or the engine, is attached by this object."""
         own, do = {id(parameter) for parameter in self._parameters.values()}, "remove() what attach() returned first"
         for name, parameter in parameters.items():
             if id(parameter) in own:
@@ -201,17 +202,17 @@ class Attached(AbstractContextManager["Attached"]):
     # ---- in backward ----
 
     def _enter(self, micro_batch: MicroBatch) -> None:
-        """The gradients that come next are this micro-batch's."""
+        """Let the next gradients go into this micro-batch."""
         self._within, self._unentered = micro_batch, None
 
     def _leave(self, micro_batch: MicroBatch, *fault: Any) -> None:
-        """They are so no more: it is over, or its backward failed."""
+        """Let no more gradients go into this micro-batch: it is over, or its backward failed."""
         self._within = None
         with self._on_torchs_stream():
             micro_batch.__exit__(*fault)
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Add the gradient of a parameter, which torch has just set, and free it; the next would be added to it."""
+        """Add a parameter's gradient, which torch has just set, and free `.grad`, or backward would add to it."""
         if self._is_paused:
             return
         try:
@@ -225,7 +226,7 @@ class Attached(AbstractContextManager["Attached"]):
     def _new_gradient(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
         gradient, given = parameter.grad, self._given.get(name)
         if gradient is None:
-            raise BufferRefused(f"parameter '{name}' has no gradient any more", do="see what other hooks do with it")
+            raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
         if given is not None and given() is gradient:
             raise BufferRefused(
                 f"parameter '{name}' still had the gradient of the last step, or of a pause, when backward began",
@@ -241,8 +242,8 @@ class Attached(AbstractContextManager["Attached"]):
             return self._of_backward
         if _is_nested():
             raise WindowError(
-                f"the first gradient, of '{name}', came in a backward within a backward",
-                got="an end that is not the micro-batch's",
+                f"the first gradient, that of '{name}', was made in a backward within a backward",
+                got="a backward that ends before the micro-batch",
                 do="use `with attached.micro_batch():`, or checkpoint(use_reentrant=False)",
             )
         if self._unentered is not None:
@@ -261,14 +262,14 @@ class Attached(AbstractContextManager["Attached"]):
                 micro_batch.end()
 
     def _drop_unfinished(self) -> None:
-        """A backward that did not come to its end left a part of a micro-batch, which the engine then refuses."""
+        """Forget the micro-batch of a backward that did not finish; the engine then refuses its window."""
         micro_batch, self._of_backward = self._of_backward, None
         self._within = self._unentered = None  # of a `with` that an interrupt kept from being left, or entered
         if micro_batch is not None:
             micro_batch.fail(RuntimeError)
 
     def _on_torchs_stream(self) -> AbstractContextManager[object]:
-        """Within it the engine's work is queued on torch's current stream, on a GPU: no event is needed."""
+        """A context in which a GPU engine's work is queued on torch's current stream, so that no event is needed."""
         device = self._engine.accumulator.kernels.device
         return device.on(None if device.name == "cpu" else torch.cuda.current_stream(torch.device(device.name)))
 
@@ -286,14 +287,14 @@ class Attached(AbstractContextManager["Attached"]):
 
     def _refuse_lone_rank(self) -> None:
         if not self._remove.alive:
-            raise CallerError("the hooks are gone: remove() was called, or the `with` was left", do="attach() again")
+            raise CallerError("the hooks were removed, by remove() or at the end of a `with`", do="attach() again")
         engine, group = self._engine, torch.distributed
         is_alone = engine.world_size == 1 and engine.tp_exchange is None and not self._alone
         if is_alone and group.is_available() and group.is_initialized() and group.get_world_size() > 1:
             raise CallerError(
                 "torch.distributed has several ranks, and the engine no exchange: each would keep its own gradients",
                 got=f"world size {group.get_world_size()}, and 1",
-                do="build the engine with exchange=connect(); or attach(..., alone=True) where each has its own model",
+                do="build the engine with exchange=connect(); or attach(..., alone=True) if each has its own model",
             )
 
     def _refuse_other_parameters(self) -> None:
@@ -311,7 +312,7 @@ _live: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 @final
 class _Passes(AbstractContextManager[None]):
-    """The backward passes of one micro-batch. No generator: one that an interrupt leaves suspended would end late."""
+    """The context of `micro_batch`. Not a generator: after an interrupt a generator would end late."""
 
     def __init__(self, attached: Attached, micro_batch: MicroBatch) -> None:
         self._attached, self._micro_batch = attached, micro_batch
@@ -325,7 +326,7 @@ class _Passes(AbstractContextManager[None]):
 
 @final
 class _Pause(AbstractContextManager[None]):
-    """Backward passes whose gradients are torch's; what they leave in `.grad` is refused later, as a step's is."""
+    """The context of `paused`. A `.grad` that is left after it is refused later, as one that a step left."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -352,7 +353,7 @@ def _remove_all(handles: Iterable[Any]) -> None:
 
 
 def _is_nested() -> bool:
-    """Whether a function's own backward, as reentrant checkpointing has one, runs the backward that calls us."""
+    """Whether the current backward runs inside another one, as in reentrant checkpointing."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _BACKWARD_OF_A_FUNCTION:
         frame = frame.f_back
@@ -380,17 +381,17 @@ def _scale_of(scaler: Any, engine: GradientEngine, *, unscale: bool) -> float:
     got = f"on_non_finite={engine.on_non_finite!r}"
     if unscale and engine.on_non_finite != "skip":
         do = 'build the engine with on_non_finite="skip"'
-        raise CallerError("a GradScaler skips steps, and this engine does not", got=got, do=do)
+        raise CallerError("with a GradScaler steps are skipped, and this engine does not skip", got=got, do=do)
     if not unscale and engine.on_non_finite != "pass":
         do = 'build the engine with on_non_finite="pass"'
-        raise CallerError("a trainer's GradScaler skips by what it finds in .grad", got=got, do=do)
+        raise CallerError("a trainer's GradScaler must find NaN and Inf in .grad to skip a step", got=got, do=do)
     if getattr(scaler, "_scale", scaler) is None:  # torch makes it with the first loss
         raise CallerError("the scaler has scaled no loss", do="call scaler.scale(loss).backward()")
     return float(scaler.get_scale())
 
 
 def _tell(scaler: Any, device: torch.device, *, is_skipped: bool) -> None:
-    """Update a scaler: an optimizer that stands in for the real one shows it a gradient that is finite, or is not."""
+    """Update a scaler, by a stand-in for the optimizer whose gradient is finite, or is not."""
     verdict = torch.zeros(1, device=device, requires_grad=True)
     verdict.grad = torch.full_like(verdict, math.inf if is_skipped else 0.0)
     stand_in = torch.optim.SGD([verdict], lr=0.0)

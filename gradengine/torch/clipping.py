@@ -24,7 +24,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the parameters' gradients in place so that their global norm is at most `max_norm`.
 
-    A replacement of `torch.nn.utils.clip_grad_norm_` with these differences:
+    Replaces `torch.nn.utils.clip_grad_norm_`, with these differences:
 
     - The norm is computed in fp64 where fp32 would lose precision, and returned as float32; torch's has the gradients'
       dtype. A norm too large for float32 is returned as Inf, and clipped by its true value.
@@ -40,7 +40,7 @@ def clip_grad_norm_(
             bf16, also mixed, on one device, dense in any order of their dimensions (channels_last, transposed).
         max_norm: The bound, above 0; None clips nothing. torch takes 0, and makes each gradient zero.
         norm_type: 2, the only one.
-        error_if_nonfinite: Raise where the norm is NaN or Inf. On a GPU a wait for the device, as torch's is.
+        error_if_nonfinite: Raise if the norm is NaN or Inf. On a GPU this waits for the device, as in torch.
         foreach: Ignored: all gradients are always clipped together.
 
     Returns:
@@ -52,8 +52,8 @@ def clip_grad_norm_(
             memory with another; it is named by its position: "parameters[3].grad".
         CallerError: `max_norm`, `norm_type` or `parameters` is not as above.
         DeviceUnavailable: The device is a GPU, and what it needs is missing.
-        NonFiniteGradient: NaN or Inf, with `error_if_nonfinite`: names the first gradient, index and value. A
-            RuntimeError too, which is what torch raises. Nothing has been written.
+        NonFiniteGradient: NaN or Inf, with `error_if_nonfinite`: names the first gradient, index and value. It is also
+            a RuntimeError, which is what torch raises. Nothing has been written.
 
     Example::
 
@@ -75,7 +75,7 @@ def clip_grad_norm_(
 
 
 class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
-    """Raised outside of any step or window; a RuntimeError too, since that is what code written for torch catches."""
+    """Error of a clip outside any step or window; also a RuntimeError, which code written for torch catches."""
 
     def __init__(self, component: str, index: int, value: float, **place: Any) -> None:
         super().__init__(component, index, value, **{"step": 0, **place})

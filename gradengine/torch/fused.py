@@ -1,4 +1,4 @@
-"""A deferred step by torch's fused optimizers, which average, clip and skip by themselves."""
+"""A deferred step, which torch's fused optimizers average, clip and skip by themselves."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from gradengine.torch.gradients import Parameters, as_tensor, give, refuse_stale
 def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Parameters) -> None:
     """Step an optimizer that was built with `fused=True` on a deferred result: it averages, clips and skips by itself.
 
-    Each parameter's `.grad` becomes a view of the result's sum; those that no micro-batch used have none. torch divides
-    it by `result.inverse_factor` as it reads it, writes the quotient back, and changes neither parameters nor state if
-    `result.skipped` is set. On a GPU it reads both from the engine's memory, and the host does not wait, except for the
-    first step that is not skipped of an SGD with momentum and dampening. Call `module.zero_grad()` before the next
-    backward. Where it raises nothing was done.
+    Each parameter's `.grad` becomes a view of the result's sum, or None if no micro-batch used the parameter. torch
+    divides the sum by `result.inverse_factor` as it reads it, writes the quotient back, and changes neither parameters
+    nor state if `result.skipped` is set. On a GPU torch reads both numbers from the engine's memory, and the host does
+    not wait, except in the first step of an SGD with momentum and dampening that is not skipped. Call
+    `module.zero_grad()` before the next backward. If an error is raised nothing was done.
 
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
         result: From `engine.step(deferred=True)`.
-        module: The module of the engine's layout, by `layout_of`; the optimizer's parameters are its own.
+        module: The module of the engine's layout, by `layout_of`; the optimizer's parameters are the module's.
 
     Raises:
-        BufferRefused: A parameter takes no fp32 or lies on another device, or the optimizer has one with a gradient
-            that is not the module's.
+        BufferRefused: A parameter takes no fp32 gradient or is on another device, or the optimizer has a parameter with
+            a gradient that is not the module's.
         LayoutMismatch: The result is not of this module's layout.
         CallerError: The optimizer is not fused, or none of its parameters is the module's, or the result is not
             deferred, or the engine has been called since.
@@ -71,7 +71,7 @@ def _refuse_not_fused(optimizer: Any) -> None:
 def _refuse_other_gradients(
     optimizer: torch.optim.Optimizer, result: StepResult, own: Mapping[torch.nn.Parameter, Any]
 ) -> None:
-    """Raise `BufferRefused` for gradients outside of the arena, which would be divided like the window's sum."""
+    """Raise `BufferRefused` for gradients outside the arena, which the optimizer would divide like the window's sum."""
     start, stop = _extent(result.sums.values())
     parameters = {(g, i): p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     for (group, index), parameter in parameters.items():

@@ -1,4 +1,4 @@
-"""A module's gradients into an engine and out of it, without a copy."""
+"""Passing a module's gradients to an engine and back, without a copy."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
 
 
 def layout_of(module: Parameters) -> GradientLayout:
-    """The layout of a module's trainable parameters, in the order of `named_parameters()`; tied ones come once.
+    """The layout of a module's trainable parameters, in the order of `named_parameters()`; tied ones appear once.
 
     For a module it is `GradientLayout.of(module)`. Instead of a module every function here takes a list of parameters,
     which are named by their position.
 
-    The dimensions of a dense parameter that is not contiguous (channels_last, transposed) are in memory order: so it is
-    accumulated, exchanged and handed back, which does not show where a transposed weight is square. `tensors_of`
-    permutes it back.
+    The dimensions of a dense parameter that is not contiguous (channels_last, transposed) are in memory order, in which
+    its gradient is accumulated, exchanged and handed back; for a square transposed weight the shape does not show this.
+    `tensors_of` permutes them back.
 
     Raises:
-        CallerError: It is not a module.
+        CallerError: `module` is not a module.
         LayoutMismatch: Nothing in it is trainable, or a lazy parameter has no shape yet.
         BufferRefused: A parameter's gradients are not supported: float64, complex, sparse, a DTensor. One on the "meta"
             device has a layout, but no gradients that could be added.
@@ -48,18 +48,18 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
     """A module's gradients by name, as `engine.add` takes them and `engine.step(out=...)` writes them; no copy.
 
     Args:
-        module: The module, of which the trainable parameters are used.
-        allocate: Give a parameter without `.grad` one of zeros, of its `grad_dtype`. Destinations need it:
+        module: The module, whose trainable parameters are used.
+        allocate: Set a missing `.grad` to zeros, of the parameter's `grad_dtype`. Destinations need this:
             `engine.step(out=...)` skips a None, though other micro-batches of the window may have used the parameter.
-            One unused in the whole window has zeros then, which AdamW decays: `drop_unused` removes them.
+            A parameter unused in the whole window then has zeros, which AdamW decays: `drop_unused` removes them.
 
     Returns:
-        Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself where the
-        parameter is contiguous, else a view; None where there is none, which `engine.add` counts as zero.
+        Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself if the
+        parameter is contiguous, else a view; None without a gradient, which `engine.add` counts as zero.
 
     Raises:
         BufferRefused: A gradient was returned before and not cleared since, so that backward added to it. On a GPU this
-            waits, where all that tells is whether it is zero.
+            check waits for the device if it must look whether the gradient is zero.
 
     Example::
 
@@ -89,13 +89,13 @@ def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, to
 
     Args:
         module: The module of the engine's layout, by `layout_of`; its parameters may have any dtype.
-        gradients: `result.gradients`, or a deferred step's `result.sums`; good until the next `engine.add`.
+        gradients: `result.gradients`, or a deferred step's `result.sums`; valid until the next `engine.add`.
 
     Returns:
         Name -> tensor for each trainable parameter: a view with the gradients' dtype (float32) and on their device.
 
     Raises:
-        LayoutMismatch: They do not belong to this module's layout.
+        LayoutMismatch: The gradients do not belong to this module's layout.
 
     Example::
 
@@ -106,12 +106,12 @@ def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, to
 
 
 def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool = False) -> None:
-    """Make each trainable parameter's `.grad` a view of a step's result; no copy.
+    """Set each trainable parameter's `.grad` to a view of a step's result; no copy.
 
-    For fp32 parameters, and in torch >= 2.10 for others whose `grad_dtype` is float32 or None. Good until the next
-    `engine.add`. Call `module.zero_grad()` before the next backward, which would add to the engine's memory. Parameters
-    that no micro-batch of any worker used are left without a gradient, as torch leaves them, so that AdamW does not
-    decay them. Where it raises nothing was set.
+    For fp32 parameters, and in torch >= 2.10 for others whose `grad_dtype` is float32 or None. The views are valid
+    until the next `engine.add`. Call `module.zero_grad()` before the next backward, which would add to the engine's
+    memory. Parameters that no micro-batch of any worker used are left without a gradient, as torch leaves them, so that
+    AdamW does not decay them. If an error is raised nothing was set.
 
     Args:
         module: The module of the engine's layout, by `layout_of`.
@@ -119,7 +119,7 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
         zero_unused: Give unused parameters zeros, for an optimizer that should decay them or needs every gradient.
 
     Raises:
-        BufferRefused: A parameter takes no fp32, or lies on another device.
+        BufferRefused: A parameter takes no fp32 gradient, or is on another device.
         LayoutMismatch: The result is not of this module's layout.
         CallerError: The engine has been called since, or the step was deferred: it left a sum.
 
@@ -134,10 +134,10 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
 
 
 def drop_unused(module: Parameters, result: StepResult) -> None:
-    """Set `.grad` to None where no micro-batch of any worker used the parameter, as torch leaves it.
+    """Set `.grad` to None for each parameter that no micro-batch of any worker used, as torch leaves it.
 
-    For gradients that a step wrote into `.grad`, zeros where unused; `give_gradients` does this by itself. Where it
-    raises nothing was dropped.
+    For gradients that a step wrote into `.grad`, which are zeros where unused; `give_gradients` does this by itself. If
+    an error is raised nothing was dropped.
 
     Args:
         module: The module of the engine's layout, by `layout_of`.
@@ -145,7 +145,7 @@ def drop_unused(module: Parameters, result: StepResult) -> None:
 
     Raises:
         LayoutMismatch: The result is not of this module's layout.
-        CallerError: The engine has been called since: what was unused may have a gradient by now.
+        CallerError: The engine has been called since: an unused parameter may have a gradient by now.
 
     Example::
 
@@ -163,11 +163,11 @@ def drop_unused(module: Parameters, result: StepResult) -> None:
 
 
 def _refuse_uncleared(gradients: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise `BufferRefused` for a gradient that was not cleared since it was last seen here; else, note that it was.
+    """Raise `BufferRefused` for a gradient that was not cleared since it was last seen here; else note this time.
 
-    Backward adds to a `.grad` that is there, and changes it once by that; clearing it in place changes it too. So where
-    one has changed twice all were cleared, and what has changed once since was not, unless it is zero: no backward
-    reached it then.
+    Backward adds to an existing `.grad`, which is one in-place change; clearing it in place is another. So if any
+    gradient changed twice, all were cleared; one that changed only once was not, unless it is zero: then it was cleared
+    and no backward reached it.
     """
     counted = {name: g for name, g in gradients.items() if g is not None and not g.is_inference()}
     changes = {name: g._version - getattr(g, TAKEN, g._version) for name, g in counted.items()}
@@ -178,15 +178,15 @@ def _refuse_uncleared(gradients: Mapping[str, torch.Tensor | None]) -> None:
                     f"parameter '{name}' was not cleared since an earlier micro-batch",
                     got="the same .grad, changed once in place: backward adds to one that is there",
                     expected="the gradient of one micro-batch alone",
-                    do="discard() the window and call zero_grad() before each backward; or, where you write each "
-                    "gradient into this tensor yourself, add() the tensors as they are",
+                    do="discard() the window and call zero_grad() before each backward; or, if you write each "
+                    "gradient into this tensor yourself, add() the tensors without gradients_of()",
                 )
     for gradient in counted.values():
         setattr(gradient, TAKEN, gradient._version)
 
 
 def _fills_flat_buffer(gradient: torch.Tensor) -> bool:
-    """Whether it is a view of all of a flat one, as in DDP's bucket of one parameter: DDP's copy is one change too."""
+    """Whether a gradient is a view of a whole flat tensor, as in a DDP bucket of one parameter, which DDP copies."""
     base = gradient._base
     return base is not None and base.ndim == 1 and base.numel() == gradient.numel()
 
@@ -223,7 +223,7 @@ def view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, A
 
 
 def give(module: Parameters, gradients: Mapping[str, Any], unused: AbstractSet[str]) -> None:
-    """Make each parameter's `.grad` a view of its gradient, or None where it is unused; all or, with an error, none."""
+    """Set each parameter's `.grad` to a view of its gradient, or None if it is unused; all or, with an error, none."""
     parameters, views = trainable(module), tensors_of(module, gradients)
     for name, view in views.items():
         _refuse_as_gradient(view, parameters[name], name)
@@ -251,7 +251,7 @@ def as_tensor(number: Any) -> torch.Tensor:
 
 
 def refuse_stale(result: StepResult) -> None:
-    """Raise `CallerError` where the engine has been called since the step."""
+    """Raise `CallerError` if the engine has been called since the step."""
     refuse_other_kind("result", result, StepResult, do="pass what engine.step() returned")
     if not result.is_current:
         raise CallerError(

@@ -26,17 +26,17 @@ __all__ = ["EngineCallback"]
 class EngineCallback(Callback):  # type: ignore[misc]
     """A callback that gives an engine each gradient of `trainer.fit()`, and steps it before the optimizer.
 
-    It wraps the closure that Lightning hands to the module's `optimizer_step`. The engine's state is in Lightning's
-    checkpoints, which may be of the middle of a window: fitting goes on to the same bytes.
+    It wraps the closure that Lightning passes to the module's `optimizer_step`. The engine's state is in Lightning's
+    checkpoints, which may be made in the middle of a window: a resumed fit ends in the same bytes.
 
     Args:
-        engine: With `average="sum"`, and under "16-mixed" `on_non_finite="pass"`; of several ranks, with their
+        engine: Built with `average="sum"`, under "16-mixed" also `on_non_finite="pass"`; with several ranks, with their
             exchange.
 
     Raises:
         CallerError: As `fit()` begins: optimization is manual, the engine divides again, `gradient_clip_val` is set,
             the strategy accumulates, or its ranks are not those of the engine.
-        LayoutMismatch, BufferRefused: As it begins: as `attach`.
+        LayoutMismatch, BufferRefused: As `fit()` begins: as `attach`.
 
     Example::
 
@@ -53,7 +53,7 @@ class EngineCallback(Callback):  # type: ignore[misc]
         self._attached: Attached | None = None  # while it fits
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop what a run that broke off left, before a checkpoint is loaded."""
+        """Drop the window that an interrupted run left, before a checkpoint is loaded."""
         self.teardown(trainer, pl_module, stage)
         if stage == "fit":
             self._engine.discard()
@@ -74,7 +74,7 @@ class EngineCallback(Callback):  # type: ignore[misc]
         pl_module.optimizer_step = partial(_optimizer_step, pl_module.optimizer_step, finish)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take the hooks away: Lightning tears nothing down then."""
+        """Remove the hooks: after an exception Lightning does not call `teardown`."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -85,11 +85,11 @@ class EngineCallback(Callback):  # type: ignore[misc]
             vars(pl_module).pop("optimizer_step", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's, as tensors."""
+        """The engine's state, as tensors."""
         return {name: torch.from_numpy(array) for name, array in self._engine.state_dict().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the engine go on from what a checkpoint holds of it."""
+        """Load the engine's state from a checkpoint."""
         self._engine.load_state_dict(state_dict)
 
     def _finish(self, attached: Attached, scaler: Any, closure: Callable[[], Any]) -> Any:
@@ -103,5 +103,5 @@ class EngineCallback(Callback):  # type: ignore[misc]
 def _optimizer_step(
     own: Callable[..., None], finish: Callable[..., Any], epoch: int, batch_idx: int, optimizer: Any, closure: Any
 ) -> None:
-    """The module's own `optimizer_step`, of a longer closure."""
+    """Call the module's own `optimizer_step` with the wrapped closure."""
     own(epoch, batch_idx, optimizer, partial(finish, closure))

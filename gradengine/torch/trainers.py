@@ -1,4 +1,4 @@
-"""What the doors of training frameworks share: which engine fits them, and that only one of the two sums over ranks."""
+"""Checks shared by the HF Trainer and Lightning callbacks: the engine fits, and only one of the two sums over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradengine.errors import CallerError
 
 
 def refuse_dividing_again(engine: GradientEngine) -> None:
-    """Raise `CallerError` where the engine would divide what comes of a loss that its trainer has divided."""
+    """Raise `CallerError` if the engine would divide gradients of a loss that its trainer has divided already."""
     if engine.average != "sum":
         raise CallerError(
             "the trainer divides the loss by the micro-batches or tokens of a step, and the engine would do so again",
@@ -21,30 +21,30 @@ def refuse_dividing_again(engine: GradientEngine) -> None:
 
 
 def refuse_clipping_twice(option: str, bound: float | None) -> None:
-    """Raise `CallerError` where the trainer would clip what the engine has clipped."""
+    """Raise `CallerError` if the trainer would clip gradients that the engine has clipped."""
     if bound and bound < math.inf:
         what = f"the engine clips, and the trainer would clip again by its {option}"
         raise CallerError(what, got=bound, expected=0, do="give the bound to the engine, as its max_norm")
 
 
 def leave_sum_to(engine: GradientEngine, module: torch.nn.Module, world_size: int) -> None:
-    """Have the DistributedDataParallel of a trainer with several ranks leave their sum to the engine's exchange.
+    """Switch off the sum of a trainer's DistributedDataParallel, which the engine's exchange makes instead.
 
     Raises:
-        CallerError: The engine has not these ranks, or something else than DistributedDataParallel joins them.
+        CallerError: The engine does not have these ranks, or the trainer does not use DistributedDataParallel.
     """
     if world_size == 1:
         return
     if engine.world_size != world_size:
         raise CallerError(
-            "the trainer's ranks are not the engine's, which would be given what one rank makes",
+            "the trainer's ranks are not the engine's, which would get the gradients of one rank only",
             got=f"world size {engine.world_size}",
             expected=world_size,
             do="start by torchrun, and build the engine with exchange=connect()",
         )
     parallel = [each for each in module.modules() if isinstance(each, torch.nn.parallel.DistributedDataParallel)]
     if not parallel:
-        what = "the trainer joins its ranks by something else than DistributedDataParallel, which sums as well"
+        what = "the trainer sums over ranks itself, by something other than DistributedDataParallel"
         raise CallerError(what, got=type(module).__name__)
     for each in parallel:
         each.require_backward_grad_sync = False  # as within its no_sync()

@@ -1,4 +1,4 @@
-"""HF Trainer with an engine, which accumulates, sums over ranks, unscales and clips: by a callback, without a subclass.
+"""HF Trainer with an engine, which accumulates, sums over ranks, unscales and clips: a callback, without a subclass.
 
 Not imported by `gradengine.torch`: `from gradengine.torch.transformers import EngineCallback`.
 """
@@ -26,18 +26,19 @@ __all__ = ["EngineCallback"]
 class EngineCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that gives an engine each gradient of `trainer.train()`, and steps it where Trainer would clip.
 
-    Trainer goes on to log `grad_norm` (the engine's, before it clips), to step a GradScaler, and to save. A checkpoint
-    is always between two windows: nothing of the engine is to be saved in it. What a run that broke off left in the
-    engine is dropped when the next one begins.
+    Trainer still logs `grad_norm` (the engine's, before it clips), steps a GradScaler, and saves. A checkpoint is
+    always made between two windows, so it needs nothing of the engine. A window that an interrupted run left in the
+    engine is dropped when the next run begins.
 
     Args:
         trainer: The trainer that the callback is added to, with `max_grad_norm=0`.
-        engine: With `average="sum"`, and under fp16 `on_non_finite="pass"`; of several ranks, with their exchange.
+        engine: Built with `average="sum"`, under fp16 also `on_non_finite="pass"`; with several ranks, with their
+            exchange.
 
     Raises:
         CallerError: As `train()` begins: the engine divides again, Trainer clips too, DeepSpeed accumulates, or the
             ranks of Trainer are not those of the engine.
-        LayoutMismatch, BufferRefused: As it begins: as `attach`.
+        LayoutMismatch, BufferRefused: As `train()` begins: as `attach`.
 
     Example::
 
@@ -61,7 +62,7 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
         refuse_dividing_again(self._engine)
         refuse_clipping_twice("max_grad_norm", args.max_grad_norm)
         if self._trainer.is_deepspeed_enabled:
-            raise CallerError("DeepSpeed accumulates gradients by itself, and would have none")
+            raise CallerError("DeepSpeed accumulates gradients by itself, and the engine would leave it none")
         leave_sum_to(self._engine, self._trainer.model_wrapped, args.world_size)
         self._engine.discard()
         self._attached = attach(self._trainer.model, self._engine)
@@ -69,19 +70,19 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer.accelerator.clip_grad_norm_ = partial(self._norm, self._attached)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Step the engine where Trainer asked for no norm, as before version 5."""
+        """Step the engine if Trainer asked for no norm, as before version 5."""
         if self._attached is not None and self._engine.has_open_window:
             self._step(self._attached)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         if self._attached is not None:
             self._attached.remove()
             self._attached = None
             vars(self._trainer.accelerator).pop("clip_grad_norm_", None)
 
     def _norm(self, attached: Attached, *_: Any, **__: Any) -> torch.Tensor:
-        """Step the engine; its norm, in place of Accelerate's."""
+        """Step the engine and return its norm, in place of Accelerate's."""
         norm = as_tensor(self._step(attached).norm)
         self._trainer.accelerator.unscale_gradients()
         return norm

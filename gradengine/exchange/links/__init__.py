@@ -1,7 +1,7 @@
-"""Links: what moves bytes between the ranks of a group, a file for each way.
+"""Links: they move bytes between the ranks of a group; a file for each kind.
 
-In: contiguous NumPy arrays, each with the rank it goes to or comes from, and a tag. Out: which transfers are over, and
-`PeerLost` where one never will be. `link.py` is what a link is; `threads.py` joins threads of one process, `mpi.py`
-processes that MPI has started, `sockets.py` those that have connected sockets with each other, `shared_memory.py` those
-of one host that have Unix sockets.
+In: contiguous NumPy arrays, each with the rank to send it to or receive it from, and a tag. Out: which transfers are
+over, and `PeerLost` if one never will be. `link.py` is the interface; `threads.py` links threads of one process,
+`mpi.py` processes that MPI has started, `sockets.py` processes with connected sockets, `shared_memory.py` those of one
+host with Unix sockets.
 """

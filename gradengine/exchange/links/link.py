@@ -1,4 +1,4 @@
-"""What a link is: it begins transfers between ranks, says which are over, and never waits."""
+"""The interface of a link: it begins transfers between ranks, says which are over, and never waits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradengine.threads import Bell
 
 Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
 
-_SPIN_SECONDS, _LONGEST_SECONDS = 0.002, 0.005  # a link that wakes nobody: polled without a pause first, then each 5 ms
+_SPIN_SECONDS, _LONGEST_SECONDS = 0.002, 0.005  # a link without a bell: polled without a pause first, then each 5 ms
 
 
 class Completed(Enum):
-    """What is over."""
+    """How a transfer ended."""
 
-    SENT = "sent"  # the memory may be overwritten; the other rank need not have it yet
+    SENT = "sent"  # the memory may be overwritten; the other rank may not have received it yet
     RECEIVED = "received"  # the memory holds what was sent
     DAMAGED = "damaged"  # the memory holds something else: a bit was flipped on the way
 
@@ -37,23 +37,23 @@ class Completion(NamedTuple):
 class Link(NotCopied, ABC, instead="make one on each rank"):
     """One rank's transfers to and from the other ranks of its group.
 
-    A send and a receive meet by rank and tag, and must be of the same size. Of those of one rank, direction and tag one
-    is open at a time; they arrive in the order in which they were sent. One thread at a time uses a link, but any may
-    close it, except while memory is borrowed.
+    A send and a receive are matched by rank and tag, and must be of the same size. For each rank, direction and tag one
+    transfer is open at a time; messages arrive in the order in which they were sent. One thread at a time uses a link,
+    but any may close it, except while memory is borrowed.
 
     Attributes:
-        name: Of its kind: "tcp", "unix", "shared_memory", "threads" or "mpi".
+        name: The link's kind: "tcp", "unix", "shared_memory", "threads" or "mpi".
         rank: This rank, 0..world_size - 1.
         world_size: Ranks in the group.
-        bell: Wakes whoever uses this link; rung, from any thread, when `poll` may have something new.
-        is_polled: Whether nobody rings it then.
+        bell: Wakes the thread that uses this link; rung, from any thread, when `poll` may have something new.
+        is_polled: Whether the bell is not rung for that, so that the link must be polled.
         reads_in_place: Whether this link has `borrow`.
-        hub: The number of the server through which all goes, the world size: this rank has a link to nobody else, and
-            the server's own `rank` is that. None where each rank has one to each other.
-        lost: The rank that this one has lost, or has given up to wait for; the others are told when the link closes.
-        has_failed: Whether anybody here was told so, or of another error, and not in the background alone. A link that
-            joins processes ends all of them then, when this one ends.
-        unwritten: Once this is closed, open receives that had certainly not begun to write into their memory.
+        hub: The number of the server, the world size, if all is sent through it: this rank is then linked to no other,
+            and the server's own `rank` is that number. None if each rank is linked to each other.
+        lost: The rank that this one has lost, or no longer waits for; the others are told when the link closes.
+        has_failed: Whether this, or another error, was raised to a caller, and not in the background only. MPI then
+            ends all processes of the job when this one ends.
+        unwritten: Once the link is closed: open receives that had certainly not begun to write to their memory.
     """
 
     name: str
@@ -69,38 +69,38 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
 
     @abstractmethod
     def send(self, peer: int, tag: int, memory: Memory) -> None:
-        """Begin to send memory, which must not change before this is over; returns at once."""
+        """Begin to send memory, which must not change before the send is over; returns at once."""
 
     @abstractmethod
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
-        """Begin to fill memory with what that rank sends with this tag; returns at once."""
+        """Begin to fill memory with a rank's message with this tag; returns at once."""
 
     def borrow(self, peer: int, tag: int) -> None:
-        """Begin to receive what that rank sends with this tag, of any size, without a copy; returns at once.
+        """Begin to receive a rank's message with this tag, of any size, without a copy; returns at once.
 
-        Once that is received, the sender's own memory is `borrowed`. The sender's transfer is over after `release`.
-        Between processes the sender must lend what it sends: see `lends`.
+        Once it is received, `borrowed` returns the sender's own memory. The sender's transfer is over after `release`.
+        Between processes this works only for memory that the sender `lends`.
         """
         raise NotImplementedError
 
     def borrowed(self, peer: int, tag: int) -> Memory | None:
-        """The memory that was borrowed of that rank with this tag, to be read until `release`; None if none was."""
+        """The memory that was borrowed from a rank with this tag, to be read until `release`; None if none was."""
         return None
 
     def release(self, peer: int, tag: int) -> None:
-        """End the reading of memory that was borrowed of that rank with this tag.
+        """End the reading of memory that was borrowed from a rank with this tag.
 
         Raises:
-            PeerLost: That rank has closed its link meanwhile, and did not wait: what was read is nothing.
+            PeerLost: The rank has closed its link meanwhile without waiting: what was read may not be what was sent.
         """
         raise NotImplementedError
 
     def lends(self, memory: Memory | None) -> bool:
-        """Whether what is sent from this memory, or from any, may be borrowed."""
+        """Whether the receiver may borrow what is sent from this memory; with None, whether from any memory."""
         return self.reads_in_place
 
     def held(self) -> list[int]:
-        """The tags of messages that have come and that nobody receives yet: what their ranks sent after them waits."""
+        """The tags of messages that have arrived but are not received yet: later messages of their ranks wait."""
         return []
 
     @abstractmethod
@@ -108,30 +108,30 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         """The transfers that are over since the last call; never waits.
 
         Raises:
-            PeerLost: A rank with which a transfer is open is gone (it is named), or this link is closed. What was over
-                before is returned first.
-            ProtocolError: A rank sent another size than is received.
+            PeerLost: A rank with which a transfer is open is gone (it is named), or this link is closed. Transfers that
+                were over before are returned first.
+            ProtocolError: A rank's message has another size than the memory to receive it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End all transfers: nothing writes into this rank's memory any more. The others lose this rank.
+        """End all transfers, after which nothing writes to this rank's memory. The other ranks lose this rank.
 
-        What this rank has borrowed is released by this: nobody here may read it any more. What the others have borrowed
-        of this rank is waited for, or else their `release` fails. May be called twice.
+        Memory that this rank has borrowed is released: it may not be read any more. This waits for memory that others
+        have borrowed from this rank, or else their `release` fails. May be called twice.
         """
 
     def named(self, peer: int) -> str:
-        """Who that is, for errors."""
+        """The name of a rank or the server, for errors."""
         return "the server" if peer == self.hub else f"rank {peer}"
 
     def damaged(self, peer: int, sent: str) -> ProtocolError:
-        """The error for a transfer of that rank whose memory does not hold what was sent."""
+        """The error for a rank's message that was damaged: the memory does not hold what was sent."""
         what = f"what {self.named(peer)} sent {self.named(self.rank)} was damaged on the way: {sent}"
         return ProtocolError(what, do="reconnect on all ranks; test the memory and the network of both hosts")
 
     def lost_by(self, peer: int, lost: int | None) -> PeerLost:
-        """The error for a transfer with a rank that has closed its link, after it lost that one or none."""
+        """The error for a transfer with a rank that has closed its link, because it lost the rank `lost`, if any."""
         if lost is None or lost == peer:
             self.lost, what = peer, f"{self.named(peer)} is gone: it has closed its link"
         elif lost == self.rank:
@@ -143,15 +143,15 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
 
 @final
 class Idle:
-    """Rests between the polls of a link: until its bell rings, or for a few milliseconds where nobody rings it."""
+    """Pauses between the polls of a link: until its bell rings, or for a few milliseconds if it has none."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._moved_at = link, time.monotonic()
 
     def rest(self, longest: float | None = None, *, is_woken: bool = True) -> None:
-        """Return when the link's bell rings, or after so many seconds; without a limit perhaps never.
+        """Return when the link's bell rings, or after `longest` seconds; without a limit perhaps never.
 
-        `is_woken` is false where something else is waited for besides, which wakes nobody either.
+        `is_woken` is False if the caller also waits for something that rings no bell.
         """
         if self._link.is_polled or not is_woken:
             idle = time.monotonic() - self._moved_at
@@ -160,5 +160,5 @@ class Idle:
         self._link.bell.wait(longest)
 
     def moved(self) -> None:
-        """Note that something was over: there may be more soon."""
+        """Note that a transfer was over: more may follow soon."""
         self._moved_at = time.monotonic()

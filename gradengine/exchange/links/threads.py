@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.1  # until a rank that closes looks again whether its memory i
 
 
 def thread_links(world_size: int) -> list[ThreadLink]:
-    """One link for each of `world_size` threads of this process, in rank order.
+    """Make one link for each of `world_size` threads of this process; returns them in rank order.
 
     Raises:
         CallerError: The world size is not in 1..65536.
@@ -37,7 +37,7 @@ def thread_links(world_size: int) -> list[ThreadLink]:
 
 @final
 class ThreadLink(Link):
-    """See `thread_links`. Each `poll` copies one transfer at most, which is then still in the cache."""
+    """One of `thread_links`. Each `poll` copies one transfer at most, which is then still in the cache."""
 
     name = "threads"
     reads_in_place = True
@@ -158,7 +158,7 @@ class ThreadLink(Link):
 
 
 class _Match(NamedTuple):
-    """A send and a receive that have met, to be made by the receiver."""
+    """A matching send and receive, to be carried out by the receiver."""
 
     peer: int  # the sender
     tag: int
@@ -168,7 +168,7 @@ class _Match(NamedTuple):
 
 @final
 class _Rank:
-    """What the threads know of one rank."""
+    """The shared data of one rank."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -182,7 +182,7 @@ class _Rank:
         self.bell, self.left = Bell(), Bell()  # the second one is rung when its memory is used no more
 
     def reads(self) -> set[int]:
-        """The ranks whose memory it reads now."""
+        """The ranks whose memory this one reads now."""
         lenders = {peer for peer, _ in self.borrowed}
         return lenders if self.copying is None else {*lenders, self.copying.peer}
 
@@ -196,7 +196,7 @@ class _Group:
         self.ranks = [_Rank() for _ in range(world_size)]
 
     def is_used(self, number: int) -> bool:
-        """Whether this rank's memory is read now, or written."""
+        """Whether a rank's memory is read or written now."""
         with self.lock:
             is_written = self.ranks[number].copying is not None
             read = [rank.reads() for rank in self.ranks]
