@@ -548,7 +548,7 @@ def two_workers_that_end(tmp_path, url, *ends):
 @pytest.mark.parametrize(
     ("ends", "code", "says"),
     [
-        (("unclosed", "unclosed"), 0, "all 2 workers have come and gone\n"),
+        (("unclosed", "unclosed"), 0, "all 2 workers have connected and left\n"),
         (("unclosed", "killed"), 1, "gradengine: rank 1 is gone: its connection has ended; reconnect on all ranks\n"),
         (("killed", "unclosed"), 1, "gradengine: rank 0 is gone: its connection has ended; reconnect on all ranks\n"),
     ],

@@ -209,7 +209,7 @@ class _MultiSteps:
                 "the optimizer's state is not of the engine's window",
                 got=f"gradient_step {said(of_state)} and mini_step {said(count_of_state)}",
                 expected=f"{step} and {count}",
-                do="pass the state of the last update(); after a restart load the engine's state of that moment, too",
+                do="pass the state of the last update(); after a restart load the engine's state_dict() of then",
             )
 
 
