@@ -7,17 +7,20 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from itertools import chain
 from types import TracebackType
-from typing import Any, TypeAlias, final
+from typing import Any, SupportsFloat, TypeAlias, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import handed_back as handed_back_to
 from gradengine.accumulate.gradients import Gradients, in_slot_order
+from gradengine.accumulate.state import State
 from gradengine.arguments import listed, truth_value
 from gradengine.arrays.buffer import Buffer, RawBuffer, refuse_freed
 from gradengine.arrays.streams import ProducerStream
+from gradengine.deferred import DeferredErrors
 from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
+from gradengine.reduction.reducer import Reducer
 from gradengine.result import StepResult
 
 _Arrays: TypeAlias = list[tuple[str, Any, int]]
@@ -28,7 +31,7 @@ class CapturedWindow:
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
     The graph holds the gradients' addresses, until `repoint` replaces them, and the micro-batches' weights as recorded,
-    and keeps the arrays alive.
+    and keeps the arrays alive. A weight in an array on the GPU is read by each replay.
 
     Attributes:
         out: Destinations that its step hands back to; None for the arena.
@@ -48,12 +51,13 @@ class CapturedWindow:
 
     def __init__(
         self,
-        replayed: Callable[[CapturedWindow, Graph, StepResult], StepResult],
-        repointed: Callable[[CapturedWindow, Graph, Sequence[Gradients], Gradients | None], None],
+        replayed: Callable[[CapturedWindow], StepResult],
+        repointed: Callable[[CapturedWindow, Sequence[Gradients], Gradients | None], None],
     ) -> None:
         self._replayed, self._repointed = replayed, repointed
         self._added: list[_Arrays] = []
         self._handed_back: _Arrays = []
+        self._weights: _Arrays = []  # that are arrays on the GPU
         self._destinations: Mapping[int, Buffer] = {}
         self._has_parts = False  # an add was no whole micro-batch
         self._recorded: Graph | None = None
@@ -74,10 +78,10 @@ class CapturedWindow:
             CallerError: The engine has joined other workers since.
             NonFiniteGradient: An earlier step's, as in the engine's `step`; nothing was launched.
         """
-        recorded, result = self._that_is_recorded()
+        self._that_is_recorded()
         if truth_value("check", check):
             self._refuse_moved()
-        return self._replayed(self, recorded, result)
+        return self._replayed(self)
 
     def repoint(self, micro_batches: Sequence[Gradients], out: Gradients | None = None) -> None:
         """Have later replays read other gradients, with the same weights, after one small copy; nothing else runs.
@@ -94,7 +98,7 @@ class CapturedWindow:
             LayoutMismatch, BufferRefused: As `add` and `step`; the graph stays as it was.
             WindowError: Nothing was recorded, or a window is open or being captured.
         """
-        recorded, _ = self._that_is_recorded()
+        self._that_is_recorded()
         micro_batches = listed("micro_batches", micro_batches)
         if self._has_parts or len(self._added) != len(micro_batches):
             raise CallerError(
@@ -105,16 +109,18 @@ class CapturedWindow:
         if out is not None and self.out is None:
             do = "give step(out=...) some at the capture"
             raise CallerError("the window was captured without destinations", got="out", expected="None", do=do)
-        self._repointed(self, recorded, micro_batches, out)
+        self._repointed(self, micro_batches, out)
 
     # ---- called by the engine ----
 
     def keep(
-        self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: float | None = None
+        self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: SupportsFloat | None = None
     ) -> None:
         """Note the arrays of an `add` that was recorded; `weight` is given for a whole micro-batch."""
         self._added.append(_located(slots, gradients, prefix))
         self._has_parts = self._has_parts or weight is None
+        if weight is not None and (address := address_of(weight)):
+            self._weights.append(("a micro-batch's weight", weight, address))
 
     def closed(
         self,
@@ -134,18 +140,33 @@ class CapturedWindow:
         """Take the finished graph, which keeps alive what it reads; raises `WindowError` if no step was recorded."""
         if self.result is None:
             raise WindowError("no step was made inside capture()", expected="add() as often as you like, then step()")
-        recorded.lent += _arrays(*self._added, self._handed_back)
+        recorded.lent += _arrays(*self._added, self._weights, self._handed_back)
         self._recorded = recorded
+
+    def run(self, accumulator: PerBlockGradientAccumulator, reducer: Reducer, late: DeferredErrors) -> StepResult:
+        """Run the window once more, as a step of its own number."""
+        recorded, result = self._that_is_recorded()
+        device, state, step = accumulator.kernels.device, accumulator.state, reducer.step
+        with accumulator.arena.in_order():
+            device.wait_for(self.producers)  # refuses a stream that records a graph
+            state.now = State.BROKEN  # from here on only the device knows whether it ran
+            late.count_from(step)
+            recorded.replay()
+            device.hand_over(self.producers)
+        late.send()
+        state.changes += 1
+        self.result = result.of_replay(step)
+        reducer.next_step()
+        return self.result
 
     def point(
         self,
         accumulator: PerBlockGradientAccumulator,
-        recorded: Graph,
         micro_batches: Sequence[Gradients],
         out: Gradients | None,
     ) -> None:
         """Check what `repoint` was given, and have the graph read and write it."""
-        slots, result = accumulator.layout.slots, self.result
+        slots, (recorded, result) = accumulator.layout.slots, self._that_is_recorded()
         contributions = accumulator.contributions(micro_batches)
         destinations = None if out is None else accumulator.destinations.of(out)
         added = [_located(slots, gradients) for gradients in micro_batches]
@@ -156,11 +177,11 @@ class CapturedWindow:
         self._recorded = None  # an interrupted call leaves nothing to be replayed
         try:
             with accumulator.arena.in_order():
-                recorded.repoint(contributions, destinations, _arrays(*added, handed_back))
+                recorded.repoint(contributions, destinations, _arrays(*added, self._weights, handed_back))
         except Exception:
             self._recorded = recorded
             raise
-        if out is not None and destinations is not None and result is not None:
+        if out is not None and destinations is not None:
             self.out, self._destinations, self.result = out, destinations, result.handed_to(handed_back_to(slots, out))
         self._added, self._handed_back, self._recorded = added, handed_back, recorded
         lenders = [contribution.producers for contribution in contributions]
@@ -174,7 +195,7 @@ class CapturedWindow:
         return self._recorded, self.result
 
     def _refuse_moved(self) -> None:
-        for name, array, address in chain(*self._added, self._handed_back):
+        for name, array, address in chain(*self._added, self._weights, self._handed_back):
             if isinstance(array, RawBuffer):
                 refuse_freed(array.owner, name)
             if address_of(array) != address:

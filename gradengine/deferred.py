@@ -23,7 +23,7 @@ class DeferredErrors:
         self._readback, self._layout, self._raises = readback, layout, raises
         self.exist = readback is not None  # whether there can be any
         self._latest: StepStatus | None = None
-        self._raised_bad_steps = 0
+        self._raised_bad_steps = self._raised_bad_weights = 0
         self._counted = 0  # steps, as the device will count them after all queued work
 
     def send(self) -> None:
@@ -51,7 +51,7 @@ class DeferredErrors:
         """Forget every step so far: the next ones are counted from another number."""
         if self._readback is not None:
             self._readback.restart()
-        self._latest, self._raised_bad_steps, self._counted = None, 0, -1
+        self._latest, self._raised_bad_steps, self._raised_bad_weights, self._counted = None, 0, 0, -1
 
     def latest(self) -> StepStatus | None:
         """The newest status that has arrived; never waits."""
@@ -68,6 +68,8 @@ class DeferredErrors:
     def raise_pending(self) -> None:
         """Raise the error of the last bad step, if its status has arrived and the error was not raised before."""
         status = self.latest()
+        if status is not None and status.bad_weights > self._raised_bad_weights:
+            self._raise_weight(status)
         # This status may be older than the one that check() has read since.
         if self._raises and status is not None and status.bad_steps > self._raised_bad_steps:
             self._raise(status)
@@ -82,8 +84,11 @@ class DeferredErrors:
         return error
 
     def raise_of_step(self, step: int) -> None:
-        """Raise the error of one step, which is found as by `of_step`."""
+        """Raise the error of one step: what `of_step` finds, or that its weight was bad."""
         status = self._of_step(step)
+        now = self._readback.read() if self._readback is not None else None
+        if now is not None and now.bad_weight_step == step + 1:
+            self._raise_weight(now)
         if status is not None:
             self._raise(status)
 
@@ -99,6 +104,17 @@ class DeferredErrors:
                 do="call result.check() or read result.non_finite before the next step",
             )
         return status if status.bad_step == step + 1 else None
+
+    def _raise_weight(self, status: StepStatus) -> NoReturn:
+        """Raise what the host raises of a weight that it knows, also where gradients that are not finite pass."""
+        error = WindowError(
+            f"the weight of the window of step {status.bad_weight_step - 1} is out of range: zeros were handed back",
+            got=f"{status.bad_weight:g} in all",
+            expected="weights of 0 or of at least 2**-126, not all 0, that with the loss scale make 2**-126..2**126",
+            do="leave such a micro-batch out, or have its array say 0; see result.skipped before the optimizer's step",
+        )
+        self._raised_bad_weights = status.bad_weights
+        raise error
 
     def _raise(self, status: StepStatus) -> NoReturn:
         error = self._blamed(status)

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, ParamSpec, SupportsFloat, TypeVar, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import handed_back
 from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Call, Facts, State
-from gradengine.accumulate.window import checked_weight, weighs_nothing
+from gradengine.accumulate.window import weighs_nothing
 from gradengine.arguments import as_float, refuse_other_kind, truth_value
 from gradengine.arrays.buffer import Array
 from gradengine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
@@ -21,8 +21,8 @@ from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
-from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
-from gradengine.kernels.device import Graph
+from gradengine.kernels import Decision, DeviceLike, DeviceWeight, StepStatus, decide, kernels_for
+from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.micro_batch import MicroBatch
@@ -205,14 +205,15 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """Workers that exchange, each with a whole model or the same part of one; 1 without an exchange."""
         return self.exchange.world_size if self.exchange else 1
 
-    def add(self, gradients: Gradients | None, weight: float = 1.0) -> None:
+    def add(self, gradients: Gradients | None, weight: SupportsFloat = 1.0) -> None:
         """Add a micro-batch.
 
         Args:
             gradients: Mapping name -> gradient or a sequence in layout order, of any framework, fp32, fp16 or bf16, on
                 the engine's device. A component without a gradient is given as None, but not all components may be. A
                 worker that has no micro-batch in a window calls `add(None, weight=0)` before its step.
-            weight: What the micro-batch counts in the average: 1, or its tokens.
+            weight: What the micro-batch counts in the average: 1, or its tokens; on a GPU also an array there of one
+                element, which is copied as the micro-batch begins, without a wait: a bad one is raised late.
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
@@ -222,7 +223,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """
         self._whole(self._add, gradients, weight)
 
-    def _add(self, gradients: Gradients | None, weight: float) -> None:
+    def _add(self, gradients: Gradients | None, weight: SupportsFloat) -> None:
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
         is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         if gradients is None:
@@ -236,13 +237,13 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         if is_last and self.accumulator.is_even:
             self._reducer.start(self.layout.spans)
 
-    def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, last: bool = False) -> None:
+    def add_block(self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0, *, last: bool = False) -> None:
         """Add one block's part of a micro-batch, as backward finishes it.
 
         Args:
             index: The block.
             gradients: A sequence in the block's order, or a mapping by component name.
-            weight: The micro-batch's weight, the same for all its parts.
+            weight: The micro-batch's weight, the same for all its parts (on a GPU the same array).
             last: This is the window's last contribution to the block, so the block can be sent to the other workers.
 
         Raises:
@@ -252,7 +253,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         add = partial(self.accumulator.add_block, block.index, gradients, weight)
         self._whole(self._add_part, block, add, gradients, truth_value("last", last), f"{block.name}.")
 
-    def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, last: bool = False) -> None:
+    def add_non_block(
+        self, name: str | int, gradient: object, weight: SupportsFloat = 1.0, *, last: bool = False
+    ) -> None:
         """Add one component outside the blocks, by name or id; otherwise as `add_block`.
 
         Raises:
@@ -272,7 +275,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         if last:
             self._reducer.start((span,))
 
-    def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> MicroBatch:
+    def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> MicroBatch:
         """A micro-batch whose gradients are added one by one, in any order, as backward makes them.
 
         Args:
@@ -293,7 +296,8 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._ask(Call.BEGIN)
         is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         is_last = is_last if last is None else truth_value("last", last)
-        return MicroBatch(self.accumulator, self._reducer, self._whole, float(checked_weight(weight)), is_last=is_last)
+        kept = self.accumulator.weighing.kept(weight)
+        return MicroBatch(self.accumulator, self._reducer, self._whole, kept, is_last=is_last)
 
     def step(
         self, out: Gradients | None = None, *, deferred: bool = False, loss_scale: float | None = None
@@ -560,9 +564,10 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         zero_if_bad = self._settings.zero_if_bad
         if not self._reducer.is_alone:  # all workers decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        arena = self.accumulator.arena
         counted = 0 if self._capture is not None else self._late.note_queued(step)  # a graph counts its own as it runs
-        return self._kernels.finalise(arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
+        there = stats.weight if isinstance(stats.weight, DeviceWeight) else None
+        finalise = partial(self._kernels.finalise, zero_if_bad=zero_if_bad, step=counted, weight=there)
+        return finalise(self.accumulator.arena, self._plan, divisor, is_mean=self.average != "sum")
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
         accumulator = self.accumulator
@@ -581,19 +586,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._ask_for_graph(Call.REPLAY)
         captured.point(self.accumulator, *given)
 
-    def _replay(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
-        """Run a captured window once more, as a step of its own number."""
+    def _replay(self, captured: CapturedWindow) -> StepResult:
         self._ask_for_graph(Call.REPLAY)
         self._late.raise_pending()
-        step = self.current_step
-        with self.accumulator.arena.in_order():
-            self._kernels.device.wait_for(captured.producers)  # refuses one that records a graph
-            self._state.now = State.BROKEN  # from here on only the device knows whether it ran
-            self._late.count_from(step)
-            graph.replay()
-            self._kernels.device.hand_over(captured.producers)
-        self._late.send()
-        self._state.changes += 1
-        captured.result = recorded.of_replay(step)
-        self._reducer.next_step()
-        return captured.result
+        return captured.run(self.accumulator, self._reducer, self._late)

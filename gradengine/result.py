@@ -18,7 +18,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import said, truth_value
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NonFiniteGradient, NotCopied
-from gradengine.kernels import Decision
+from gradengine.kernels import Decision, DeviceWeight
 from gradengine.reduction.reducer import DecidedStep
 
 _SHOWN = (
@@ -97,9 +97,10 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         return self._decision.component_norms
 
     @property
-    def weight(self) -> float:
-        """Weight of all micro-batches of all workers."""
-        return self._decided.stats.weight
+    def weight(self) -> Any:
+        """Weight of all micro-batches of all workers: a float, or a GPU's array where weights lie there."""
+        weight = self._decided.stats.weight
+        return self._decision.weight if isinstance(weight, DeviceWeight) else weight
 
     @property
     def micro_batches(self) -> int:
@@ -141,7 +142,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "clip_scale": scale,
             "clipped": float(scale < 1),
             "skipped": float(self.skipped),
-            "weight": self.weight,
+            "weight": float(self.weight),
             "micro_batches": float(self.micro_batches),
             "exchange_seconds": total,
             "exchange_hidden_seconds": max(0.0, total - waited),

@@ -610,3 +610,12 @@ class TestPartOfAModel:
             "part of a model: here tp_rank 0 of 2 (1 row), there the whole",
             "row 0: here 'w' (2, 3), there 'w' (2, 6)",
         ]
+
+
+def test_padding_is_what_no_component_has():
+    layout = GradientLayout.of({"a": (5,), "b": (64,), "c": (0,), "d": (31,)})
+    inside = np.zeros(layout.arena_size, bool)
+    for slot in layout.slots:
+        inside[slot.offset : slot.stop] = True
+    padded = [index for start, stop in layout.padding for index in range(start, stop)]
+    assert padded == np.flatnonzero(~inside).tolist() != []

@@ -15,11 +15,12 @@ from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launch import OVERWRITE, Addresses, Entry, Launches, Table, chunk_for, packed
-from gradengine.kernels.operands import Destinations, FoldPass, SlotSet, producers_of, tagged
+from gradengine.kernels.launch import OVERWRITE, Addresses, Entry, Launches, Table, chunk_for, packed_addresses
+from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet, Weight, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
+from gradengine.kernels.weights import DeviceWeights
 
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
 _DECISIONS = 8  # plans of one set of sums that are remembered
@@ -79,9 +80,9 @@ class CudaKernels(Kernels):
         partials = _partials(arena) if measure else (_NULL, _NULL)
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
         recorded = self.device.recorded
-        rows = packed(fold, columns) if recorded is None else recorded.addresses_of(fold, columns)
+        rows = packed_addresses(fold, columns) if recorded is None else recorded.addresses_of(fold, columns)
         for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
-            weights = list(fold.weights[first : first + columns])
+            weights: list[Weight] = list(fold.weights[first : first + columns])
             weights += [np.float32(1)] * (columns - len(weights))
             with arena.in_order():
                 self._launches.over(table, f"accumulate_{columns}", arguments, addresses, weights)
@@ -114,7 +115,15 @@ class CudaKernels(Kernels):
             self._launches.over(table, "accumulate_1", arguments, chosen * np.uint64(OVERWRITE), [np.float32(1)])
 
     def finalise(
-        self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0
+        self,
+        arena: Arena,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        step: int = 0,
+        weight: DeviceWeight | None = None,
+        is_mean: bool = True,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. Each call overwrites the decision's arrays."""
         decision = self.decision(arena, plan)
@@ -135,6 +144,8 @@ class CudaKernels(Kernels):
             memory.max_norms,
             np.float64(plan.max_norms[0]),
             np.float64(divisor),
+            _NULL if weight is None else weight.memory,  # which begins with the window's
+            np.uint32(weight is not None and is_mean),
             np.uint32(zero_if_bad),
             np.uint64(step),
             memory.totals,
@@ -206,6 +217,9 @@ class CudaKernels(Kernels):
         self.measure(arena)
         status = self.finalise(arena, ClipPlan((0,), (np.inf,)), 1.0, zero_if_bad=False).memory.read()
         return (status.bad_index, status.bad_value) if status.is_bad else None
+
+    def weights(self, arena: Arena) -> DeviceWeights:
+        return DeviceWeights(self.device, _of_device(arena).order, self._launches.weigh)
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
         return StatusReadback(self.device, self.decision(arena, plan).memory)

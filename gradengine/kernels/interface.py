@@ -16,8 +16,9 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.device import Device
-from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet
 from gradengine.kernels.status import StatusReadback
+from gradengine.kernels.weights import DeviceWeights
 
 
 class Kernels(ABC):
@@ -69,7 +70,17 @@ class Kernels(ABC):
         """Write zeros to the chosen ones of these targets, and to their squared sums."""
 
     @abstractmethod
-    def finalise(self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0) -> Decision:
+    def finalise(
+        self,
+        arena: Arena,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        step: int = 0,
+        weight: DeviceWeight | None = None,
+        is_mean: bool = True,
+    ) -> Decision:
         """K2: norms, scales and factors from the squared sums, and which targets are not finite.
 
         Args:
@@ -78,6 +89,8 @@ class Kernels(ABC):
             divisor: The number by which the sum is divided to make the average.
             zero_if_bad: Whether zeros are to be handed back if anything is not finite.
             step: The number of the verdict's step, counted from 1; 0 means the one after the last.
+            weight: On a GPU the window's last weight, if the host does not know its sum. The divisor is multiplied by
+                that sum if the average `is_mean`. A bad sum gives zeros, and a verdict of its own.
         """
 
     @abstractmethod
@@ -107,6 +120,10 @@ class Kernels(ABC):
     @abstractmethod
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
         """Index and value of the first NaN or Inf, or None; on a GPU this waits."""
+
+    @abstractmethod
+    def weights(self, arena: Arena) -> DeviceWeights | None:
+        """Where weights go that the host does not know; None where it reads each."""
 
     @abstractmethod
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback | None:

@@ -20,12 +20,16 @@ from gradengine.kernels.streams import StreamOrder
 
 _FIELDS = [
     ("norm", "<f8"),
+    ("weight", "<f8"),
     ("steps", "<u8"),
     ("bad_step", "<u8"),
     ("bad_steps", "<u8"),
     ("bad_component", "<i8"),
     ("bad_index", "<i8"),
     ("non_finite", "<u8"),
+    ("bad_weight_step", "<u8"),
+    ("bad_weights", "<u8"),
+    ("bad_weight", "<f8"),
     ("bad_value", "<f4"),
     ("scale", "<f4"),
     ("factor", "<f4"),
@@ -51,6 +55,10 @@ class StepStatus:
     bad_index: int  # its first such element; -1 if it was not searched for
     bad_value: float
     non_finite: int  # elements of the whole set
+    bad_weight_step: int = 0  # the last step whose weight made no divisor, so that zeros were handed back; or 0
+    bad_weights: int = 0  # how many there were
+    bad_weight: float = 0.0  # the window's weight in that step; NaN where a micro-batch's was none
+    weight: float = 1.0  # of the window, where the device alone knew it; else 1
 
     @property
     def is_bad(self) -> bool:
@@ -127,6 +135,7 @@ class DecisionMemory:
             inverse=self.field("inverse"),
             skipped=self.field("skipped"),
             bad=None,
+            weight=self.field("weight"),
             memory=self,
         )
 

@@ -217,6 +217,13 @@ class GradientLayout:
         """Bytes of the fp32 arena, padding included: the memory of an accumulator with this layout."""
         return 4 * self.arena_size
 
+    @property
+    def padding(self) -> list[tuple[int, int]]:
+        """The ranges of the arena without a component: first element, and the one after the last."""
+        starts = sorted([slot.offset for slot in self.slots] + [self.arena_size])
+        stops = sorted(slot.stop for slot in self.slots)
+        return [(stop, start) for stop, start in zip(stops, starts[1:], strict=True) if stop < start]
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of `table()` in hexadecimal: equal on workers that can exchange gradients."""

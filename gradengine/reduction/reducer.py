@@ -17,7 +17,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError
 from gradengine.exchange.linked import Exchange, Seconds
-from gradengine.kernels import Decision, Float64
+from gradengine.kernels import Decision, DeviceWeight, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
@@ -134,8 +134,13 @@ class Reducer:
         return self.agreed
 
     def divisor(self, stats: StepStats) -> float:
-        """The number by which the sum over all workers is divided."""
-        if self._average == "sum":
+        """The number by which the sum over all workers is divided, apart from a weight that only the device knows.
+
+        NaN where a weight was bad.
+        """
+        if isinstance(stats.weight, DeviceWeight):
+            return 1.0
+        if self._average == "sum" and not math.isnan(stats.weight):
             return self.workers.exchange.world_size if self.workers.exchange else 1
         return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
 
@@ -250,7 +255,8 @@ class Reducer:
 
     def _stats(self, totals: Float64, settings: Mapping[str, str]) -> StepStats:
         accumulator = self._accumulator
-        count, weight, place = accumulator.accumulated_count, accumulator.total_weight, self._place if settings else ""
+        count, place = accumulator.accumulated_count, self._place if settings else ""
+        weight = accumulator.weight if self.is_alone else accumulator.total_weight
         return StepStats(weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1))
 
     def _to_mean(self, span: Span) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, final
+from typing import Any, SupportsFloat, final
 
 import torch
 
@@ -96,7 +96,7 @@ class Attached(AbstractContextManager["Attached"]):
         self._remove = weakref.finalize(self, _remove_all, handles)
         _live.add(self)
 
-    def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
+    def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
         """A context in which all backward passes are one micro-batch; several gradients of a parameter are summed.
 
         An error in it before the first gradient changes nothing. After a later error, or Ctrl-C, the window takes no
