@@ -13,8 +13,7 @@ from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.dtypes import DTYPES, DType, by_dlpack_code, supported_name
 from gradengine.errors import BufferRefused
 from gradengine.kernels import arithmetic
-from gradengine.kernels.launch import OVERWRITE
-from gradengine.kernels.operands import ADDRESS, tagged
+from gradengine.kernels.operands import ADDRESS, OVERWRITE, tagged
 from gradengine.layout import GradientLayout
 
 FLOAT8 = DType("float8_e4m3fn", 1, np.dtype("u1"), (10, 8), tag=3)

@@ -20,8 +20,8 @@ from folds import finalise, status_of
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels import ClipPlan
-from gradengine.kernels.launch import _ROW, OVERWRITE, Entry, Tables
-from gradengine.kernels.operands import tagged
+from gradengine.kernels.launch import _ROW, Entry, Tables
+from gradengine.kernels.operands import OVERWRITE, tagged
 
 CHUNK = 32768
 SIZE = 2**33 + 13

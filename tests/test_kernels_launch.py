@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gradengine.arrays.buffer import Buffer
 from gradengine.kernels import launch, toolchain
 from gradengine.kernels.cuda import CudaPartialSums
-from gradengine.kernels.launch import OVERWRITE, Entry, Tables, chunk_for
-from gradengine.kernels.operands import tagged
+from gradengine.kernels.launch import Entry, Tables, chunk_for
+from gradengine.kernels.operands import OVERWRITE, tagged
 
 entries = st.lists(st.integers(0, 9000).map(lambda size: Entry(64, size)), max_size=9)
 

@@ -15,8 +15,17 @@ from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launch import OVERWRITE, Addresses, Entry, Launches, Table, chunk_for, packed_addresses
-from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet, Weight, producers_of, tagged
+from gradengine.kernels.launch import Addresses, Entry, Launches, Table, chunk_for
+from gradengine.kernels.operands import (
+    OVERWRITE,
+    Destinations,
+    DeviceWeight,
+    FoldPass,
+    SlotSet,
+    Weight,
+    producers_of,
+    tagged,
+)
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
@@ -80,7 +89,7 @@ class CudaKernels(Kernels):
         partials = _partials(arena) if measure else (_NULL, _NULL)
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
         recorded = self.device.recorded
-        rows = packed_addresses(fold, columns) if recorded is None else recorded.addresses_of(fold, columns)
+        rows = fold.addresses(columns) if recorded is None else recorded.addresses_of(fold, columns)
         for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
             weights: list[Weight] = list(fold.weights[first : first + columns])
             weights += [np.float32(1)] * (columns - len(weights))

@@ -6,18 +6,15 @@ import math
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels.device import Device
+from gradengine.kernels.device import Device, Graph
 from gradengine.kernels.events import Events, Kept
-
-if TYPE_CHECKING:
-    from gradengine.kernels.graphs import CudaGraph
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
@@ -37,7 +34,7 @@ class CudaRuntime(Device):
         self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
         with xp.cuda.Device(ordinal):
             self._uploads = xp.cuda.Stream(non_blocking=True)
-        self.recorded: CudaGraph | None = None  # what is being recorded
+        self.recorded: Graph | None = None  # what is being recorded
         self._foreign: dict[Any, Any] = {}  # what graphs that others record read, once, however often they do
         self.events = Events(xp)
         self.kept = Kept(self.events)  # what was dropped while work on it may run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer, refuse_read_only
 from gradengine.arrays.streams import ProducerStream
-from gradengine.kernels.operands import Contribution, Destinations
+from gradengine.kernels.operands import Contribution, Destinations, FoldPass
 
 
 class Graph(AbstractContextManager["Graph"], ABC):
@@ -38,6 +38,14 @@ class Graph(AbstractContextManager["Graph"], ABC):
 
         Each has gradients for the same components as the recorded one; None leaves the destinations as they are.
         """
+
+    @abstractmethod
+    def addresses_of(self, fold: FoldPass, columns: int) -> Iterator[Any]:
+        """The addresses of each launch of a recorded pass, in device memory, where `repoint` replaces them."""
+
+    @abstractmethod
+    def addresses_to(self, destinations: npt.NDArray[np.uint64]) -> Any:
+        """The addresses that the recorded step hands back to, in device memory, where `repoint` replaces them."""
 
 
 class Order(ABC):

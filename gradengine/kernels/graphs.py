@@ -20,7 +20,6 @@ import numpy.typing as npt
 from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.device import Graph
-from gradengine.kernels.launch import packed_addresses
 from gradengine.kernels.operands import Contribution, Destinations, FoldPass, addresses_of
 from gradengine.kernels.streams import CurrentStream
 
@@ -80,7 +79,7 @@ class CudaGraph(Graph):
             for fold, columns, places in self._folds
         ]
         for fold, columns, places in folds:
-            for place, addresses in zip(places, packed_addresses(fold, columns), strict=True):
+            for place, addresses in zip(places, fold.addresses(columns), strict=True):
                 place.here[:] = addresses
         if destinations is not None and self._destinations is not None:
             self._destinations.here[:] = addresses_of(destinations)
@@ -91,14 +90,14 @@ class CudaGraph(Graph):
         self._runtime.drop(before)
 
     def addresses_of(self, fold: FoldPass, columns: int) -> Iterator[Any]:
-        """The addresses of each launch of a pass that is recorded, in device memory."""
-        places = [self._place(addresses) for addresses in packed_addresses(fold, columns)]
+        """See `Graph.addresses_of`."""
+        places = [self._place(addresses) for addresses in fold.addresses(columns)]
         self._folds.append((fold, columns, places))
         self.lent += fold.contributions
         return iter([place.there for place in places])
 
     def addresses_to(self, destinations: npt.NDArray[np.uint64]) -> Any:
-        """The addresses that the recorded step hands back to, in device memory."""
+        """See `Graph.addresses_to`."""
         self._destinations = self._place(destinations)
         return self._destinations.there
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -23,12 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.kernels.cuda_runtime import CudaRuntime
-from gradengine.kernels.operands import DeviceWeight, FoldPass, Weight
+from gradengine.kernels.operands import DeviceWeight, Weight
 from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
 _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
-OVERWRITE = 1 << 60
 
 Addresses: TypeAlias = Any  # a NumPy array, to travel with the launch; or one of CuPy's, to be read by it
 
@@ -114,19 +113,6 @@ class Tables:
 
     def _bytes(self, array: npt.NDArray[Any]) -> Any:
         return self._upload(array.view(np.uint8)) if array.size else None
-
-
-def packed_addresses(fold: FoldPass, columns: int) -> Iterator[npt.NDArray[np.uint64]]:
-    """The addresses of each launch of K1 that a pass takes: a row for each of `columns` micro-batches, flat."""
-    is_empty = fold.overwrite.copy()
-    for first in range(0, len(fold.contributions), columns):
-        addresses = np.zeros((columns, is_empty.size), np.uint64)
-        for row, contribution in zip(addresses, fold.contributions[first:], strict=False):
-            row[:] = contribution.addresses
-        gets_none = ~addresses.any(axis=0)
-        addresses[0] |= (is_empty & ~gets_none) * np.uint64(OVERWRITE)
-        is_empty &= gets_none  # a target's first gradient need not be among the first four
-        yield addresses.reshape(-1)
 
 
 def by_value(

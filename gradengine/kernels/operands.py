@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
@@ -16,6 +16,7 @@ from gradengine.arrays.streams import NamedStream, ProducerStream
 from gradengine.threads import cached_property
 
 ADDRESS = (1 << 56) - 1  # mask of a tagged address; the byte above it is the tag
+OVERWRITE = 1 << 60  # flag of a target's first address in a pass: its target is written without being read
 IN_MEMORY = 1 << 63  # flag of a weight that is the address of one
 _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
 
@@ -201,3 +202,15 @@ class FoldPass:
     def given(self) -> slice | npt.NDArray[np.intp]:
         """The positions of the targets that get a gradient from any, as an index for NumPy."""
         return self.contributions[0].given if len(self.contributions) == 1 else self.slots.index[self.present]
+
+    def addresses(self, columns: int) -> Iterator[npt.NDArray[np.uint64]]:
+        """The addresses of each launch of K1 that the pass takes: a row for each of `columns` micro-batches, flat."""
+        is_empty = self.overwrite.copy()
+        for first in range(0, len(self.contributions), columns):
+            addresses = np.zeros((columns, is_empty.size), np.uint64)
+            for row, contribution in zip(addresses, self.contributions[first:], strict=False):
+                row[:] = contribution.addresses
+            gets_none = ~addresses.any(axis=0)
+            addresses[0] |= (is_empty & ~gets_none) * np.uint64(OVERWRITE)
+            is_empty &= gets_none  # a target's first gradient need not be among the first four
+            yield addresses.reshape(-1)
