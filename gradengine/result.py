@@ -126,7 +126,8 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "grad_norm" and "clip_scale" as `norm` and `scale`; "clipped" and "skipped", 1.0 or 0.0; "weight" and
             "micro_batches" of all workers; "exchange_seconds" from the first span sent until the last sum was received,
             and "exchange_hidden_seconds", the part of that time for which `step` did not wait: both 0.0 without an
-            exchange. With several groups also "group_norm/<name>" for each.
+            exchange. With a dynamic loss scale also "loss_scale", the step's own; with several groups
+            "group_norm/<name>" for each.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
@@ -147,6 +148,8 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "exchange_seconds": total,
             "exchange_hidden_seconds": max(0.0, total - waited),
         }
+        if self._decided.loss_scale is not None:
+            found["loss_scale"] = float(self._decided.loss_scale)
         groups = self.group_norms if len(self._group_names) > 1 else {}
         parts: dict[str, Any] = {}
         if truth_value("blocks", blocks):

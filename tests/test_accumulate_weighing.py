@@ -13,6 +13,7 @@ from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
 from gradengine.errors import BufferRefused, CallerError, WindowError
+from gradengine.kernels.launch import CAPACITIES
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 500), "layers.0.b": (9,), "layers.1.w": (70, 40), "head": (5,)})
 NAN, INF = math.nan, math.inf
@@ -73,6 +74,16 @@ class TestBits:
         weights, values = [float(i % 7 + 1) for i in range(70)], values_of(1)
         there = stepped(device, [values] * 70, [put(device, weight) for weight in weights])
         assert_same(there, stepped(device, [values] * 70, weights))
+
+    @pytest.mark.parametrize("hold", [1, 4])
+    def test_beside_addresses_that_go_through_memory(self, emulated, monkeypatch, hold):
+        for size in CAPACITIES:
+            monkeypatch.setitem(CAPACITIES, size, 1)
+        batches, weights = [values_of(seed) for seed in range(3)], [3.0, 0.1, 7.0]
+        with cuda_emulator.recorded() as record:
+            there = stepped(emulated, batches, [put(emulated, weight) for weight in weights], hold=hold)
+        assert f"accumulate_{hold}_table" in record.launches
+        assert_same(there, stepped(emulated, batches, weights, hold=hold))
 
     def test_each_is_read_as_its_micro_batch_begins(self, device):
         """Though it is folded later, and its array is written to meanwhile."""
@@ -167,6 +178,40 @@ class TestNoWait:
             )
         engine.add(put_all(emulated, values_of(1)), weight)
         assert_same(engine.step(), stepped(emulated, [values_of(1)], [6]))
+
+
+class Producer:
+    """A DLPack producer and no more, as JAX's arrays are."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(stream=options["stream"])
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class TestProducers:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_of_dlpack_are_read(self, device, dtype):
+        there = stepped(device, [values_of(1)] * 2, [Producer(put(device, tokens, dtype)) for tokens in (3, 9)])
+        assert_same(there, stepped(device, [values_of(1)] * 2, [3, 9]))
+
+    def test_on_another_device_it_is_refused(self, device):
+        class Elsewhere(Producer):
+            def __dlpack_device__(self):
+                return 2, 7
+
+        engine, arrays, weight = engine_on(device), put_all(device, values_of(1)), Elsewhere(put(device, 1))
+        refused = pytest.raises(BufferRefused, match=r"weight.* is on another device: got cuda:7")
+        with nothing_is_launched(device), refused:
+            engine.add(arrays, weight)
+
+    def test_on_the_host_it_is_a_number(self, device):
+        there = stepped(device, [values_of(1)] * 2, [np.array(3), np.int64(9)])
+        assert_same(there, stepped(device, [values_of(1)] * 2, [3, 9]))
 
 
 def captured(engine, batches, weights, **options):

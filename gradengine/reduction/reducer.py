@@ -40,6 +40,7 @@ class DecidedStep:
     non_finite: NonFiniteGradient | None  # if the host knows of one
     step: int
     took: Seconds  # the sums over workers
+    loss_scale: Any = None  # where it is a dynamic one
 
 
 @final
@@ -256,7 +257,7 @@ class Reducer:
     def _stats(self, totals: Float64, settings: Mapping[str, str]) -> StepStats:
         accumulator = self._accumulator
         count, place = accumulator.accumulated_count, self._place if settings else ""
-        weight = accumulator.weight if self.is_alone else accumulator.total_weight
+        weight = accumulator.total_weight if settings else accumulator.weight  # alone nobody is told
         return StepStats(weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1))
 
     def _to_mean(self, span: Span) -> None:
