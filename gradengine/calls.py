@@ -26,7 +26,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 VARIABLE = "GRADENGINE_LOG"
 _LEVELS = {"": 0, "0": 0, "1": 1, "3": 3}
-_CLASSES = (GradientEngine, DistributedTrainer, Exchange)
+_CLASSES = (GradientEngine, DistributedTrainer, Exchange, MicroBatch)
 RANGES_VARIABLE = "GRADENGINE_NVTX"
 RANGES: Mapping[str, Sequence[tuple[type, str]]] = {
     "gradengine.add": [
@@ -48,7 +48,7 @@ def log_calls(
     Args:
         names: The package's, in which the functions are replaced.
         environment: The environment variables.
-        classes: Whose methods are replaced; at level 3 those of a micro-batch too, which comes component by component.
+        classes: Whose methods are replaced; a micro-batch's, which comes component by component, at level 3 alone.
 
     Raises:
         CallerError: The variable is something else than 0, 1 or 3.
@@ -66,8 +66,7 @@ def log_calls(
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        classes = [*classes, MicroBatch] if level > 1 else classes
-    for kind in classes:
+    for kind in [kind for kind in classes if kind is not MicroBatch or level > 1]:
         calls = {name: call for name, call in vars(kind).items() if inspect.isfunction(call) and _is_public(name)}
         for name, call in calls.items():
             setattr(kind, name, logged(call, level, is_method=True))

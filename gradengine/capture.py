@@ -40,6 +40,7 @@ class CapturedWindow:
     Attributes:
         out: Destinations that its step hands back to; None for the arena.
         producers: Whose streams the arrays are worked on.
+        sums: Over workers, which it holds too, where these sum on their GPUs.
         result: The result of the step that was replayed last, or is recorded; its gradients and device scalars are
             written anew by each replay.
 
@@ -57,8 +58,9 @@ class CapturedWindow:
         self,
         launched: Callable[[CapturedWindow, Graph, StepResult], StepResult],
         engine: Recorder,
+        sums: object = None,
     ) -> None:
-        self._launched, self._engine = launched, engine
+        self._launched, self._engine, self.sums = launched, engine, sums
         self._kept: list[tuple[str, Any, int]] = []
         self._weights: list[float] | None = []
         self._recorded: Graph | None = None
@@ -109,7 +111,7 @@ class CapturedWindow:
                 self._engine.add(gradients, weight)
             self._engine.step(self.out if out is None else out, deferred=is_deferred)
         self._kept, self._recorded, self.result = fresh._kept, fresh._recorded, fresh.result
-        self.out, self.producers = fresh.out, fresh.producers
+        self.out, self.producers, self.sums = fresh.out, fresh.producers, fresh.sums
 
     # ---- told by the engine ----
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn, final
 
-from gradengine.errors import NonFiniteGradient, WindowError
+from gradengine.errors import ExchangeError, GradientError, NonFiniteGradient, WindowError
 from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
 
@@ -69,7 +69,7 @@ class DeferredErrors:
         """Raise the error of the last bad step, where its status has come and nobody was told of it yet."""
         status = self.latest()
         # A status may also be older than what check() has read since.
-        if self._raises and status is not None and status.bad_steps > self._raised_bad_steps:
+        if status is not None and status.bad_steps > self._raised_bad_steps and (self._raises or _has_no_sum(status)):
             self._raise(status)
 
     def of_step(self, step: int) -> NonFiniteGradient | None:
@@ -78,6 +78,8 @@ class DeferredErrors:
         if status is None:
             return None
         error = self._blamed(status)
+        if not isinstance(error, NonFiniteGradient):
+            self._raise(status)
         self._raised_bad_steps = status.bad_steps
         return error
 
@@ -106,6 +108,29 @@ class DeferredErrors:
         self._raised_bad_steps = status.bad_steps
         raise error
 
-    def _blamed(self, status: StepStatus) -> NonFiniteGradient:
+    def _blamed(self, status: StepStatus) -> GradientError:
+        if _has_no_sum(status):
+            return _without_sum(status)
         slot = self._layout.slots[status.bad_component]
         return NonFiniteGradient(slot.name, status.bad_index, status.bad_value, step=status.bad_step - 1, is_late=True)
+
+
+def _has_no_sum(status: StepStatus) -> bool:
+    """Whether the step's sum was finite, and divided by nothing that workers could agree on."""
+    return status.bad_component < 0
+
+
+def _without_sum(status: StepStatus) -> GradientError:
+    """What workers that sum on their GPUs have told each other, in words; the rank is the first that differs."""
+    rank, fault = divmod(int(status.fault), 4)  # as tally.cu writes it
+    where, restart = f"step {status.bad_step - 1} was skipped on all ranks", "restart all from one checkpoint"
+    if fault == 1:
+        do = f"a window was finished or dropped on some ranks only: {restart}"
+        return ExchangeError(f"{where}: rank {rank} was in another step than rank 0", do=do)
+    if fault == 2:
+        what = f"{where}: rank {rank} had another loss scale, or other settings, than rank 0"
+        return ExchangeError(what, do="set the same on all ranks")
+    if fault == 3:
+        return WindowError(f"{where}: none of them had a micro-batch", do="add() gradients on one of them")
+    what, expected = f"{where}: its weight times the loss scale is out of range", "2**-126..2**126"
+    return WindowError(what, expected=expected, do="give micro-batches weights nearer to 1")

@@ -125,7 +125,8 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
         parts = TensorParallelGroup(self.accumulator, replicated)
-        self._reducer = Reducer(self.accumulator, average=average, settings=self._settings.shared, parts=parts)
+        shared = self._settings.shared
+        self._reducer = Reducer(self.accumulator, average=average, settings=shared, parts=parts, plan=self._plan)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
         self._capture: Capture | None = None  # while a window is captured
@@ -396,15 +397,16 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         are those of the graph: `replay()` checks the addresses, `repoint()` records it anew with others.
 
         Raises:
-            CallerError: On the CPU, or with an exchange: there a step waits for other workers.
+            CallerError: On the CPU, or with an exchange that does not sum on GPUs: a step waits for other workers.
             WindowError: A window is open, or being captured, or none was closed inside.
         """
         graph = self._kernels.device.graph()
         if graph is None:
             device = self._kernels.device.name
             raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
-        self._ask_for_graph(Call.CAPTURE)
-        window = CapturedWindow(lambda *given: self._observers.shown(self._whole(self._replay, *given)), self)
+        replayed = lambda *given: self._observers.shown(self._whole(self._replay, *given))  # noqa: E731
+        window = CapturedWindow(replayed, self, self._reducer.on_device)
+        self._ask_for_graph(Call.CAPTURE, window)
         return Capture(window, graph, self._begin_capture, self._end_capture)
 
     def state_dict(self) -> dict[str, Array]:
@@ -448,7 +450,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             LayoutMismatch: It is of another layout, or order of components; shows the rows that differ.
             CallerError: It is of another `micro_batches` or `average`, of a later version, or not whole.
             WindowError: A window is open here (`discard()` it), or the state's is another rank's.
-            NonFiniteGradient, BufferRefused: Of an earlier step on a GPU, as by `check`.
+            NonFiniteGradient: Of an earlier step on a GPU, as by `check`.
         """
         self._whole(self._load, state)
 
@@ -525,10 +527,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             self._late.raise_pending()
         self._state.ask(call, self._facts)
 
-    def _ask_for_graph(self, call: Call) -> None:
-        """Raise where no whole step of one worker's can be captured, or replayed."""
-        if not self._reducer.is_alone:
-            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+    def _ask_for_graph(self, call: Call, window: CapturedWindow) -> None:
+        """Raise where no whole step can be captured, or replayed."""
+        self._reducer.refuse_other_group(window.sums)
         self._state.ask(call, self._facts)
 
     def _facts(self) -> Facts:
@@ -544,8 +545,6 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
     def _decide(self) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
         stats = self._reducer.agree()
-        if not stats.micro_batches:
-            raise self._reducer.nothing_to_step()
         divisor = self._settings.loss_scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         step = self._reducer.step
@@ -558,11 +557,12 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
         zero_if_bad = self._settings.zero_if_bad
-        if not self._reducer.is_alone:  # all workers decide alike, from the sums that they agreed on
+        if self._reducer.waits:  # all workers decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        arena = self.accumulator.arena
+        arena, sums = self.accumulator.arena, self._reducer.on_device
         counted = 0 if self._capture is not None else self._late.note_queued(step)  # a graph counts its own as it runs
-        return self._kernels.finalise(arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
+        weight = None if sums is None else sums.divisor
+        return self._kernels.finalise(arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted, weight=weight)
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
         accumulator = self.accumulator
@@ -581,7 +581,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     def _replay(self, captured: CapturedWindow, graph: Graph, recorded: StepResult) -> StepResult:
         """Run a captured window once more, as a step of its own number."""
-        self._ask_for_graph(Call.REPLAY)
+        self._ask_for_graph(Call.REPLAY, captured)
         refuse_other_graph(self._kernels.device, is_recording=False)
         self._late.raise_pending()
         step = self.current_step

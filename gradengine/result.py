@@ -20,6 +20,7 @@ from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NonFiniteGradient, NotCopied
 from gradengine.kernels import Decision
 from gradengine.reduction.reducer import DecidedStep
+from gradengine.reduction.stats import StepStats
 
 _SHOWN = (
     *("norm", "scale", "factor", "inverse_factor", "weight", "micro_batches", "unused", "skipped"),
@@ -97,23 +98,25 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         return self._decision.component_norms
 
     @property
-    def weight(self) -> float:
-        """Weight of all micro-batches of all workers."""
-        return self._decided.stats.weight
+    def weight(self) -> Any:
+        """Weight of all micro-batches of all workers; a 0-d array on a GPU where these sum there (docs/nccl.md)."""
+        return self._stats.weight
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches of all workers."""
-        return self._decided.stats.micro_batches
+    def micro_batches(self) -> Any:
+        """Micro-batches of all workers; an array where `weight` is."""
+        return self._stats.micro_batches
 
     @property
     def unused(self) -> frozenset[str]:
         """Names of the components that no micro-batch of any worker had a gradient for, and on no part of the model.
 
-        Their gradients here are zeros, where torch would have None.
+        Their gradients here are zeros, where torch would have None. Where workers sum on their GPUs this waits for the
+        step, if this worker itself had no gradient for one of them.
         """
         slots = self._accumulator.layout.slots
-        return frozenset(slots[position].name for position in np.flatnonzero(self._decided.stats.unused).tolist())
+        unused = np.flatnonzero(self._decided.stats.unused_by_all())
+        return frozenset(slots[position].name for position in unused.tolist())
 
     def metrics(self, *, blocks: bool = False) -> dict[str, float]:
         """What people watch, flat, for a logger of numbers. On a GPU this waits for the step.
@@ -141,7 +144,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "clip_scale": scale,
             "clipped": float(scale < 1),
             "skipped": float(self.skipped),
-            "weight": self.weight,
+            "weight": float(self.weight),
             "micro_batches": float(self.micro_batches),
             "exchange_seconds": total,
             "exchange_hidden_seconds": max(0.0, total - waited),
@@ -232,6 +235,12 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         """Taking a number of it puts what is read next behind the step, on whatever stream."""
         self._accumulator.arena.follow()
         return self._decided.decision
+
+    @property
+    def _stats(self) -> StepStats:
+        """The same of what all workers told each other."""
+        self._accumulator.arena.follow()
+        return self._decided.stats
 
     def _kept_arrays(self) -> Mapping[str, Any]:
         self._accumulator.arena.follow()

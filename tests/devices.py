@@ -9,6 +9,7 @@ import numpy as np
 from backends import IS_EMULATED_CUPY
 
 from gradengine import RawBuffer
+from gradengine.kernels import Device
 
 
 def put_all(backend, gradients):
@@ -100,3 +101,19 @@ def named_cuda(backend):
         return
     with unittest.mock.patch("gradengine.kernels.cuda_kernels", return_value=backend.kernels):
         yield
+
+
+class Looked:
+    """A device that counts how often an array is looked at."""
+
+    def __init__(self, device):
+        self._device, self.looked = device, 0
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def views(self, sources, components):
+        self.looked += len(sources)
+        return self._device.views(sources, components)
+
+    writable_views = Device.writable_views

@@ -7,31 +7,14 @@ import weakref
 import numpy as np
 import pytest
 import strategies as draw
-from devices import all_on_host, on_host, put_all, raw
+from devices import Looked, all_on_host, on_host, put_all, raw
 from emulated_torch import emulated_torch, tensors_of
 
 from gradengine import GradientEngine, GradientLayout
 from gradengine.accumulate.destinations import KnownDestinations
 from gradengine.errors import BufferRefused, LayoutMismatch
-from gradengine.kernels import Device
 
 LAYOUT = GradientLayout.of({"w": (4,), "v": (2, 3)})
-
-
-class Looked:
-    """A device that counts how often an array is looked at."""
-
-    def __init__(self, device):
-        self._device, self.looked = device, 0
-
-    def __getattr__(self, name):
-        return getattr(self._device, name)
-
-    def views(self, sources, components):
-        self.looked += len(sources)
-        return self._device.views(sources, components)
-
-    writable_views = Device.writable_views
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from devices import on_host, put_all, raw
+from devices import Looked, on_host, put_all, raw
 from emulated_torch import Tensor, emulated_torch, tensors_of
 from producers import Producer
 
@@ -18,20 +18,6 @@ from gradengine.kernels import ADDRESS, SlotSet
 
 LAYOUT = GradientLayout.of([(4,), (2, 3)])
 PLACES = SlotSet(range(2))
-
-
-class Looked:
-    """A device that counts how often an array is looked at."""
-
-    def __init__(self, device):
-        self._device, self.looked = device, 0
-
-    def __getattr__(self, name):
-        return getattr(self._device, name)
-
-    def views(self, sources, components):
-        self.looked += len(sources)
-        return self._device.views(sources, components)
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 """Verdicts that come late: each bad step is told once, in whatever order word of it comes."""
 
+import dataclasses
+
 import pytest
 
 from gradengine.deferred import DeferredErrors
 from gradengine.engine import GradientEngine
-from gradengine.errors import NonFiniteGradient
+from gradengine.errors import ExchangeError, NonFiniteGradient, WindowError
 from gradengine.kernels import StepStatus
 from gradengine.layout import GradientLayout
 
@@ -155,3 +157,25 @@ def test_on_the_cpu_there_are_none():
     late = GradientEngine(LAYOUT)._late
     late.send()
     assert (late.exist, late.latest(), told(late)) == (False, None, None)
+
+
+FAULTS = {
+    4 * 3 + 1: (ExchangeError, "step 1 was skipped on all ranks: rank 3 was in another step than rank 0; a window was"),
+    4 * 5 + 2: (ExchangeError, "rank 5 had another loss scale, or other settings, than rank 0; set the same on all"),
+    3: (WindowError, "step 1 was skipped on all ranks: none of them had a micro-batch; add"),
+    0: (WindowError, r"its weight times the loss scale is out of range: expected 2\*\*-126..2\*\*126; give micro"),
+}
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_ranks_did_not_agree_on_is_told_once_whatever_is_done_with_values(device, fault, raises):
+    late = DeferredErrors(device, LAYOUT, raises=raises)
+    bad = dataclasses.replace(verdict(2, 1, 2, -1, -1), fault=float(fault))
+    kind, words = FAULTS[fault]
+    device.arrived, device.now = [bad], bad
+    with pytest.raises(kind, match=words):
+        late.raise_pending()
+    late.raise_pending()
+    with pytest.raises(kind, match=words):
+        late.of_step(1)

@@ -19,7 +19,14 @@ from gradengine.kernels.toolchain import load_cupy
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 # The other pages of docs/ answer a question each.
-REFERENCES = {"docs/gpu-check.md", "docs/gpu.md", "docs/measured.md", "docs/numerics.md", "docs/wire.md"}
+REFERENCES = {
+    "docs/gpu-check.md",
+    "docs/gpu.md",
+    "docs/measured.md",
+    "docs/nccl.md",
+    "docs/numerics.md",
+    "docs/wire.md",
+}
 ANSWERS = [page for page in PAGES if page.startswith("docs/") and page not in REFERENCES]
 # Optional; a page that imports one is skipped where it is not installed.
 FRAMEWORKS = ("torch", "jax", "optax", "flax", "transformers", "peft", "accelerate", "lightning")

@@ -20,7 +20,8 @@ REGISTERS_OF_AN_SM = 65536
 LEAST_THREADS_OF_AN_SM = 512
 ARGUMENTS_ANY_DRIVER_TAKES, ARGUMENTS_CUDA_12_1_TAKES = 4096, 32764
 
-STREAMING = [name for name in nvrtc.names() if name != "finalise"]  # these move gradients, sixteen bytes at a time
+ALONE = {"finalise", "tally"}  # of one thread block
+STREAMING = [name for name in nvrtc.names() if name not in ALONE]  # these move gradients, sixteen bytes at a time
 WRITING = [name for name in STREAMING if name != "measure"]
 UNIT = int(re.search(r"UNIT = (\d+)", toolchain.source("measure"))[1])
 
@@ -161,6 +162,7 @@ ARITHMETIC = {
     "accumulate": {*WIDENED, "mul.rn.f32", "add.rn.f32", *SQUARES},
     "measure": {*WIDENED, *SQUARES},
     "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64"},
+    "tally": {"add.f64", "cvt.rn.f32.u32"},
     "hand_back": {*WIDENED, "mul.rn.f32", "cvt.rn.f16.f32"},
 }
 OR_FUSED = {"mul.f64"}  # the first of eight squares, where the compiler does not add it to zero

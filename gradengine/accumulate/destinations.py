@@ -11,8 +11,9 @@ from gradengine.arrays.buffer import Buffer, refuse_overlapping_destinations
 from gradengine.arrays.frameworks import note_written
 from gradengine.arrays.host import without_owner
 from gradengine.arrays.known import KnownArrays, destination_reader_of, reader_of
+from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import LayoutMismatch
-from gradengine.kernels import Destinations, Device, as_of_now, producers_of
+from gradengine.kernels import Destinations, Device, producers_of
 from gradengine.layout import Slot
 
 _REMEMBERED = 4  # sets of arrays: a loop has one, or two in turn
@@ -24,14 +25,14 @@ class KnownDestinations:
 
     def __init__(self, slots: Sequence[Slot], device: Device, arena: Buffer) -> None:
         self._slots, self._device, self._arena = slots, device, arena
-        self._known: list[tuple[KnownArrays, Destinations]] = []
+        self._known: list[tuple[KnownArrays, Destinations, frozenset[ProducerStream]]] = []
 
     def of(self, out: Gradients) -> Destinations:
         """Where each component is handed back to, by position, checked before anything is written there."""
         sources = in_slot_order(self._slots, out, "out")
-        for arrays, destinations in self._known:
+        for arrays, destinations, producers in self._known:
             if arrays.are(sources):
-                self._device.wait_for(as_of_now(producers_of(destinations.values())))
+                self._device.wait_for(producers)
                 return destinations
         found = destinations_of(self._slots, self._device, self._arena, sources)
         self._remember(sources, found)
@@ -42,9 +43,10 @@ class KnownDestinations:
         self._known = [known for known in self._known if known[0].are_alive][1 - _REMEMBERED :]
         is_on_host = self._device.name == "cpu"
         reader = destination_reader_of(sources) if is_on_host else reader_of(sources)
-        if reader is not None and None not in {producer.stream() for producer in producers_of(found.values())}:
+        producers = producers_of(found.values())
+        if reader is not None and None not in {producer.stream() for producer in producers}:
             views = {p: without_owner(view) if is_on_host else replace(view, owner=None) for p, view in found.items()}
-            self._known.append((KnownArrays(sources, reader), Destinations(views)))
+            self._known.append((KnownArrays(sources, reader), Destinations(views), producers))
 
 
 def destinations_of(

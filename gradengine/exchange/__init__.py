@@ -4,7 +4,7 @@ In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena 
 the exchange, over threads, sockets or MPI: `links/` moves bytes between any two ranks, `gather.py` small data over
 them, and `comparison.py` what must be alike; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its
 owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets, and chooses their link; `listener.py` is
-where they call, `torch_group.py` how the ranks of a process group of torch find that. In a group with a server,
+where they call, `torch_group.py` how the ranks of a process group of torch find that, `device_calls.py` what NCCL does for it. In a group with a server,
 `server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout` and `kernels`.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from gradengine.arguments import as_index, said, truth_value
 from gradengine.errors import CallerError
+from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
@@ -67,7 +68,8 @@ def connect(
 
     With a communicator of MPI or a process group of torch, rank and world size are the group's, and all of its ranks
     call this together. Bytes go over a private duplicate of the communicator; a process group only tells its ranks a
-    secret, and where they meet: over sockets, as above.
+    secret, and where they meet: over sockets, as above. Where its backend for CUDA is NCCL and all engines are on GPUs,
+    it moves the gradients itself, on their streams, and a step waits for nothing on the host (docs/nccl.md).
 
     Args:
         url: "tcp://host:port" of rank 0, the same on all ranks; or "unix:///path" on one machine; or "mpi://", all
@@ -121,7 +123,10 @@ def connect(
         group = Meeting(at, rank, world_size, token=token, job=job, link=link, is_served=served)
     try:
         _refuse_other_place(group, rank, world_size)
-        return Exchange(group, url=url, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
+        calls = None if process_group is None else device_calls_of(process_group)
+        return Exchange(
+            group, url=url, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes, device_calls=calls
+        )
     except BaseException:
         group.close()  # the caller has no reference to it, and other ranks are told
         raise

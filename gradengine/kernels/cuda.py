@@ -119,7 +119,7 @@ class CudaKernels(Kernels):
             self._launches.over(table, "accumulate_1", arguments, chosen * np.uint64(OVERWRITE), [np.float32(1)])
 
     def finalise(
-        self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0
+        self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0, weight: Any = None
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. The decision's arrays are written by each call."""
         decision = self.decision(arena, plan)
@@ -140,6 +140,7 @@ class CudaKernels(Kernels):
             memory.max_norms,
             np.float64(plan.max_norms[0]),
             np.float64(divisor),
+            _NULL if weight is None else weight,
             np.uint32(zero_if_bad),
             np.uint64(step),
             memory.totals,
@@ -212,6 +213,18 @@ class CudaKernels(Kernels):
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
         return StatusReadback(self.device, self.decision(arena, plan).memory)
+
+    def tally(self, told: Any, workers: int, sums: Any, memory: DecisionMemory) -> None:
+        """Add up what workers told each other of a step: see tally.cu; one launch of one thread.
+
+        Args:
+            told: A row of 8-byte words for each worker, in rank order.
+            workers: How many.
+            sums: Three fp64 numbers to be written: what a sum is divided by, or NaN; weight, and micro-batches.
+            memory: Whose status gets what was wrong, first of all.
+        """
+        words = np.uint32(told.size // workers)
+        self._launches.tally((told, np.uint32(workers), words, sums, memory.field("fault")))
 
     # ---- tables ----
 

@@ -21,7 +21,7 @@ struct StepStatus {         // as kernels/verdict.py reads it
   float factor;          // what the sum is multiplied by (in the first group): a normal number, or 0
   float inverse;         // 1 / factor, for optimizers that divide
   float skipped;         // 1 where zeros are handed back because the gradient is not finite
-  float reserved;
+  float fault;           // why no step could be made of what workers told each other, first of all; see tally.cu
 };
 
 struct Segments {  // members of segment s: member[start[s]] .. member[start[s + 1] - 1]; segment 0 is everything
@@ -163,8 +163,11 @@ __device__ __forceinline__ void blame(const Target* targets, u32 components, u64
 extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
     finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
-             const double* max_norms, double max_norm, double divisor, u32 zero_if_bad, u64 step, double* totals,
-             u64* counts, double* component_norms, double* norms, double* scales, float* factors, StepStatus* verdict) {
+             const double* max_norms, double max_norm, double divisor, const double* weight, u32 zero_if_bad, u64 step,
+             double* totals, u64* counts, double* component_norms, double* norms, double* scales, float* factors,
+             StepStatus* verdict) {
+  if (weight) divisor *= *weight;
+  const bool divides = !weight || (divisor >= 0x1p-126 && divisor <= 0x1p126);  // NaN does not
   const Segments segments = {segment_start, segment_member, segment_count, groups};
   const u64 bad = sum_components(targets, components, chunk_shift, squares, non_finite, divisor, totals, counts,
                                  component_norms);
@@ -180,6 +183,6 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   verdict->scale = narrow(scale);
   verdict->factor = factors[0];
   verdict->inverse = narrow(divisor / scales[0]);
-  verdict->skipped = bad != NONE && zero_if_bad ? 1.0f : 0.0f;
-  if (bad != NONE) blame(targets, components, bad, index, counts, verdict);
+  verdict->skipped = (bad != NONE || !divides) && zero_if_bad ? 1.0f : 0.0f;
+  if (bad != NONE || !divides) blame(targets, components, bad, index, counts, verdict);
 }

@@ -184,7 +184,9 @@ class HostKernels(Kernels):
             first = partials.first[position]
             partials.values[first : first + partials.counts[position]] = 0
 
-    def finalise(self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0) -> Decision:
+    def finalise(
+        self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0, weight: None = None
+    ) -> Decision:
         return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad)
 
     def hand_back(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,9 @@ class Kernels(ABC):
         """Write zeros to the chosen ones of these targets, and that their squared sums are 0."""
 
     @abstractmethod
-    def finalise(self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0) -> Decision:
+    def finalise(
+        self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0, weight: Any = None
+    ) -> Decision:
         """K2: norms, scales and factors from the squared sums, and who is not finite.
 
         Args:
@@ -78,6 +81,8 @@ class Kernels(ABC):
             divisor: What makes the sum the average.
             zero_if_bad: Zeros are to be handed back where anything is not finite.
             step: Which step the verdict is of, from 1 on; 0 is the one after the last.
+            weight: A GPU's 0-d fp64 array that the divisor is multiplied by, where the host does not know it. Where
+                the product is not in 2**-126..2**126 nothing is handed back, as where something is not finite.
         """
 
     @abstractmethod

@@ -36,10 +36,12 @@ _WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 bloc
 CAPACITIES = {"small": 480, "large": 4000}
 _THREADS = 256  # as the .cu files say; 512 for finalise
 _FINALISE_THREADS = 512
-_FILES = {  # and the kernels in each: but for finalise, in a variant for each way of addresses
+_ALONE = ("finalise", "tally")  # of one thread block, and no addresses travel with them
+_FILES = {  # and the kernels in each: but for these, in a variant for each way of addresses
     "accumulate": ("accumulate_1", "accumulate_4"),
     "measure": ("measure",),
     "finalise": ("finalise",),
+    "tally": ("tally",),
     "hand_back": ("hand_back",),
 }
 
@@ -154,7 +156,7 @@ class Launches:
             name + size: modules[file].get_function(name + size)
             for file, names in _FILES.items()
             for name in names
-            for size in (sizes if file != "finalise" else [""])
+            for size in ([""] if file in _ALONE else sizes)
         }
         self._tables = Tables(device.upload, device.kept.until)
 
@@ -184,6 +186,10 @@ class Launches:
     def finalise(self, arguments: tuple[Any, ...]) -> None:
         """Launch K2: one thread block."""
         self._run("finalise", 1, _FINALISE_THREADS, arguments)
+
+    def tally(self, arguments: tuple[Any, ...]) -> None:
+        """Add up what workers told each other: one thread."""
+        self._run("tally", 1, 1, arguments)
 
     def _by_memory(self, addresses: npt.NDArray[np.uint64], weights: Sequence[np.float32]) -> tuple[Any, ...]:
         carried = [np.array([(weights,)], [("weight", "<f4", (len(weights),))])] if weights else []

@@ -31,7 +31,7 @@ _FIELDS = [
     ("factor", "<f4"),
     ("inverse", "<f4"),
     ("skipped", "<f4"),
-    ("reserved", "<f4"),
+    ("fault", "<f4"),
 ]
 RECORD = np.dtype(_FIELDS)  # struct StepStatus of finalise.cu
 
@@ -47,10 +47,11 @@ class StepStatus:
     skipped: bool  # whether zeros were handed back
     bad_steps: int  # so far, whose gradient was not finite
     bad_step: int  # the last of them, or 0
-    bad_component: int  # position of the first component that was not finite
+    bad_component: int  # position of the first component that was not finite; -1 where it was the divisor
     bad_index: int  # its first such element; -1 where it was not looked for
     bad_value: float
     non_finite: int  # elements of the whole set
+    fault: float = 0.0  # why workers could make no step together, the first time; see tally.cu
 
     @property
     def is_bad(self) -> bool:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
-from gradengine.errors import CallerError, NonFiniteGradient, WindowError
+from gradengine.errors import CallerError, NonFiniteGradient, PeerLost, WindowError
+from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.linked import Exchange, Seconds
-from gradengine.kernels import Decision, Float64
+from gradengine.kernels import ClipPlan, Decision, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_reduce import AllReduce
-from gradengine.reduction.stats import StepStats, agree
+from gradengine.reduction.device_sums import DeviceSums
+from gradengine.reduction.stats import StepStats, agree, stats_of_all
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 from gradengine.threads import cached_property
 
@@ -56,9 +58,11 @@ class Reducer:
         average: str,
         settings: Mapping[str, str],
         parts: TensorParallelGroup,
+        plan: ClipPlan,
     ) -> None:
         self._accumulator, self._average, self._settings = accumulator, average, settings
-        self.parts, self.workers = parts, AllReduce()
+        self.parts, self.workers, self._plan = parts, AllReduce(), plan
+        self.on_device: DeviceSums | None = None  # where the workers sum on their GPUs
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
         self.agreed: StepStats | None = None  # what all ranks know, in a step that is AGREED
@@ -70,6 +74,11 @@ class Reducer:
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with: no other worker, and no other part of the model."""
         return self.workers.is_alone and self.parts.group.is_alone
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits on the host for other ranks: they decide it there."""
+        return not self.is_alone and self.on_device is None
 
     @property
     def step(self) -> int:
@@ -100,8 +109,25 @@ class Reducer:
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
+            self._refuse_half_summed()
+            # Else what was sent before is gone, or not yet summed: another exchange of that kind goes on with it.
+            may_sum = not self._is_on_host and not self.workers.started and self._layout.tp_size == 1
+            self.workers.progress.may_sum_by_calls = may_sum
+            self._leave_device()
             with self._accumulator.arena.in_order():
                 self.workers.join(exchange, self._layout, self._in_parts)
+            if self.workers.progress.calls is not None and not self.workers.is_alone:
+                self._join_on_device(exchange, self.workers.progress.calls)
+
+    def _join_on_device(self, exchange: Exchange, calls: DeviceCalls) -> None:
+        told = replace(self._stats(_NO_TOTALS, self._told), weight=0, micro_batches=0, place="the beginning")
+        try:
+            stats_of_all(self.workers, told)  # names the settings that differ; a step has their digest only
+            bucket_bytes = self.workers.progress.bucket_bytes
+            self.on_device = DeviceSums(exchange, calls, self._accumulator, self._plan, bucket_bytes)
+        except BaseException:
+            exchange.close()  # others wait
+            raise
 
     def start(self, spans: Iterable[Span], *, in_background: bool = True) -> None:
         """The spans hold all that this worker contributes: they may leave, from now on or when the sums are awaited."""
@@ -114,10 +140,20 @@ class Reducer:
         if new:
             with self._accumulator.arena.in_order():
                 self._state.enter(Event.SEND)
-                self.workers.start(*new, in_background=in_background)
+                if self.on_device is None:
+                    self.workers.start(*new, in_background=in_background)
+                else:
+                    self.workers.started.update(span.key for span in new)
+                    self.on_device.start(new)
 
     def agree(self) -> StepStats:
-        """Local sums become sums over all workers, and all workers know the same facts about them."""
+        """Local sums become sums over all workers, and all workers know the same facts about them.
+
+        On GPUs that sum themselves all that is queued, and known there alone.
+
+        Raises:
+            WindowError: None of the workers had a micro-batch; all go on with the next step.
+        """
         is_alone, accumulator = self.is_alone, self._accumulator
         if self._loaded_from is not None:
             _refuse_other_worker(self._loaded_from, self.worker)
@@ -129,12 +165,22 @@ class Reducer:
         accumulator.close(measure=is_alone or self.workers.is_alone)
         if is_alone:
             accumulator.measure_rest()
-        self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # alone nobody compares them
+        if self.on_device is not None:
+            self.agreed = self._agree_on_device(self.on_device)
+        else:
+            self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # alone nobody compares them
         self._state.enter(Event.AGREE)
+        if self.on_device is None and not self.agreed.micro_batches:
+            raise self._nothing_to_step()
         return self.agreed
 
     def divisor(self, stats: StepStats) -> float:
-        """What the sum over all workers is divided by: with one worker its own mean is the mean over all."""
+        """What the sum over all workers is divided by: with one worker its own mean is the mean over all.
+
+        Where they sum on their GPUs it is 1, and the rest is known there, as `on_device.divisor`.
+        """
+        if self.on_device is not None:
+            return 1
         if self._average == "sum":
             return self.workers.exchange.world_size if self.workers.exchange else 1
         return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
@@ -159,6 +205,7 @@ class Reducer:
         """
         now, self._state.now = self._state.now, State.BROKEN  # until the next one is open
         if now in {State.SENDING, State.FAILED, State.BROKEN}:
+            self._leave_device()
             for group in (self.workers, self.parts.group):
                 group.leave()
         self._begin(self.step + (now is State.AGREED or is_queued))
@@ -169,11 +216,12 @@ class Reducer:
         It is not made, even where it was over but for its result: ranks that have made it are refused by its number.
         """
         self._state.now = State.BROKEN
+        self._leave_device()
         for group in (self.workers, self.parts.group):
             group.progress.step = step
             group.leave()
 
-    def nothing_to_step(self) -> WindowError:
+    def _nothing_to_step(self) -> WindowError:
         """All workers know that none had a micro-batch: the step is over on all of them, and the next one can begin."""
         self.next_step()
         return WindowError(
@@ -182,6 +230,13 @@ class Reducer:
             expected="at least 1 on one of them",
             do="add() gradients first; all workers go on with the next step",
         )
+
+    def refuse_other_group(self, sums: object) -> None:
+        """Raise `CallerError` where a window was captured with other workers, or alone, or a step waits for others."""
+        if self.waits:
+            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+        if sums is not self.on_device:
+            raise CallerError("the window was captured with other workers", do="capture it again")
 
     def refuse_other_worker(self, whose: Worker | None) -> None:
         """Raise `WindowError` where an exchange is joined, and this worker's window is not the one that was saved."""
@@ -201,6 +256,8 @@ class Reducer:
         for group in (self.workers, self.parts.group):
             if group.exchange is not None:
                 group.restart()
+        if self.on_device is not None:
+            self.on_device.restart()
         self._means, self.agreed, self._loaded_from = set(), None, None
         self._accumulator.drop_window()
         self.workers.progress.step = self.parts.group.progress.step = step
@@ -221,12 +278,41 @@ class Reducer:
         with _KeptIfItFails(self._state):
             self._sum_over_workers()
             self._state.enter(Event.SEND)
-            told = {**self._settings, "tensor-parallel group": self.parts.described}
-            stats = self.parts.agree(self._stats(self._totals(), told))
+            stats = self.parts.agree(self._stats(self._totals(), self._told))
             if not self.workers.is_alone:
                 stats = agree(self.workers, stats)
         self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
         return stats
+
+    def _agree_on_device(self, sums: DeviceSums) -> StepStats:
+        accumulator = self._accumulator
+        self.start(self._layout.spans)
+        count, weight = accumulator.accumulated_count, accumulator.total_weight
+        part = {"sum": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
+        try:
+            sums.finish((part, weight, count), self.step, self._told)
+        except PeerLost:
+            self._state.now = State.BROKEN
+            raise
+        accumulator.forget_measured()
+        accumulator.measure_rest()
+        mine = self._stats(_NO_TOTALS, {})
+        return replace(mine, weight=sums.weight, micro_batches=sums.micro_batches, ask_device=sums.unused)
+
+    @property
+    def _told(self) -> Mapping[str, str]:
+        """What all workers must have alike."""
+        return {**self._settings, "tensor-parallel group": self.parts.described}
+
+    def _refuse_half_summed(self) -> None:
+        if self.on_device is not None and self.workers.started:
+            what, do = f"step {self.step} is half summed on GPUs, and cannot be resumed", "discard() it on every rank"
+            raise WindowError(what, do=do)
+
+    def _leave_device(self) -> None:
+        if self.on_device is not None:
+            self.on_device.leave()
+            self.on_device = None
 
     def _sum_over_workers(self) -> None:
         if self.workers.is_alone:

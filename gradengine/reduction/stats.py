@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -24,13 +24,19 @@ _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 
 class StepStats:
     """One worker's part of a window, or all workers' together."""
 
-    weight: float
-    micro_batches: int
+    weight: Any  # a number; of ranks that sum on their GPUs a 0-d array there, as are their micro-batches
+    micro_batches: Any
     totals: Float64  # squared sum of each component
     unused: Flags
     settings: Mapping[str, str] = field(default_factory=dict)  # what all workers must have set alike
     place: str = ""  # which step and window it is of
     workers: int = 1  # that had a micro-batch
+    ask_device: Callable[[], Flags] | None = None  # for what no rank used, where `unused` is this rank's own
+
+    def unused_by_all(self) -> Flags:
+        """Which components got no gradient on any rank; where only a device knows, this waits for it."""
+        # What this rank has used is not unused: of a model that uses all, nobody need be asked.
+        return self.unused if self.ask_device is None or not self.unused.any() else self.ask_device()
 
 
 def agree(group: AllReduce, mine: StepStats) -> StepStats:
