@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol, final
+from typing import Any, Protocol, SupportsFloat, final
 
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.arguments import listed, truth_value
@@ -24,7 +24,7 @@ class Recorder(Protocol):
     def capture(self) -> AbstractContextManager[CapturedWindow]:
         """Record a window."""
 
-    def add(self, gradients: Gradients | None, weight: float = 1.0) -> None:
+    def add(self, gradients: Gradients | None, weight: SupportsFloat = 1.0) -> None:
         """Add a micro-batch."""
 
     def step(self, out: Gradients | None = None, *, deferred: bool = False) -> StepResult:
@@ -35,7 +35,8 @@ class Recorder(Protocol):
 class CapturedWindow:
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
-    The graph holds the gradients' addresses and the micro-batches' weights as they were, and keeps the arrays alive.
+    The graph holds the gradients' addresses and the micro-batches' weights as they were, and keeps the arrays alive. A
+    weight in an array on the GPU is read by each replay.
 
     Attributes:
         out: Destinations that its step hands back to; None for the arena.
@@ -62,7 +63,7 @@ class CapturedWindow:
     ) -> None:
         self._launched, self._engine, self.sums = launched, engine, sums
         self._kept: list[tuple[str, Any, int]] = []
-        self._weights: list[float] | None = []
+        self._weights: list[SupportsFloat] | None = []
         self._recorded: Graph | None = None
         self.producers: AbstractSet[ProducerStream] = frozenset()
         self.out: Gradients | None = None
@@ -116,11 +117,13 @@ class CapturedWindow:
     # ---- told by the engine ----
 
     def keep(
-        self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: float | None = None
+        self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: SupportsFloat | None = None
     ) -> None:
         """An add was recorded; `weight` where it is a whole micro-batch."""
         self._keep(slots, gradients, prefix)
         self._weights = None if weight is None or self._weights is None else [*self._weights, weight]
+        if weight is not None and (address := address_of(weight)):
+            self._kept.append(("a micro-batch's weight", weight, address))
 
     def closed(
         self, result: StepResult, slots: Sequence[Slot], out: Gradients | None, producers: AbstractSet[ProducerStream]
@@ -199,6 +202,15 @@ class Capture(AbstractContextManager[CapturedWindow]):
             raise
         finally:
             self._end()
+
+
+def graph_of(device: Device) -> Graph:
+    """A graph to be recorded; `CallerError` where there are none."""
+    graph = device.graph()
+    if graph is None:
+        got = f"device '{device.name}'"
+        raise CallerError("only a GPU's steps can be captured", got=got, expected="a CUDA device")
+    return graph
 
 
 def refuse_other_graph(device: Device, *, is_recording: bool) -> None:

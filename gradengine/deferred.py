@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn, final
+
+import numpy as np
 
 from gradengine.errors import ExchangeError, GradientError, NonFiniteGradient, WindowError
 from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
+
+_PAYLOAD = (1 << 51) - 1  # of a NaN
+_OTHER_STEP, _OTHER_SETTINGS, _NO_MICRO_BATCH, _FAULTS = 1, 2, 3, 4  # as tally.cu has them
 
 
 @final
@@ -23,7 +29,7 @@ class DeferredErrors:
         self._readback, self._layout, self._raises = readback, layout, raises
         self.exist = readback is not None  # or will
         self._latest: StepStatus | None = None
-        self._raised_bad_steps = 0
+        self._raised_bad_steps = self._raised_bad_weights = 0
         self._counted = 0  # steps, as the device counts them behind what is queued
 
     def send(self) -> None:
@@ -51,7 +57,7 @@ class DeferredErrors:
         """Forget every step so far: the next ones are counted from another number."""
         if self._readback is not None:
             self._readback.restart()
-        self._latest, self._raised_bad_steps, self._counted = None, 0, -1
+        self._latest, self._raised_bad_steps, self._raised_bad_weights, self._counted = None, 0, 0, -1
 
     def latest(self) -> StepStatus | None:
         """The newest status that has come; never a wait."""
@@ -68,8 +74,10 @@ class DeferredErrors:
     def raise_pending(self) -> None:
         """Raise the error of the last bad step, where its status has come and nobody was told of it yet."""
         status = self.latest()
+        if status is not None and status.bad_weights > self._raised_bad_weights:
+            self._raise_weight(status)
         # A status may also be older than what check() has read since.
-        if status is not None and status.bad_steps > self._raised_bad_steps and (self._raises or _has_no_sum(status)):
+        if self._raises and status is not None and status.bad_steps > self._raised_bad_steps:
             self._raise(status)
 
     def of_step(self, step: int) -> NonFiniteGradient | None:
@@ -78,14 +86,15 @@ class DeferredErrors:
         if status is None:
             return None
         error = self._blamed(status)
-        if not isinstance(error, NonFiniteGradient):
-            self._raise(status)
         self._raised_bad_steps = status.bad_steps
         return error
 
     def raise_of_step(self, step: int) -> None:
-        """Raise what one step found, as `of_step` finds it."""
+        """Raise what one step found, as `of_step` finds it, or that its weight was a bad one."""
         status = self._of_step(step)
+        now = self._readback.read() if self._readback is not None else None
+        if now is not None and now.bad_weight_step == step + 1:
+            self._raise_weight(now)
         if status is not None:
             self._raise(status)
 
@@ -102,35 +111,39 @@ class DeferredErrors:
             )
         return status if status.bad_step == step + 1 else None
 
+    def _raise_weight(self, status: StepStatus) -> NoReturn:
+        """Raise what the host raises of a weight that it knows, also where gradients that are not finite pass."""
+        error = _not_agreed(status) or WindowError(
+            f"the weight of the window of step {status.bad_weight_step - 1} is out of range: zeros were handed back",
+            got=f"{status.bad_weight:g} in all",
+            expected="weights of 0 or of at least 2**-126, not all 0, that with the loss scale make 2**-126..2**126",
+            do="leave such a micro-batch out, or have its array say 0; see result.skipped before the optimizer's step",
+        )
+        self._raised_bad_weights = status.bad_weights
+        raise error
+
     def _raise(self, status: StepStatus) -> NoReturn:
         error = self._blamed(status)
         # Told once the error is on its way: Python looks for signals behind calls, and between these two is none.
         self._raised_bad_steps = status.bad_steps
         raise error
 
-    def _blamed(self, status: StepStatus) -> GradientError:
-        if _has_no_sum(status):
-            return _without_sum(status)
+    def _blamed(self, status: StepStatus) -> NonFiniteGradient:
         slot = self._layout.slots[status.bad_component]
         return NonFiniteGradient(slot.name, status.bad_index, status.bad_value, step=status.bad_step - 1, is_late=True)
 
 
-def _has_no_sum(status: StepStatus) -> bool:
-    """Whether the step's sum was finite, and divided by nothing that workers could agree on."""
-    return status.bad_component < 0
-
-
-def _without_sum(status: StepStatus) -> GradientError:
-    """What workers that sum on their GPUs have told each other, in words; the rank is the first that differs."""
-    rank, fault = divmod(int(status.fault), 4)  # as tally.cu writes it
-    where, restart = f"step {status.bad_step - 1} was skipped on all ranks", "restart all from one checkpoint"
-    if fault == 1:
-        do = f"a window was finished or dropped on some ranks only: {restart}"
+def _not_agreed(status: StepStatus) -> GradientError | None:
+    """What workers that sum on their GPUs found that they do not agree on, if it was that; the rank is the first."""
+    told = int(np.float64(status.bad_weight).view(np.uint64)) & _PAYLOAD if math.isnan(status.bad_weight) else 0
+    rank, fault = divmod(told, _FAULTS)
+    where = f"step {status.bad_weight_step - 1} was skipped on all ranks"
+    if fault == _OTHER_STEP:
+        do = "a window was finished or dropped on some ranks only: restart all from one checkpoint"
         return ExchangeError(f"{where}: rank {rank} was in another step than rank 0", do=do)
-    if fault == 2:
+    if fault == _OTHER_SETTINGS:
         what = f"{where}: rank {rank} had another loss scale, or other settings, than rank 0"
         return ExchangeError(what, do="set the same on all ranks")
-    if fault == 3:
+    if fault == _NO_MICRO_BATCH:
         return WindowError(f"{where}: none of them had a micro-batch", do="add() gradients on one of them")
-    what, expected = f"{where}: its weight times the loss scale is out of range", "2**-126..2**126"
-    return WindowError(what, expected=expected, do="give micro-batches weights nearer to 1")
+    return None

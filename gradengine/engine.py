@@ -6,22 +6,23 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, ParamSpec, SupportsFloat, TypeVar, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import handed_back
 from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Call, Facts, State
-from gradengine.accumulate.window import checked_weight, weighs_nothing
+from gradengine.accumulate.window import weighs_nothing
 from gradengine.arguments import as_float, refuse_other_kind, truth_value
 from gradengine.arrays.buffer import Array
-from gradengine.capture import Capture, CapturedWindow, refuse_other_graph
+from gradengine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
 from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
-from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of, refuse_bad_divisor
+from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of
+from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.kernels.device import Graph
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
@@ -205,15 +206,15 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """Workers that exchange, each with a whole model or the same part of one; 1 without an exchange."""
         return self.exchange.world_size if self.exchange else 1
 
-    def add(self, gradients: Gradients | None, weight: float = 1.0) -> None:
+    def add(self, gradients: Gradients | None, weight: SupportsFloat = 1.0) -> None:
         """Add a micro-batch.
 
         Args:
             gradients: Mapping name -> gradient or a sequence in layout order, of any framework, fp32, fp16 or bf16, on
                 the engine's device. None in it stands for a component without a gradient, which not all may be; None in
-                its place, with weight 0, for a micro-batch that counts nothing. A worker that has no other says so
-                before its step.
-            weight: What it counts in the average: 1, or its tokens.
+                its place, with weight 0, for one that counts nothing: a worker that has no other says so.
+            weight: What it counts in the average: 1, or its tokens; on a GPU also an array there of one element, which
+                is copied as the micro-batch begins. Nobody waits for that: a bad one is raised late.
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
@@ -223,7 +224,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """
         self._whole(self._add, gradients, weight)
 
-    def _add(self, gradients: Gradients | None, weight: float) -> None:
+    def _add(self, gradients: Gradients | None, weight: SupportsFloat) -> None:
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
         is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         if gradients is None:
@@ -237,13 +238,13 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         if is_last and self.accumulator.is_even:
             self._reducer.start(self.layout.spans)
 
-    def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, last: bool = False) -> None:
+    def add_block(self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0, *, last: bool = False) -> None:
         """Add one block's part of a micro-batch, as backward finishes it.
 
         Args:
             index: The block.
             gradients: A sequence in the block's order, or a mapping by component name.
-            weight: The micro-batch's weight, the same for all its parts.
+            weight: The micro-batch's weight, the same for all its parts (on a GPU the same array).
             last: This is the window's last contribution to the block, so it may leave for the other workers now.
 
         Raises:
@@ -253,7 +254,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         add = partial(self.accumulator.add_block, block.index, gradients, weight)
         self._whole(self._add_part, block, add, gradients, truth_value("last", last), f"{block.name}.")
 
-    def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, last: bool = False) -> None:
+    def add_non_block(
+        self, name: str | int, gradient: object, weight: SupportsFloat = 1.0, *, last: bool = False
+    ) -> None:
         """Add one component outside the blocks, by name or id, as `add_block` does a block.
 
         Raises:
@@ -273,7 +276,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         if last:
             self._reducer.start((span,))
 
-    def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> MicroBatch:
+    def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> MicroBatch:
         """A micro-batch that comes component by component, in any order, as backward makes its gradients.
 
         Args:
@@ -294,7 +297,8 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._ask(Call.BEGIN)
         is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         is_last = is_last if last is None else truth_value("last", last)
-        return MicroBatch(self.accumulator, self._reducer, self._whole, float(checked_weight(weight)), is_last=is_last)
+        kept = self.accumulator.weighing.kept(weight)
+        return MicroBatch(self.accumulator, self._reducer, self._whole, kept, is_last=is_last)
 
     def step(
         self, out: Gradients | None = None, *, deferred: bool = False, loss_scale: float | None = None
@@ -400,10 +404,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             CallerError: On the CPU, or with an exchange that does not sum on GPUs: a step waits for other workers.
             WindowError: A window is open, or being captured, or none was closed inside.
         """
-        graph = self._kernels.device.graph()
-        if graph is None:
-            device = self._kernels.device.name
-            raise CallerError("only a GPU's steps can be captured", got=f"device '{device}'", expected="a CUDA device")
+        graph = graph_of(self._kernels.device)
         replayed = lambda *given: self._observers.shown(self._whole(self._replay, *given))  # noqa: E731
         window = CapturedWindow(replayed, self, self._reducer.on_device)
         self._ask_for_graph(Call.CAPTURE, window)
@@ -559,10 +560,10 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         zero_if_bad = self._settings.zero_if_bad
         if self._reducer.waits:  # all workers decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        arena, sums = self.accumulator.arena, self._reducer.on_device
         counted = 0 if self._capture is not None else self._late.note_queued(step)  # a graph counts its own as it runs
-        weight = None if sums is None else sums.divisor
-        return self._kernels.finalise(arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted, weight=weight)
+        there, is_mean = self._reducer.weighed(stats)
+        finalise = partial(self._kernels.finalise, zero_if_bad=zero_if_bad, step=counted, weight=there)
+        return finalise(self.accumulator.arena, self._plan, divisor, is_mean=is_mean)
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
         accumulator = self.accumulator

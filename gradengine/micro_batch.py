@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, final
+from typing import Any, SupportsFloat, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import State
@@ -29,7 +29,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         accumulator: PerBlockGradientAccumulator,
         reducer: Reducer,
         whole: Callable[..., None],
-        weight: float,
+        weight: SupportsFloat,
         *,
         is_last: bool,
     ) -> None:

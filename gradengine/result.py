@@ -18,7 +18,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import said, truth_value
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NonFiniteGradient, NotCopied
-from gradengine.kernels import Decision
+from gradengine.kernels import Decision, DeviceWeight
 from gradengine.reduction.reducer import DecidedStep
 from gradengine.reduction.stats import StepStats
 
@@ -99,8 +99,9 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def weight(self) -> Any:
-        """Weight of all micro-batches of all workers; a 0-d array on a GPU where these sum there (docs/nccl.md)."""
-        return self._stats.weight
+        """Weight of all micro-batches of all workers: a float, or a GPU's array where it is added up there."""
+        weight = self._stats.weight
+        return self._decision.weight if isinstance(weight, DeviceWeight) else weight
 
     @property
     def micro_batches(self) -> Any:

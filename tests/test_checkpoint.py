@@ -846,7 +846,7 @@ HOSTILE = {
     "a loss scale of NaN": (lambda: changed(loss_scale=number(np.nan, np.float64)), "loss_scale"),
     "a rank beyond": (lambda: changed(rank=number(1)), "rank of world_size=1 is out of range"),
     "no world": (lambda: changed(world_size=number(0)), "world_size is out of range"),
-    "a weight of 0": (lambda: changed(micro_batch_weights=np.zeros(2, np.float32)), "weight is out of range"),
+    "a weight below 0": (lambda: changed(micro_batch_weights=np.full(2, -1, np.float32)), "weight is out of range"),
     "a weight of NaN": (lambda: changed(micro_batch_weights=np.full(2, np.nan, np.float32)), "weight is out of range"),
     "a weight more": (
         lambda: changed(micro_batch_weights=np.ones(3, np.float32)),

@@ -20,8 +20,8 @@ REGISTERS_OF_AN_SM = 65536
 LEAST_THREADS_OF_AN_SM = 512
 ARGUMENTS_ANY_DRIVER_TAKES, ARGUMENTS_CUDA_12_1_TAKES = 4096, 32764
 
-ALONE = {"finalise", "tally"}  # of one thread block
-STREAMING = [name for name in nvrtc.names() if name not in ALONE]  # these move gradients, sixteen bytes at a time
+SMALL = ("finalise", "tally", "weigh")  # a thread block, or a thread
+STREAMING = [name for name in nvrtc.names() if name not in SMALL]  # these move gradients, sixteen bytes at a time
 WRITING = [name for name in STREAMING if name != "measure"]
 UNIT = int(re.search(r"UNIT = (\d+)", toolchain.source("measure"))[1])
 
@@ -162,8 +162,9 @@ ARITHMETIC = {
     "accumulate": {*WIDENED, "mul.rn.f32", "add.rn.f32", *SQUARES},
     "measure": {*WIDENED, *SQUARES},
     "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64"},
-    "tally": {"add.f64", "cvt.rn.f32.u32"},
+    "tally": {"add.f64"},
     "hand_back": {*WIDENED, "mul.rn.f32", "cvt.rn.f16.f32"},
+    "weigh": {"add.f64", "cvt.f64.f32", "cvt.rn.f32.f64", "cvt.rn.f64.s32", "cvt.rn.f64.s64"},
 }
 OR_FUSED = {"mul.f64"}  # the first of eight squares, where the compiler does not add it to zero
 
@@ -177,7 +178,7 @@ def test_every_operation_is_rounded_to_nearest_and_flushes_nothing_but_squares(c
 def test_the_assembler_rounds_to_nearest_too(instructions, name):
     """But within the division and the square root of fp64, whose own steps round as they must."""
     singles = ("FADD", "FMUL", "FFMA", "F2F", "F2FP", "HADD2", "HMUL2", "HFMA2")
-    doubles = () if name == "finalise" else ("DADD", "DMUL", "DFMA")
+    doubles = () if name in SMALL else ("DADD", "DMUL", "DFMA")
     for kernel, codes in instructions.items():
         found = sum(of(codes, opcode, mode) for opcode in (*singles, *doubles) for mode in ("RZ", "RM", "RP"))
         assert not found, kernel
@@ -260,10 +261,10 @@ class TestLoadsUnderWay:
 
 @pytest.mark.parametrize("name", ["finalise"])
 def test_a_warp_asks_for_four_components_at_once(compiled):
-    """For their sizes, then for their squared sums, before it adds any."""
+    """For their sizes, then for their squared sums, before it adds any; before, one thread asks for the weight."""
     need(nvrtc.disassembler(), "nvdisasm")
     (code,) = nvrtc.listings(compiled.cubin).values()
-    assert [*nvrtc.runs_of_loads(code, bits=64)][:2] == [4, 4]
+    assert [*nvrtc.runs_of_loads(code, bits=64)][:3] == [1, 4, 4]
 
 
 LISTING = """

@@ -119,9 +119,8 @@ def test_random_tally_is_a_protocol_error(part):
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (packed(weight=0.0), "weight 0.0"),
         (packed(weight=-1.0), "weight -1.0"),
-        (packed(weight=math.nan), "weight nan"),
+        (packed(weight=math.nan, micro_batches=0), "weight nan"),
         (packed(weight=math.inf), "weight inf"),
         (packed(micro_batches=0), "0 micro-batches"),
         (packed(totals=[4.0]), "1 components, .* expected .* 2 components"),
@@ -132,6 +131,12 @@ def test_random_tally_is_a_protocol_error(part):
 def test_tally_that_cannot_be(part, says):
     with pytest.raises(ProtocolError, match=f"rank 1's stats are invalid: .*{says}"):
         agree(group_of(None, part), MINE)
+
+
+@pytest.mark.parametrize("weight", [0.0, math.nan])
+def test_weights_that_lay_on_a_device_may_be_none(weight):
+    """Every rank learns of them, and refuses the step."""
+    assert repr(agree(group_of(None, packed(weight=weight)), MINE).weight) == repr(MINE.weight + weight)
 
 
 def test_a_rank_at_another_step_is_named():

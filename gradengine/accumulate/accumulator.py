@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, final
+from typing import Any, SupportsFloat, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,14 @@ from gradengine.accumulate.destinations import KnownDestinations
 from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
-from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_weight, nothing_came, ordered_sum
+from gradengine.accumulate.weighing import Weighing
+from gradengine.accumulate.window import Flags, SavedWindow, Window, nothing_came
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, LayoutMismatch, NotCopied, WindowError
-from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for, refuse_bad_divisor
+from gradengine.kernels import Contribution, DeviceWeight, FoldPass, Kernels, SlotSet, Weight, kernels_for
+from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, Block, GradientLayout, Slot, Span
 from gradengine.threads import cached_property
 
@@ -45,6 +47,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         arena: The components' sums in layout order, and their squared sums as far as they were measured.
         memory: The whole gradient set, flat, its padding included.
         destinations: Of its windows, in a caller's arrays.
+        weighing: What makes micro-batches' weights of what it is given.
         changes: How often the arena was written to.
         state: Where the step stands.
     """
@@ -74,6 +77,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         with self.arena.in_order():
             kernels.fill_zero(list(_padding(memory, layout)))
         self._window = Window(len(layout.slots))
+        self.weighing = Weighing(kernels, self.arena)
         self.state = StepState()
         self._intake = Intake(kernels.device, memory, holds=self.hold > 1, copy_strided=copy_strided)
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
@@ -114,12 +118,17 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     @property
     def weights(self) -> tuple[float, ...]:
         """The weight of each micro-batch of the window, in order."""
-        return tuple(float(weight) for weight in self._window.weights)
+        return tuple(map(self.weighing.read, self._window.weights))
 
     @property
     def total_weight(self) -> float:
-        """Sum of the window's weights, in fp64, in order."""
-        return ordered_sum(map(float, self._window.weights))
+        """Sum of the window's weights, in fp64, in order; on a GPU perhaps a wait, and NaN of a bad one."""
+        return self.weighing.read_sum(self.weight)
+
+    @property
+    def weight(self) -> float | DeviceWeight:
+        """The same without a wait: where the device adds them up, the window's last weight there."""
+        return self._window.weight
 
     @property
     def mean_factor(self) -> np.float32:
@@ -134,13 +143,14 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         """Whose streams the window's gradients are worked on."""
         return self._window.producers
 
-    def add(self, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
+    def add(self, gradients: Gradients, weight: SupportsFloat = 1.0, *, measure: bool = False) -> None:
         """Add a whole micro-batch.
 
         Args:
             gradients: Mapping name -> gradient, or a sequence in layout order; fp32, fp16 or bf16. None stands for a
                 component that this micro-batch gave no gradient.
-            weight: What the micro-batch counts: 1, or its tokens. Used as fp32.
+            weight: What the micro-batch counts: 1, or its tokens. Used as fp32. On a GPU also an array of one element
+                there, which is copied as the micro-batch begins.
             measure: Take the norm's squared sums in the same pass: for the window's last micro-batch.
 
         Raises:
@@ -160,7 +170,9 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         """Say that a micro-batch counted nothing: the window may stay empty, as a sum of weight 0 over workers."""
         self.state.enter(Call.ADD_NOTHING)
 
-    def add_block(self, index: int, gradients: Gradients, weight: float = 1.0, *, measure: bool = False) -> None:
+    def add_block(
+        self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0, *, measure: bool = False
+    ) -> None:
         """Add one block's part of a micro-batch: a sequence in the block's order, or a mapping by component name.
 
         Raises:
@@ -171,7 +183,9 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         block = self.layout.block(index)
         self._add_part(block, gradients, weight, measure, f"{block.name}.")
 
-    def add_non_block(self, name: str | int, gradient: object, weight: float = 1.0, *, measure: bool = False) -> None:
+    def add_non_block(
+        self, name: str | int, gradient: object, weight: SupportsFloat = 1.0, *, measure: bool = False
+    ) -> None:
         """Add one component that lies in no block, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
 
         Raises:
@@ -182,7 +196,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         self._add_part(self.non_block_span(name), [gradient], weight, measure)
 
     def add_component(
-        self, name: str, gradient: object, weight: float = 1.0, *, begins: bool, measure: bool = False
+        self, name: str, gradient: object, weight: SupportsFloat = 1.0, *, begins: bool, measure: bool = False
     ) -> None:
         """Add one component of a micro-batch that comes component by component, whatever block it lies in.
 
@@ -386,7 +400,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             for position in np.flatnonzero(~window.filled).tolist():
                 slot = self.layout.slots[position]
                 sums[slot.offset : slot.stop] = 0  # an earlier window's
-        says_nothing, weights = self.state.now is State.NOTHING, np.array(window.weights, np.float32)
+        says_nothing, weights = self.state.now is State.NOTHING, np.array(self.weights, np.float32)
         counts, used = window.counts.astype(np.int64), window.used | self._exposed
         return SavedWindow(says_nothing, weights, counts, used, window.filled.copy(), sums)
 
@@ -420,7 +434,9 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
                 do="add what is missing; None stands for a component without a gradient",
             )
 
-    def _add_part(self, span: Span, gradients: Gradients, weight: float, measure: bool, prefix: str = "") -> None:
+    def _add_part(
+        self, span: Span, gradients: Gradients, weight: SupportsFloat, measure: bool, prefix: str = ""
+    ) -> None:
         slot_set = self._of_span[span.key]
         if slot_set in self._left:
             self.state.ask(Call.ADD_PART)  # where the exchange failed, that comes first
@@ -455,19 +471,20 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         slots: Sequence[Slot],
         where: str,
         gradients: Gradients,
-        weight: float,
+        weight: SupportsFloat,
         measure: bool,
         prefix: str = "",
     ) -> None:
         added = self.state.ask(call)
-        scalar, measure = checked_weight(weight), truth_value("measure", measure)
+        given, measure = self.weighing.checked(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
         if call is Call.ADD and all(source is None for source in sources):
             raise nothing_came(len(sources))
         if call is Call.BEGIN:
             self._refuse_lagging()
         contribution = self._intake.contribution(slot_set, slots, sources)
-        self._window.refuse_other_weight(slot_set, scalar, where)
+        self._window.refuse_other_weight(slot_set, given, where)
+        scalar = self.weighing.placed(given, self._window, slot_set, begins=call is Call.BEGIN)
         if self.hold > 1:
             self._hold(contribution, scalar, added, measure=measure)
             return
@@ -475,7 +492,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             self._count(contribution, scalar, added)
             self._fold([self._window.fold_at_once(contribution, scalar)], measure=measure)
 
-    def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
+    def _hold(self, contribution: Contribution, weight: Weight, added: State, *, measure: bool) -> None:
         window, slot_set = self._window, contribution.slots
         window.refuse_aliases(contribution, self.layout.slots)
         is_full = measure or window.depth(slot_set) + 1 >= self.hold
@@ -490,7 +507,7 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
             if is_full:
                 self._fold(window.held_passes(slot_set), measure=measure)
 
-    def _count(self, contribution: Contribution, weight: np.float32, added: State) -> None:
+    def _count(self, contribution: Contribution, weight: Weight, added: State) -> None:
         if added is State.COMING and not self._window.is_coming:
             self._window.begin(weight)
         self._window.count(contribution, weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import SupportsFloat, final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from gradengine.layout import GradientLayout, Slot
 _GRANULE = 512  # bytes: CuPy's pool gives out multiples of it
 _BYTES_A_CHUNK = (8, 4)  # its squared sum, and how many of its elements are not finite
 _BYTES_A_COMPONENT = (8, 8, 8, 4)  # K2's sum, count, norm and place in a group
-_BYTES_OF_K2 = (8, 8, 8, 8, 4, 80)  # what it keeps of the whole set
+_BYTES_OF_K2 = (8, 8, 8, 8, 4, 112)  # what it keeps of the whole set
 
 
 @final
@@ -66,7 +66,7 @@ class GpuGradientAccumulator(GradientAccumulator):
         norms = [components * size for size in _BYTES_A_COMPONENT]
         return tables + sum(map(_taken, (layout.nbytes, *partials, *norms, *_BYTES_OF_K2)))
 
-    def accumulate_block(self, index: int, gradients: Gradients, weight: float = 1.0) -> None:
+    def accumulate_block(self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0) -> None:
         """Queue one block's part of a micro-batch: `add_block` under the name that says what it does on a GPU.
 
         Raises:
@@ -74,7 +74,7 @@ class GpuGradientAccumulator(GradientAccumulator):
         """
         self.add_block(index, gradients, weight)
 
-    def accumulate_non_block(self, name: str | int, gradient: object, weight: float = 1.0) -> None:
+    def accumulate_non_block(self, name: str | int, gradient: object, weight: SupportsFloat = 1.0) -> None:
         """Queue one component that lies in no block, by name or by id: `add_non_block`.
 
         Raises:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import as_float, out_of_range, said
+from gradengine.arrays.device import DeviceNumber
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, WindowError
-from gradengine.kernels import ADDRESS, Contribution, FoldPass, SlotSet
+from gradengine.kernels import ADDRESS, Contribution, DeviceWeight, FoldPass, SlotSet, Weight
 from gradengine.layout import Slot
 
 Flags = npt.NDArray[np.bool_]
@@ -42,7 +44,8 @@ class Window:
     """
 
     def __init__(self, size: int) -> None:
-        self.weights: list[np.float32] = []  # of each micro-batch begun, in order
+        #: Of each micro-batch begun, in order; behind one that lies on a device all do.
+        self.weights: list[Weight] = []
         self.counts: npt.NDArray[np.intp] = np.zeros(size, np.intp)  # micro-batches each slot has got
         self.used: Flags = np.zeros(size, np.bool_)  # slots that got a gradient, and not None alone
         self.filled: Flags = np.zeros(size, np.bool_)  # whose memory is of this window; others the next fold overwrites
@@ -50,7 +53,7 @@ class Window:
         self.producers: set[ProducerStream] = set()  # whose streams its gradients are worked on
         self._is_even = True  # every contribution so far was to all slots
         self.is_coming = False  # a micro-batch comes component by component
-        self._held: dict[SlotSet, list[tuple[Contribution, np.float32]]] = {}
+        self._held: dict[SlotSet, list[tuple[Contribution, Weight]]] = {}
         self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
         self._addresses: set[int] = set()  # that are held
 
@@ -63,18 +66,30 @@ class Window:
         window._is_even = bool((window.counts == len(window.weights)).all())
         return window
 
-    def refuse_other_weight(self, slot_set: SlotSet, weight: np.float32, where: str) -> None:
-        """Raise `WindowError` where these slots' micro-batch was begun with another weight."""
+    def refuse_other_weight(self, slot_set: SlotSet, given: object, where: str) -> None:
+        """Raise `WindowError` where these slots' micro-batch was begun with another weight, or another array of one."""
         if self._is_even:
             return  # it begins with these
         counts = [len(self.weights) - 1] if self.is_coming else np.unique(self.counts[slot_set.where]).tolist()
         for micro_batch in counts:
-            if micro_batch < len(self.weights) and self.weights[micro_batch] != weight:
+            if micro_batch < len(self.weights) and not _are_same(self.weights[micro_batch], given):
                 raise WindowError(
                     f"{where} of micro-batch {micro_batch} has another weight than its other parts",
-                    got=float(weight),
-                    expected=float(self.weights[micro_batch]),
+                    got=_told(given),
+                    expected=_told(_given(self.weights[micro_batch])),
                 )
+
+    def micro_batch_of(self, slot_set: SlotSet, *, begins: bool) -> int:
+        """The number of the micro-batch that gradients of these slots are of; `begins` says that it is a new one."""
+        if begins or self._is_even:
+            return len(self.weights)
+        return len(self.weights) - 1 if self.is_coming else int(self.counts[slot_set.where].max())
+
+    @property
+    def weight(self) -> float | DeviceWeight:
+        """The sum of the weights, in fp64, in order; the last one where the device adds them up."""
+        last = self.weights[-1] if self.weights else None
+        return last if isinstance(last, DeviceWeight) else ordered_sum(map(float, self.weights))  # type: ignore[arg-type]
 
     def refuse_aliases(self, contribution: Contribution, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` where one of its addresses is held already."""
@@ -103,7 +118,7 @@ class Window:
                     do="use hold=1, or leave them alone; this window is lost: discard() it",
                 )
 
-    def begin(self, weight: np.float32) -> None:
+    def begin(self, weight: Weight) -> None:
         """A micro-batch begins that comes component by component: some may come twice, and some not at all."""
         self.weights.append(weight)
         self._is_even, self.is_coming = False, True
@@ -113,9 +128,11 @@ class Window:
         self.counts[:] = len(self.weights)
         self._is_even, self.is_coming = True, False
 
-    def count(self, contribution: Contribution, weight: np.float32) -> None:
+    def count(self, contribution: Contribution, weight: Weight) -> None:
         """Count a contribution to each of its slots, also where it has no gradient."""
         self.producers |= contribution.producers
+        if isinstance(weight, DeviceWeight):
+            self.producers |= weight.producers
         where = contribution.slots.where
         if self.is_coming:
             self.counts[where] = len(self.weights)
@@ -132,7 +149,7 @@ class Window:
         """Whether all slots have got as many micro-batches."""
         return self._is_even or bool((self.counts == self.counts[0]).all())
 
-    def fold_at_once(self, contribution: Contribution, weight: np.float32) -> FoldPass:
+    def fold_at_once(self, contribution: Contribution, weight: Weight) -> FoldPass:
         """The pass of one contribution that is not held."""
         return FoldPass(contribution.slots, ~self.filled[contribution.slots.where], [contribution], [weight])
 
@@ -148,7 +165,7 @@ class Window:
         """How many contributions are held for these slots together."""
         return len(self._held.get(slot_set, ()))
 
-    def hold(self, contribution: Contribution, weight: np.float32) -> None:
+    def hold(self, contribution: Contribution, weight: Weight) -> None:
         """Keep a contribution by reference; no other set with one of its slots may be held."""
         if contribution.present.any() or contribution.slots in self._held:  # one more that the others wait for
             self._held.setdefault(contribution.slots, []).append((contribution, weight))
@@ -206,7 +223,23 @@ def weighs_nothing(weight: object) -> WindowError:
     )
 
 
-def checked_weight(weight: float) -> np.float32:
+def _given(weight: Weight) -> object:
+    return weight.given if isinstance(weight, DeviceWeight) else weight
+
+
+def _are_same(weight: Weight, given: object) -> bool:
+    """Whether a part was given the weight that its micro-batch began with; of an array on a device, the very same."""
+    first = _given(weight)
+    if isinstance(first, np.float32) and isinstance(given, np.float32):
+        return bool(first == given)
+    return first is (given.source if isinstance(given, DeviceNumber) else given)
+
+
+def _told(given: object) -> object:
+    return float(given) if isinstance(given, np.float32) else "an array on the device"
+
+
+def checked_weight(weight: SupportsFloat) -> np.float32:
     """The weight as fp32; `WindowError` unless it is a finite normal number of fp32 above 0."""
     if type(weight) is float and weight == 1:  # as nearly all are
         return _ONE

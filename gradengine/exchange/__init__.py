@@ -4,9 +4,9 @@ In: a layout and a flat fp32 arena in host memory on every rank. Out: the arena 
 the exchange, over threads, sockets or MPI: `links/` moves bytes between any two ranks, `gather.py` small data over
 them, and `comparison.py` what must be alike; `ordered_all_reduce.py` adds the shares that `shares.py` cuts, each at its
 owner; `pump.py` runs it over a link; `mesh.py` connects ranks over sockets, and chooses their link; `listener.py` is
-where they call, `torch_group.py` how the ranks of a process group of torch find that, `device_calls.py` what NCCL does for
-it. In a group with a server,
-`server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout` and `kernels`.
+where they call, `torch_group.py` how the ranks of a process group of torch find that, `device_calls.py` what NCCL does
+for it. In a group with a server, `server.py`, that owns all shares: `hub.py` runs it there. Imports `arrays`, `layout`
+and `kernels`.
 """
 
 from __future__ import annotations

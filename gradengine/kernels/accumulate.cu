@@ -3,6 +3,9 @@
 // A thread block takes one chunk of one component through all micro-batches held: each source is read once, the arena
 // once, and written once. Sources may differ in dtype and alignment. On request the squared sum of what was written and
 // the number of its non-finite elements are left for K2, so that the norm costs no pass of its own.
+//
+// A weight may lie in device memory, where the host does not know it; a micro-batch of weight 0 has nothing, whatever is
+// in it: the mean over no tokens is NaN.
 
 #include "common.cuh"
 
@@ -28,6 +31,14 @@ __device__ __forceinline__ void store_in_pairs(const Stretch& to, i64 first, i64
 }
 #endif
 
+// Added to any number it leaves each bit of that as it is: a sum of micro-batches that all have nothing.
+#define NOTHING (-0.0f)
+
+// A weight as the launcher packs it.
+__device__ __forceinline__ float weight_of(u64 packed) {
+  return packed & IN_MEMORY ? *global<const float>(packed & ADDRESS) : __uint_as_float((u32)packed);
+}
+
 // What a thread block folds into its chunk. The arena is ours: fp32, and each component begins on a 128-byte boundary.
 template <int SOURCES>
 struct Fold {
@@ -35,6 +46,11 @@ struct Fold {
   bool overwrite, measured;
   u64 source[SOURCES];  // as the launcher packs them; 0: this micro-batch had nothing
   float weight[SOURCES];
+
+  // Of several sources the loads do not wait for the weights; of one, a source that is dropped takes fewer registers.
+  __device__ __forceinline__ bool is_nothing(int j) const {
+    return !(source[j] & ADDRESS) || (SOURCES > 1 && weight[j] == 0.0f);
+  }
 
   __device__ __forceinline__ Stretch from(int j) const { return Stretch(source[j], target.size); }
 
@@ -53,7 +69,9 @@ struct Fold {
   // One unit: every product and every sum is rounded by itself, in the order the micro-batches came.
   template <u32 DTYPE>
   __device__ __forceinline__ Values unit(i64 first) const {
-    Bits sum = {}, bits[SOURCES];
+    Bits sum, bits[SOURCES];
+#pragma unroll
+    for (int k = 0; k < UNIT; ++k) sum.word[k] = __float_as_uint(NOTHING);
     if (!overwrite) sum = load_as<FLOAT32>(target, first);
 #pragma unroll
     for (int j = 0; j < SOURCES; ++j)  // all loads before the first use of one
@@ -62,7 +80,7 @@ struct Fold {
     bool is_first = overwrite;
 #pragma unroll
     for (int j = 0; j < SOURCES; ++j) {
-      if (!(source[j] & ADDRESS)) continue;
+      if (is_nothing(j)) continue;
       const Values values = widened_as<DTYPE>(bits[j], from(j).dtype);
 #pragma unroll
       for (int k = 0; k < UNIT; ++k) {
@@ -97,10 +115,10 @@ struct Fold {
 #endif
 
   __device__ __forceinline__ float one(i64 index) const {
-    float total = overwrite ? 0.0f : load_one(target, index);
+    float total = overwrite ? NOTHING : load_one(target, index);
     bool is_first = overwrite;
     for (int j = 0; j < SOURCES; ++j) {
-      if (!(source[j] & ADDRESS)) continue;
+      if (is_nothing(j)) continue;
       const float value = load_one(from(j), index);
       const float term = weight[j] == 1.0f ? value : multiply(weight[j], value);
       total = is_first ? term : add(total, term);
@@ -114,7 +132,7 @@ struct Fold {
 // One that is to be overwritten and has no source becomes zero, where there is one row.
 template <int SOURCES>
 __device__ __forceinline__ void accumulate(const Row* rows, const Target* targets, u32 entries, i64 chunk,
-                                           double* squares, u32* non_finite, const u64* address, const float* weight) {
+                                           double* squares, u32* non_finite, const u64* address, const u64* weight) {
   const Row row = rows[blockIdx.x];
   const Target component = targets[row.entry];
   Fold<SOURCES> fold = {Stretch(component.address & ADDRESS, component.size)};
@@ -124,8 +142,9 @@ __device__ __forceinline__ void accumulate(const Row* rows, const Target* target
 #pragma unroll
   for (int j = 0; j < SOURCES; ++j) {
     fold.source[j] = address[j * entries + row.entry];
-    fold.weight[j] = weight[j];
     any |= (fold.source[j] & ADDRESS) != 0;
+    fold.weight[j] = weight_of(weight[j]);
+    if (SOURCES == 1 && fold.weight[j] == 0.0f) fold.source[j] = 0;
   }
   const bool is_zeroed = SOURCES == 1 && fold.overwrite && !any;
   if (!any && !is_zeroed) return;
@@ -161,11 +180,11 @@ __device__ __forceinline__ void accumulate(const Row* rows, const Target* target
 template <int CAPACITY, int SOURCES>
 struct Sources {
   u64 address[CAPACITY];
-  float weight[SOURCES];
+  u64 weight[SOURCES];
 };
 template <int SOURCES>
 struct Weights {
-  float weight[SOURCES];
+  u64 weight[SOURCES];
 };
 
 // Registers for 3 thread blocks on a multiprocessor with four sources: 120 KB of fp32 loads are under way. With one the

@@ -16,10 +16,11 @@ from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.launch import OVERWRITE, Entry, Launches, Table, chunk_for
-from gradengine.kernels.operands import Destinations, FoldPass, SlotSet, producers_of, tagged
+from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet, Weight, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
+from gradengine.kernels.weights import DeviceWeights
 
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
 _DECISIONS = 8  # plans of one set of sums that are remembered
@@ -86,7 +87,7 @@ class CudaKernels(Kernels):
             gets_none = ~addresses.any(axis=0)
             addresses[0] |= (is_empty & ~gets_none) * np.uint64(OVERWRITE)
             is_empty &= gets_none  # a target's first gradient need not be among the first four
-            weights = list(fold.weights[first : first + _SOURCES])
+            weights: list[Weight] = list(fold.weights[first : first + _SOURCES])
             weights += [np.float32(1)] * (columns - len(weights))
             with arena.in_order():
                 self._launches.over(table, f"accumulate_{columns}", arguments, addresses.reshape(-1), weights)
@@ -119,7 +120,15 @@ class CudaKernels(Kernels):
             self._launches.over(table, "accumulate_1", arguments, chosen * np.uint64(OVERWRITE), [np.float32(1)])
 
     def finalise(
-        self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0, weight: Any = None
+        self,
+        arena: Arena,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        step: int = 0,
+        weight: DeviceWeight | None = None,
+        is_mean: bool = True,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. The decision's arrays are written by each call."""
         decision = self.decision(arena, plan)
@@ -140,7 +149,8 @@ class CudaKernels(Kernels):
             memory.max_norms,
             np.float64(plan.max_norms[0]),
             np.float64(divisor),
-            _NULL if weight is None else weight,
+            _NULL if weight is None else weight.memory,  # which begins with the window's
+            np.uint32(weight is not None and is_mean),
             np.uint32(zero_if_bad),
             np.uint64(step),
             memory.totals,
@@ -211,20 +221,21 @@ class CudaKernels(Kernels):
         status = self.finalise(arena, ClipPlan((0,), (np.inf,)), 1.0, zero_if_bad=False).memory.read()
         return (status.bad_index, status.bad_value) if status.is_bad else None
 
+    def weights(self, arena: Arena) -> DeviceWeights:
+        return DeviceWeights(self.device, _of_device(arena).order, self._launches.weigh)
+
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
         return StatusReadback(self.device, self.decision(arena, plan).memory)
 
-    def tally(self, told: Any, workers: int, sums: Any, memory: DecisionMemory) -> None:
+    def tally(self, told: Any, workers: int, sums: Any) -> None:
         """Add up what workers told each other of a step: see tally.cu; one launch of one thread.
 
         Args:
             told: A row of 8-byte words for each worker, in rank order.
             workers: How many.
             sums: Three fp64 numbers to be written: what a sum is divided by, or NaN; weight, and micro-batches.
-            memory: Whose status gets what was wrong, first of all.
         """
-        words = np.uint32(told.size // workers)
-        self._launches.tally((told, np.uint32(workers), words, sums, memory.field("fault")))
+        self._launches.tally((told, np.uint32(workers), np.uint32(told.size // workers), sums))
 
     # ---- tables ----
 

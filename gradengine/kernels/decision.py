@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -84,6 +84,7 @@ class Decision:
     inverse: Scalar  # 1 / the first group's factor, rounded once to fp32; infinity where the factor is 0
     skipped: Scalar  # whether zeros are handed back
     bad: tuple[int, ...] | None  # positions of the targets that hold NaN or Inf; None where only the device knows
+    weight: Scalar = field(default=None, kw_only=True)  # the window's, where only the device knows it
 
     @property
     def scale(self) -> Scalar:

@@ -7,21 +7,31 @@
 
 enum { FINALISE_THREADS = 512, WARPS = FINALISE_THREADS / 32 };
 #define NONE (~0ull)
+#define INFINITE __longlong_as_double(0x7ff0000000000000ll)
 
-struct StepStatus {         // as kernels/verdict.py reads it
+struct StepStatus {         // as kernels/status.py reads it
   double norm;           // global, of the averaged gradient, before clipping
+  double weight;         // of the window, where it lies in device memory
   u64 steps;             // which step this verdict is of, from 1 on
   u64 bad_step;          // the last of them that was not finite, or 0; what follows stays until there is another
   u64 bad_steps;         // how many there were
   i64 bad_component;     // the first component that is not finite
   i64 bad_index;         // its first such element, or -1 where the launch may not look into the memory
   u64 non_finite;        // elements of the whole set that are not finite
+  u64 bad_weight_step;   // the last step whose weight made no divisor, or 0
+  u64 bad_weights;       // how many there were
+  double bad_weight;     // that weight
   float bad_value;
   float scale;           // clip scale, the smallest of all groups
   float factor;          // what the sum is multiplied by (in the first group): a normal number, or 0
   float inverse;         // 1 / factor, for optimizers that divide
   float skipped;         // 1 where zeros are handed back because the gradient is not finite
-  float fault;           // why no step could be made of what workers told each other, first of all; see tally.cu
+  float reserved;
+};
+
+struct Divisor {  // what the sum is divided by
+  double value, weight;
+  bool is_bad;
 };
 
 struct Segments {  // members of segment s: member[start[s]] .. member[start[s + 1] - 1]; segment 0 is everything
@@ -54,7 +64,7 @@ __device__ __forceinline__ u32 chunks_of(i64 size, u32 chunk_shift) {
 // Each component's chunks, added by a warp; the first component that is not finite. What takes time is to wait for
 // memory and other lanes: a warp waits for several components at once, and adds each in the order it would have alone.
 __device__ __forceinline__ u64 sum_components(const Target* targets, u32 components, u32 chunk_shift,
-                                              const double* squares, const u32* non_finite, double divisor,
+                                              const double* squares, const u32* non_finite, const Divisor& by,
                                               double* totals, u64* counts, double* component_norms) {
   enum { TOGETHER = 4 };
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -92,7 +102,7 @@ __device__ __forceinline__ u64 sum_components(const Target* targets, u32 compone
     }
     const u32 own = c + lane * WARPS;
     if (lane < TOGETHER && own < components)
-      totals[own] = own_total, counts[own] = own_count, component_norms[own] = sqrt(own_total) / divisor;
+      totals[own] = own_total, counts[own] = own_count, component_norms[own] = sqrt(own_total) / by.value;
   }
   return block_minimum(bad);
 }
@@ -159,19 +169,35 @@ __device__ __forceinline__ void blame(const Target* targets, u32 components, u64
   verdict->bad_value = index == NONE ? 0.0f : load_one(Stretch(targets[bad].address, targets[bad].size), (i64)index);
 }
 
+__device__ __forceinline__ void blame_weight(double weight, StepStatus* verdict) {
+  verdict->bad_weights += verdict->bad_weight_step != verdict->steps;  // once, as above
+  verdict->bad_weight_step = verdict->steps;
+  verdict->bad_weight = weight;
+}
+
+// Where 1 / divisor is no normal number of fp32, and NaN is none: infinity, so that norm and factor are 0. `weight` is
+// the window's, where the host does not know it; else the host has looked at the divisor. `is_mean`: it is part of that.
+__device__ __forceinline__ Divisor divisor_of(double by_value, const double* weight, bool is_mean) {
+  if (!weight) return Divisor{by_value, 1.0, false};
+  const double value = is_mean ? by_value * *weight : by_value;
+  if (value >= 0x1p-126 && value <= 0x1p126 && isfinite(*weight)) return Divisor{value, *weight, false};
+  return Divisor{INFINITE, *weight, true};
+}
+
 // There is no second thread block for which the compiler should save registers.
 extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
     finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
-             const double* max_norms, double max_norm, double divisor, const double* weight, u32 zero_if_bad, u64 step,
-             double* totals, u64* counts, double* component_norms, double* norms, double* scales, float* factors,
-             StepStatus* verdict) {
-  if (weight) divisor *= *weight;
-  const bool divides = !weight || (divisor >= 0x1p-126 && divisor <= 0x1p126);  // NaN does not
+             const double* max_norms, double max_norm, double divisor, const double* weight, u32 is_mean,
+             u32 zero_if_bad, u64 step, double* totals, u64* counts, double* component_norms, double* norms,
+             double* scales, float* factors, StepStatus* verdict) {
   const Segments segments = {segment_start, segment_member, segment_count, groups};
-  const u64 bad = sum_components(targets, components, chunk_shift, squares, non_finite, divisor, totals, counts,
+  __shared__ Divisor by;  // no register of each thread, which would have fewer loads under way
+  if (threadIdx.x == 0) by = divisor_of(divisor, weight, is_mean);
+  __syncthreads();
+  const u64 bad = sum_components(targets, components, chunk_shift, squares, non_finite, by, totals, counts,
                                  component_norms);
-  norm_segments(segments, totals, Bounds{max_norms, max_norm}, divisor, norms, scales, factors);
+  norm_segments(segments, totals, Bounds{max_norms, max_norm}, by.value, norms, scales, factors);
   u64 index = NONE;
   if (bad != NONE) index = find_non_finite(targets[bad], chunk_shift, non_finite);
   __syncthreads();
@@ -179,10 +205,12 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   double scale = 1.0;
   for (u32 g = 0; g < groups; ++g) scale = scales[g] < scale ? scales[g] : scale;
   verdict->norm = norms[0];
+  verdict->weight = by.weight;
   verdict->steps = step ? step : verdict->steps + 1;  // a graph that is replayed counts by itself
   verdict->scale = narrow(scale);
   verdict->factor = factors[0];
-  verdict->inverse = narrow(divisor / scales[0]);
-  verdict->skipped = (bad != NONE || !divides) && zero_if_bad ? 1.0f : 0.0f;
-  if (bad != NONE || !divides) blame(targets, components, bad, index, counts, verdict);
+  verdict->inverse = narrow(by.value / scales[0]);
+  verdict->skipped = by.is_bad || (bad != NONE && zero_if_bad) ? 1.0f : 0.0f;
+  if (by.is_bad) blame_weight(by.weight, verdict);
+  else if (bad != NONE) blame(targets, components, bad, index, counts, verdict);
 }

@@ -24,7 +24,7 @@ from gradengine.kernels.host_device import HostDevice
 from gradengine.kernels.host_sums import ChunkSums, Product, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet
 from gradengine.threads import cached_property
 
 Task = TypeVar("Task")
@@ -185,7 +185,15 @@ class HostKernels(Kernels):
             partials.values[first : first + partials.counts[position]] = 0
 
     def finalise(
-        self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0, weight: None = None
+        self,
+        arena: Arena,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        step: int = 0,
+        weight: DeviceWeight | None = None,
+        is_mean: bool = True,
     ) -> Decision:
         return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad)
 
@@ -259,6 +267,9 @@ class HostKernels(Kernels):
             if found is not None:
                 return start + found[0], found[1]
         return None
+
+    def weights(self, arena: Arena) -> None:
+        """See `Kernels.weights`: the host reads each."""
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> None:
         """See `Kernels.status_readback`: the host knows at once."""

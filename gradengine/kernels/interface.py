@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,9 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.device import Device
-from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet
 from gradengine.kernels.status import StatusReadback
+from gradengine.kernels.weights import DeviceWeights
 
 
 class Kernels(ABC):
@@ -71,7 +71,15 @@ class Kernels(ABC):
 
     @abstractmethod
     def finalise(
-        self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, step: int = 0, weight: Any = None
+        self,
+        arena: Arena,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        step: int = 0,
+        weight: DeviceWeight | None = None,
+        is_mean: bool = True,
     ) -> Decision:
         """K2: norms, scales and factors from the squared sums, and who is not finite.
 
@@ -81,8 +89,8 @@ class Kernels(ABC):
             divisor: What makes the sum the average.
             zero_if_bad: Zeros are to be handed back where anything is not finite.
             step: Which step the verdict is of, from 1 on; 0 is the one after the last.
-            weight: A GPU's 0-d fp64 array that the divisor is multiplied by, where the host does not know it. Where
-                the product is not in 2**-126..2**126 nothing is handed back, as where something is not finite.
+            weight: On a GPU the window's last, where the host does not know its weight. The divisor is multiplied by
+                that of the window where it `is_mean`. A bad one gives zeros, and a verdict of its own.
         """
 
     @abstractmethod
@@ -112,6 +120,10 @@ class Kernels(ABC):
     @abstractmethod
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
         """Index and value of the first NaN or Inf, or None; on a GPU this waits for it."""
+
+    @abstractmethod
+    def weights(self, arena: Arena) -> DeviceWeights | None:
+        """Where weights go that the host does not know; None where it reads each."""
 
     @abstractmethod
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback | None:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.kernels.cuda_runtime import CudaRuntime
+from gradengine.kernels.operands import DeviceWeight, Weight
 from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
@@ -36,14 +37,15 @@ _WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 bloc
 CAPACITIES = {"small": 480, "large": 4000}
 _THREADS = 256  # as the .cu files say; 512 for finalise
 _FINALISE_THREADS = 512
-_ALONE = ("finalise", "tally")  # of one thread block, and no addresses travel with them
-_FILES = {  # and the kernels in each: but for these, in a variant for each way of addresses
+_FILES = {  # and the kernels in each: but for those of _SINGLE, in a variant for each way of addresses
     "accumulate": ("accumulate_1", "accumulate_4"),
     "measure": ("measure",),
     "finalise": ("finalise",),
     "tally": ("tally",),
     "hand_back": ("hand_back",),
+    "weigh": ("weigh",),
 }
+_SINGLE = {"finalise", "tally", "weigh"}  # which take no addresses by value
 
 
 def chunk_for(size: int) -> int:
@@ -114,7 +116,7 @@ class Tables:
 
 
 def by_value(
-    addresses: npt.NDArray[np.uint64], weights: Sequence[Any] = (), capacities: Mapping[str, int] = CAPACITIES
+    addresses: npt.NDArray[np.uint64], weights: Sequence[Weight] = (), capacities: Mapping[str, int] = CAPACITIES
 ) -> tuple[str, Any] | None:
     """An argument that carries flat addresses (and weights), with the name of the kernel's variant that takes it.
 
@@ -125,7 +127,7 @@ def by_value(
             argument = np.zeros(1, _argument_type(capacity, len(weights)))
             argument["address"][0, : addresses.size] = addresses
             if weights:
-                argument["weight"][0, :] = weights
+                argument["weight"][0, :] = packed(weights)
             return size, argument
     return None
 
@@ -134,8 +136,13 @@ def by_value(
 def _argument_type(capacity: int, weights: int) -> np.dtype[Any]:
     fields: list[Any] = [("address", "<u8", (capacity,))]
     if weights:
-        fields.append(("weight", "<f4", (weights,)))
-    return np.dtype(fields, align=True)  # padded as the C++ struct is
+        fields.append(("weight", "<u8", (weights,)))
+    return np.dtype(fields)
+
+
+def packed(weights: Sequence[Weight]) -> list[int]:
+    """Weights as K1 takes them: the bits of one, or where it lies."""
+    return [w.packed if isinstance(w, DeviceWeight) else int(np.float32(w).view(np.uint32)) for w in weights]
 
 
 @final
@@ -156,7 +163,7 @@ class Launches:
             name + size: modules[file].get_function(name + size)
             for file, names in _FILES.items()
             for name in names
-            for size in ([""] if file in _ALONE else sizes)
+            for size in ([""] if file in _SINGLE else sizes)
         }
         self._tables = Tables(device.upload, device.kept.until)
 
@@ -170,7 +177,7 @@ class Launches:
         function: str,
         arguments: tuple[Any, ...],
         addresses: npt.NDArray[np.uint64],
-        weights: Sequence[np.float32] = (),
+        weights: Sequence[Weight] = (),
     ) -> None:
         """Launch a kernel over a table's rows.
 
@@ -179,6 +186,7 @@ class Launches:
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
+        self._device.keep(*[weight.memory for weight in weights if isinstance(weight, DeviceWeight)])
         size, *carried = by_value(addresses, weights, self._capacities) or self._by_memory(addresses, weights)
         self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *carried))
         self._device.used(table.uses, table.born)
@@ -191,8 +199,12 @@ class Launches:
         """Add up what workers told each other: one thread."""
         self._run("tally", 1, 1, arguments)
 
-    def _by_memory(self, addresses: npt.NDArray[np.uint64], weights: Sequence[np.float32]) -> tuple[Any, ...]:
-        carried = [np.array([(weights,)], [("weight", "<f4", (len(weights),))])] if weights else []
+    def weigh(self, arguments: tuple[Any, ...]) -> None:
+        """Launch the kernel that copies a weight: one thread."""
+        self._run("weigh", 1, 1, arguments)
+
+    def _by_memory(self, addresses: npt.NDArray[np.uint64], weights: Sequence[Weight]) -> tuple[Any, ...]:
+        carried = [np.array([(packed(weights),)], [("weight", "<u8", (len(weights),))])] if weights else []
         return "table", *carried, self._device.sent(addresses)
 
     def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:

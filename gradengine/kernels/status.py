@@ -20,18 +20,22 @@ from gradengine.kernels.streams import StreamOrder
 
 _FIELDS = [
     ("norm", "<f8"),
+    ("weight", "<f8"),
     ("steps", "<u8"),
     ("bad_step", "<u8"),
     ("bad_steps", "<u8"),
     ("bad_component", "<i8"),
     ("bad_index", "<i8"),
     ("non_finite", "<u8"),
+    ("bad_weight_step", "<u8"),
+    ("bad_weights", "<u8"),
+    ("bad_weight", "<f8"),
     ("bad_value", "<f4"),
     ("scale", "<f4"),
     ("factor", "<f4"),
     ("inverse", "<f4"),
     ("skipped", "<f4"),
-    ("fault", "<f4"),
+    ("reserved", "<f4"),
 ]
 RECORD = np.dtype(_FIELDS)  # struct StepStatus of finalise.cu
 
@@ -47,11 +51,14 @@ class StepStatus:
     skipped: bool  # whether zeros were handed back
     bad_steps: int  # so far, whose gradient was not finite
     bad_step: int  # the last of them, or 0
-    bad_component: int  # position of the first component that was not finite; -1 where it was the divisor
+    bad_component: int  # position of the first component that was not finite
     bad_index: int  # its first such element; -1 where it was not looked for
     bad_value: float
     non_finite: int  # elements of the whole set
-    fault: float = 0.0  # why workers could make no step together, the first time; see tally.cu
+    bad_weight_step: int = 0  # the last step whose weight made no divisor, so that zeros were handed back; or 0
+    bad_weights: int = 0  # how many there were
+    bad_weight: float = 0.0  # the window's weight in that step; NaN where a micro-batch's was none
+    weight: float = 1.0  # of the window, where the device alone knew it; else 1
 
     @property
     def is_bad(self) -> bool:
@@ -128,6 +135,7 @@ class DecisionMemory:
             inverse=self.field("inverse"),
             skipped=self.field("skipped"),
             bad=None,
+            weight=self.field("weight"),
             memory=self,
         )
 

@@ -12,24 +12,28 @@ struct Told {  // as reduction/device_sums.py writes it; behind it flags that on
   u64 settings;          // a digest of them
 };
 
-enum { OTHER_STEP = 1, OTHER_SETTINGS = 2, NO_MICRO_BATCH = 3, FAULTS = 4 };  // as deferred.py reads them
+enum : u32 { OTHER_STEP = 1, OTHER_SETTINGS = 2, NO_MICRO_BATCH = 3, FAULTS = 4 };  // as deferred.py reads them
 
-// `told` has `words` of 8 bytes for each worker. What goes wrong is a fault + FAULTS * rank, and a divisor of NaN.
-extern "C" __global__ void tally(const u64* told, u32 workers, u32 words, double* sums, float* fault) {
+__device__ __forceinline__ double not_a_number(u64 payload) {
+  return __longlong_as_double((i64)(0x7ff8000000000000ull | payload));
+}
+
+// `told` has `words` of 8 bytes for each worker. Where something is wrong the divisor is NaN, and its payload says what:
+// a fault + FAULTS * rank; 0 where a weight was none.
+extern "C" __global__ void __launch_bounds__(32) tally(const u64* told, u32 workers, u32 words, double* sums) {
   if (threadIdx.x != 0) return;
   const Told& first = *reinterpret_cast<const Told*>(told);
   double divisor = 0.0, weight = 0.0, micro_batches = 0.0;
-  u32 found = 0;
+  u64 found = 0;
   for (u32 rank = 0; rank < workers; ++rank) {
     const Told& one = *reinterpret_cast<const Told*>(told + (u64)rank * words);
     divisor += one.divisor, weight += one.weight, micro_batches += one.micro_batches;
     if (found) continue;
-    if (one.step != first.step) found = OTHER_STEP + FAULTS * rank;
-    else if (one.settings != first.settings) found = OTHER_SETTINGS + FAULTS * rank;
+    if (one.step != first.step) found = OTHER_STEP + (u64)FAULTS * rank;
+    else if (one.settings != first.settings) found = OTHER_SETTINGS + (u64)FAULTS * rank;
   }
   if (!found && !(micro_batches > 0.0)) found = NO_MICRO_BATCH;
-  sums[0] = found ? __longlong_as_double(0x7ff8000000000000ll) : divisor;
+  sums[0] = found || divisor != divisor ? not_a_number(found) : divisor;
   sums[1] = weight;
   sums[2] = micro_batches;
-  if (found && *fault == 0.0f) *fault = (float)found;  // the first stays
 }

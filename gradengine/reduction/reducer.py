@@ -18,7 +18,7 @@ from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, PeerLost, WindowError
 from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.linked import Exchange, Seconds
-from gradengine.kernels import ClipPlan, Decision, Float64
+from gradengine.kernels import ClipPlan, Decision, DeviceWeight, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
@@ -177,13 +177,19 @@ class Reducer:
     def divisor(self, stats: StepStats) -> float:
         """What the sum over all workers is divided by: with one worker its own mean is the mean over all.
 
-        Where they sum on their GPUs it is 1, and the rest is known there, as `on_device.divisor`.
+        Besides the window's weight where the device alone knows it. NaN where a weight was a bad one.
         """
-        if self.on_device is not None:
-            return 1
-        if self._average == "sum":
+        if self.on_device is not None or isinstance(stats.weight, DeviceWeight):
+            return 1.0
+        if self._average == "sum" and not math.isnan(stats.weight):
             return self.workers.exchange.world_size if self.workers.exchange else 1
         return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
+
+    def weighed(self, stats: StepStats) -> tuple[DeviceWeight | None, bool]:
+        """What the device alone knows of the divisor, if it knows any, and whether that is part of it."""
+        if self.on_device is not None:
+            return self.on_device.divisor, True
+        return stats.weight if isinstance(stats.weight, DeviceWeight) else None, self._average != "sum"
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
         """What is not finite in the components at these positions: of a worker's contribution rather than of a sum."""
@@ -287,7 +293,7 @@ class Reducer:
     def _agree_on_device(self, sums: DeviceSums) -> StepStats:
         accumulator = self._accumulator
         self.start(self._layout.spans)
-        count, weight = accumulator.accumulated_count, accumulator.total_weight
+        count, weight = accumulator.accumulated_count, accumulator.weight
         part = {"sum": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
         try:
             sums.finish((part, weight, count), self.step, self._told)
@@ -336,7 +342,8 @@ class Reducer:
 
     def _stats(self, totals: Float64, settings: Mapping[str, str]) -> StepStats:
         accumulator = self._accumulator
-        count, weight, place = accumulator.accumulated_count, accumulator.total_weight, self._place if settings else ""
+        count, place = accumulator.accumulated_count, self._place if settings else ""
+        weight = accumulator.total_weight if self.waits else accumulator.weight
         return StepStats(weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1))
 
     def _to_mean(self, span: Span) -> None:

@@ -24,7 +24,7 @@ _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 
 class StepStats:
     """One worker's part of a window, or all workers' together."""
 
-    weight: Any  # a number; of ranks that sum on their GPUs a 0-d array there, as are their micro-batches
+    weight: Any  # a float; on a GPU perhaps a `DeviceWeight`, or of ranks that sum there an array, as `micro_batches`
     micro_batches: Any
     totals: Float64  # squared sum of each component
     unused: Flags
@@ -92,12 +92,13 @@ def _checked(rank: int, facts: Any, mine: StepStats) -> StepStats:
         stats = StepStats(float(weight), count, squares, flags, dict(settings), mine.place, workers=min(count, 1))
     except (ValueError, TypeError, OverflowError) as fault:
         raise ProtocolError(f"rank {rank}'s stats cannot be read ({fault})") from None
-    is_weighed = 0 < stats.weight < np.inf if count > 0 else (stats.weight, count) == (0, 0)
+    # 0 and NaN can be what a GPU's memory held: the step is refused by all, behind this.
+    is_weighed = not (stats.weight < 0 or stats.weight == np.inf) if count > 0 else (stats.weight, count) == (0, 0)
     if squares.size != mine.totals.size or flags.size != mine.unused.size or not is_weighed:
         raise ProtocolError(
             f"rank {rank}'s stats are invalid",
             got=f"weight {stats.weight}, {count} micro-batches, {squares.size} components, {flags.size} flags",
-            expected=f"weight above 0 and micro-batches, or 0 and none, {mine.totals.size} components",
+            expected=f"a weight and micro-batches, or 0 and none, {mine.totals.size} components",
         )
     return stats
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, final
+from typing import Any, SupportsFloat, final
 
 import torch
 
@@ -95,7 +95,7 @@ class Attached(AbstractContextManager["Attached"]):
         self._remove = weakref.finalize(self, _remove_all, handles)
         _live.add(self)
 
-    def micro_batch(self, weight: float = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
+    def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
         """A context: the gradients of all backward passes in it are one micro-batch; of a tensor's several, the sum.
 
         An error in it before the first gradient changes nothing. After a later one, or Ctrl-C, the window takes no
