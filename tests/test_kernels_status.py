@@ -39,7 +39,7 @@ extern "C" __global__ void write_all(StepStatus* verdict, u64* size) {{ {writes}
         found, place = memory.read(), {name: float(number) for number, name in enumerate(RECORD.names, 1)}
         assert found.step == place["steps"]
         assert found.skipped is True
-        for name in set(RECORD.names) - {"steps", "skipped", "inverse"}:
+        for name in set(RECORD.names) - {"steps", "skipped", "inverse", "reserved"}:
             assert getattr(found, name) == place[name], name
         decision = memory.decision()
         for name in ("norm", "scale", "factor", "inverse", "skipped"):

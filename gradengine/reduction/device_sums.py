@@ -94,7 +94,7 @@ class DeviceSums:
             self._failure = fault
 
     def finish(self, facts: Sequence[float | DeviceWeight], step: int, settings: Mapping[str, str]) -> None:
-        """Once all spans are started, have the work that is queued next come after the sums, and after `totals`.
+        """Once all spans are started, have the work that is queued next come after the sums, and what the ranks tell.
 
         Args:
             facts: This rank's part of what the sum is divided by, its weight, and its micro-batches: as numbers, or
