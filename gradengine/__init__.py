@@ -23,6 +23,7 @@ try:
     from gradengine.engine import GradientEngine
     from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
     from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect, local_group
+    from gradengine.kernels.loss_scale import DynamicLossScale
     from gradengine.layout import GradientLayout
     from gradengine.layout.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
     from gradengine.result import StepResult
@@ -43,6 +44,7 @@ __all__ = [
     "CallerError",
     "ColumnParallelShard",
     "DistributedTrainer",
+    "DynamicLossScale",
     "Exchange",
     "ExchangeError",
     "FusedClipState",

@@ -33,6 +33,7 @@ _FIELDS: Mapping[str, tuple[str, tuple[int, ...] | None]] = {
     "micro_batches": ("int64", _NUMBER),  # of a window; 0: not known
     "average": ("uint8", _BYTES),  # UTF-8
     "loss_scale": ("float64", _NUMBER),
+    "loss_scale_tracker": ("int64", _NUMBER),  # finite steps in a row that a dynamic one has seen
     "rank": ("int64", _NUMBER),
     "world_size": ("int64", _NUMBER),
     "says_nothing": ("bool", _NUMBER),  # add(None) said that nothing comes
@@ -51,7 +52,7 @@ class Checkpoint:
 
     step: int
     worker: Worker  # who saved it
-    loss_scale: float
+    loss_scale: tuple[float, int]  # and the finite steps in a row that a dynamic one has seen
     window: SavedWindow
 
     @property
@@ -69,7 +70,8 @@ def saved_state(checkpoint: Checkpoint, layout: GradientLayout, settings: Settin
         "layout": bytearray(layout.table()),
         "micro_batches": settings.micro_batches or 0,
         "average": bytearray(settings.average.encode()),
-        "loss_scale": checkpoint.loss_scale,
+        "loss_scale": checkpoint.loss_scale[0],
+        "loss_scale_tracker": checkpoint.loss_scale[1],
         "rank": rank,
         "world_size": world_size,
         "says_nothing": window.says_nothing,
@@ -97,7 +99,11 @@ def checkpoint_of(state: Mapping[str, Any], layout: GradientLayout, settings: Se
     _refuse_other_setting("average", found["average"].tobytes().decode(errors="replace"), settings.average)
     worker = checked_rank(found["rank"].item(), found["world_size"].item())
     step = whole_number("step", found["step"].item(), 0, MOST // 2)
-    return Checkpoint(step, worker, checked_loss_scale(found["loss_scale"].item()), _window(found, layout, settings))
+    tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
+    scale = found["loss_scale"].item()
+    if settings.dynamic is None or not 0 < np.float32(scale) < np.inf:
+        scale = checked_loss_scale(scale)
+    return Checkpoint(step, worker, (scale, tracker), _window(found, layout, settings))
 
 
 def _refuse_other_names(state: Mapping[str, Any]) -> None:

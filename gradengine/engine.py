@@ -24,14 +24,16 @@ from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, producers_of
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.kernels.device import Graph
+from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
+from gradengine.loss_scaling import LossScaling
 from gradengine.micro_batch import MicroBatch
 from gradengine.reduction.reducer import DecidedStep, Reducer
 from gradengine.reduction.stats import StepStats
 from gradengine.reduction.tensor_parallel_group import Replicated, TensorParallelGroup
 from gradengine.result import Observers, StepResult
-from gradengine.settings import Average, OnNonFinite, Settings, checked_loss_scale, refuse_bad_exchanges
+from gradengine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -66,6 +68,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             do; over workers the mean of all workers' sums, as in torch's DistributedDataParallel.
         loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
             GradScaler: unless it is told `scaler.get_scale()` here, norm and `max_norm` are of the scaled gradient.
+            A `DynamicLossScale` follows the steps that are skipped by itself, by GradScaler's rule.
         reused_buffers: Deprecated, and without effect: of torch gradients that were not cleared `gradients_of` tells.
         copy_strided: Copy gradients whose elements do not lie in C order (transposed, sliced, broadcast) when they are
             added, on the CPU; else they are refused.
@@ -101,7 +104,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         hold: int = 1,
         groups: Groups = None,
         average: Average = "weighted",
-        loss_scale: float = 1.0,
+        loss_scale: float | DynamicLossScale = 1.0,
         reused_buffers: bool | None = None,
         copy_strided: bool = False,
         tp_exchange: Exchange | None = None,
@@ -116,12 +119,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         if tp_exchange is None:
             self._settings.refuse_lone_part(layout)
         self.layout = layout
+        is_shared = exchange is not None and exchange.shares_memory
         self.accumulator = PerBlockGradientAccumulator(
-            layout,
-            kernels_for(device),
-            hold=hold,
-            copy_strided=copy_strided,
-            is_shared=exchange is not None and exchange.shares_memory,
+            layout, kernels_for(device), hold=hold, copy_strided=copy_strided, is_shared=is_shared
         )
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
@@ -130,6 +130,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._reducer = Reducer(self.accumulator, average=average, settings=shared, parts=parts, plan=self._plan)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
+        self._scaling = LossScaling(self._settings, self.accumulator)
         self._capture: Capture | None = None  # while a window is captured
         self._observers = Observers()
         self._kernels.prepare(self.accumulator.arena, (), self._plan)
@@ -167,26 +168,23 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         return self._settings.average
 
     @property
-    def loss_scale(self) -> float:
-        """What the loss of the open window is multiplied by; may be set between windows, as a dynamic scaler does.
+    def loss_scale(self) -> Any:
+        """What the loss of the open window is multiplied by; may be set between windows, unless it is a dynamic one.
+
+        A dynamic one is on a GPU always the same 0-d fp32 array, which each step writes anew: no wait.
 
         With a torch GradScaler set it to `scaler.get_scale()` before each window, and do without `scaler.unscale_` and
-        `scaler.step`, which would unscale a second time. A captured window keeps the one it was captured with.
+        `scaler.step`, which would unscale a second time. A captured window keeps its own.
 
         Raises:
             WindowError: It is set while a window is open.
-            CallerError: It is out of range.
+            CallerError: It is out of range, or a dynamic one.
         """
-        return self._settings.loss_scale
+        return self._scaling.value
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        scale, before = checked_loss_scale(value), self._settings.loss_scale
-        if scale != before:
-            count = self.accumulator.accumulated_count
-            change = f"{scale} after {count} micro-batches of {before}"
-            self._state.ask(Call.SET_LOSS_SCALE, lambda: {**self._facts(), "change": change})
-        self._settings.loss_scale = scale
+        self._scaling.set(value, self._state, self._facts)
 
     @property
     def latest_verdict(self) -> StepStatus | None:
@@ -352,6 +350,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             self._state.now = State.CAPTURED
             return result
         self._kernels.device.hand_over(producers)
+        self._scaling.made(decided.decision)
         if decided.decision.bad is None:
             self._late.send()
         self._reducer.next_step()
@@ -435,8 +434,8 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     def _save(self) -> dict[str, Array]:
         self._ask(Call.SAVE)
-        checkpoint = Checkpoint(self.current_step, self._reducer.worker, self.loss_scale, self.accumulator.saved())
-        return saved_state(checkpoint, self.layout, self._settings)
+        saved = Checkpoint(self.current_step, self._reducer.worker, self._scaling.saved(), self.accumulator.saved())
+        return saved_state(saved, self.layout, self._settings)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, in place of an empty window: step number, loss scale and window are what they were.
@@ -461,7 +460,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._reducer.refuse_other_worker(checkpoint.whose)
         self.check()
         self._late.restart()
-        self._settings.loss_scale = checkpoint.loss_scale
+        self._scaling.load(*checkpoint.loss_scale)
         self._reducer.load(checkpoint.step, checkpoint.whose)
         self.accumulator.load(checkpoint.window)
 
@@ -545,8 +544,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     def _decide(self) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
+        scale = self._scaling.known(is_alone=not self._reducer.waits)
         stats = self._reducer.agree()
-        divisor = self._settings.loss_scale * self._reducer.divisor(stats)
+        divisor = scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         step = self._reducer.step
         decision = self._decision(stats, divisor, step)
@@ -554,22 +554,21 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        return DecidedStep(stats, decision, non_finite, step, self._reducer.took)
+        return DecidedStep(stats, decision, non_finite, step, self._reducer.took, self._scaling.used(decision, scale))
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
-        zero_if_bad = self._settings.zero_if_bad
+        zero_if_bad, scaling = self._settings.zero_if_bad, self._scaling.dynamic
         if self._reducer.waits:  # all workers decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         counted = 0 if self._capture is not None else self._late.note_queued(step)  # a graph counts its own as it runs
-        there, is_mean = self._reducer.weighed(stats)
-        finalise = partial(self._kernels.finalise, zero_if_bad=zero_if_bad, step=counted, weight=there)
-        return finalise(self.accumulator.arena, self._plan, divisor, is_mean=is_mean)
+        weight, is_mean = self._reducer.weighed(stats)
+        finalise = partial(self._kernels.finalise, weight=weight, is_mean=is_mean, loss_scale=scaling)
+        return finalise(self.accumulator.arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
-        accumulator = self.accumulator
-        arrays = accumulator.arrays() if out is None else handed_back(self.layout.slots, out)
-        names, late, changes = self._group_names, self._late, self._state.changes
-        return StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, late)
+        arrays = self.accumulator.arrays() if out is None else handed_back(self.layout.slots, out)
+        names, changes = self._group_names, self._state.changes
+        return StepResult(decided.step, deferred, decided, arrays, self.accumulator, changes, names, self._late)
 
     # ---- graphs ----
 

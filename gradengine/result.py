@@ -129,7 +129,8 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "grad_norm" and "clip_scale" as `norm` and `scale`; "clipped" and "skipped", 1.0 or 0.0; "weight" and
             "micro_batches" of all workers; "exchange_seconds" from the first span that left until the last sum was
             there, and "exchange_hidden_seconds", those of them that `step` did not wait for: both 0.0 without an
-            exchange. With groups also "group_norm/" and each group's name.
+            exchange. With a dynamic loss scale also "loss_scale", the step's own; with groups "group_norm/" and each
+            group's name.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
@@ -150,6 +151,8 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "exchange_seconds": total,
             "exchange_hidden_seconds": max(0.0, total - waited),
         }
+        if self._decided.loss_scale is not None:
+            found["loss_scale"] = float(self._decided.loss_scale)
         groups = self.group_norms if len(self._group_names) > 1 else {}
         parts: dict[str, Any] = {}
         if truth_value("blocks", blocks):

@@ -6,11 +6,12 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, TypedDict, final
 
-from gradengine.arguments import as_float, out_of_range, refuse_lacking, refuse_unknown, whole_number
+from gradengine.arguments import as_float, out_of_range, refuse_lacking, refuse_unknown, said, whole_number
 from gradengine.clip import Groups, MaxNorm
 from gradengine.errors import CallerError, WindowError
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import ClipPlan, DeviceLike
+from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout
 from gradengine.reduction.tensor_parallel_group import Replicated
 
@@ -28,7 +29,7 @@ class EngineOptions(TypedDict, total=False):
     hold: int
     groups: Groups
     average: Average
-    loss_scale: float
+    loss_scale: float | DynamicLossScale
     reused_buffers: bool | None
     copy_strided: bool
     tp_exchange: Exchange | None
@@ -40,7 +41,12 @@ class Settings:
     """An engine's settings, checked."""
 
     def __init__(
-        self, plan: ClipPlan, on_non_finite: OnNonFinite, average: Average, micro_batches: int | None, loss_scale: float
+        self,
+        plan: ClipPlan,
+        on_non_finite: OnNonFinite,
+        average: Average,
+        micro_batches: int | None,
+        loss_scale: float | DynamicLossScale,
     ) -> None:
         refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
         refuse_unknown("average", average, ("weighted", "per_worker", "sum"))
@@ -57,7 +63,14 @@ class Settings:
             "average": average,
             "on_non_finite": on_non_finite,
         }
-        self.loss_scale = loss_scale
+        self.dynamic: DynamicLossScale | None = None
+        if isinstance(loss_scale, DynamicLossScale) and on_non_finite != "skip":
+            do = 'build the engine with on_non_finite="skip"'
+            raise CallerError("a dynamic loss scale skips steps", got=f"on_non_finite={on_non_finite!r}", do=do)
+        self.loss_scale = 1.0 if isinstance(loss_scale, DynamicLossScale) else loss_scale
+        self.dynamic = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
+        if self.dynamic is not None:
+            self.shared["loss_scale"] = f"by {self.dynamic}"
 
     @property
     def loss_scale(self) -> float:
@@ -66,6 +79,8 @@ class Settings:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
+        if self.dynamic is not None:
+            raise CallerError("a dynamic loss scale follows the steps' verdicts and is not set", got=said(value))
         self._loss_scale = checked_loss_scale(value)
         self.shared["loss_scale"] = repr(self._loss_scale)
 

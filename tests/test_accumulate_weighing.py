@@ -169,6 +169,40 @@ class TestNoWait:
         assert_same(engine.step(), stepped(emulated, [values_of(1)], [6]))
 
 
+class Producer:
+    """A DLPack producer and no more, as JAX's arrays are."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(stream=options["stream"])
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class TestProducers:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_of_dlpack_are_read(self, device, dtype):
+        there = stepped(device, [values_of(1)] * 2, [Producer(put(device, tokens, dtype)) for tokens in (3, 9)])
+        assert_same(there, stepped(device, [values_of(1)] * 2, [3, 9]))
+
+    def test_on_another_device_it_is_refused(self, device):
+        class Elsewhere(Producer):
+            def __dlpack_device__(self):
+                return 2, 7
+
+        engine, arrays, weight = engine_on(device), put_all(device, values_of(1)), Elsewhere(put(device, 1))
+        refused = pytest.raises(BufferRefused, match=r"weight.* is on another device: got cuda:7")
+        with nothing_is_launched(device), refused:
+            engine.add(arrays, weight)
+
+    def test_on_the_host_it_is_a_number(self, device):
+        there = stepped(device, [values_of(1)] * 2, [np.array(3), np.int64(9)])
+        assert_same(there, stepped(device, [values_of(1)] * 2, [3, 9]))
+
+
 def captured(engine, batches, weights, **options):
     with engine.capture() as graph:
         for arrays, weight in zip(batches, weights, strict=True):

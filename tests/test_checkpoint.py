@@ -37,7 +37,8 @@ from gradengine.errors import (
 HERE = Path(__file__).parent
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
 NAMES = (
-    *("version", "step", "layout", "micro_batches", "average", "loss_scale", "rank", "world_size", "says_nothing"),
+    *("version", "step", "layout", "micro_batches", "average", "loss_scale", "loss_scale_tracker"),
+    *("rank", "world_size", "says_nothing"),
     *("micro_batch_weights", "counts", "used", "filled", "sums"),
 )
 
@@ -844,6 +845,7 @@ HOSTILE = {
     "an average of bytes": (lambda: changed(average=np.full(9, 255, np.uint8)), "another average"),
     "a loss scale of 0": (lambda: changed(loss_scale=number(0, np.float64)), "loss_scale is out of range"),
     "a loss scale of NaN": (lambda: changed(loss_scale=number(np.nan, np.float64)), "loss_scale"),
+    "a tracker below 0": (lambda: changed(loss_scale_tracker=number(-1)), "loss_scale_tracker"),
     "a rank beyond": (lambda: changed(rank=number(1)), "rank of world_size=1 is out of range"),
     "no world": (lambda: changed(world_size=number(0)), "world_size is out of range"),
     "a weight below 0": (lambda: changed(micro_batch_weights=np.full(2, -1, np.float32)), "weight is out of range"),

@@ -1,6 +1,6 @@
 """Verdicts that come late: each bad step is told once, in whatever order word of it comes."""
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,6 +62,21 @@ def test_each_bad_step_is_told_once(device, late):
     assert told(late) is None
     assert late.latest() == verdict(3, 1, 2, 1, 1)
     assert told(late) is None
+
+
+def test_a_weight_that_makes_no_divisor_is_told_once_whatever_passes(device):
+    late = DeferredErrors(device, LAYOUT, raises=False)
+    bad = replace(verdict(2), bad_weights=1, bad_weight_step=2, bad_weight=-3.0)
+    device.arrived = [verdict(1), bad, replace(bad, step=3)]
+    assert told(late) is None
+    with pytest.raises(WindowError, match=r"the window of step 1 is out of range: zeros .*got -3 in all"):
+        late.raise_pending()
+    assert told(late) is None
+    device.now = replace(bad, step=3)
+    late.raise_of_step(0)
+    with pytest.raises(WindowError, match=r"the window of step 1 is out of range"):
+        late.raise_of_step(1)
+    assert late.of_step(1) is None
 
 
 def test_of_several_the_last_is_told(device, late):
@@ -176,7 +191,7 @@ FAULTS = {
 def test_what_ranks_did_not_agree_on_is_told_once_whatever_is_done_with_values(device, fault, raises):
     late = DeferredErrors(device, LAYOUT, raises=raises)
     told = float(np.uint64(0x7FF8 << 48 | fault).view(np.float64))
-    bad = dataclasses.replace(verdict(2), bad_weights=1, bad_weight_step=2, bad_weight=told)
+    bad = replace(verdict(2), bad_weights=1, bad_weight_step=2, bad_weight=told)
     kind, words = FAULTS[fault]
     device.arrived, device.now = [bad], bad
     with pytest.raises(kind, match=words):

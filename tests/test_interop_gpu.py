@@ -29,6 +29,8 @@ class Torch:
             pytest.skip("this torch has no CUDA")
 
     def put(self, array):
+        if array.dtype == np.int32:
+            return self.torch.from_numpy(array.copy()).cuda()
         bits = {2: np.int16, 4: np.int32}[array.itemsize]
         here = self.torch.from_numpy(array.view(bits).copy())
         return here.cuda().view(getattr(self.torch, array.dtype.name))
@@ -108,6 +110,19 @@ def test_producers_may_go_right_after_add(gpu, framework, dtype, hold):
         first, second = (values(dtype, seed)[name].astype(np.float32) for seed in (0, 1))
         draw.assert_same_bits(on_host(gradient), (first + second) * np.float32(0.5))
     assert len(others) == 15
+
+
+@pytest.mark.parametrize("kind", ["float32", "int32"])
+def test_weights_are_read_where_they_lie(gpu, framework, kind):
+    engine, host = (GradientEngine(LAYOUT, gpu.kernels, max_norm=None, hold=2) for _ in range(2))
+    for seed, tokens in enumerate((300, 7)):
+        batch = {name: framework.put(array) for name, array in values("float32", seed).items()}
+        engine.add(batch, weight=framework.put(np.array(tokens, kind)))
+        host.add(batch, weight=tokens)
+    found, expected = engine.step(), host.step()
+    assert float(found.weight) == expected.weight == 307
+    for name, gradient in found.gradients.items():
+        draw.assert_same_bits(on_host(gradient), on_host(expected.gradients[name]))
 
 
 def test_the_result_is_the_frameworks_without_a_copy(gpu, framework):

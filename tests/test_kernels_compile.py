@@ -161,7 +161,7 @@ WIDENED, SQUARES = {"cvt.f32.f16"}, {"fma.rn.ftz.f32", "cvt.f64.f32", "fma.rn.f6
 ARITHMETIC = {
     "accumulate": {*WIDENED, "mul.rn.f32", "add.rn.f32", *SQUARES},
     "measure": {*WIDENED, *SQUARES},
-    "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64"},
+    "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64", "cvt.f64.f32"},
     "tally": {"add.f64"},
     "hand_back": {*WIDENED, "mul.rn.f32", "cvt.rn.f16.f32"},
     "weigh": {"add.f64", "cvt.f64.f32", "cvt.rn.f32.f64", "cvt.rn.f64.s32", "cvt.rn.f64.s64"},

@@ -252,7 +252,7 @@ MUTATIONS = {
             "chunk + head, size);\n    first",
             "chunk + head, size - 1);\n    first",
         ),
-        "weights of another micro-batch": ("weight[j] = weight[j];", "weight[j] = weight[SOURCES - 1 - j];"),
+        "weights of another micro-batch": ("weight_of(weight[j])", "weight_of(weight[SOURCES - 1 - j])"),
         "rows of addresses are one too long": (
             "address[j * entries + row.entry]",
             "address[j * (entries + 1) + row.entry]",

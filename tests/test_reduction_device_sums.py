@@ -15,7 +15,7 @@ from devices import assign, bits_of, churned, number_of, on_host, operations_of,
 from emulated_process_group import Mirrored, on_group, torch_with_nccl
 from ranks import on_ranks
 
-from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, TensorParallelConfig
+from gradengine import DynamicLossScale, GradientEngine, GradientLayout, NonFiniteGradient, TensorParallelConfig
 from gradengine.errors import CallerError, ExchangeError, OutOfDeviceMemory, PeerLost, WindowError
 from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.shares import rounds_of, shares_of
@@ -218,6 +218,24 @@ class TestVerdict:
         assert first[:2] == (("layers.1.w", 3, math.inf, None, 0), float(policy != "pass"))
         assert any(np.frombuffer(bits, np.float32).any() for bits in first[2].values()) is (policy == "pass")
         assert first[3][4] == 0
+
+    def test_moves_a_dynamic_loss_scale_alike_on_all_ranks(self, device, torch):
+        def one(exchange):
+            options = {"loss_scale": DynamicLossScale(8.0), "on_non_finite": "skip", "max_norm": None}
+            engine, found = GradientEngine(SMALL, device.kernels, exchange=exchange, **options), []
+            for step in range(3):
+                gradients = contribution(exchange.rank, step, 0, SMALL)
+                gradients[0][0, 0] = math.inf if (exchange.rank, step) == (1, 1) else 1
+                engine.add(put_all(device, gradients))
+                result = engine.step()
+                found.append((number_of(result.skipped), number_of(engine.loss_scale), bits_of(result)))
+            return found
+
+        first, second = on_group(one, 2, torch)
+        assert first == second
+        assert [step[:2] for step in first] == [(0.0, 8.0), (1.0, 4.0), (0.0, 4.0)]
+        values = [np.frombuffer(step[2]["layers.0.w"], np.float32)[0] for step in first]
+        assert values == [1 / 8, 0, 1 / 4]
 
     @pytest.mark.parametrize("policy", ["raise", "skip", "pass"])
     def test_ranks_that_are_not_in_one_step_skip_it_and_are_named(self, device, torch, policy):

@@ -16,6 +16,7 @@ from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.launch import OVERWRITE, Entry, Launches, Table, chunk_for
+from gradengine.kernels.loss_scale import DeviceLossScale, DynamicLossScale, LossScale
 from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet, Weight, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
@@ -129,6 +130,7 @@ class CudaKernels(Kernels):
         step: int = 0,
         weight: DeviceWeight | None = None,
         is_mean: bool = True,
+        loss_scale: LossScale | None = None,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. The decision's arrays are written by each call."""
         decision = self.decision(arena, plan)
@@ -151,6 +153,7 @@ class CudaKernels(Kernels):
             np.float64(divisor),
             _NULL if weight is None else weight.memory,  # which begins with the window's
             np.uint32(weight is not None and is_mean),
+            *_scaling(loss_scale),
             np.uint32(zero_if_bad),
             np.uint64(step),
             memory.totals,
@@ -223,6 +226,9 @@ class CudaKernels(Kernels):
 
     def weights(self, arena: Arena) -> DeviceWeights:
         return DeviceWeights(self.device, _of_device(arena).order, self._launches.weigh)
+
+    def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> DeviceLossScale:
+        return DeviceLossScale(self.device, _of_device(arena).order, rule)
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
         return StatusReadback(self.device, self.decision(arena, plan).memory)
@@ -315,6 +321,18 @@ class _HandBack:
 def cuda_kernels(ordinal: int) -> CudaKernels:
     """The kernels of one device, compiled once; raises `DeviceUnavailable`, which says what is missing."""
     return CudaKernels(load_cupy(ordinal), ordinal)
+
+
+def _scaling(loss_scale: LossScale | None) -> tuple[Any, ...]:
+    """A dynamic loss scale, and its rule, as K2 takes them."""
+    if not isinstance(loss_scale, DeviceLossScale):
+        return _NULL, np.float64(1), np.float64(1), np.uint32(0)
+    rule = loss_scale.rule
+    return (
+        loss_scale.memory,
+        *map(np.float64, (rule.growth_factor, rule.backoff_factor)),
+        np.uint32(rule.growth_interval),
+    )
 
 
 def _of_device(arena: Arena) -> CudaPartialSums:

@@ -85,6 +85,7 @@ class Decision:
     skipped: Scalar  # whether zeros are handed back
     bad: tuple[int, ...] | None  # positions of the targets that hold NaN or Inf; None where only the device knows
     weight: Scalar = field(default=None, kw_only=True)  # the window's, where only the device knows it
+    loss_scale: Scalar = field(default=None, kw_only=True)  # that it was decided with, where the device has it
 
     @property
     def scale(self) -> Scalar:

@@ -26,7 +26,17 @@ struct StepStatus {         // as kernels/status.py reads it
   float factor;          // what the sum is multiplied by (in the first group): a normal number, or 0
   float inverse;         // 1 / factor, for optimizers that divide
   float skipped;         // 1 where zeros are handed back because the gradient is not finite
-  float reserved;
+  float loss_scale;      // of a dynamic one the step's own; else 0
+};
+
+struct Scaling {  // a dynamic loss scale, as kernels/loss_scale.py has room for it
+  float scale;  // of the step that is decided; then of the next
+  u32 tracker;  // finite steps in a row that it has seen
+};
+
+struct Rule {  // torch's, for a scale in fp32
+  double growth, backoff;
+  u32 interval;
 };
 
 struct Divisor {  // what the sum is divided by
@@ -176,12 +186,23 @@ __device__ __forceinline__ void blame_weight(double weight, StepStatus* verdict)
 }
 
 // Where 1 / divisor is no normal number of fp32, and NaN is none: infinity, so that norm and factor are 0. `weight` is
-// the window's, where the host does not know it; else the host has looked at the divisor. `is_mean`: it is part of that.
-__device__ __forceinline__ Divisor divisor_of(double by_value, const double* weight, bool is_mean) {
-  if (!weight) return Divisor{by_value, 1.0, false};
-  const double value = is_mean ? by_value * *weight : by_value;
-  if (value >= 0x1p-126 && value <= 0x1p126 && isfinite(*weight)) return Divisor{value, *weight, false};
-  return Divisor{INFINITE, *weight, true};
+// the window's, where the host does not know it, and `is_mean`: it is part of that. `scaling` is a dynamic loss scale.
+__device__ __forceinline__ Divisor divisor_of(double by_value, const double* weight, bool is_mean,
+                                                   const Scaling* scaling) {
+  const double total = weight ? *weight : 1.0;
+  double value = scaling ? widen(scaling->scale) * by_value : by_value;
+  if (is_mean) value *= total;
+  const bool is_good = value >= 0x1p-126 && value <= 0x1p126 && isfinite(total);
+  return is_good ? Divisor{value, total, false} : Divisor{INFINITE, total, true};
+}
+
+__device__ __forceinline__ void follow(Scaling* scaling, const Rule& rule, bool is_finite) {
+  const u32 finite_steps = is_finite ? scaling->tracker + 1 : 0;
+  const bool grows = finite_steps >= rule.interval;
+  const double factor = is_finite ? (grows ? rule.growth : 1.0) : rule.backoff;
+  const float scale = narrow(widen(scaling->scale) * factor);
+  if (isfinite(scale)) scaling->scale = scale;
+  scaling->tracker = grows ? 0 : finite_steps;
 }
 
 // There is no second thread block for which the compiler should save registers.
@@ -189,11 +210,16 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
     finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
              const double* max_norms, double max_norm, double divisor, const double* weight, u32 is_mean,
-             u32 zero_if_bad, u64 step, double* totals, u64* counts, double* component_norms, double* norms,
-             double* scales, float* factors, StepStatus* verdict) {
+             Scaling* scaling, double growth, double backoff, u32 interval, u32 zero_if_bad, u64 step, double* totals,
+             u64* counts, double* component_norms, double* norms, double* scales, float* factors,
+             StepStatus* verdict) {
   const Segments segments = {segment_start, segment_member, segment_count, groups};
   __shared__ Divisor by;  // no register of each thread, which would have fewer loads under way
-  if (threadIdx.x == 0) by = divisor_of(divisor, weight, is_mean);
+  if (threadIdx.x == 0) {
+    verdict->loss_scale = scaling ? scaling->scale : 0.0f;
+    by = Divisor{divisor, 1.0, false};  // which the host has looked at
+    if (weight || scaling) by = divisor_of(divisor, weight, is_mean, scaling);
+  }
   __syncthreads();
   const u64 bad = sum_components(targets, components, chunk_shift, squares, non_finite, by, totals, counts,
                                  component_norms);
@@ -211,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   verdict->factor = factors[0];
   verdict->inverse = narrow(by.value / scales[0]);
   verdict->skipped = by.is_bad || (bad != NONE && zero_if_bad) ? 1.0f : 0.0f;
+  if (scaling && !by.is_bad) follow(scaling, Rule{growth, backoff, interval}, bad == NONE);
   if (by.is_bad) blame_weight(by.weight, verdict);
   else if (bad != NONE) blame(targets, components, bad, index, counts, verdict);
 }

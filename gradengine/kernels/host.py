@@ -24,6 +24,7 @@ from gradengine.kernels.host_device import HostDevice
 from gradengine.kernels.host_sums import ChunkSums, Product, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
+from gradengine.kernels.loss_scale import DynamicLossScale, HostLossScale, LossScale
 from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet
 from gradengine.threads import cached_property
 
@@ -194,6 +195,7 @@ class HostKernels(Kernels):
         step: int = 0,
         weight: DeviceWeight | None = None,
         is_mean: bool = True,
+        loss_scale: LossScale | None = None,
     ) -> Decision:
         return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad)
 
@@ -270,6 +272,9 @@ class HostKernels(Kernels):
 
     def weights(self, arena: Arena) -> None:
         """See `Kernels.weights`: the host reads each."""
+
+    def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> HostLossScale:
+        return HostLossScale(rule)
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> None:
         """See `Kernels.status_readback`: the host knows at once."""

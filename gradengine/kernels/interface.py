@@ -16,6 +16,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.device import Device
+from gradengine.kernels.loss_scale import DynamicLossScale, LossScale
 from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet
 from gradengine.kernels.status import StatusReadback
 from gradengine.kernels.weights import DeviceWeights
@@ -80,6 +81,7 @@ class Kernels(ABC):
         step: int = 0,
         weight: DeviceWeight | None = None,
         is_mean: bool = True,
+        loss_scale: LossScale | None = None,
     ) -> Decision:
         """K2: norms, scales and factors from the squared sums, and who is not finite.
 
@@ -91,6 +93,7 @@ class Kernels(ABC):
             step: Which step the verdict is of, from 1 on; 0 is the one after the last.
             weight: On a GPU the window's last, where the host does not know its weight. The divisor is multiplied by
                 that of the window where it `is_mean`. A bad one gives zeros, and a verdict of its own.
+            loss_scale: On a GPU one that the divisor is multiplied by, and that follows the verdict.
         """
 
     @abstractmethod
@@ -124,6 +127,10 @@ class Kernels(ABC):
     @abstractmethod
     def weights(self, arena: Arena) -> DeviceWeights | None:
         """Where weights go that the host does not know; None where it reads each."""
+
+    @abstractmethod
+    def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> LossScale:
+        """A loss scale that follows the verdicts on this arena's steps."""
 
     @abstractmethod
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback | None:

@@ -35,7 +35,7 @@ _FIELDS = [
     ("factor", "<f4"),
     ("inverse", "<f4"),
     ("skipped", "<f4"),
-    ("reserved", "<f4"),
+    ("loss_scale", "<f4"),
 ]
 RECORD = np.dtype(_FIELDS)  # struct StepStatus of finalise.cu
 
@@ -59,6 +59,7 @@ class StepStatus:
     bad_weights: int = 0  # how many there were
     bad_weight: float = 0.0  # the window's weight in that step; NaN where a micro-batch's was none
     weight: float = 1.0  # of the window, where the device alone knew it; else 1
+    loss_scale: float = 0.0  # of the step, where it is a dynamic one; else 0
 
     @property
     def is_bad(self) -> bool:
@@ -136,6 +137,7 @@ class DecisionMemory:
             skipped=self.field("skipped"),
             bad=None,
             weight=self.field("weight"),
+            loss_scale=self.field("loss_scale"),
             memory=self,
         )
 

@@ -42,6 +42,7 @@ class DecidedStep:
     non_finite: NonFiniteGradient | None  # where the host knows it
     step: int
     took: Seconds  # the sums over workers
+    loss_scale: Any = None  # where it is a dynamic one
 
 
 @final

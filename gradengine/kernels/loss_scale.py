@@ -1,0 +1,144 @@
+"""A loss scale that follows the verdicts of steps, by the rule of torch's GradScaler, on the host or in K2."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from gradengine.arguments import as_float, out_of_range, whole_number
+from gradengine.kernels.cuda_runtime import CudaRuntime
+from gradengine.kernels.decision import Scalar
+from gradengine.kernels.streams import StreamOrder
+
+_MOST_STEPS = (1 << 31) - 1
+_SCALING = np.dtype([("scale", "<f4"), ("tracker", "<u4")])  # struct Scaling of finalise.cu
+
+
+@final
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that grows while gradients are finite and backs off when one is not, as torch's GradScaler does.
+
+    Args:
+        initial: The first one, used as fp32.
+        growth_factor: What it is multiplied by after `growth_interval` finite steps in a row, unless it overflows.
+        backoff_factor: What it is multiplied by after a step that was skipped.
+        growth_interval: Steps.
+
+    Raises:
+        CallerError: A number is out of range.
+
+    Example:
+        >>> from gradengine import GradientEngine, GradientLayout
+        >>> rule = DynamicLossScale(initial=1024.0)
+        >>> engine = GradientEngine(GradientLayout.of({"w": (1,)}), on_non_finite="skip", loss_scale=rule)
+        >>> engine.add({"w": np.array([np.inf], np.float32)})
+        >>> engine.step().skipped, engine.loss_scale
+        (True, 512.0)
+    """
+
+    initial: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        ranges = {"initial": (2.0**-64, 2.0**64), "growth_factor": (1.0, 2.0**64), "backoff_factor": (2.0**-64, 1.0)}
+        for name, (least, most) in ranges.items():
+            number = as_float(getattr(self, name))
+            is_at_one = name != "initial" and number == 1
+            if not least <= number <= most or is_at_one:  # NaN is refused too
+                raise out_of_range(
+                    name, getattr(self, name), f"{least:g}..{most:g}{', without 1' * (name != 'initial')}"
+                )
+            object.__setattr__(self, name, number)
+        interval = whole_number("growth_interval", self.growth_interval, 1, _MOST_STEPS)
+        object.__setattr__(self, "growth_interval", interval)
+
+    def after(self, scale: np.float32, tracker: int, *, is_finite: bool) -> tuple[np.float32, int]:
+        """The scale, and how many finite steps in a row it has seen, after one more step."""
+        with np.errstate(over="ignore"):
+            if not is_finite:
+                return np.float32(float(scale) * self.backoff_factor), 0
+            if tracker + 1 < self.growth_interval:
+                return scale, tracker + 1
+            grown = np.float32(float(scale) * self.growth_factor)
+        return (grown if np.isfinite(grown) else scale), 0
+
+
+class LossScale(ABC):
+    """A dynamic loss scale, where its device keeps it.
+
+    Attributes:
+        rule: What it follows.
+    """
+
+    rule: DynamicLossScale
+
+    @property
+    @abstractmethod
+    def value(self) -> Scalar:
+        """What the loss of the open window is multiplied by: a float; on a GPU always the same 0-d array."""
+
+    @abstractmethod
+    def read(self) -> tuple[np.float32, int]:
+        """The scale, and the finite steps in a row that it has seen; on a GPU this waits."""
+
+    @abstractmethod
+    def write(self, scale: np.float32, tracker: int) -> None:
+        """Set both, behind what was queued."""
+
+
+@final
+class HostLossScale(LossScale):
+    """One on the CPU."""
+
+    def __init__(self, rule: DynamicLossScale) -> None:
+        self.rule, self._now = rule, (np.float32(rule.initial), 0)
+
+    @property
+    def value(self) -> float:
+        """See `LossScale.value`."""
+        return float(self._now[0])
+
+    def read(self) -> tuple[np.float32, int]:
+        return self._now
+
+    def write(self, scale: np.float32, tracker: int) -> None:
+        self._now = scale, tracker
+
+
+@final
+class DeviceLossScale(LossScale):
+    """One in a GPU's memory, which K2 updates with each verdict.
+
+    Attributes:
+        memory: As K2 takes it.
+    """
+
+    def __init__(self, runtime: CudaRuntime, order: StreamOrder, rule: DynamicLossScale) -> None:
+        self.rule, self._runtime, self._order = rule, runtime, order
+        self.memory: Any = runtime.upload(self._record(np.float32(rule.initial), 0))
+        order.keep(self.memory)
+        self._value = self.memory[:4].view(np.float32).reshape(())
+
+    @property
+    def value(self) -> Any:
+        """See `LossScale.value`."""
+        self._order.follow()
+        return self._value
+
+    def read(self) -> tuple[np.float32, int]:
+        found = self._order.read(self.memory).view(_SCALING)[0]
+        return np.float32(found["scale"]), int(found["tracker"])
+
+    def write(self, scale: np.float32, tracker: int) -> None:
+        with self._order.use():
+            self._runtime.copied_into(self.memory, self._record(scale, tracker))
+
+    @staticmethod
+    def _record(scale: np.float32, tracker: int) -> Any:
+        return np.array([(scale, tracker)], _SCALING).view(np.uint8)

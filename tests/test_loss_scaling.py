@@ -1,0 +1,246 @@
+"""A dynamic loss scale: torch's rule, on the host and on the device, by the verdicts of the steps alone."""
+
+import math
+
+import cuda_emulator
+import numpy as np
+import pytest
+from devices import assign, bits_of, number_of, put_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import on_ranks
+
+from gradengine import DynamicLossScale, GradientEngine, GradientLayout
+from gradengine.errors import CallerError, WindowError
+
+LAYOUT = GradientLayout.of({"w": (40,), "b": (3,)})
+SHORT = DynamicLossScale(initial=1024.0, growth_interval=3)
+
+
+class GradScaler:
+    """What torch's `_amp_update_scale_` says: a scale in fp32, factors in fp64."""
+
+    def __init__(self, rule):
+        self.rule, self.scale, self.tracker = rule, np.float32(rule.initial), 0
+
+    def update(self, is_finite):
+        with np.errstate(over="ignore"):
+            if not is_finite:
+                self.scale, self.tracker = np.float32(np.float64(self.scale) * self.rule.backoff_factor), 0
+            elif self.tracker + 1 == self.rule.growth_interval:
+                grown = np.float32(np.float64(self.scale) * self.rule.growth_factor)
+                self.scale, self.tracker = (grown if np.isfinite(grown) else self.scale), 0
+            else:
+                self.tracker += 1
+
+
+def new_engine(backend, rule=SHORT, **options):
+    options = {"max_norm": 1.0, "on_non_finite": "skip", **options}
+    return GradientEngine(LAYOUT, backend.kernels, loss_scale=rule, **options)
+
+
+def gradients(scale, is_finite=True):
+    """What backward makes of a loss that was multiplied by the scale."""
+    values = [np.arange(slot.size, dtype=np.float32).reshape(slot.shape) * np.float32(scale) for slot in LAYOUT.slots]
+    if not is_finite:
+        values[1][1] = math.inf
+    return values
+
+
+def made(backend, engine, is_finite=True):
+    """A step; what the loss was multiplied by, and the result."""
+    scale = number_of(engine.loss_scale)
+    engine.add(put_all(backend, gradients(scale, is_finite)), 2.0)
+    return scale, engine.step()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SHORT,
+        DynamicLossScale(growth_factor=1.1, backoff_factor=0.3, growth_interval=2),
+        DynamicLossScale(initial=2.0**63, growth_factor=2.0**40, growth_interval=1),
+        DynamicLossScale(growth_interval=1),
+    ],
+)
+def test_each_step_moves_it_as_grad_scaler_does(backend, rule):
+    engine, expected = new_engine(backend, rule), GradScaler(rule)
+    verdicts = np.random.default_rng(5).random(24) < 0.7
+    for is_finite in verdicts.tolist():
+        assert number_of(engine.loss_scale) == expected.scale
+        scale, result = made(backend, engine, is_finite)
+        assert scale == expected.scale
+        assert bool(number_of(result.skipped)) is not is_finite
+        assert result.metrics()["loss_scale"] == expected.scale
+        expected.update(is_finite)
+    engine.check()
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 4), st.sampled_from([1.5, 2.0, 1.1]))
+@settings(max_examples=60)
+def test_the_rule_is_grad_scalers(verdicts, interval, growth):
+    rule = DynamicLossScale(growth_factor=growth, growth_interval=interval)
+    expected, now = GradScaler(rule), (np.float32(rule.initial), 0)
+    for is_finite in verdicts:
+        now = rule.after(*now, is_finite=is_finite)
+        expected.update(is_finite)
+        assert now == (expected.scale, expected.tracker)
+
+
+def test_the_rule_is_that_of_torch():
+    torch = pytest.importorskip("torch")
+    rule = DynamicLossScale(initial=300.0, growth_factor=1.7, backoff_factor=0.4, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", 300.0, growth_factor=1.7, backoff_factor=0.4, growth_interval=2)
+    parameter, now = torch.zeros(1, requires_grad=True), (np.float32(300.0), 0)
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for is_finite in (np.random.default_rng(6).random(40) < 0.7).tolist():
+        scaler.scale(torch.ones(1))
+        parameter.grad = torch.tensor([1.0 if is_finite else math.nan])
+        scaler.step(optimizer)
+        scaler.update()
+        now = rule.after(*now, is_finite=is_finite)
+        assert float(now[0]) == scaler.get_scale()
+
+
+def test_gradients_are_those_of_a_scale_that_is_set(backend):
+    engine, fixed = new_engine(backend), GradientEngine(LAYOUT, backend.kernels, max_norm=1.0, on_non_finite="skip")
+    for is_finite in (True, False, True, True, True, True):
+        scale, result = made(backend, engine, is_finite)
+        fixed.loss_scale = scale
+        fixed.add(put_all(backend, gradients(scale, is_finite)), 2.0)
+        expected = fixed.step()
+        assert bits_of(result) == bits_of(expected)
+        for name in ("factor", "inverse_factor", "scale", "skipped"):
+            assert number_of(getattr(result, name)) == number_of(getattr(expected, name)), name
+        if is_finite:
+            assert number_of(result.norm) == number_of(expected.norm)
+
+
+def test_on_a_device_it_is_one_array_and_nobody_waits(emulated):
+    engine = new_engine(emulated)
+    scale, arrays = engine.loss_scale, put_all(emulated, gradients(1.0))
+    engine.add(arrays)
+    engine.step()
+    with cuda_emulator.recorded() as record:
+        for _ in range(2):
+            engine.add(arrays)
+            engine.step()
+            assert engine.loss_scale is scale
+    assert record.waits == []
+    assert number_of(scale) == 2048.0
+
+
+def test_each_replay_follows_its_verdict(device):
+    engine, expected = new_engine(device), GradScaler(SHORT)
+    arrays = put_all(device, gradients(1.0))
+    with engine.capture() as graph:
+        engine.add(arrays)
+        engine.step()
+    for is_finite in (True, True, True, False, True):
+        assert number_of(engine.loss_scale) == expected.scale
+        for array, values in zip(arrays, gradients(expected.scale, is_finite), strict=True):
+            assign(array, device.put(values))
+        result = graph.replay()
+        assert result.metrics()["loss_scale"] == expected.scale
+        if is_finite:
+            plain = np.sqrt(sum(float((values.astype(np.float64) ** 2).sum()) for values in gradients(1.0)))
+            assert number_of(result.norm) == pytest.approx(plain, rel=1e-6)
+        expected.update(is_finite)
+    assert number_of(engine.loss_scale) == expected.scale
+
+
+def test_a_weight_that_makes_no_divisor_is_no_verdict_on_it(device):
+    engine = new_engine(device)
+    engine.add(put_all(device, gradients(1.0)), device.put(np.array(math.nan)))
+    assert number_of(engine.step().skipped) == 1
+    with pytest.raises(WindowError, match="weight"):
+        engine.check()
+    assert number_of(engine.loss_scale) == 1024.0
+    assert engine.state_dict()["loss_scale_tracker"] == 0
+
+
+def test_one_that_came_down_to_nothing_divides_nothing(backend):
+    engine = new_engine(backend, DynamicLossScale(initial=2.0**-60, backoff_factor=2.0**-64))
+    for _ in range(2):
+        made(backend, engine, False)
+    assert number_of(engine.loss_scale) == 0
+    with pytest.raises(WindowError, match="out of range"):
+        made(backend, engine)[1].check()
+
+
+def test_a_resumed_run_goes_on_with_scale_and_tracker(backend):
+    engine, resumed = new_engine(backend), new_engine(backend)
+    for is_finite in (False, True, True):
+        made(backend, engine, is_finite)
+    state = engine.state_dict()
+    assert (state["loss_scale"], state["loss_scale_tracker"]) == (512.0, 2)
+    resumed.load_state_dict(state)
+    for each in (engine, resumed):
+        assert made(backend, each)[0] == 512.0
+        assert number_of(each.loss_scale) == 1024.0
+
+
+def test_an_engine_with_a_number_goes_on_from_it_too(backend):
+    engine = new_engine(backend)
+    made(backend, engine, False)
+    other = GradientEngine(LAYOUT, backend.kernels, on_non_finite="skip")
+    other.load_state_dict(engine.state_dict())
+    assert other.loss_scale == 512.0
+
+
+def test_workers_follow_one_verdict(backend):
+    verdicts = [(True, True), (True, False), (True, True), (True, True), (True, True), (False, True)]
+
+    def worker(exchange):
+        engine, seen = new_engine(backend, exchange=exchange), []
+        for finite in verdicts:
+            scale, result = made(backend, engine, finite[exchange.rank])
+            assert result.metrics()["loss_scale"] == scale
+            seen.append(scale)
+        return [*seen, number_of(engine.loss_scale)]
+
+    expected = GradScaler(SHORT)
+    scales = [expected.scale]
+    for finite in verdicts:
+        expected.update(all(finite))
+        scales.append(expected.scale)
+    assert on_ranks(worker, 2) == [scales, scales]
+
+
+def test_workers_with_other_scales_are_told(backend):
+    def worker(exchange):
+        engine = new_engine(backend, DynamicLossScale(initial=2.0 ** (4 + exchange.rank)), exchange=exchange)
+        made(backend, engine)
+
+    for outcome in on_ranks(worker, 2):
+        assert "another loss_scale" in str(outcome)
+
+
+class TestRefused:
+    def test_setting_it(self, backend):
+        engine = new_engine(backend)
+        for value in (1.0, 2.0):
+            with pytest.raises(CallerError, match=r"dynamic loss scale .* is not set"):
+                engine.loss_scale = value
+        engine.add(put_all(backend, gradients(1.0)))
+        with pytest.raises(CallerError, match=r"dynamic loss scale .* is not set"):
+            engine.step(loss_scale=2.0)
+        engine.step()
+
+    @pytest.mark.parametrize("on_non_finite", ["raise", "pass"])
+    def test_an_engine_that_does_not_skip(self, backend, on_non_finite):
+        with pytest.raises(CallerError, match=r"skips steps.*on_non_finite=\"skip\""):
+            new_engine(backend, on_non_finite=on_non_finite)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            *({"initial": bad} for bad in (0, -1, math.nan, math.inf, 1e-30, "x", None, True)),
+            *({"growth_factor": bad} for bad in (1.0, 0.5, math.nan, math.inf, "x")),
+            *({"backoff_factor": bad} for bad in (1.0, 0.0, -0.5, 2.0, math.nan, "x")),
+            *({"growth_interval": bad} for bad in (0, -1, 1.5, math.nan, 2**31, True, "x")),
+        ],
+    )
+    def test_a_rule_that_cannot_be(self, arguments):
+        with pytest.raises(CallerError, match=next(iter(arguments))):
+            DynamicLossScale(**arguments)
