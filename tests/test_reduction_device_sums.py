@@ -385,6 +385,27 @@ class TestFailures:
         wanted = on_ranks(lambda e: train(e, device, 1, SMALL, "threads"), 2)[0][0][-1]
         assert on_group(again, 2, torch) == [wanted] * 2
 
+    def test_any_other_error_after_the_first_call_breaks_the_step_too(self, device, torch, monkeypatch):
+        """Else it could be run again, and its calls would meet those of the others' next step."""
+
+        def one(exchange):
+            engine = GradientEngine(SMALL, device.kernels, exchange=exchange)
+            add_window(engine, device, layout=SMALL)
+            exchange.barrier()
+            monkeypatch.setattr(type(device.kernels), "tally", fail)
+            exchange.barrier()
+            with pytest.raises(OutOfDeviceMemory, match="none left"):
+                engine.step()
+            with pytest.raises(WindowError, match=r"step 0 is broken.*discard\(\)"):
+                engine.step()
+            engine.discard()
+            return True
+
+        def fail(*given):
+            raise OutOfDeviceMemory("none left")
+
+        assert on_group(one, 2, torch) == [True, True]
+
     def test_an_interrupt_within_a_call_breaks_the_step_and_leaves_the_group(self, device, torch, monkeypatch):
         def one(exchange):
             engine = GradientEngine(SMALL, device.kernels, exchange=exchange)

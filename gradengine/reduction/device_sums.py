@@ -94,7 +94,9 @@ class DeviceSums:
             self._failure = fault
 
     def finish(self, facts: Sequence[float | DeviceWeight], step: int, settings: Mapping[str, str]) -> None:
-        """Once all spans are started, have the work that is queued next come after the sums, and what the ranks tell.
+        """Have the work that is queued next come after the sums of all spans, which are started, and what ranks tell.
+
+        Within the arena's order.
 
         Args:
             facts: This rank's part of what the sum is divided by, its weight, and its micro-batches: as numbers, or
@@ -114,10 +116,9 @@ class DeviceSums:
         digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
         self._words[_STEP + 1] = int.from_bytes(digest[:8], "little", signed=True)
         self._flags[:] = self._accumulator.unused
-        with self._accumulator.arena.in_order():
-            self._queue(self._tell)
-            self._is_under_way = False
-            self._order()
+        self._queue(self._tell)
+        self._is_under_way = False
+        self._order()
 
     @property
     def divisor(self) -> DeviceWeight:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
-from gradengine.errors import CallerError, NonFiniteGradient, PeerLost, WindowError
+from gradengine.errors import CallerError, NonFiniteGradient, WindowError
 from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.linked import Exchange, Seconds
 from gradengine.kernels import ClipPlan, Decision, DeviceWeight, Float64
@@ -104,13 +104,14 @@ class Reducer:
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
         """Join groups, and let leave again what had left through other exchanges."""
+        if exchange is not None:
+            self._refuse_half_summed()
         self._state.enter(Call.RECONNECT)
         if exchange is not None:
             _refuse_other_worker(self._loaded_from, (exchange.rank, exchange.world_size))
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
-            self._refuse_half_summed()
             # Else what was sent before is gone, or not yet summed: another exchange of that kind goes on with it.
             may_sum = not self._is_on_host and not self.workers.started and self._layout.tp_size == 1
             self.workers.progress.may_sum_by_calls = may_sum
@@ -138,14 +139,14 @@ class Reducer:
         for span in new:
             self._accumulator.close_span(span)
             self._to_mean(span)
-        if new:
+        if new and self.on_device is not None:
+            with self._accumulator.changing(self._state.ask(Event.SEND)):
+                self.workers.started.update(span.key for span in new)
+                self.on_device.start(new)
+        elif new:
             with self._accumulator.arena.in_order():
                 self._state.enter(Event.SEND)
-                if self.on_device is None:
-                    self.workers.start(*new, in_background=in_background)
-                else:
-                    self.workers.started.update(span.key for span in new)
-                    self.on_device.start(new)
+                self.workers.start(*new, in_background=in_background)
 
     def agree(self) -> StepStats:
         """Local sums become sums over all workers, and all workers know the same facts about them.
@@ -296,11 +297,8 @@ class Reducer:
         self.start(self._layout.spans)
         count, weight = accumulator.accumulated_count, accumulator.weight
         part = {"sum": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
-        try:
+        with accumulator.changing():
             sums.finish((part, weight, count), self.step, self._told)
-        except PeerLost:
-            self._state.now = State.BROKEN
-            raise
         accumulator.forget_measured()
         accumulator.measure_rest()
         mine = self._stats(_NO_TOTALS, {})
