@@ -61,6 +61,7 @@ class ProcessGroup:
         if rank == 0:
             self.calls += 1
         self._wait()
+        self._given[rank] = None  # nothing is kept alive here
 
     def abort(self):
         """As the watchdog does when a rank is gone."""
