@@ -172,7 +172,6 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         """What the loss of the open window is multiplied by; may be set between windows, unless it is a dynamic one.
 
         A dynamic one is on a GPU always the same 0-d fp32 array, which each step writes anew: no wait.
-
         With a torch GradScaler set it to `scaler.get_scale()` before each window, and do without `scaler.unscale_` and
         `scaler.step`, which would unscale a second time. A captured window keeps its own.
 
@@ -350,7 +349,8 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             self._state.now = State.CAPTURED
             return result
         self._kernels.device.hand_over(producers)
-        self._scaling.made(decided.decision)
+        if decided.loss_scale is not None:
+            self._scaling.made(decided.decision)
         if decided.decision.bad is None:
             self._late.send()
         self._reducer.next_step()
@@ -540,11 +540,10 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             "or_nothing": "" if self._reducer.is_alone else ", or add(None, weight=0) where this worker has none",
         }
 
-    # ---- the step ----
-
     def _decide(self) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
-        scale = self._scaling.known(is_alone=not self._reducer.waits)
+        scaling = self._scaling if self._scaling.dynamic is not None else None
+        scale = self._settings.loss_scale if scaling is None else scaling.known(self._reducer)
         stats = self._reducer.agree()
         divisor = scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
@@ -554,15 +553,17 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        return DecidedStep(stats, decision, non_finite, step, self._reducer.took, self._scaling.used(decision, scale))
+        used = scaling and scaling.used(decision, scale)
+        return DecidedStep(stats, decision, non_finite, step, self._reducer.took, used)
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
         zero_if_bad, scaling = self._settings.zero_if_bad, self._scaling.dynamic
-        if self._reducer.waits:  # all workers decide alike, from the sums that they agreed on
+        sums = self._reducer.on_device
+        if sums is None and not self._reducer.is_alone:  # all decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         counted = 0 if self._capture is not None else self._late.note_queued(step)  # a graph counts its own as it runs
-        weight, is_mean = self._reducer.weighed(stats)
-        finalise = partial(self._kernels.finalise, weight=weight, is_mean=is_mean, loss_scale=scaling)
+        is_mean = self._settings.is_mean or sums is not None
+        finalise = partial(self._kernels.finalise, weight=stats.on_device, is_mean=is_mean, loss_scale=scaling)
         return finalise(self.accumulator.arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:

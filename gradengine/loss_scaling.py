@@ -11,6 +11,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Facts, StepState
 from gradengine.kernels import Decision
 from gradengine.kernels.loss_scale import LossScale
+from gradengine.reduction.reducer import Reducer
 from gradengine.settings import Settings, checked_loss_scale
 
 
@@ -41,11 +42,11 @@ class LossScaling:
             state.ask(Call.SET_LOSS_SCALE, lambda: {**told, "change": change})
         self._settings.loss_scale = scale
 
-    def known(self, *, is_alone: bool) -> float:
+    def known(self, reducer: Reducer) -> float:
         """What the host divides by; 1 where the device knows the scale alone. With workers they compare it."""
         if self.dynamic is None:
             return self._settings.loss_scale
-        if is_alone and self._is_on_gpu:
+        if self._is_on_gpu and not reducer.waits:
             return 1.0
         scale, tracker = self.dynamic.read()
         self._settings.shared["loss_scale"] = f"{float(scale)!r} for {tracker} steps, by {self.dynamic.rule}"

@@ -55,7 +55,7 @@ class Settings:
         # Zeros also where it raises: a GPU's error comes by a later call, behind what is handed back.
         self.on_non_finite = on_non_finite
         self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
-        self.average = average
+        self.average, self.is_mean = average, average != "sum"
         #: What all workers must have set alike; each step compares them.
         self.shared = {
             "max_norm": repr(plan.max_norms),

@@ -13,6 +13,7 @@ from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
 from gradengine.errors import BufferRefused, CallerError, WindowError
+from gradengine.kernels.launch import CAPACITIES
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 500), "layers.0.b": (9,), "layers.1.w": (70, 40), "head": (5,)})
 NAN, INF = math.nan, math.inf
@@ -73,6 +74,16 @@ class TestBits:
         weights, values = [float(i % 7 + 1) for i in range(70)], values_of(1)
         there = stepped(device, [values] * 70, [put(device, weight) for weight in weights])
         assert_same(there, stepped(device, [values] * 70, weights))
+
+    @pytest.mark.parametrize("hold", [1, 4])
+    def test_beside_addresses_that_go_through_memory(self, emulated, monkeypatch, hold):
+        for size in CAPACITIES:
+            monkeypatch.setitem(CAPACITIES, size, 1)
+        batches, weights = [values_of(seed) for seed in range(3)], [3.0, 0.1, 7.0]
+        with cuda_emulator.recorded() as record:
+            there = stepped(emulated, batches, [put(emulated, weight) for weight in weights], hold=hold)
+        assert f"accumulate_{hold}_table" in record.launches
+        assert_same(there, stepped(emulated, batches, weights, hold=hold))
 
     def test_each_is_read_as_its_micro_batch_begins(self, device):
         """Though it is folded later, and its array is written to meanwhile."""

@@ -187,12 +187,6 @@ class Reducer:
             return self.workers.exchange.world_size if self.workers.exchange else 1
         return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
 
-    def weighed(self, stats: StepStats) -> tuple[DeviceWeight | None, bool]:
-        """What the device alone knows of the divisor, if it knows any, and whether that is part of it."""
-        if self.on_device is not None:
-            return self.on_device.divisor, True
-        return stats.weight if isinstance(stats.weight, DeviceWeight) else None, self._average != "sum"
-
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
         """What is not finite in the components at these positions: of a worker's contribution rather than of a sum."""
         with _KeptIfItFails(self._state):
@@ -301,8 +295,8 @@ class Reducer:
             sums.finish((part, weight, count), self.step, self._told)
         accumulator.forget_measured()
         accumulator.measure_rest()
-        mine = self._stats(_NO_TOTALS, {})
-        return replace(mine, weight=sums.weight, micro_batches=sums.micro_batches, ask_device=sums.unused)
+        mine, batches = self._stats(_NO_TOTALS, {}), sums.micro_batches
+        return replace(mine, weight=sums.weight, micro_batches=batches, on_device=sums.divisor, ask_device=sums.unused)
 
     @property
     def _told(self) -> Mapping[str, str]:
@@ -342,8 +336,9 @@ class Reducer:
     def _stats(self, totals: Float64, settings: Mapping[str, str]) -> StepStats:
         accumulator = self._accumulator
         count, place = accumulator.accumulated_count, self._place if settings else ""
-        weight = accumulator.total_weight if self.waits else accumulator.weight
-        return StepStats(weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1))
+        weight = accumulator.total_weight if settings else accumulator.weight  # alone nobody is told
+        there, workers = weight if isinstance(weight, DeviceWeight) else None, min(count, 1)
+        return StepStats(weight, count, totals, accumulator.unused, settings, place, workers, there)
 
     def _to_mean(self, span: Span) -> None:
         """Where workers' means are averaged, the span's sum becomes this worker's mean: once, however often asked."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradengine.accumulate.window import ordered_sum
 from gradengine.errors import ExchangeError, ProtocolError
-from gradengine.kernels import Float64
+from gradengine.kernels import DeviceWeight, Float64
 from gradengine.reduction.all_reduce import AllReduce
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -31,6 +31,7 @@ class StepStats:
     settings: Mapping[str, str] = field(default_factory=dict)  # what all workers must have set alike
     place: str = ""  # which step and window it is of
     workers: int = 1  # that had a micro-batch
+    on_device: DeviceWeight | None = None  # what the device alone knows of the divisor
     ask_device: Callable[[], Flags] | None = None  # for what no rank used, where `unused` is this rank's own
 
     def unused_by_all(self) -> Flags:
