@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,19 @@ from pathlib import Path
 
 import numpy as np
 
-from gradengine import GradientEngine, GradientError, GradientLayout, PerBlockGradientAccumulator, RawBuffer
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpu_nccl
+
+from gradengine import (
+    GradientEngine,
+    GradientError,
+    GradientLayout,
+    PerBlockGradientAccumulator,
+    RawBuffer,
+    local_group,
+)
+from gradengine.exchange import Exchange
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 60.0  # seconds for one question
@@ -266,6 +279,45 @@ def jax_in_flight() -> None:
             raise Surprise(f"norm {norm}, expected {expected}")
 
 
+def two_ranks_by_nccl() -> None:
+    """Two ranks on one GPU, by torch's process group with NCCL: the bits of two threads, eager and captured."""
+    torch = _gpu_of("torch", lambda torch: torch.cuda.is_available())
+    if not torch.distributed.is_nccl_available():
+        raise NotHere("this torch has no NCCL")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            subprocess.Popen(  # noqa: S603  (ours)
+                [sys.executable, str(ROOT / "bench/gpu_nccl.py"), str(rank), folder],
+                env={**os.environ, **gpu_nccl.ENVIRONMENT},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(gpu_nccl.RANKS)
+        ]
+        try:
+            said = [rank.communicate(timeout=LIMIT - 15) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    if any("Duplicate GPU" in errors for _, errors in said):
+        raise NotHere("this NCCL gives a GPU to one rank alone: 2.30 is the first that need not")
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        if rank.returncode != 0:
+            raise Surprise(errors.strip().rpartition("\n")[2])
+    found: list[list[str]] = [[] for _ in ranks]
+
+    def be(exchange: Exchange) -> None:
+        found[exchange.rank] = gpu_nccl.found_by(exchange, captures=False)
+
+    threads = [threading.Thread(target=be, args=(exchange,)) for exchange in local_group(gpu_nccl.RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expect([json.loads(words.splitlines()[-1]) for words, _ in said], [["nccl", *bits] for bits in found])
+
+
 def _gpu_of(framework: str, has_gpu: Callable[[object], bool]):
     try:
         module = importlib.import_module(framework)
@@ -311,6 +363,7 @@ QUESTIONS = {
     "managed-memory": Question(managed_memory),
     "torch-frees-at-once": Question(torch_frees_at_once),
     "jax-in-flight": Question(jax_in_flight),
+    "two-ranks-by-nccl": Question(two_ranks_by_nccl, small=None),
     "beyond-2-31": Question(beyond_2_31),
     "lost-device-is-told": Question(lost_device_is_told, small=None),
 }

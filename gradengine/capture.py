@@ -36,6 +36,7 @@ class CapturedWindow:
     Attributes:
         out: Destinations that its step hands back to; None for the arena.
         producers: The streams on which the arrays' frameworks work.
+        sums: The sums over workers on their GPUs, which the graph runs too; None without them.
         result: The result of the last replay, before the first replay that of the recorded step; each replay
             overwrites its gradients and device scalars.
 
@@ -53,8 +54,9 @@ class CapturedWindow:
         self,
         replayed: Callable[[CapturedWindow], StepResult],
         repointed: Callable[[CapturedWindow, Sequence[Gradients], Gradients | None], None],
+        sums: object = None,
     ) -> None:
-        self._replayed, self._repointed = replayed, repointed
+        self._replayed, self._repointed, self.sums = replayed, repointed, sums
         self._added: list[_Arrays] = []
         self._handed_back: _Arrays = []
         self._weights: _Arrays = []  # that are arrays on the GPU

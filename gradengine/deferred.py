@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn, final
 
-from gradengine.errors import NonFiniteGradient, WindowError
+import numpy as np
+
+from gradengine.errors import ExchangeError, GradientError, NonFiniteGradient, WindowError
 from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
+
+_PAYLOAD = (1 << 51) - 1  # of a NaN
+_OTHER_STEP, _OTHER_SETTINGS, _NO_MICRO_BATCH, _FAULTS = 1, 2, 3, 4  # as tally.cu has them
 
 
 @final
@@ -107,7 +113,7 @@ class DeferredErrors:
 
     def _raise_weight(self, status: StepStatus) -> NoReturn:
         """Raise what the host raises of a weight that it knows, also where gradients that are not finite pass."""
-        error = WindowError(
+        error = _not_agreed(status) or WindowError(
             f"the weight of the window of step {status.bad_weight_step - 1} is out of range: zeros were handed back",
             got=f"{status.bad_weight:g} in all",
             expected="weights of 0 or of at least 2**-126, not all 0, that with the loss scale make 2**-126..2**126",
@@ -125,3 +131,19 @@ class DeferredErrors:
     def _blamed(self, status: StepStatus) -> NonFiniteGradient:
         slot = self._layout.slots[status.bad_component]
         return NonFiniteGradient(slot.name, status.bad_index, status.bad_value, step=status.bad_step - 1, is_late=True)
+
+
+def _not_agreed(status: StepStatus) -> GradientError | None:
+    """What workers that sum on their GPUs found that they do not agree on, if it was that; the rank is the first."""
+    told = int(np.float64(status.bad_weight).view(np.uint64)) & _PAYLOAD if math.isnan(status.bad_weight) else 0
+    rank, fault = divmod(told, _FAULTS)
+    where = f"step {status.bad_weight_step - 1} was skipped on all ranks"
+    if fault == _OTHER_STEP:
+        do = "a window was finished or dropped on some ranks only: restart all from one checkpoint"
+        return ExchangeError(f"{where}: rank {rank} was in another step than rank 0", do=do)
+    if fault == _OTHER_SETTINGS:
+        what = f"{where}: rank {rank} had another loss scale, or other settings, than rank 0"
+        return ExchangeError(what, do="set the same on all ranks")
+    if fault == _NO_MICRO_BATCH:
+        return WindowError(f"{where}: none of them had a micro-batch", do="add() gradients on one of them")
+    return None

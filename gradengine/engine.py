@@ -21,7 +21,7 @@ from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
-from gradengine.kernels import Decision, DeviceLike, DeviceWeight, StepStatus, decide, kernels_for
+from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout
@@ -126,7 +126,8 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
         parts = TensorParallelGroup(self.accumulator, replicated)
-        self._reducer = Reducer(self.accumulator, average=average, settings=self._settings.shared, parts=parts)
+        shared = self._settings.shared
+        self._reducer = Reducer(self.accumulator, average=average, settings=shared, parts=parts, plan=self._plan)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
         self._scaling = LossScaling(self._settings, self.accumulator)
@@ -398,15 +399,16 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         and the weights: `replay()` checks the addresses, `repoint()` replaces them.
 
         Raises:
-            CallerError: The engine is on the CPU, or has an exchange, with which a step waits for other workers.
+            CallerError: The engine is on the CPU, or has an exchange that waits for other workers on the host.
             WindowError: A window is open or being captured, or no `step` was called inside the `with`.
         """
         graph = graph_of(self._kernels.device)
-        self._ask_for_graph(Call.CAPTURE)
         window = CapturedWindow(
             lambda *given: self._observers.shown(self._whole(self._replay, *given)),
             lambda *given: self._whole(self._repoint, *given),
+            self._reducer.on_device,
         )
+        self._ask_for_graph(Call.CAPTURE, window)
         return Capture(window, graph, self._begin_capture, self._end_capture)
 
     def state_dict(self) -> dict[str, Array]:
@@ -527,10 +529,9 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             self._late.raise_pending()
         self._state.ask(call, self._facts)
 
-    def _ask_for_graph(self, call: Call) -> None:
-        """Raise if a step cannot be captured or replayed now: with an exchange, or in another state."""
-        if not self._reducer.is_alone:
-            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+    def _ask_for_graph(self, call: Call, window: CapturedWindow) -> None:
+        """Raise if a step cannot be captured or replayed now: with other workers, or in another state."""
+        self._reducer.refuse_other_group(window.sums)
         refuse_other_graph(self._kernels.device, is_recording=self._capture is not None)
         self._state.ask(call, self._facts)
 
@@ -547,8 +548,6 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         scaling = self._scaling if self._scaling.dynamic is not None else None
         scale = self._settings.loss_scale if scaling is None else scaling.known(self._reducer)
         stats = self._reducer.agree()
-        if not stats.micro_batches:
-            raise self._reducer.nothing_to_step()
         divisor = scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         step = self._reducer.step
@@ -562,11 +561,12 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
         zero_if_bad, scaling = self._settings.zero_if_bad, self._scaling.dynamic
-        if not self._reducer.is_alone:  # all workers decide alike, from the sums that they agreed on
+        sums = self._reducer.on_device
+        if sums is None and not self._reducer.is_alone:  # all decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         counted = 0 if self._capture is not None else self._late.note_queued(step)  # a graph counts its own as it runs
-        weight = stats.weight if isinstance(stats.weight, DeviceWeight) else None
-        finalise = partial(self._kernels.finalise, weight=weight, is_mean=self._settings.is_mean, loss_scale=scaling)
+        is_mean = self._settings.is_mean or sums is not None
+        finalise = partial(self._kernels.finalise, weight=stats.on_device, is_mean=is_mean, loss_scale=scaling)
         return finalise(self.accumulator.arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
@@ -582,10 +582,10 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         self._reducer.restart()  # nothing of it has run, however it ended
 
     def _repoint(self, captured: CapturedWindow, *given: Any) -> None:
-        self._ask_for_graph(Call.REPLAY)
+        self._ask_for_graph(Call.REPLAY, captured)
         captured.point(self.accumulator, *given)
 
     def _replay(self, captured: CapturedWindow) -> StepResult:
-        self._ask_for_graph(Call.REPLAY)
+        self._ask_for_graph(Call.REPLAY, captured)
         self._late.raise_pending()
         return captured.run(self.accumulator, self._reducer, self._late)

@@ -46,7 +46,7 @@ class LossScaling:
         """What the host divides by; 1 where the device knows the scale alone. With workers they compare it."""
         if self.dynamic is None:
             return self._settings.loss_scale
-        if reducer.is_alone and self._is_on_gpu:
+        if self._is_on_gpu and not reducer.waits:
             return 1.0
         scale, tracker = self.dynamic.read()
         self._settings.shared["loss_scale"] = f"{float(scale)!r} for {tracker} steps, by {self.dynamic.rule}"

@@ -20,6 +20,7 @@ from gradengine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NonFiniteGradient, NotCopied
 from gradengine.kernels import Decision, DeviceWeight
 from gradengine.reduction.reducer import DecidedStep
+from gradengine.reduction.stats import StepStats
 
 _SHOWN = (
     *("norm", "scale", "factor", "inverse_factor", "weight", "micro_batches", "unused", "skipped"),
@@ -98,23 +99,25 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def weight(self) -> Any:
-        """Weight of all micro-batches of all workers: a float, or a GPU's array where weights lie there."""
-        weight = self._decided.stats.weight
+        """Weight of all micro-batches of all workers: a float, or a GPU's array where it is added up there."""
+        weight = self._stats.weight
         return self._decision.weight if isinstance(weight, DeviceWeight) else weight
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches of all workers."""
-        return self._decided.stats.micro_batches
+    def micro_batches(self) -> Any:
+        """Micro-batches of all workers; an array where `weight` is."""
+        return self._stats.micro_batches
 
     @property
     def unused(self) -> frozenset[str]:
         """Names of the components without a gradient in any micro-batch of any worker, on any part of the model.
 
-        Their gradients in the result are zeros, where torch would have None.
+        Their gradients in the result are zeros, where torch would have None. If workers sum on their GPUs and this one
+        had no gradient for a component, this waits for the step.
         """
         slots = self._accumulator.layout.slots
-        return frozenset(slots[position].name for position in np.flatnonzero(self._decided.stats.unused).tolist())
+        unused = np.flatnonzero(self._decided.stats.unused_by_all())
+        return frozenset(slots[position].name for position in unused.tolist())
 
     def metrics(self, *, blocks: bool = False) -> dict[str, float]:
         """The numbers to log, as a flat dict name -> float. On a GPU this waits for the step.
@@ -240,6 +243,12 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         """The decision, once the current streams have been made to wait for the step."""
         self._accumulator.arena.follow()
         return self._decided.decision
+
+    @property
+    def _stats(self) -> StepStats:
+        """The same of what all workers told each other."""
+        self._accumulator.arena.follow()
+        return self._decided.stats
 
     def _kept_arrays(self) -> Mapping[str, Any]:
         self._accumulator.arena.follow()

@@ -69,6 +69,8 @@ class Settings:
             raise CallerError("a dynamic loss scale skips steps", got=f"on_non_finite={on_non_finite!r}", do=do)
         self.loss_scale = 1.0 if isinstance(loss_scale, DynamicLossScale) else loss_scale
         self.dynamic = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
+        if self.dynamic is not None:
+            self.shared["loss_scale"] = f"by {self.dynamic}"
 
     @property
     def loss_scale(self) -> float:

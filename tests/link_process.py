@@ -20,6 +20,7 @@ from ranks import on_grid, on_ranks
 from gradengine import GradientEngine, TensorParallelConfig, connect
 from gradengine.errors import CallerError, ExchangeError, PeerLost
 from gradengine.exchange import torch_group
+from gradengine.exchange.device_calls import DeviceCalls, device_calls_of
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -141,6 +142,22 @@ def sums(part=None):
             assert pump.gather(told[link.rank], SOON) == told
             pump.next_step()
         pump.close()
+    say("the same")
+
+
+def calls():
+    """The calls of the group, on the host's tensors, as on a GPU's; gloo wants all parts to have one size."""
+    torch, group = GROUP.torch, GROUP.half()
+    moving, ranks = DeviceCalls(group), torch.distributed.get_process_group_ranks(group)
+    mine, count, size = torch.distributed.get_rank(group), len(ranks), 5
+    tensor, rows = (moving.tensor(np.arange(100, dtype=np.float32) + offset) for offset in (1000 * mine, 0))
+    parts = [tensor[7 * rank : 7 * rank + size] for rank in range(count)]
+    moving.all_to_all([rows[size * rank : size * (rank + 1)] for rank in range(count)], parts, None)
+    wanted = [np.arange(7 * mine, 7 * mine + size, dtype=np.float32) + 1000 * rank for rank in range(count)]
+    assert np.array_equal(rows[: size * count].numpy(), np.concatenate(wanted))
+    assert device_calls_of(group) is None  # whose backend is gloo
+    with pytest.raises(PeerLost, match="the process group failed"):
+        moving.all_to_all(parts, [tensor] * count, None)
     say("the same")
 
 
@@ -376,7 +393,7 @@ if __name__ == "__main__":
     GROUP, what, who = (OverMpi(), sys.argv[2], sys.argv[3:]) if sys.argv[1] == "mpi" else forked()
     try:
         works = {"sums": sums, "part": part, "moves": moves, "other-size": other_size}
-        works |= {"engine": engine, "grid": grid, "arguments": arguments, "reconnects": reconnects}
+        works |= {"calls": calls, "engine": engine, "grid": grid, "arguments": arguments, "reconnects": reconnects}
         if what in works:
             works[what]()
         elif what == "meets":

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gradengine.deferred import DeferredErrors
 from gradengine.engine import GradientEngine
-from gradengine.errors import NonFiniteGradient, WindowError
+from gradengine.errors import ExchangeError, NonFiniteGradient, WindowError
 from gradengine.kernels import StepStatus
 from gradengine.layout import GradientLayout
 
@@ -172,3 +173,29 @@ def test_on_the_cpu_there_are_none():
     late = GradientEngine(LAYOUT)._late
     late.send()
     assert (late.exist, late.latest(), told(late)) == (False, None, None)
+
+
+FAULTS = {
+    4 * 3 + 1: (ExchangeError, "step 1 was skipped on all ranks: rank 3 was in another step than rank 0; a window was"),
+    4 * 70000 + 2: (
+        ExchangeError,
+        "rank 70000 had another loss scale, or other settings, than rank 0; set the same",
+    ),
+    3: (WindowError, "step 1 was skipped on all ranks: none of them had a micro-batch; add"),
+    0: (WindowError, "the weight of the window of step 1 is out of range: zeros were handed back: got nan in all"),
+}
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_ranks_did_not_agree_on_is_told_once_whatever_is_done_with_values(device, fault, raises):
+    late = DeferredErrors(device, LAYOUT, raises=raises)
+    told = float(np.uint64(0x7FF8 << 48 | fault).view(np.float64))
+    bad = replace(verdict(2), bad_weights=1, bad_weight_step=2, bad_weight=told)
+    kind, words = FAULTS[fault]
+    device.arrived, device.now = [bad], bad
+    with pytest.raises(kind, match=words):
+        late.raise_pending()
+    late.raise_pending()
+    with pytest.raises(kind, match=words):
+        late.raise_of_step(1)

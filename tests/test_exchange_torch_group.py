@@ -59,6 +59,10 @@ def test_each_part_of_the_ranks_is_a_group_and_its_sums_are_those_in_rank_order(
     assert ranks_that_run(3, "part") == [(0, "the same\n")] * 3
 
 
+def test_the_calls_of_a_real_group_move_parts_between_its_ranks(ranks_that_run):
+    assert ranks_that_run(4, "calls") == [(0, "the same\n")] * 4
+
+
 def test_engines_over_a_process_group_find_what_they_find_over_threads(ranks_that_run):
     assert ranks_that_run(3, "engine") == [(0, "the same\n")] * 3
 

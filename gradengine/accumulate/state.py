@@ -187,7 +187,7 @@ _EVENTS: Mapping[State, tuple[Cell, ...]] = {
     AGREED:    (_,       FAILED, AGREED),
     BROKEN:    (_,       BROKEN, _),
     CAPTURING: (_,       _,      _),
-    RECORDED:  (_,       _,      RECORDED),
+    RECORDED:  (RECORDED, BROKEN, RECORDED),
     CAPTURED:  (_,       _,      _),
 }
 # fmt: on

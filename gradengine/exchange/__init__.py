@@ -5,8 +5,8 @@ over threads, sockets or MPI. `links/` moves bytes between two ranks, `gather.py
 `comparison.py` checks what must be the same on all ranks. `shares.py` cuts the arena into shares,
 `ordered_all_reduce.py` adds each share at its owner, and `pump.py` runs that over a link. `mesh.py` connects ranks over
 sockets and chooses their link, `listener.py` is the socket that they call, `reach.py` says at which address, and
-`torch_group.py` tells a torch process group where it is. In a group with a server (`server.py`) the server owns all
-shares, and `hub.py` runs it. Imports `arrays`, `layout` and `kernels`.
+`torch_group.py` tells a torch process group where it is; `device_calls.py` is what such a group's NCCL does. In a group
+with a server (`server.py`) the server owns all shares, and `hub.py` runs it. Imports `arrays`, `layout` and `kernels`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from gradengine.arguments import as_index, said, truth_value
 from gradengine.errors import CallerError
+from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
@@ -68,7 +69,8 @@ def connect(
 
     With an MPI communicator or a torch process group, rank and world size are the group's, and all of its ranks call
     this together. Bytes are sent over a private duplicate of the communicator; a process group is only used to tell its
-    ranks an address and a secret, and then they connect over sockets, as above.
+    ranks an address and a secret, and then they connect over sockets, as above. If the group's backend for CUDA is NCCL
+    and all engines are on GPUs, NCCL moves the gradients, on our streams, and no step waits on the host (docs/nccl.md).
 
     Args:
         url: "tcp://host:port" of rank 0, the same on all ranks; or "unix:///path" on one machine; or "mpi://" for all
@@ -120,7 +122,10 @@ def connect(
         group = Meeting(at, rank, world_size, token=token, job=job, link=link, is_served=served)
     try:
         _refuse_other_place(group, rank, world_size)
-        return Exchange(group, url=url, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
+        calls = None if process_group is None else device_calls_of(process_group)
+        return Exchange(
+            group, url=url, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes, device_calls=calls
+        )
     except BaseException:
         group.close()  # the caller has no reference to it; this tells the other ranks
         raise

@@ -13,7 +13,7 @@ from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout
 from gradengine.unpacking import unpack
 
-_VERSION = 1  # of what is told; all ranks need the same
+_VERSION = 2  # of what is told; all ranks need the same
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Hello(NamedTuple):
     bucket_bytes: int = 4
     step: int = 0
     lends: bool = False  # whether parts may be read in its arena
+    sums_by_calls: bool = False  # whether it can, on its GPU, by those of a process group
     is_over_another_kind: bool = False  # the step was begun over links unlike these
     nonce: bytes = b""  # rank 0's names the group
     group: bytes = b""  # the rest: where the step was begun

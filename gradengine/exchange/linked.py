@@ -28,6 +28,7 @@ from gradengine.exchange.comparison import (
     refuse_other_cut,
     server_hello_of,
 )
+from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
@@ -82,6 +83,8 @@ class Progress:
     carrier: Exchange | None = None  # the exchange that has, or had, spans of this step
     squares: Float64 | None = None  # of each chunk of the partial sums, once the exchange has measured the sums
     took: Seconds = field(default_factory=Seconds)
+    may_sum_by_calls: bool = False  # of a process group, on the ranks' GPUs; which is done where all ranks may
+    calls: DeviceCalls | None = None  # by which they do
 
     def next_step(self) -> None:
         """Begin the next step: this one is over on all ranks."""
@@ -106,6 +109,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         join_timeout: Seconds for which `bind` waits for the other ranks.
         bucket_bytes: Bytes of a share, which one rank sums for all; rank 0's value, or the server's, is used.
         clock: The clock of all seconds here.
+        device_calls: The calls of a process group whose ranks may sum on their GPUs.
 
     Attributes:
         rank: This worker's rank, 0..world_size - 1.
@@ -128,6 +132,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         join_timeout: float = DEFAULT_JOIN_TIMEOUT,
         bucket_bytes: int = DEFAULT_SHARE_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        device_calls: DeviceCalls | None = None,
     ) -> None:
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
@@ -135,6 +140,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         self._link, self.rank, self.world_size = link, link.rank, link.world_size
         self.url = link.url if isinstance(link, Meeting) else url
         self.shares_memory = isinstance(link, Meeting) and link.shares_memory
+        self._calls = device_calls
         self._pump: Pump | None = None
         self._all_reduce: OrderedAllReduce | None = None
         self._arena: DeviceArena | None = None  # where it is not the host's
@@ -146,9 +152,11 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
 
     @property
     def link(self) -> str | None:
-        """How bytes are sent: "threads", "tcp", "unix", "shared_memory" or "mpi"; over sockets None before `bind`."""
+        """The link, "threads", "tcp", "unix", "shared_memory", "mpi" or "nccl"; over sockets None before `bind`."""
         if isinstance(self._link, Meeting):
             return None
+        if self._progress.calls is not None:
+            return "nccl"
         is_read_in_place = self._all_reduce is None or self._all_reduce.reads_in_place
         return "unix" if self._link.name == "shared_memory" and not is_read_in_place else self._link.name
 
@@ -160,7 +168,8 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; or a device's arena, a few
                 shares of which are copied at a time, each after the work that was queued on the current stream at its
                 span's `start`.
-            progress: A new one, or that of an exchange that failed, to resume its step.
+            progress: A new one, or that of an exchange that failed, to resume its step. If it has `calls` then, this
+                exchange does not sum: it only gathers.
 
         Raises:
             HandshakeRefused: The ranks differ in layout (the rows are shown), world size, step or token.
@@ -174,6 +183,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         self._refuse_failed()
         if progress.carrier is not None:
             progress.carrier.close()  # nothing else may touch the sums that it has
+        self._calls, progress.calls = self._calls if progress.may_sum_by_calls else None, None
         self._to_the_end(lambda: self._join(layout, arena, progress))
         self._progress = progress
         self._arena = arena if isinstance(arena, DeviceArena) else None
@@ -306,6 +316,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         link, self._pump = self._link, Pump(self._link, clock=self._clock)
         hellos, bucket_bytes = self._meet(self._pump, layout, arena, progress, link)
         reads_in_place = all(hello.lends for hello in hellos)
+        progress.calls = self._calls if all(hello.sums_by_calls for hello in hellos) else None
         group = group_to_resume(hellos)
         if link.hub is not None:
             self._timeout += _GRACE_SECONDS
@@ -317,7 +328,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         if all_reduce is None:
             # A server's share is a whole bucket; of each bucket of a mesh every rank has one.
             size = bucket_bytes * (self.world_size if link.hub is None else 1)
-            shares = shares_of(layout, self.world_size, size, owner=link.hub)
+            shares = () if progress.calls else shares_of(layout, self.world_size, size, owner=link.hub)
             all_reduce = OrderedAllReduce(
                 self.rank, self.world_size, layout, shares, arena, HostKernels(),
                 step=progress.step, reads_in_place=reads_in_place,
@@ -358,6 +369,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             bucket_bytes=self._bucket_bytes,
             step=progress.step,
             lends=link.lends(None if isinstance(arena, DeviceArena) else arena),
+            sums_by_calls=self._calls is not None,
             is_over_another_kind=is_other,
             nonce=secrets.token_bytes(GROUP_BYTES),
             group=membership.group,

@@ -76,6 +76,22 @@ def shares_of(
     return tuple(shares)
 
 
+def rounds_of(shares: Sequence[Share]) -> list[list[Share]]:
+    """Shares that may be summed in one go: in each round side by side, ready together, and of other owners each.
+
+    Example:
+        >>> [len(one) for one in rounds_of(shares_of(GradientLayout.of([(1 << 20,)]), 2, 1 << 21))]
+        [2, 2]
+    """
+    rounds: list[list[Share]] = []
+    for share in shares:
+        last = rounds[-1] if rounds else []
+        if not last or last[0].spans != share.spans or share.owner in [each.owner for each in last]:
+            rounds.append([])
+        rounds[-1].append(share)
+    return rounds
+
+
 @final
 class ReadyShares:
     """The shares of a step that can be sent, in the same order on all ranks, in whatever order spans complete.

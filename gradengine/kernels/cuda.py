@@ -90,7 +90,10 @@ class CudaKernels(Kernels):
         partials = _partials(arena) if measure else (_NULL, _NULL)
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
         recorded = self.device.recorded
-        rows = fold.addresses(columns) if recorded is None else recorded.addresses_of(fold, columns)
+        if recorded is None or fold.stays:
+            rows = fold.addresses(columns)
+        else:
+            rows = recorded.addresses_of(fold, columns)
         for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
             weights: list[Weight] = list(fold.weights[first : first + columns])
             weights += [np.float32(1)] * (columns - len(weights))
@@ -238,6 +241,16 @@ class CudaKernels(Kernels):
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
         return StatusReadback(self.device, self.decision(arena, plan).memory)
+
+    def tally(self, told: Any, workers: int, sums: Any) -> None:
+        """Add up what workers told each other of a step: see tally.cu; one launch of one thread.
+
+        Args:
+            told: A row of 8-byte words for each worker, in rank order.
+            workers: How many.
+            sums: Three fp64 numbers to be written: what a sum is divided by, or NaN; weight, and micro-batches.
+        """
+        self._launches.tally((told, np.uint32(workers), np.uint32(told.size // workers), sums))
 
     # ---- tables ----
 

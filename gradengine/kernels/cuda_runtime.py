@@ -133,11 +133,15 @@ class CudaRuntime(Device):
         """Queue a copy to pinned memory, which must not be read until the copy is done."""
         self._copy(here.ctypes.data, there.data.ptr, here.nbytes, self.xp.cuda.runtime.memcpyDeviceToHost)
 
+    def copy_within(self, there: Any, here: Any) -> None:
+        """Queue a copy between two arrays of the device."""
+        self._copy(there.data.ptr, here.data.ptr, here.nbytes, self.xp.cuda.runtime.memcpyDeviceToDevice)
+
     def copied(self, array: Any) -> Any:
         """A copy of an array in the current stream's memory, made without a kernel."""
         with self.active():
             copy = self._empty(array.shape, array.dtype)
-            self._copy(copy.data.ptr, array.data.ptr, array.nbytes, self.xp.cuda.runtime.memcpyDeviceToDevice)
+            self.copy_within(copy, array)
         return copy
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:

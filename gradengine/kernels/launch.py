@@ -42,10 +42,11 @@ _FILES = {  # and the kernels in each: but for those of _SINGLE, in a variant fo
     "accumulate": ("accumulate_1", "accumulate_4"),
     "measure": ("measure",),
     "finalise": ("finalise",),
+    "tally": ("tally",),
     "hand_back": ("hand_back",),
     "weigh": ("weigh",),
 }
-_SINGLE = {"finalise", "weigh"}  # which take no addresses by value
+_SINGLE = {"finalise", "tally", "weigh"}  # which take no addresses by value
 
 
 def chunk_for(size: int) -> int:
@@ -196,6 +197,10 @@ class Launches:
     def finalise(self, arguments: tuple[Any, ...]) -> None:
         """Launch K2: one thread block."""
         self._run("finalise", 1, _FINALISE_THREADS, arguments)
+
+    def tally(self, arguments: tuple[Any, ...]) -> None:
+        """Add up what workers told each other: one thread."""
+        self._run("tally", 1, 1, arguments)
 
     def weigh(self, arguments: tuple[Any, ...]) -> None:
         """Launch the kernel that copies a weight: one thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
@@ -189,6 +189,9 @@ class FoldPass:
     overwrite: npt.NDArray[np.bool_]  # of each target, whether it is written without being read: the window's first
     contributions: Sequence[Contribution]  # all for these targets, in the order they came
     weights: Sequence[Any]  # one for each: fp32, or on a GPU a `DeviceWeight`; exactly 1 multiplies nothing
+    stays: bool = field(
+        default=False, kw_only=True
+    )  # the sources are memory of ours, which a captured window need not find elsewhere
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:

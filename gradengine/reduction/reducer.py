@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -16,13 +16,15 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError
+from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.linked import Exchange, Seconds
-from gradengine.kernels import Decision, DeviceWeight, Float64
+from gradengine.kernels import ClipPlan, Decision, DeviceWeight, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_reduce import AllReduce
-from gradengine.reduction.stats import StepStats, agree
+from gradengine.reduction.device_sums import DeviceSums
+from gradengine.reduction.stats import StepStats, agree, stats_of_all
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 from gradengine.threads import cached_property
 
@@ -57,9 +59,11 @@ class Reducer:
         average: str,
         settings: Mapping[str, str],
         parts: TensorParallelGroup,
+        plan: ClipPlan,
     ) -> None:
         self._accumulator, self._average, self._settings = accumulator, average, settings
-        self.parts, self.workers = parts, AllReduce()
+        self.parts, self.workers, self._plan = parts, AllReduce(), plan
+        self.on_device: DeviceSums | None = None  # where the workers sum on their GPUs
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
         self.agreed: StepStats | None = None  # the same on all ranks, in a step that is AGREED
@@ -71,6 +75,11 @@ class Reducer:
     def is_alone(self) -> bool:
         """Whether there is no rank to agree with: no other worker, and no other part of the model."""
         return self.workers.is_alone and self.parts.group.is_alone
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits on the host for other ranks: they decide it there."""
+        return not self.is_alone and self.on_device is None
 
     @property
     def step(self) -> int:
@@ -95,14 +104,32 @@ class Reducer:
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
         """Join groups, and start again the spans that were started through other exchanges."""
+        if exchange is not None:
+            self._refuse_half_summed()
         self._state.enter(Call.RECONNECT)
         if exchange is not None:
             _refuse_other_worker(self._loaded_from, (exchange.rank, exchange.world_size))
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
+            # Else what was sent before is gone, or not yet summed: another exchange of that kind goes on with it.
+            may_sum = not self._is_on_host and not self.workers.started and self._layout.tp_size == 1
+            self.workers.progress.may_sum_by_calls = may_sum
+            self._leave_device()
             with self._accumulator.arena.in_order():
                 self.workers.join(exchange, self._layout, self._in_parts)
+            if self.workers.progress.calls is not None and not self.workers.is_alone:
+                self._join_on_device(exchange, self.workers.progress.calls)
+
+    def _join_on_device(self, exchange: Exchange, calls: DeviceCalls) -> None:
+        told = replace(self._stats(_NO_TOTALS, self._told), weight=0, micro_batches=0, place="the beginning")
+        try:
+            stats_of_all(self.workers, told)  # names the settings that differ; a step has their digest only
+            bucket_bytes = self.workers.progress.bucket_bytes
+            self.on_device = DeviceSums(exchange, calls, self._accumulator, self._plan, bucket_bytes)
+        except BaseException:
+            exchange.close()  # others wait
+            raise
 
     def start(self, spans: Iterable[Span], *, in_background: bool = True) -> None:
         """Start spans that hold all that this worker contributes: they are sent from now on, or in `agree`."""
@@ -112,13 +139,23 @@ class Reducer:
         for span in new:
             self._accumulator.close_span(span)
             self._to_mean(span)
-        if new:
+        if new and self.on_device is not None:
+            with self._accumulator.changing(self._state.ask(Event.SEND)):
+                self.workers.started.update(span.key for span in new)
+                self.on_device.start(new)
+        elif new:
             with self._accumulator.arena.in_order():
                 self._state.enter(Event.SEND)
                 self.workers.start(*new, in_background=in_background)
 
     def agree(self) -> StepStats:
-        """Sum the arena over all workers, and return the step's stats, the same on all of them."""
+        """Sum the arena over all workers, and return the step's stats, the same on all of them.
+
+        Where the workers sum on their GPUs, the sums are only queued, and the totals known on the device alone.
+
+        Raises:
+            WindowError: No worker had a micro-batch; all go on with the next step.
+        """
         is_alone, accumulator = self.is_alone, self._accumulator
         if self._loaded_from is not None:
             _refuse_other_worker(self._loaded_from, self.worker)
@@ -130,8 +167,13 @@ class Reducer:
         accumulator.close(measure=is_alone or self.workers.is_alone)
         if is_alone:
             accumulator.measure_rest()
-        self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # a lone worker's are not compared
+        if self.on_device is not None:
+            self.agreed = self._agree_on_device(self.on_device)
+        else:
+            self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # a lone worker's are not compared
         self._state.enter(Event.AGREE)
+        if self.on_device is None and not self.agreed.micro_batches:
+            raise self._nothing_to_step()
         return self.agreed
 
     def divisor(self, stats: StepStats) -> float:
@@ -139,7 +181,7 @@ class Reducer:
 
         NaN where a weight was bad.
         """
-        if isinstance(stats.weight, DeviceWeight):
+        if self.on_device is not None or isinstance(stats.weight, DeviceWeight):
             return 1.0
         if self._average == "sum" and not math.isnan(stats.weight):
             return self.workers.exchange.world_size if self.workers.exchange else 1
@@ -165,6 +207,7 @@ class Reducer:
         """
         now, self._state.now = self._state.now, State.BROKEN  # until the next one is open
         if now in {State.SENDING, State.FAILED, State.BROKEN}:
+            self._leave_device()
             for group in (self.workers, self.parts.group):
                 group.leave()
         self._begin(self.step + (now is State.AGREED or is_queued))
@@ -175,11 +218,12 @@ class Reducer:
         The step counts as not made, even if only its result was missing; ranks that have made it then differ in number.
         """
         self._state.now = State.BROKEN
+        self._leave_device()
         for group in (self.workers, self.parts.group):
             group.progress.step = step
             group.leave()
 
-    def nothing_to_step(self) -> WindowError:
+    def _nothing_to_step(self) -> WindowError:
         """End a step in which no worker had a micro-batch, as all of them know, and return the error to raise."""
         self.next_step()
         return WindowError(
@@ -188,6 +232,13 @@ class Reducer:
             expected="at least 1 on one of them",
             do="add() gradients first; all workers go on with the next step",
         )
+
+    def refuse_other_group(self, sums: object) -> None:
+        """Raise `CallerError` where a window was captured with other workers, or alone, or a step waits for others."""
+        if self.waits:
+            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+        if sums is not self.on_device:
+            raise CallerError("the window was captured with other workers", do="capture it again")
 
     def refuse_other_worker(self, whose: Worker | None) -> None:
         """Raise `WindowError` if an exchange is joined in which this is not the worker that saved the window."""
@@ -207,6 +258,8 @@ class Reducer:
         for group in (self.workers, self.parts.group):
             if group.exchange is not None:
                 group.restart()
+        if self.on_device is not None:
+            self.on_device.restart()
         self._means, self.agreed, self._loaded_from = set(), None, None
         self._accumulator.drop_window()
         self.workers.progress.step = self.parts.group.progress.step = step
@@ -227,12 +280,38 @@ class Reducer:
         with _KeptIfItFails(self._state):
             self._sum_over_workers()
             self._state.enter(Event.SEND)
-            told = {**self._settings, "tensor-parallel group": self.parts.described}
-            stats = self.parts.agree(self._stats(self._totals(), told))
+            stats = self.parts.agree(self._stats(self._totals(), self._told))
             if not self.workers.is_alone:
                 stats = agree(self.workers, stats)
         self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
         return stats
+
+    def _agree_on_device(self, sums: DeviceSums) -> StepStats:
+        accumulator = self._accumulator
+        self.start(self._layout.spans)
+        count, weight = accumulator.accumulated_count, accumulator.weight
+        part = {"sum": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
+        with accumulator.changing():
+            sums.finish((part, weight, count), self.step, self._told)
+        accumulator.forget_measured()
+        accumulator.measure_rest()
+        mine, batches = self._stats(_NO_TOTALS, {}), sums.micro_batches
+        return replace(mine, weight=sums.weight, micro_batches=batches, on_device=sums.divisor, ask_device=sums.unused)
+
+    @property
+    def _told(self) -> Mapping[str, str]:
+        """What all workers must have alike."""
+        return {**self._settings, "tensor-parallel group": self.parts.described}
+
+    def _refuse_half_summed(self) -> None:
+        if self.on_device is not None and self.workers.started:
+            what, do = f"step {self.step} is half summed on GPUs, and cannot be resumed", "discard() it on every rank"
+            raise WindowError(what, do=do)
+
+    def _leave_device(self) -> None:
+        if self.on_device is not None:
+            self.on_device.leave()
+            self.on_device = None
 
     def _sum_over_workers(self) -> None:
         if self.workers.is_alone:
@@ -258,7 +337,8 @@ class Reducer:
         accumulator = self._accumulator
         count, place = accumulator.accumulated_count, self._place if settings else ""
         weight = accumulator.total_weight if settings else accumulator.weight  # alone nobody is told
-        return StepStats(weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1))
+        there, workers = weight if isinstance(weight, DeviceWeight) else None, min(count, 1)
+        return StepStats(weight, count, totals, accumulator.unused, settings, place, workers, there)
 
     def _to_mean(self, span: Span) -> None:
         """If workers' means are averaged, turn the span's sum into this worker's mean, only once in a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradengine.accumulate.window import ordered_sum
 from gradengine.errors import ExchangeError, ProtocolError
-from gradengine.kernels import Float64
+from gradengine.kernels import DeviceWeight, Float64
 from gradengine.reduction.all_reduce import AllReduce
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -24,13 +24,20 @@ _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 
 class StepStats:
     """One worker's part of a window, or all workers' together."""
 
-    weight: Any  # a float; of one worker on a GPU perhaps a `DeviceWeight`
-    micro_batches: int
+    weight: Any  # a float; on a GPU perhaps a `DeviceWeight`, or of ranks that sum there an array, as `micro_batches`
+    micro_batches: Any
     totals: Float64  # squared sum of each component
     unused: Flags
     settings: Mapping[str, str] = field(default_factory=dict)  # those that must be the same on all workers
     place: str = ""  # the tag of the step
     workers: int = 1  # workers that had a micro-batch
+    on_device: DeviceWeight | None = None  # the part of the divisor that only the device knows
+    ask_device: Callable[[], Flags] | None = None  # tells what no rank used, where `unused` is this rank's own
+
+    def unused_by_all(self) -> Flags:
+        """The components without a gradient on any rank; where only a device knows them, this waits for it."""
+        # A component that this rank has used is not unused: if it has used all, no device need be asked.
+        return self.unused if self.ask_device is None or not self.unused.any() else self.ask_device()
 
 
 def agree(group: AllReduce, mine: StepStats) -> StepStats:

@@ -1,0 +1,69 @@
+"""One of two ranks on one GPU, by a process group of torch with NCCL: `python bench/gpu_nccl.py RANK FOLDER`.
+
+Its last line is JSON: a digest of each step's gradients, eager and replayed. `found_by` gives the same over threads.
+"""
+
+import hashlib
+import importlib
+import json
+import sys
+
+import numpy as np
+
+from gradengine import GradientEngine, GradientLayout, connect
+
+RANKS, STEPS = 2, 3
+LAYOUT = GradientLayout.of({"layers.0.w": (1 << 20,), "layers.0.b": (7,), "layers.1.w": (300, 77), "head": (5, 3)})
+ENVIRONMENT = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # of NCCL 2.30: before it one rank has a GPU alone
+
+
+def found_by(exchange, *, captures):
+    """What each step hands back over this exchange: eager ones, then of one window that is captured or not."""
+    xp = importlib.import_module("cupy")
+    engine = GradientEngine(LAYOUT, "cuda", exchange=exchange, micro_batches=2)
+    batches = [[xp.empty(slot.shape, np.float32) for slot in LAYOUT.slots] for _ in range(2)]
+
+    def fill(step):
+        for k, batch in enumerate(batches):
+            for i, array in enumerate(batch):
+                seed = np.random.default_rng([exchange.rank, step, k, i])
+                array.set(seed.standard_normal(array.shape, np.float32))
+
+    def window():
+        for k, batch in enumerate(batches):
+            engine.add(batch, weight=1.0 + k + 2 * exchange.rank)
+        return engine.step()
+
+    def digest(result):
+        data = b"".join([array.get().tobytes() for array in result.gradients.values()])
+        return hashlib.sha256(data).hexdigest()[:16]
+
+    found = []
+    for step in range(STEPS):
+        fill(step)
+        found.append(digest(window()))
+    if captures:
+        with engine.capture() as graph:
+            window()
+    for step in range(STEPS, 2 * STEPS):
+        fill(step)
+        found.append(digest(graph.replay() if captures else window()))
+    engine.check()
+    return found
+
+
+def main(rank, folder):
+    """Be a rank."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(0)
+    meeting = f"file://{folder}/meeting"
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", init_method=meeting, rank=rank, world_size=RANKS)
+    with connect(process_group=torch.distributed.group.WORLD, join_timeout=30) as exchange:
+        found = found_by(exchange, captures=True)
+        link = exchange.link
+    torch.distributed.destroy_process_group()
+    print(json.dumps([link, *found]))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,247 @@
+"""A step's sums over workers by a process group's own calls on their GPUs: all of it is queued, nothing waits.
+
+Each share is summed by its owner in rank order from rank 0's value on, with K1, as everywhere. In rounds of at most one
+share of each owner, one call brings each owner the parts of its share, and another sends its sum to all. They run on a
+stream of their own, as their spans complete, while backward goes on; a step's other work is ordered by events. What
+the ranks would tell each other on the host goes by one more call, and is added up on the device: a few numbers of each,
+and which components it had no gradient for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.arrays.buffer import Buffer
+from gradengine.errors import PeerLost
+from gradengine.exchange.device_calls import DeviceCalls
+from gradengine.exchange.linked import Exchange
+from gradengine.exchange.shares import ReadyShares, Share, rounds_of, shares_of
+from gradengine.kernels import ClipPlan, Contribution, CudaKernels, DeviceWeight, FoldPass, SlotSet
+from gradengine.kernels.decision import Scalar
+from gradengine.layout.slots import ALIGNMENT, Span
+from gradengine.reduction.stats import Flags
+
+_HEADER = 5  # words of `Told` in tally.cu
+_STEP = 3  # the word with the step's number
+
+
+class _Round(NamedTuple):
+    """One call each way, as torch's tensors by rank, and what is summed between them."""
+
+    parts: Sequence[Any]
+    rows: Sequence[Any]
+    fold: FoldPass | None  # None where this rank owns no share of it
+    own: Sequence[Any]
+    sums: Sequence[Any]
+
+
+@final
+class DeviceSums:
+    """One rank's side of the sums, for one group and one arena on a GPU.
+
+    Args:
+        exchange: Joined by engines that all sum on their GPUs.
+        calls: The exchange's.
+        accumulator: What is summed; its kernels are a GPU's.
+        plan: By which K2 decides of it.
+        bucket_bytes: Bytes of a share. The memory that this takes is as much for each rank.
+
+    Raises:
+        OutOfDeviceMemory: The device has not so much left.
+        PeerLost: The group's calls fail already.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        calls: DeviceCalls,
+        accumulator: PerBlockGradientAccumulator,
+        plan: ClipPlan,
+        bucket_bytes: int,
+    ) -> None:
+        assert isinstance(accumulator.kernels, CudaKernels)  # noqa: S101  (asked for of a GPU alone)
+        self._accumulator, self._kernels, self._calls = accumulator, accumulator.kernels, calls
+        self._device = device = accumulator.kernels.device
+        self._rank, self._ranks = exchange.rank, exchange.world_size
+        self._verdict = self._kernels.decision(accumulator.arena, plan).memory
+        shares = shares_of(accumulator.layout, self._ranks, self._ranks * bucket_bytes)
+        self._ready = ReadyShares(accumulator.layout, shares)
+        with device.active():
+            self._stream = device.xp.cuda.Stream(non_blocking=True)
+        with device.on(self._stream):
+            self._make_rounds(shares)
+            self._make_told()
+        self._behind: Any = None  # an event after the calls that the arena's other work is not ordered after
+        self._failure: PeerLost | None = None
+        self._there: dict[int, Any] = {}  # by word of what is told: what the device knows of it
+        self._is_under_way = False  # some of this step's calls were made, and not all
+        self._queue(self._gather)  # so that NCCL comes up now, and not in the first step, or within a capture
+        self._is_under_way = False
+
+    def start(self, spans: Sequence[Span]) -> None:
+        """These spans hold all that this rank contributes. Within the arena's order; what fails, `finish` raises."""
+        ready = [share for span in spans for share in self._ready.complete(span) if share.number in self._rounds]
+        if not ready or self._failure is not None:
+            return
+        try:
+            self._queue(lambda: self._sum([self._rounds[share.number] for share in ready]))
+        except PeerLost as fault:
+            self._failure = fault
+
+    def finish(self, facts: Sequence[float | DeviceWeight], step: int, settings: Mapping[str, str]) -> None:
+        """Have the work that is queued next come after the sums of all spans, which are started, and what ranks tell.
+
+        Within the arena's order.
+
+        Args:
+            facts: This rank's part of what the sum is divided by, its weight, and its micro-batches: as numbers, or
+                the window's last weight where the device adds these up.
+            step: Its number, which all ranks must have alike.
+            settings: What all ranks must have set alike.
+
+        Raises:
+            PeerLost: A call of this step failed: what the arena holds is neither a sum nor this rank's own.
+        """
+        if self._failure is not None:
+            raise self._failure
+        on_host = [0.0 if isinstance(fact, DeviceWeight) else fact for fact in facts]
+        self._words[: len(facts)].view(np.float64)[:] = on_host
+        self._there = {i: fact.total for i, fact in enumerate(facts) if isinstance(fact, DeviceWeight)}
+        self._words[_STEP] = step
+        digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
+        self._words[_STEP + 1] = int.from_bytes(digest[:8], "little", signed=True)
+        self._flags[:] = self._accumulator.unused
+        self._queue(self._tell)
+        self._is_under_way = False
+        self._order()
+
+    @property
+    def divisor(self) -> DeviceWeight:
+        """What the sum is divided by; NaN where the ranks are not in one step, or none has a micro-batch."""
+        return DeviceWeight(None, self._sums.view(np.uint8))
+
+    @property
+    def weight(self) -> Scalar:
+        """Of all ranks' micro-batches."""
+        return self._sums[1:2].reshape(())
+
+    @property
+    def micro_batches(self) -> Scalar:
+        """Of all ranks."""
+        return self._sums[2:3].reshape(())
+
+    def unused(self) -> Flags:
+        """Which components got no gradient on any rank, in the step that was queued last; waits for it."""
+        told = self._accumulator.arena.partials.order.read(self._told)
+        flags = told[:, _HEADER:].view(np.uint8)[:, : self._accumulator.unused.size] != 0
+        unused: Flags = np.logical_and.reduce(flags)
+        return unused
+
+    def restart(self) -> None:
+        """The step begins anew, or the next one does. What is queued on the arena from now on is after all calls."""
+        self._ready.restart()
+        if self._behind is not None:
+            with self._accumulator.arena.in_order():
+                self._order()
+
+    def leave(self) -> None:
+        """The group is not used any more; by nobody, where others may wait in a call that this rank did not make."""
+        self.restart()
+        if self._is_under_way:
+            self._calls.leave_uneven()
+
+    # ---- inside ----
+
+    def _make_rounds(self, shares: Sequence[Share]) -> None:
+        """Make the memory of the parts that come, and all that each round needs."""
+        device, accumulator, rank = self._device, self._accumulator, self._rank
+        mine = [share for share in shares if share.owner == rank]
+        width = -(-max([share.size for share in mine], default=0) // ALIGNMENT) * ALIGNMENT
+        self._parts = device.allocate(self._ranks * width)
+        memory = accumulator.memory
+        self._owned = self._kernels.arena([memory.part(share.start, share.stop) for share in mine])
+        slot_sets = {share.number: SlotSet([position]) for position, share in enumerate(mine)}
+        self._kernels.prepare(self._owned, [*slot_sets.values()])
+        self._spare = device.allocate(1 + self._ranks)
+        arena, parts, spare = (
+            self._calls.tensor(device.array(each, (each.size,))) for each in (memory, self._parts, self._spare)
+        )
+        # Where there is nothing to move one element goes from nowhere to nowhere: NCCLs differ in what is empty.
+        ranks, starts = range(self._ranks), [r * width for r in range(self._ranks)]
+        nothing, nowhere = spare[:1], [spare[1 + r : 2 + r] for r in ranks]
+        self._rounds: dict[int, _Round] = {}  # by its first share
+        for group in rounds_of(shares):
+            theirs = {share.owner: arena[share.start : share.stop] for share in group}
+            own = next((share for share in group if share.owner == rank), None)
+            mine = theirs.get(rank, nothing)
+            rows = nowhere if own is None else [parts[start : start + own.size] for start in starts]
+            self._rounds[group[0].number] = _Round(
+                parts=[theirs.get(r, nothing) for r in ranks],
+                rows=rows,
+                fold=None if own is None else self._fold(slot_sets[own.number], starts, own.size),
+                own=[nothing if r == rank else mine for r in ranks],
+                sums=[nowhere[r] if r == rank else theirs.get(r, nowhere[r]) for r in ranks],
+            )
+
+    def _fold(self, slots: SlotSet, starts: Sequence[int], size: int) -> FoldPass:
+        rows: list[list[Buffer | None]] = [[self._parts.part(start, start + size)] for start in starts]
+        contributions = [Contribution.of(slots, row) for row in rows]
+        return FoldPass(slots, np.ones(1, np.bool_), contributions, [np.float32(1)] * len(rows), stays=True)
+
+    def _make_told(self) -> None:
+        """Make what this rank tells, and where all ranks' rows come."""
+        flags = self._accumulator.unused.size
+        self._words = np.zeros(_HEADER + -(-flags // 8), np.int64)
+        self._flags = self._words[_HEADER:].view(np.uint8)[:flags]
+        upload = self._device.upload
+        self._mine, self._told = upload(self._words), upload(np.zeros((self._ranks, self._words.size), np.int64))
+        self._sums = upload(np.zeros(3))
+        self._verdict.order.keep(self._told, self._sums)  # which are read on the engine's streams too
+        mine, told = self._calls.tensor(self._mine), self._calls.tensor(self._told)
+        self._tells, self._told_by = [mine] * self._ranks, [told[r] for r in range(self._ranks)]
+
+    def _queue(self, work: Callable[[], object]) -> None:
+        """Have work be queued after what the current stream has to do, on our own stream; in a capture on that one."""
+        device = self._device
+        is_capturing, before = device.is_capturing(), device.record()
+        self._is_under_way = not is_capturing  # until `finish`
+        with device.on(None if is_capturing else self._stream):
+            stream = device.current_stream()
+            if not is_capturing:
+                stream.wait_event(before)
+            self._current = self._calls.stream(stream.ptr, device.ordinal)
+            work()
+            # Whoever drops the engine, or the graph that this is recorded in, drops nothing that the work still needs.
+            device.drop(self, self._accumulator.memory)
+            self._behind = None if is_capturing else device.record()
+
+    def _sum(self, rounds: Sequence[_Round]) -> None:
+        for one in rounds:
+            self._calls.all_to_all(one.rows, one.parts, self._current)
+            if one.fold is not None:
+                self._kernels.accumulate(self._owned, one.fold)
+            self._calls.all_to_all(one.sums, one.own, self._current)
+
+    def _tell(self) -> None:
+        device = self._device
+        device.copied_into(self._mine, self._words)
+        for word, fact in self._there.items():
+            device.copy_within(self._mine[word : word + 1], fact)
+        if device.is_capturing():  # a graph that is replayed counts by itself
+            device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("steps"))
+        self._gather()
+        self._kernels.tally(self._told, self._ranks, self._sums)
+
+    def _gather(self) -> None:
+        self._calls.all_to_all(self._told_by, self._tells, self._current)
+
+    def _order(self) -> None:
+        """Have the current stream, in the arena's order, wait for the calls."""
+        if self._behind is not None:
+            self._device.current_stream().wait_event(self._behind)
+            self._behind = None
