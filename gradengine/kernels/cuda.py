@@ -90,10 +90,7 @@ class CudaKernels(Kernels):
         partials = _partials(arena) if measure else (_NULL, _NULL)
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
         recorded = self.device.recorded
-        if recorded is None or fold.stays:
-            rows = fold.addresses(columns)
-        else:
-            rows = recorded.addresses_of(fold, columns)
+        rows = fold.addresses(columns) if recorded is None or fold.stays else recorded.addresses_of(fold, columns)
         for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
             weights: list[Weight] = list(fold.weights[first : first + columns])
             weights += [np.float32(1)] * (columns - len(weights))
