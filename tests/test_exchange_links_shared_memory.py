@@ -197,7 +197,7 @@ def test_what_is_not_in_its_memory_a_rank_cannot_lend(stranger, is_shown, way, s
     link.receive(1, 7, sink) if way == "receive" else link.borrow(1, 7)
     show(theirs, memory, lent(7, start, size), times=int(is_shown))
     what = (
-        rf"rank 1 lends rank 0 a range outside of its memory, with tag 7: got {size} bytes from {start}, expected with"
+        rf"rank 1 lends rank 0 a range outside of its memory, with tag 7: got {size} bytes from {start}, expected within"
     )
     for _ in range(2):
         with pytest.raises(ProtocolError, match=f"{what} {400 * is_shown}"):
