@@ -80,7 +80,7 @@ def test_what_cannot_be_done_with_one_connection_ends_that_alone(listener, where
             raise OSError(number, os.strerror(number))
 
     def made(own, connection, who, left=None):
-        if where == "line" and who == "an unknown caller":
+        if where == "line" and who == "a caller":
             refuse(connection)
         line(own, connection, who, left)
 
