@@ -217,10 +217,10 @@ class TestOrder:
 
     def test_a_graph_for_other_arrays(self, device, lender):
         """Recorded with the device's own arrays, then for a lender's."""
-        engine, out, own = new_engine(device), filled(device, 0), filled(device, 1)
+        engine, out, own, first = new_engine(device), *(filled(device, value) for value in range(3))
         with engine.capture() as graph:
             engine.add(own)
-            engine.step()
+            engine.step(out=first)
         graph.repoint([lender.lent()], out=lender.lent(out))
         write = lender.writes(9)
         write()
@@ -286,7 +286,9 @@ class TestALenderThatRecords:
             engine.add(lender.lent(), weight=4)
         lent = lender.lent(other)
         lender.stream.begin_capture()
-        refused = pytest.raises(CallerError, match=f"records a graph on its stream: got stream {lender.stream.ptr:#x}")
+        refused = pytest.raises(
+            CallerError, match=f"recording a graph on its stream: got stream {lender.stream.ptr:#x}"
+        )
         with named_cuda(device), nothing_is_launched(device), refused:
             CALLS[call](engine, lent)
         lender.stream.end_capture()  # which is still valid
@@ -301,7 +303,7 @@ class TestALenderThatRecords:
         accumulator.add(filled(device, 1))
         lent = lender.lent(workspace)[:1]
         lender.stream.begin_capture()
-        with nothing_is_launched(device), pytest.raises(CallerError, match="records a graph on its stream"):
+        with nothing_is_launched(device), pytest.raises(CallerError, match="recording a graph on its stream"):
             accumulator.copy_block_to(0, lent)
         lender.stream.end_capture()
         assert all_are(workspace, 5)
@@ -312,7 +314,7 @@ class TestALenderThatRecords:
         engine, gradients = new_engine(device, hold=2), filled(device, 1)
         engine.add(lender.lent())
         lender.stream.begin_capture()
-        with pytest.raises(CallerError, match="records a graph on its stream"):
+        with pytest.raises(CallerError, match="recording a graph on its stream"):
             engine.add(gradients) if call == "add" else engine.accumulator.block(0)
         lender.stream.end_capture()
         engine.discard()
@@ -326,7 +328,7 @@ class TestALenderThatRecords:
         lender.writes(3)()
         engine.add(lender.lent())
         lender.stream.begin_capture()
-        with nothing_is_launched(device), pytest.raises(CallerError, match="records a graph on its stream"):
+        with nothing_is_launched(device), pytest.raises(CallerError, match="recording a graph on its stream"):
             engine.add(gradients) if call == "add" else engine.accumulator.block(0)
         lender.stream.end_capture()
         assert engine.accumulator.accumulated_count == 1
@@ -340,7 +342,7 @@ class TestALenderThatRecords:
             engine.add(lent)
             engine.step()
         lender.stream.begin_capture()
-        with nothing_is_launched(device), pytest.raises(CallerError, match="records a graph on its stream"):
+        with nothing_is_launched(device), pytest.raises(CallerError, match="recording a graph on its stream"):
             graph.replay()
         lender.stream.end_capture()
         assert engine.current_step == 0
@@ -577,9 +579,26 @@ class TestJax:
             engine.add(others)
             engine.step()
         assert [array.asked for array in given[0]] == [[], []]
-        with pytest.raises(BufferRefused, match=message):
-            graph.repoint([given[0]])
         assert all_are(graph.replay().gradients.values(), 4)
+
+    @pytest.mark.usefixtures("lazy")
+    def test_is_replayed_once_the_graph_was_given_its_address_and_kept_until_that_is_done(self, emulated, given):
+        engine, others, freed = new_engine(emulated), filled(emulated, 4), [array.freed for array in given[0]]
+        with engine.capture() as graph:
+            engine.add(others)
+            engine.step()
+        keep_busy(emulated)
+        graph.repoint([given[0]])
+        result = graph.replay()
+        given[0].clear()
+        graph.repoint([others])
+        gc.collect()
+        assert freed == [[], []]
+        assert all_are(result.gradients.values(), 3)
+        synchronize(emulated)
+        engine.add(filled(emulated, 1))
+        gc.collect()
+        assert [len(calls) for calls in freed] == [1, 1]
 
 
 class StubEvent:
