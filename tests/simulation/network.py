@@ -7,7 +7,6 @@ import socket
 from collections import deque
 from selectors import EVENT_READ, EVENT_WRITE
 from types import SimpleNamespace
-from unittest import mock
 from weakref import WeakSet
 
 from simulation.clock import VirtualBell, VirtualLock
@@ -35,9 +34,11 @@ class Stream:
 class VirtualSocket:
     """What the exchange uses of a socket."""
 
-    def __init__(self, family, kind=None, *, network):
-        self.family, self.network, self.clock = family, network, network.clock
-        self.process, self.number, self.timeout = network.clock.current.process, next(network.numbers), None
+    network = clock = None  # of the schedule: see `Network.installed`
+
+    def __init__(self, family=socket.AF_INET, kind=None):
+        self.family, self.process = family, self.clock.current.process
+        self.number, self.timeout = next(self.network.numbers), None
         self.inbox = self.peer = self.address = self.backlog = self.task = None
         self.is_closed = self.is_shut = False
         self.watchers = {}
@@ -90,7 +91,7 @@ class VirtualSocket:
             raise TimeoutError("timed out")
         if listener is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        other = VirtualSocket(self.family, network=network)
+        other = type(self)(self.family)
         del self.process.sockets[other]
         other.process = listener.process
         listener.process.sockets[other] = True
@@ -137,7 +138,8 @@ class VirtualSocket:
         if not stream.is_local:
             self.network.operation(self.process)
         self._refuse_closed()
-        self._wait_for(lambda: self.is_readable)
+        if not self.is_readable:
+            self._wait_for(lambda: self.is_readable)
         if not stream.pieces:
             if stream.ending[1] == _RESETS:
                 raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
@@ -332,7 +334,7 @@ class Network:
 
     def pair(self):
         """A socket pair within a process."""
-        one, other = (VirtualSocket(socket.AF_UNIX, network=self) for _ in range(2))
+        one, other = (sockets.socket.socket(socket.AF_UNIX) for _ in range(2))
         self.join(one, other, is_local=True)
         return one, other
 
@@ -389,38 +391,43 @@ class Network:
     @contextlib.contextmanager
     def installed(self):
         """A context in which the exchange uses this network, its clock and its tasks, and is otherwise as it is."""
-        clock, family = self.clock, socket.AF_INET
-
-        class Socket(VirtualSocket):
-            def __init__(this, family=family, kind=None):
-                super().__init__(family, kind, network=self)
-
-        names = {name: getattr(socket, name) for name in dir(socket) if name.isupper() or name.startswith("TCP_")}
-        module = SimpleNamespace(**names, socket=Socket, socketpair=self.pair)
-        choosing = SimpleNamespace(**vars(selectors) | {"DefaultSelector": lambda: VirtualSelector(clock)})
-        time = SimpleNamespace(monotonic=clock, sleep=clock.pause)
-        threads = SimpleNamespace(
+        clock = self.clock
+        virtual_socket = _Namespace(
+            socket, socket=type("socket", (VirtualSocket,), {"network": self, "clock": clock}), socketpair=self.pair
+        )
+        virtual_selectors = _Namespace(selectors, DefaultSelector=lambda: VirtualSelector(clock))
+        virtual_time = SimpleNamespace(monotonic=clock, sleep=clock.pause)
+        virtual_thread = SimpleNamespace(
             start_new_thread=lambda work, arguments: clock.spawn(clock.current.process, work, *arguments),
             get_ident=lambda: id(clock.current),
         )
         replaced = [
-            (pump, {"_thread": threads, "Bell": lambda: VirtualBell(clock)}),
-            (link, {"time": time}),
-            (mesh, {"socket": module, "selectors": choosing, "time": time}),
-            (addresses, {"socket": module}),
-            (line, {"socket": module}),
-            (
-                sockets,
-                {
-                    "socket": module,
-                    "selectors": choosing,
-                    "threading": SimpleNamespace(Lock=lambda: VirtualLock(clock)),
-                    "_links": WeakSet(),
-                    "_sockets": WeakSet(),
-                },
-            ),
+            (pump, "_thread", virtual_thread),
+            (pump, "Bell", lambda: VirtualBell(clock)),
+            (link, "time", virtual_time),
+            (mesh, "time", virtual_time),
+            *((module, "socket", virtual_socket) for module in (mesh, addresses, line, sockets)),
+            *((module, "selectors", virtual_selectors) for module in (mesh, sockets)),
+            (sockets, "threading", SimpleNamespace(Lock=lambda: VirtualLock(clock))),
+            (sockets, "_links", WeakSet()),  # closed when the real process ends
+            (sockets, "_sockets", WeakSet()),
         ]
-        with contextlib.ExitStack() as stack:
-            for module, names in replaced:
-                stack.enter_context(mock.patch.multiple(module, **names))
+        kept = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+        try:
+            for each in replaced:
+                setattr(*each)
             yield
+        finally:
+            for each in kept:
+                setattr(*each)
+
+
+class _Namespace:
+    """A module with some names replaced."""
+
+    def __init__(self, module, **names):
+        self._module = module
+        vars(self).update(names)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)

@@ -19,7 +19,7 @@ TOKEN = "a secret of all ranks"
 PORT = 5000
 TIMEOUT, JOIN_TIMEOUT = 1.0, 1.5  # seconds of the virtual clock
 LIMIT = 200.0  # a rank that goes on then hangs: each try ends after some seconds
-PATIENCE = 8.0  # a rank that has failed and gets no further for so long gives up
+PATIENCE = 5.0  # a rank that has failed and gets no further for so long gives up
 
 
 class Wrong(AssertionError):
@@ -35,8 +35,8 @@ class Schedule:
         self.random = self.clock.random
         self.network = Network(self.clock)
         self.network.processes = []
-        self.world_size = self.random.choice([2, 2, 3, 3, 4])
-        self.steps = self.random.randint(1, 3)
+        self.world_size = self.random.choice([2, 2, 2, 3, 3, 4])
+        self.steps = self.random.choice([1, 1, 2, 2, 3])
         self.layout = self._layout()
         self.bucket_bytes = self.random.choice([4, 100, 300, 4096])
         self.on_devices = {rank for rank in range(self.world_size) if self.random.random() < 0.15}
@@ -45,6 +45,9 @@ class Schedule:
         self.ranks = []  # the newest process of each rank
         self.gone = set()  # ranks that died and do not come back
         self.failures, self.happened = [], 0
+        self.first_failures = []  # of each rank that had joined
+        self.may_lose_windows = False  # a process has died, or a bit was flipped
+        self.suspects = set()  # the ranks at the faults of which others hear at once
 
     def run(self):
         """Run to the end; raises `Wrong` if that is not as it must be."""
@@ -55,6 +58,20 @@ class Schedule:
                 rank.begin()
             hanging = self.clock.run()
         self._check(hanging)
+
+    @property
+    def described(self):
+        return (
+            f"seed {self.seed}: {self.world_size} ranks, {self.steps} steps, {len(self.layout.slots)} components, "
+            f"bucket_bytes={self.bucket_bytes}, on devices: {sorted(self.on_devices)}"
+        )
+
+    @property
+    def ending(self):
+        """How the schedule ended, for a table."""
+        if any(rank.ended for rank in self.ranks):
+            return "in one error"
+        return "in the sums after errors" if self.failures else "in the sums"
 
     def note(self, who, *what):
         self.log.append(
@@ -71,8 +88,9 @@ class Schedule:
         """What a rank has in a step's arena: zero between components; numbers of several magnitudes."""
         rng = np.random.default_rng([self.seed, rank, step, window])
         arena = np.zeros(self.layout.arena_size, np.float32)
+        values = rng.standard_normal(arena.size, np.float32) * np.float32(10) ** rng.integers(-3, 4, arena.size)
         for slot in self.layout.slots:
-            arena[slot.offset : slot.stop] = rng.standard_normal(slot.size) * 10.0 ** rng.integers(-3, 4, slot.size)
+            arena[slot.offset : slot.stop] = values[slot.offset : slot.stop]
         return arena
 
     def _draw_faults(self):
@@ -95,6 +113,7 @@ class Schedule:
         other = (rank + self.random.randrange(1, self.world_size)) % self.world_size
         silent, seconds = self.random.random() < 0.3, self.random.choice([0.0, 0.0, 0.3, 2.0])
         self.note("fault", f"cut between {rank} and {other}", "silent" if silent else "", f"for {seconds} s")
+        self.suspects |= set() if silent else {rank, other}
         self.network.cut(host(rank), host(other), seconds, is_silent=silent)
 
     def _slow(self, rank):
@@ -102,7 +121,7 @@ class Schedule:
         self.ranks[rank].process.slowness = 100.0
 
     def _sleep(self, rank):
-        seconds = self.random.choice([0.1, 0.5, 3.0])
+        seconds = self.random.choice([0.1, 0.5, 2.5])
         self.note("fault", f"rank {rank} sleeps for {seconds} s")
         self.ranks[rank].process.sleeps_until = self.clock.now + seconds
 
@@ -116,6 +135,8 @@ class Schedule:
             self.clock.after(self.random.choice([0.01, 0.2, 2.0]), self._come_back, rank, dying.step)
         else:
             self.gone.add(rank)
+        self.may_lose_windows = True
+        self.suspects |= set() if silent else {rank}
         self.network.kill(dying.process, is_silent=silent)
 
     def _return(self, rank):
@@ -149,6 +170,7 @@ class Schedule:
     def _flip(self, rank):
         self.note("fault", "a bit is flipped")
         self.network.flips += 1
+        self.may_lose_windows = True
 
     def exchange(self, rank):
         """An exchange that has not joined."""
@@ -169,7 +191,10 @@ class Schedule:
         alive = [rank for rank in self.ranks if not rank.process.is_dead]
         errors = [rank.ended for rank in alive if rank.ended is not None]
         if not self.happened and self.failures:
-            raise Wrong("without a fault rank {} failed: {}".format(*self.failures[0]))
+            raise Wrong(f"without a fault: {self.failures[0]}")
+        if any(self.windows) and not self.may_lose_windows:
+            raise Wrong("a step that could be resumed was accumulated again")
+        self._check_names()
         # Some may have gone on while the last message to another was lost; nobody can go back.
         if not errors or len({rank.step for rank in alive}) > 1:
             return
@@ -178,6 +203,14 @@ class Schedule:
         named = any(re.search(rf"\b{each}\b", str(error)) for error in errors for each in self.gone)
         if not named or {type(error) for error in errors} != {PeerLost}:
             raise Wrong(f"ranks {sorted(self.gone)} are gone, and the others say: {errors}")
+
+    def _check_names(self):
+        """After one fault of which others hear at once, each rank's first error in a group names who was at fault."""
+        if self.happened > 1 or not self.suspects:
+            return
+        for rank, error in self.first_failures:
+            if not any(re.search(rf"rank {each}\b", str(error)) for each in self.suspects):
+                raise Wrong(f"ranks {sorted(self.suspects)} were at fault, and rank {rank} says: {error}")
 
     def _check_sums(self, step):
         """All that went on did so with the same bytes: the fold in rank order of their own windows."""
@@ -214,7 +247,7 @@ class Rank:
         self.memory = np.zeros(schedule.layout.arena_size, np.float32)
         self.arena = SlowArena(self.memory) if number in schedule.on_devices else self.memory
         self.exchange = self.ended = self.failing_since = None
-        self.refusals = 0  # for another step
+        self.has_failed, self.refusals = False, 0  # refusals for another step
 
     def begin(self):
         self.schedule.clock.spawn(self.process, self._live)
@@ -285,10 +318,13 @@ class Rank:
     def _fail(self, error):
         schedule = self.schedule
         self.note(f"{type(error).__name__}: {error}")
+        if self.exchange is not None and not self.has_failed:
+            schedule.first_failures.append((self.number, error))
+            self.has_failed = True
         if self.exchange is not None:
             self.exchange.close()
         self.exchange = None
-        schedule.failures.append((self.number, error))
+        schedule.failures.append(error)
         if self.failing_since is None:
             self.failing_since = schedule.clock.now
         self.refusals += isinstance(error, HandshakeRefused) and "is at another step" in str(error)
