@@ -297,7 +297,7 @@ class Pump(NotCopied, instead="make one for each link"):
             self._report_copies()
 
     def _report_copies(self) -> None:
-        """Report the copies as they end, until all have; first those that were over when a report before them failed."""
+        """Report the copies as they end, until all have; those first that were over when another's report failed."""
         copies = [each for each in self._over if each.peer == self._link.rank]
         self._over.clear()
         for completion in copies:

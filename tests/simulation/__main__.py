@@ -3,7 +3,6 @@
 import argparse
 import collections
 import concurrent.futures
-import os
 import sys
 import traceback
 
@@ -47,7 +46,7 @@ def run(first, count):
     """Run schedules on all cores, and print those that fail, and how to see them."""
     blocks = [range(start, min(start + _AT_A_TIME, first + count)) for start in range(first, first + count, _AT_A_TIME)]
     found, endings = [], collections.Counter()
-    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with concurrent.futures.ProcessPoolExecutor() as pool:
         for failures, ended in pool.map(failing, blocks):
             endings += ended
             found += failures

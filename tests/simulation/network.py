@@ -9,13 +9,13 @@ from selectors import EVENT_READ, EVENT_WRITE
 from types import SimpleNamespace
 from weakref import WeakSet
 
-from simulation.clock import VirtualBell, VirtualLock
-
 from gradengine.exchange import addresses, line, mesh, pump
 from gradengine.exchange.links import link, sockets
+from simulation.clock import VirtualBell, VirtualLock
 
 _DELAY = 2e-3  # seconds on the way, at most, for what is not lost on the first try
 _AGAIN = 0.05  # seconds until what was lost is sent again, at most
+_SHARE = 64, 2000  # bytes of a message with a share, if it has other bytes than one of a gather, or of a meeting
 _ENDS, _RESETS = "ends", "is reset"
 
 
@@ -119,14 +119,17 @@ class VirtualSocket:
         if not is_whole:
             if count <= 0:
                 raise BlockingIOError
-            count = self.network.some(min(count, len(data)), stream)
-            data = data[:count]
-        data = self.network.damaged(data, stream)
+            data = data[: self.network.some(min(count, len(data)), stream)]
+        fault = self.network.amid.pop(self.process, None) if _SHARE[0] < len(data) < _SHARE[1] else None
+        data = self.network.damaged(data if fault is None else data[: self.network.random.randrange(len(data))], stream)
         if not stream.is_cut and not self.peer.is_closed:
             stream.last = max(stream.last, self.clock.now + self.network.delay(stream))
             stream.pieces.append((stream.last, memoryview(data)))
             stream.size += len(data)
             self.peer.notify(stream.last - self.clock.now)
+        if fault is not None:
+            fault()
+            self.clock.refuse_stopped()
         return len(data)
 
     def recv(self, size, flags=0):
@@ -281,16 +284,18 @@ class VirtualSelector:
 class Network:
     """All sockets, and what becomes of the bytes between them.
 
-    `faults` are called when so many operations were made: a number of sends and receives over the network.
+    `faults` are called when so many operations were made: a number of sends and receives over the network; those of
+    `amid` when their process is in the middle of sending a share.
     """
 
     def __init__(self, clock):
         self.clock, self.random = clock, clock.random
+        self.processes = []
         self.listeners, self.numbers, self.ports = {}, iter(range(1, 1 << 30)), iter(range(20_000, 60_000))
         self.room = self.random.choice([1500, 6000, 1 << 20])
         self.loss = self.random.choice([0.0, 0.0, 0.02, 0.1])  # how often something has to be sent again
-        self.is_short = self.random.random() < 0.3  # reads and writes
-        self.operations, self.faults, self.flips, self.cuts = 0, {}, 0, {}
+        self.is_short = self.random.random() < 0.5  # reads and writes
+        self.operations, self.faults, self.amid, self.flips, self.cuts = 0, {}, {}, 0, {}
 
     # ---- chance ----
 
@@ -303,7 +308,7 @@ class Network:
 
     def some(self, count, stream):
         """How many of so many bytes are moved at once."""
-        if self.is_short and not stream.is_local and count > 1 and self.random.random() < 0.2:
+        if self.is_short and not stream.is_local and count > 1 and self.random.random() < 0.3:
             return self.random.randint(1, count)
         return count
 
@@ -392,10 +397,9 @@ class Network:
     def installed(self):
         """A context in which the exchange uses this network, its clock and its tasks, and is otherwise as it is."""
         clock = self.clock
-        virtual_socket = _Namespace(
-            socket, socket=type("socket", (VirtualSocket,), {"network": self, "clock": clock}), socketpair=self.pair
-        )
-        virtual_selectors = _Namespace(selectors, DefaultSelector=lambda: VirtualSelector(clock))
+        sort = type("socket", (VirtualSocket,), {"network": self, "clock": clock})
+        virtual_socket = SimpleNamespace(**vars(socket) | {"socket": sort, "socketpair": self.pair})
+        virtual_selectors = SimpleNamespace(**vars(selectors) | {"DefaultSelector": lambda: VirtualSelector(clock)})
         virtual_time = SimpleNamespace(monotonic=clock, sleep=clock.pause)
         virtual_thread = SimpleNamespace(
             start_new_thread=lambda work, arguments: clock.spawn(clock.current.process, work, *arguments),
@@ -420,14 +424,3 @@ class Network:
         finally:
             for each in kept:
                 setattr(*each)
-
-
-class _Namespace:
-    """A module with some names replaced."""
-
-    def __init__(self, module, **names):
-        self._module = module
-        vars(self).update(names)
-
-    def __getattr__(self, name):
-        return getattr(self._module, name)
