@@ -30,7 +30,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
 
 
 def test_faults_of_every_kind_happen_and_every_ending_is_seen():
-    schedules = [Schedule(seed) for seed in range(AT_A_TIME)]
+    schedules = [Schedule(seed) for seed in range(2 * AT_A_TIME)]
     for schedule in schedules:
         schedule.run()
     log = "\n".join(line for schedule in schedules for line in schedule.log)
