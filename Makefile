@@ -40,7 +40,7 @@ REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(A
 REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(ARGS) $(or $(TESTS),tests)
 # Shown in the one mode of `make real-cupy`: it makes 34,000 streams, whatever the order of their work.
 ONE_MODE := --deselect tests/test_real_cupy.py::TestMemory::test_streams_that_are_gone_leave_room
-.PHONY: ci matrix fuzz update environments demo test test-interop test-mpi test-wire-js test-package test-lowest test-newest check compile-check \
+.PHONY: ci matrix fuzz simulate update environments demo test test-interop test-mpi test-wire-js test-package test-lowest test-newest check compile-check \
     kernel-table real-cupy real-cupy-lazy real-cupy-eager real-cupy-own-streams real-cupy-streams-per-thread \
     gpu-check-small host-time bench gpu-check clean
 
@@ -52,6 +52,9 @@ matrix:  ## everything, in every mode, the slow tests too, with the newest versi
 
 fuzz: $(VENV)/interop  ## every property with new random examples, 1,000 where it names no number of its own; make fuzz TESTS=tests/test_layout.py
 	GRADENGINE_FUZZ=1 $(BIN)/python $(RUN_TESTS) -m hypothesis $(ARGS) $(TESTS)
+
+simulate: $(VENV)/test  ## groups of ranks on a virtual clock and network, 10,000 schedules in about two minutes; ARGS="--seed 123" replays one
+	PYTHONPATH=tests:. $(BIN)/python -m simulation $(ARGS)
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree
 	$(BIN)/gradengine demo $(ARGS)

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transports import SOCKET_LINKS, Failing, SlowArena, outcomes, rank_order_sum, shared
 
-from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, WindowError
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, ProtocolError, WindowError
+from gradengine.exchange.gather import _HEAD_TAG
+from gradengine.exchange.links.link import Completed, Completion
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -426,3 +428,27 @@ def test_a_sum_that_is_being_copied_when_the_pump_closes_is_a_sum():
     assert rank.on_device.begun == []
     assert rank.all_reduce.may_hold_sums
     assert rank.all_reduce.is_done
+
+
+def test_a_sum_whose_copy_ends_beside_a_damaged_message_is_a_sum():
+    """The arena holds it: to begin anew would count it as this rank's part."""
+    parts = random_parts(SMALL, 1, 1)
+    (rank,) = ranks_of(parts, SMALL, 1 << 20, on_devices=[0])
+
+    class Damaging(Failing):
+        def poll(self):
+            over = super().poll()
+            for copy in rank.on_device.begun:
+                if copy[2].base is rank.arena:
+                    copy[0], over = 1, [Completion(Completed.DAMAGED, 0, _HEAD_TAG)]
+            return over
+
+    pump = running(Damaging(*thread_links(1)), rank.all_reduce, rank.on_device)
+    for span in SMALL.spans:
+        rank.on_device.note(span.key)
+    pump.start(*SMALL.spans, in_background=False)
+    with contextlib.suppress(ProtocolError):  # not if all sums are there
+        pump.wait(SOON)
+    assert rank.on_device.begun == []
+    assert rank.all_reduce.is_done
+    pump.close()

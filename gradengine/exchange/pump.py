@@ -54,6 +54,7 @@ class Pump(NotCopied, instead="make one for each link"):
         self._gather: Gather | None = None  # the one that is under way
         self._handed: set[int | str] = set()  # keys of the spans of this step, those of `_spans` among them
         self._spans: deque[Span] = deque()  # that the next turn is to start
+        self._over: deque[Completion] = deque()  # transfers and copies that are over, and not reported yet
         self._lock = threading.RLock()  # under which all-reduce and gather are called
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
         self._news = Bell()  # something that is waited for may be over
@@ -221,14 +222,17 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _turn(self) -> bool:
         """Handle finished transfers, start handed-over spans, and begin transfers; returns whether there were any."""
-        over = self._link.poll() + (self._arena.poll() if self._arena is not None else [])
-        for completion in over:
+        self._over.extend(self._link.poll())
+        if self._arena is not None:
+            self._over.extend(self._arena.poll())
+        is_any_over = bool(self._over)
+        while self._over:
             with self._lock:
                 self._moved_at = self._clock()
-                self._report(completion)
+                self._report(self._over.popleft())
             self._begin()
         self._start_handed()
-        return self._begin() or bool(over)
+        return self._begin() or is_any_over
 
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
@@ -293,7 +297,11 @@ class Pump(NotCopied, instead="make one for each link"):
             self._report_copies()
 
     def _report_copies(self) -> None:
-        """Report the copies as they end, until all have."""
+        """Report the copies as they end, until all have; those first that were over when another's report failed."""
+        copies = [each for each in self._over if each.peer == self._link.rank]
+        self._over.clear()
+        for completion in copies:
+            self._report(completion)
         while self._arena is not None and self._arena.is_copying:
             for completion in self._arena.poll(waits=True):
                 self._report(completion)

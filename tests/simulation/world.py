@@ -1,0 +1,360 @@
+"""A schedule: a group of ranks with their steps and faults, all drawn from one seed, and what must hold in the end."""
+
+import itertools
+import re
+
+import numpy as np
+from transports import SlowArena
+
+from gradengine.errors import ExchangeError, HandshakeRefused, PeerLost
+from gradengine.exchange.linked import Exchange
+from gradengine.exchange.mesh import Meeting
+from gradengine.layout import GradientLayout
+from gradengine.reduction.all_reduce import AllReduce
+from gradengine.reduction.stats import StepStats, agree
+from simulation.clock import Clock, Process
+from simulation.network import Network
+
+TOKEN = "a secret of all ranks"
+PORT = 5000
+TIMEOUT, JOIN_TIMEOUT = 1.0, 1.5  # seconds of the virtual clock
+LIMIT = 200.0  # a rank that goes on then hangs: each try ends after some seconds
+PATIENCE = 7.0  # a rank that has failed and gets no further for so long gives up
+
+
+class Wrong(AssertionError):
+    """A schedule that did not end as it must."""
+
+
+class Schedule:
+    """All that is drawn from a seed, its run and its log."""
+
+    def __init__(self, seed):
+        self.seed, self.log = seed, []
+        self.clock = Clock(seed, LIMIT)
+        self.random = self.clock.random
+        self.network = Network(self.clock)
+        self.world_size = self.random.choice([2, 2, 2, 2, 3, 3, 3, 4])
+        self.steps = self.random.choice([1, 1, 1, 2, 2, 3])
+        self.layout = self._layout()
+        self.bucket_bytes = self.random.choice([4, 100, 300, 4096])
+        self.on_devices = {rank for rank in range(self.world_size) if self.random.random() < 0.15}
+        self.windows = [0] * self.world_size  # how many each rank has filled
+        self.sums = {}  # by step and rank: the bytes with which the rank went on, and its window
+        self.ranks = []  # the newest process of each rank
+        self.gone = set()  # ranks that died and do not come back
+        self.failures, self.happened, self.happened_at = [], 0, 0.0
+        self.first_failures = []  # of each rank that had joined
+        self.may_lose_windows = False  # a process has died or came too many, or a bit was flipped
+        self.suspects = set()  # the ranks at the faults of which others hear at once
+
+    def run(self):
+        """Run to the end; raises `Wrong` if that is not as it must be."""
+        with self.network.installed():
+            self.ranks = [Rank(self, number) for number in range(self.world_size)]
+            self._draw_faults()
+            for rank in self.ranks:
+                rank.begin()
+            hanging = self.clock.run()
+        self._check(hanging)
+
+    @property
+    def described(self):
+        return (
+            f"seed {self.seed}: {self.world_size} ranks, {self.steps} steps, {len(self.layout.slots)} components, "
+            f"bucket_bytes={self.bucket_bytes}, on devices: {sorted(self.on_devices)}"
+        )
+
+    @property
+    def ending(self):
+        """How the schedule ended, for a table."""
+        if any(rank.ended for rank in self.ranks):
+            return "in one error"
+        return "in the sums after errors" if self.failures else "in the sums"
+
+    def note(self, who, *what):
+        self.log.append(
+            f"{self.clock.now * 1e3:10.3f} ms  {self.network.operations:6d}  {who}: {' '.join(map(str, what))}"
+        )
+
+    # ---- what is drawn ----
+
+    def _layout(self):
+        sizes = [self.random.choice([1, 3, 17, 33, 64, 129]) for _ in range(self.random.randint(1, 4))]
+        return GradientLayout.of({f"layers.{n // 2}.{n}": (size,) for n, size in enumerate(sizes)})
+
+    def contribution(self, rank, step, window):
+        """What a rank has in a step's arena: zero between components; numbers of several magnitudes."""
+        rng = np.random.default_rng([self.seed, rank, step, window])
+        arena = np.zeros(self.layout.arena_size, np.float32)
+        values = rng.standard_normal(arena.size, np.float32) * np.float32(10) ** rng.integers(-3, 4, arena.size)
+        for slot in self.layout.slots:
+            arena[slot.offset : slot.stop] = values[slot.offset : slot.stop]
+        return arena
+
+    def _draw_faults(self):
+        kinds = [self._cut, self._slow, self._sleep, self._die, self._return, self._duplicate, self._flip]
+        for rank in self.ranks:
+            if self.random.random() < 0.1:
+                rank.process.slowness = 30.0
+        for _ in range(self.random.choice([0, 1, 1, 1, 2, 3])):
+            kind, rank = self.random.choice(kinds), self.random.randrange(self.world_size)
+            at = self.random.randrange(8, 28 * self.world_size * (self.steps + 2))
+            while at in self.network.faults:
+                at += 1
+            self.network.faults[at] = lambda kind=kind, rank=rank: self._happen(kind, rank)
+
+    def _happen(self, kind, rank):
+        self.happened, self.happened_at = self.happened + 1, self.clock.now
+        kind(rank)
+
+    def _cut(self, rank):
+        other = (rank + self.random.randrange(1, self.world_size)) % self.world_size
+        silent, seconds = self.random.random() < 0.3, self.random.choice([0.0, 0.0, 0.3, 2.0])
+        self.note("fault", f"cut between {rank} and {other}", "silent" if silent else "", f"for {seconds} s")
+        self.suspects |= set() if silent else {rank, other}
+        self.network.cut(host(rank), host(other), seconds, is_silent=silent)
+
+    def _slow(self, rank):
+        self.note("fault", f"rank {rank} is slow")
+        self.ranks[rank].process.slowness = 100.0
+
+    def _sleep(self, rank):
+        seconds = self.random.choice([0.1, 0.5, 2.5])
+        self.note("fault", f"rank {rank} sleeps for {seconds} s")
+        self.ranks[rank].process.sleeps_until = self.clock.now + seconds
+
+    def _die(self, rank, *, returns=False):
+        if self.random.random() < 0.5:
+            self._end(rank, returns)
+        else:
+            self.network.amid[self.ranks[rank].process] = lambda: self._end(rank, returns)
+
+    def _end(self, rank, returns):
+        dying = self.ranks[rank]
+        if dying.process.is_dead or dying.ended:
+            return
+        self.happened_at = self.clock.now
+        silent = self.random.random() < 0.3
+        self.note("fault", f"rank {rank} dies", "silently" if silent else "", "and returns" if returns else "")
+        if returns:
+            self.clock.after(self.random.choice([0.01, 0.2, 2.0]), self._come_back, rank, dying.step)
+        else:
+            self.gone.add(rank)
+        self.may_lose_windows = True
+        self.suspects |= set() if silent else {rank}
+        self.network.kill(dying.process, is_silent=silent)
+
+    def _return(self, rank):
+        self._die(rank, returns=True)
+
+    def _come_back(self, number, step):
+        if number in self.gone:
+            return
+        self.note(f"rank {number}", f"comes back at step {step}")
+        self.windows[number] += 1
+        self.happened_at = self.clock.now
+        self.ranks[number] = Rank(self, number, step)
+        self.ranks[number].begin()
+
+    def _duplicate(self, rank):
+        if rank == 0:  # could not listen
+            return
+        self.note("fault", f"a second process is started as rank {rank}")
+        self.may_lose_windows = True  # it may be let in
+        process = Process(host(rank))
+        self.network.processes.append(process)
+        self.clock.spawn(process, self._join_twice, rank, process)
+
+    def _join_twice(self, rank, process):
+        try:
+            exchange = self.exchange(rank)
+            exchange.bind(self.layout, np.zeros(self.layout.arena_size, np.float32), AllReduce().progress)
+            exchange.close()
+            self.note(f"second rank {rank}", "was let in, and leaves")
+        except ExchangeError as error:
+            self.note(f"second rank {rank}", f"{type(error).__name__}: {error}")
+
+    def _flip(self, rank):
+        self.note("fault", "a bit is flipped")
+        self.network.flips += 1
+        self.may_lose_windows = True
+
+    def exchange(self, rank):
+        """An exchange that has not joined."""
+        meeting = Meeting((host(0), PORT), rank, self.world_size, token=TOKEN, link="tcp")
+        return Exchange(
+            meeting, timeout=TIMEOUT, join_timeout=JOIN_TIMEOUT, bucket_bytes=self.bucket_bytes, clock=self.clock
+        )
+
+    # ---- what must hold ----
+
+    def _check(self, hanging):
+        if self.clock.faults:
+            raise self.clock.faults[0]
+        if hanging:
+            raise Wrong(f"hangs at {self.clock.now:.3f} s: {', '.join(process.name for process in hanging)}")
+        for step in range(self.steps):
+            self._check_sums(step)
+        alive = [rank for rank in self.ranks if not rank.process.is_dead]
+        errors = [rank.ended for rank in alive if rank.ended is not None]
+        if not self.happened and self.failures:
+            raise Wrong(f"without a fault: {self.failures[0]}")
+        if any(self.windows) and not self.may_lose_windows:
+            raise Wrong("a step that could be resumed was accumulated again")
+        self._check_names()
+        if not errors:
+            return
+        steps, kinds = {rank.step for rank in alive}, {type(error) for error in errors}
+        if len(steps) > 1:  # some have gone on while the last message to another was lost; nobody can go back
+            if max(steps) - min(steps) > 1 or not kinds <= {PeerLost, HandshakeRefused}:
+                raise Wrong(f"ranks are at steps {sorted(steps)}: {errors}")
+            return
+        if not self.gone or len(errors) < len(alive):
+            raise Wrong(f"all could go on, and rank {alive[0].number} ended with {errors[0]!r}")
+        named = any(re.search(rf"\b{each}\b", str(error)) for error in errors for each in self.gone)
+        if not named or kinds != {PeerLost}:
+            raise Wrong(f"ranks {sorted(self.gone)} are gone, and the others say: {errors}")
+
+    def _check_names(self):
+        """After one fault of which others hear at once, a rank that says why it leaves names who was at fault."""
+        if self.happened > 1 or not self.suspects:
+            return
+        for rank, error in self.first_failures:
+            is_named = any(re.search(rf"\b{each}\b", str(error)) for each in self.suspects)
+            if not is_named and "it has closed its link" in str(error):
+                raise Wrong(f"ranks {sorted(self.suspects)} were at fault, and rank {rank} says: {error}")
+
+    def _check_sums(self, step):
+        """All that went on did so with the same bytes: the fold in rank order of their own windows."""
+        told = {rank: self.sums[step, rank] for rank in range(self.world_size) if (step, rank) in self.sums}
+        if not told:
+            return
+        if len({data for data, _ in told.values()}) > 1:
+            raise Wrong(f"ranks {sorted(told)} ended step {step} with different bytes")
+        data, _ = next(iter(told.values()))
+        windows = [
+            [told[rank][1]] if rank in told else range(self.windows[rank], -1, -1) for rank in range(self.world_size)
+        ]
+        for chosen in itertools.product(*windows):
+            if self._fold(step, chosen) == data:
+                return
+        raise Wrong(f"step {step} ended with other bytes than the sum in rank order")
+
+    def _fold(self, step, windows):
+        total = self.contribution(0, step, windows[0])
+        for rank, window in enumerate(windows[1:], start=1):
+            total = total + self.contribution(rank, step, window)
+        return total.tobytes()
+
+
+class Rank:
+    """One process of a rank: its steps, and what it does when they fail."""
+
+    def __init__(self, schedule, number, step=0):
+        self.schedule, self.number, self.step = schedule, number, step
+        self.process = Process(host(number))
+        schedule.network.processes.append(self.process)
+        self.group = AllReduce()
+        self.group.progress.step = step
+        self.memory = np.zeros(schedule.layout.arena_size, np.float32)
+        self.arena = SlowArena(self.memory) if number in schedule.on_devices else self.memory
+        self.exchange = self.ended = self.failing_since = None
+        self.has_failed, self.tries, self.refusals = False, 0, 0  # refusals for another step
+
+    def begin(self):
+        self.schedule.clock.spawn(self.process, self._live)
+
+    def note(self, *what):
+        self.schedule.note(f"rank {self.number}", *what)
+
+    # ---- inside ----
+
+    def _live(self):
+        self._fill()
+        while self.step < self.schedule.steps and self.ended is None:
+            self._try()
+        if self.ended is None:
+            self._leave()
+
+    def _try(self):
+        try:
+            if self.exchange is None:
+                self._join()
+            self._make_step()
+        except ExchangeError as error:
+            self._fail(error)
+
+    def _leave(self):
+        """Leave when all are done, or when that cannot be known."""
+        if self.exchange is not None:
+            try:
+                self.exchange.barrier()
+            except ExchangeError as error:
+                self.note("after its last step:", error)
+            self.exchange.close()
+        self.note("is done")
+
+    def _fill(self):
+        schedule = self.schedule
+        self.memory[:] = schedule.contribution(self.number, self.step, schedule.windows[self.number])
+
+    def _join(self):
+        exchange = self.schedule.exchange(self.number)
+        self.group.join(exchange, self.schedule.layout, self.arena)
+        self.exchange = exchange
+        self.note("has joined")
+
+    def _make_step(self):
+        schedule, random = self.schedule, self.schedule.random
+        spans = [span for span in schedule.layout.spans if span.key not in self.group.started]
+        if random.random() < 0.3:
+            random.shuffle(spans)
+        for span in spans:
+            self.group.start(span, in_background=random.random() < 0.4)
+            if random.random() < 0.2:
+                schedule.clock.pause(random.random() * 5e-3 * self.process.slowness)
+        self.group.wait()
+        data, window = self.memory.tobytes(), schedule.windows[self.number]
+        squares = self.group.progress.squares
+        stats = StepStats(1.0, 1, squares, np.zeros(1, np.bool_), {"average": "sum"}, f"step {self.step}")
+        agreed = agree(self.group, stats)
+        if agreed.weight != schedule.world_size:
+            raise Wrong(f"the weights are {agreed.weight}")
+        schedule.sums[self.step, self.number] = data, window
+        self.note(f"has made step {self.step}")
+        self.failing_since, self.tries, self.refusals = None, 0, 0
+        self.group.restart()
+        self.step += 1
+        self.group.progress.step = self.step
+        if self.step < schedule.steps:
+            self._fill()
+
+    def _fail(self, error):
+        schedule = self.schedule
+        self.note(f"{type(error).__name__}: {error}")
+        if self.exchange is not None and not self.has_failed:
+            schedule.first_failures.append((self.number, error))
+            self.has_failed = True
+        if self.exchange is not None:
+            self.exchange.close()
+        self.exchange = None
+        schedule.failures.append(error)
+        if self.failing_since is None:
+            self.failing_since = schedule.clock.now
+        self.refusals += isinstance(error, HandshakeRefused) and "is at another step" in str(error)
+        if self.refusals > 2 or schedule.clock.now - max(self.failing_since, schedule.happened_at) > PATIENCE:
+            self.ended = error
+            return
+        if isinstance(error, HandshakeRefused) and "discard() " in str(error):
+            schedule.windows[self.number] += 1
+            self.group.leave()
+            self.group.restart()
+            self.group.progress.step = self.step
+            self._fill()
+        self.tries += 1  # longer each time: ranks that try again in step could miss each other for good
+        schedule.clock.pause(schedule.random.random() * 0.05 * self.tries**2)
+
+
+def host(rank):
+    return f"10.0.0.{rank + 1}"
