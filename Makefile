@@ -17,11 +17,11 @@ NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
 # Of the tests those of our side of NumPy, msgpack, JAX and the command line; the kernels' own meet none of their versions.
 # REPEATED= runs also what meets them no differently from `make test`: programs, benchmarks, interrupts, more threads.
-REPEATED ?= or bench or plan or gpu_check or demo or test_cli or interrupts or test_ci or host-3
+REPEATED ?= or bench or plan or gpu_check or demo or test_cli or interrupts or test_ci or simulation or host-3
 VERSIONED = -k "not (emulat or mutation or compile or processes or examples or test_demo or streams $(REPEATED))" \
     $(if $(REPEATED),$(UNREAD:%=--ignore-glob='*/test_%.py'))
 # Files whose every test REPEATED leaves out: they are not imported either.
-UNREAD = bench_* plan* gpu_check* demo* cli interrupts ci
+UNREAD = bench_* plan* gpu_check* demo* cli interrupts ci simulation
 
 # The versions that were tried together: tests/constraints/ has a file for each environment and version of Python.
 # `make update` renews them; UNPINNED=1 installs the newest.
