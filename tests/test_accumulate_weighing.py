@@ -7,7 +7,7 @@ import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from devices import assign, bits_of, nothing_is_launched, number_of, put_all
+from devices import assign, bits_of, nothing_is_launched, number_of, put_all, synchronize
 from emulated_torch import Tensor, emulated_torch
 from ranks import on_ranks
 
@@ -172,6 +172,7 @@ class TestNoWait:
         monkeypatch.setitem(sys.modules, "torch", emulated_torch(stream))
         engine, later = engine_on(emulated), put(emulated, 6, "int64")
         weight = Tensor(put(emulated, 1, "int64"))
+        synchronize(emulated)
         with stream:  # behind which the engine's own stream has to read it
             xp.cuda.runtime.memcpyAsync(
                 weight.data_ptr(), later.data.ptr, 8, xp.cuda.runtime.memcpyDeviceToDevice, stream.ptr
