@@ -53,7 +53,7 @@ matrix:  ## everything, in every mode, the slow tests too, with the newest versi
 fuzz: $(VENV)/interop  ## every property with new random examples, 1,000 where it names no number of its own; make fuzz TESTS=tests/test_layout.py
 	GRADENGINE_FUZZ=1 $(BIN)/python $(RUN_TESTS) -m hypothesis $(ARGS) $(TESTS)
 
-simulate: $(VENV)/test  ## groups of ranks on a virtual clock and network, 10,000 schedules in about two minutes; ARGS="--seed 123" replays one
+simulate: $(VENV)/test  ## groups of ranks on a virtual clock and network, 10,000 schedules in two or three minutes; ARGS="--seed 123" replays one
 	PYTHONPATH=tests:. $(BIN)/python -m simulation $(ARGS)
 
 demo: $(VENV)/cli  ## train a small Llama on two processes and prove that they agree

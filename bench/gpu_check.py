@@ -43,8 +43,7 @@ TESTED = """
     accumulate_state accumulate_weighing arrays_device arrays_frameworks bits capture checkpoint clip elementwise
     engine examples interop_gpu kernels kernels_addresses kernels_device kernels_events kernels_launch
     kernels_mutations kernels_status kernels_streams layout_shards loss_scaling micro_batch reduction_device_sums
-    reduction_reducer
-    reduction_tensor_parallel_group result settings stand_in streams trainer
+    reduction_reducer reduction_tensor_parallel_group result settings stand_in streams trainer
 """.split()  # noqa: SIM905  (one a line would be a page)
 
 

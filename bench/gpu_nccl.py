@@ -3,6 +3,8 @@
 Its last line is JSON: a digest of each step's gradients, eager and replayed. `found_by` gives the same over threads.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib
 import json
@@ -10,31 +12,32 @@ import sys
 
 import numpy as np
 
-from gradengine import GradientEngine, GradientLayout, connect
+from gradengine import GradientEngine, GradientLayout, StepResult, connect
+from gradengine.exchange import Exchange
 
 RANKS, STEPS = 2, 3
 LAYOUT = GradientLayout.of({"layers.0.w": (1 << 20,), "layers.0.b": (7,), "layers.1.w": (300, 77), "head": (5, 3)})
 ENVIRONMENT = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # of NCCL 2.30: before it one rank has a GPU alone
 
 
-def found_by(exchange, *, captures):
-    """What each step hands back over this exchange: eager ones, then of one window that is captured or not."""
+def found_by(exchange: Exchange, *, captures: bool) -> list[str]:
+    """A digest of what each step hands back over this exchange: eager steps, then replays or more eager ones."""
     xp = importlib.import_module("cupy")
     engine = GradientEngine(LAYOUT, "cuda", exchange=exchange, micro_batches=2)
     batches = [[xp.empty(slot.shape, np.float32) for slot in LAYOUT.slots] for _ in range(2)]
 
-    def fill(step):
+    def fill(step: int) -> None:
         for k, batch in enumerate(batches):
             for i, array in enumerate(batch):
                 seed = np.random.default_rng([exchange.rank, step, k, i])
                 array.set(seed.standard_normal(array.shape, np.float32))
 
-    def window():
+    def window() -> StepResult:
         for k, batch in enumerate(batches):
             engine.add(batch, weight=1.0 + k + 2 * exchange.rank)
         return engine.step()
 
-    def digest(result):
+    def digest(result: StepResult) -> str:
         data = b"".join([array.get().tobytes() for array in result.gradients.values()])
         return hashlib.sha256(data).hexdigest()[:16]
 
@@ -52,7 +55,7 @@ def found_by(exchange, *, captures):
     return found
 
 
-def main(rank, folder):
+def main(rank: int, folder: str) -> None:
     """Be a rank."""
     torch = importlib.import_module("torch")
     torch.cuda.set_device(0)

@@ -112,7 +112,7 @@ class DeferredErrors:
         return status if status.bad_step == step + 1 else None
 
     def _raise_weight(self, status: StepStatus) -> NoReturn:
-        """Raise what the host raises of a weight that it knows, also where gradients that are not finite pass."""
+        """Raise the error of a bad weight, also if gradients that are not finite pass."""
         error = _not_agreed(status) or WindowError(
             f"the weight of the window of step {status.bad_weight_step - 1} is out of range: zeros were handed back",
             got=f"{status.bad_weight:g} in all",
@@ -134,7 +134,7 @@ class DeferredErrors:
 
 
 def _not_agreed(status: StepStatus) -> GradientError | None:
-    """What workers that sum on their GPUs found that they do not agree on, if it was that; the rank is the first."""
+    """The error of workers that sum on their GPUs and did not agree, naming the first such rank; None if they did."""
     told = int(np.float64(status.bad_weight).view(np.uint64)) & _PAYLOAD if math.isnan(status.bad_weight) else 0
     rank, fault = divmod(told, _FAULTS)
     where = f"step {status.bad_weight_step - 1} was skipped on all ranks"

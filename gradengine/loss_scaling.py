@@ -1,4 +1,4 @@
-"""What an engine's losses are multiplied by: a number that is set, or one that follows the verdicts of its steps."""
+"""An engine's loss scale: a number that is set, or one that the verdicts of the steps change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LossScaling:
     """One engine's loss scale.
 
     Attributes:
-        dynamic: The scale that follows verdicts; None where it is a number that is set.
+        dynamic: The scale that verdicts change; None if the scale is a number that is set.
     """
 
     def __init__(self, settings: Settings, accumulator: PerBlockGradientAccumulator) -> None:
@@ -30,11 +30,11 @@ class LossScaling:
 
     @property
     def value(self) -> Any:
-        """What the loss of the open window is multiplied by."""
+        """The factor of the open window's loss."""
         return self._settings.loss_scale if self.dynamic is None else self.dynamic.value
 
     def set(self, value: float, state: StepState, facts: Callable[[], Facts]) -> None:
-        """Set a number for the next window; raises where one is open, or it is out of range, or a dynamic one."""
+        """Set the next window's number; raises if a window is open, the number out of range, or the scale dynamic."""
         scale, before = checked_loss_scale(value), self._settings.loss_scale
         if scale != before and self.dynamic is None:
             told = facts()
@@ -43,7 +43,7 @@ class LossScaling:
         self._settings.loss_scale = scale
 
     def known(self, reducer: Reducer) -> float:
-        """What the host divides by; 1 where the device knows the scale alone. With workers they compare it."""
+        """The scale that the host divides by, which workers compare; 1 if only the device knows the scale."""
         if self.dynamic is None:
             return self._settings.loss_scale
         if self._is_on_gpu and not reducer.waits:
@@ -53,12 +53,12 @@ class LossScaling:
         return float(scale)
 
     def made(self, decision: Decision) -> None:
-        """A step was made: where the host took its decision, it follows the verdict here."""
+        """Change a dynamic scale by the verdict of a step that the host decided; K2 has done so for its own."""
         if self.dynamic is not None and decision.bad is not None:
             self.dynamic.write(*self.dynamic.rule.after(*self.dynamic.read(), is_finite=not decision.bad))
 
     def used(self, decision: Decision, known: float) -> Any:
-        """The scale of the step that was decided, for its result; None where it is a number that is set."""
+        """The scale of the step that was decided, for its result; None if the scale is a number that is set."""
         if self.dynamic is None:
             return None
         return known if decision.bad is not None else decision.loss_scale

@@ -99,13 +99,13 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def weight(self) -> Any:
-        """Weight of all micro-batches of all workers: a float, or a GPU's array where it is added up there."""
+        """Weight of all micro-batches of all workers: a float, or an array on the GPU if weights are added up there."""
         weight = self._stats.weight
         return self._decision.weight if isinstance(weight, DeviceWeight) else weight
 
     @property
     def micro_batches(self) -> Any:
-        """Micro-batches of all workers; an array where `weight` is."""
+        """Micro-batches of all workers: an int, or an array on the GPU if workers sum there."""
         return self._stats.micro_batches
 
     @property
@@ -235,7 +235,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         return replace(self, step=step, _changes=self._accumulator.state.changes)
 
     def handed_to(self, arrays: Mapping[str, Any]) -> StepResult:
-        """The same step's, handed back to other arrays."""
+        """A result of the same step whose gradients are other arrays."""
         return replace(self, _arrays=arrays)
 
     @property
@@ -246,7 +246,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def _stats(self) -> StepStats:
-        """The same of what all workers told each other."""
+        """The workers' stats, once the current streams have been made to wait for the step."""
         self._accumulator.arena.follow()
         return self._decided.stats
 

@@ -121,12 +121,12 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
 
     @property
     def total_weight(self) -> float:
-        """Sum of the window's weights, in fp64, in order; on a GPU perhaps a wait, and NaN of a bad one."""
+        """Sum of the window's weights, in fp64, in order; NaN if one was bad. It waits for weights on a GPU."""
         return self.weighing.read_sum(self.weight)
 
     @property
     def weight(self) -> float | DeviceWeight:
-        """The same without a wait: where the device adds them up, the window's last weight there."""
+        """The window's weight without a wait: its sum, or, where the device adds weights up, the last weight there."""
         return self._window.weight
 
     @property

@@ -14,13 +14,13 @@ from gradengine.kernels import Arena, DeviceWeight, Kernels, SlotSet, Weight
 
 @final
 class Weighing:
-    """What makes weights of what an accumulator is given, and reads them where they lie on the device."""
+    """Checks the weights that an accumulator is given, and reads those that are on the device."""
 
     def __init__(self, kernels: Kernels, arena: Arena) -> None:
         self._device, self._arena, self._there = kernels.device, arena, kernels.weights(arena)
 
     def checked(self, weight: SupportsFloat) -> np.float32 | DeviceNumber:
-        """A micro-batch's weight as fp32; of one in an array on this GPU, which nobody waits for, where it lies.
+        """A micro-batch's weight as fp32; for an array on this GPU the number's address, without a wait.
 
         Raises:
             WindowError: On the host, it is not a finite number above 0.
@@ -30,7 +30,7 @@ class Weighing:
         return checked_weight(weight) if number is None else number
 
     def kept(self, weight: SupportsFloat) -> SupportsFloat:
-        """The same, to be given later: the number as it is now, or the array; raises as `checked`."""
+        """A weight to be passed later: the number as it is now, or the array; raises as `checked`."""
         checked = self.checked(weight)
         return weight if isinstance(checked, DeviceNumber) else float(checked)
 
@@ -48,11 +48,11 @@ class Weighing:
         return self._there.place(micro_batch, given, window.weight)
 
     def read(self, weight: Weight) -> float:
-        """A weight on the host; waits for the device where it lies there."""
+        """A weight as a number of the host; waits for one that is on the device."""
         return self._read(weight.value) if isinstance(weight, DeviceWeight) else float(weight)
 
     def read_sum(self, weight: float | DeviceWeight) -> float:
-        """A window's weight on the host, NaN where one of them was none; waits as `read`."""
+        """A window's weight as a number of the host, NaN if one of its weights was bad; waits as `read`."""
         return self._read(weight.total) if isinstance(weight, DeviceWeight) else weight
 
     def _read(self, number: object) -> float:

@@ -87,7 +87,7 @@ class Window:
 
     @property
     def weight(self) -> float | DeviceWeight:
-        """The sum of the weights, in fp64, in order; the last one where the device adds them up."""
+        """The sum of the weights, in fp64, in order; where the device adds them up, the last weight there."""
         last = self.weights[-1] if self.weights else None
         return last if isinstance(last, DeviceWeight) else ordered_sum(map(float, self.weights))  # type: ignore[arg-type]
 

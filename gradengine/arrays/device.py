@@ -76,7 +76,7 @@ NUMBERS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
 
 @dataclass(frozen=True, eq=False)
 class DeviceNumber:
-    """One number in an array of a caller's, in a GPU's memory."""
+    """One number in a caller's array in a GPU's memory."""
 
     pointer: int
     dtype: str  # one of NUMBERS
@@ -99,7 +99,7 @@ def device_number(source: Any, what: str, device: str, array_type: type, stream:
 
 
 def _number_of(source: Any, what: str, device: str, array_type: Any, stream: int) -> tuple[DeviceNumber, int]:
-    """It, and the array's elements."""
+    """The number, and how many elements its array has."""
     if isinstance(source, array_type):
         refuse_other_device(f"cuda:{source.device.id}", what, (device,))
         return DeviceNumber(int(source.data.ptr), dtype_name(source.dtype), source), int(source.size)

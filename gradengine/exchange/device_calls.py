@@ -35,7 +35,7 @@ def device_calls_of(process_group: Any) -> DeviceCalls | None:
 
 @final
 class DeviceCalls:
-    """What NCCL does for a process group of torch, on streams and memory of ours."""
+    """The NCCL calls of a torch process group, on our streams and memory."""
 
     def __init__(self, process_group: Any) -> None:
         self._group = process_group

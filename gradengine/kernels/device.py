@@ -34,7 +34,7 @@ class Graph(AbstractContextManager["Graph"], ABC):
     def repoint(
         self, contributions: Sequence[Contribution], destinations: Destinations | None, lent: Sequence[Any]
     ) -> None:
-        """Queue one copy after which replays read these contributions, in the recorded ones' order, and write there.
+        """Queue a copy after which replays read these contributions, in the recorded ones' order, and write there.
 
         Each has gradients for the same components as the recorded one; None leaves the destinations as they are.
         """

@@ -72,7 +72,7 @@ class CudaGraph(Graph):
         self, contributions: Sequence[Contribution], destinations: Destinations | None, lent: Sequence[Any]
     ) -> None:
         """See `Graph.repoint`; what was lent before is kept until earlier replays are done."""
-        before, rest = [*self.lent, self._folds], iter(contributions)
+        before, rest = list(self.lent), iter(contributions)
         self.lent += [*contributions, *lent]  # before the copy: wherever this is interrupted, what is read is alive
         folds = [
             (replace(fold, contributions=list(islice(rest, len(fold.contributions)))), columns, places)
@@ -85,9 +85,9 @@ class CudaGraph(Graph):
             self._destinations.here[:] = addresses_of(destinations)
         for block in self._blocks:
             self._runtime.copied_into(block.there[: block.used], block.here[: block.used])
-        self._folds = folds
-        del self.lent[: len(before) - 1]
-        self._runtime.drop(before)
+        before_folds, self._folds = self._folds, folds
+        del self.lent[: len(before)]
+        self._runtime.drop(before, before_folds)
 
     def addresses_of(self, fold: FoldPass, columns: int) -> Iterator[Any]:
         """See `Graph.addresses_of`."""

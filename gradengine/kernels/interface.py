@@ -126,11 +126,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def weights(self, arena: Arena) -> DeviceWeights | None:
-        """Where weights go that the host does not know; None where it reads each."""
+        """A place for weights that only the device knows; None on the host, which reads each weight."""
 
     @abstractmethod
     def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> LossScale:
-        """A loss scale that follows the verdicts on this arena's steps."""
+        """A loss scale that the verdicts on this arena's steps change."""
 
     @abstractmethod
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback | None:

@@ -142,7 +142,7 @@ def _argument_type(capacity: int, weights: int) -> np.dtype[Any]:
 
 
 def packed(weights: Sequence[Weight]) -> list[int]:
-    """Weights as K1 takes them: the bits of one, or where it lies."""
+    """Weights as K1 takes them: the bits of each, or its address."""
     return [w.packed if isinstance(w, DeviceWeight) else int(np.float32(w).view(np.uint32)) for w in weights]
 
 
@@ -199,7 +199,7 @@ class Launches:
         self._run("finalise", 1, _FINALISE_THREADS, arguments)
 
     def tally(self, arguments: tuple[Any, ...]) -> None:
-        """Add up what workers told each other: one thread."""
+        """Launch the kernel that adds up what workers told each other: one thread."""
         self._run("tally", 1, 1, arguments)
 
     def weigh(self, arguments: tuple[Any, ...]) -> None:

@@ -70,10 +70,10 @@ class DynamicLossScale:
 
 
 class LossScale(ABC):
-    """A dynamic loss scale, where its device keeps it.
+    """A dynamic loss scale in its device's memory.
 
     Attributes:
-        rule: What it follows.
+        rule: The rule by which it changes.
     """
 
     rule: DynamicLossScale
@@ -81,7 +81,7 @@ class LossScale(ABC):
     @property
     @abstractmethod
     def value(self) -> Scalar:
-        """What the loss of the open window is multiplied by: a float; on a GPU always the same 0-d array."""
+        """The factor of the open window's loss: a float; on a GPU always the same 0-d array."""
 
     @abstractmethod
     def read(self) -> tuple[np.float32, int]:
@@ -89,12 +89,12 @@ class LossScale(ABC):
 
     @abstractmethod
     def write(self, scale: np.float32, tracker: int) -> None:
-        """Set both, behind what was queued."""
+        """Set scale and tracker, after all queued work."""
 
 
 @final
 class HostLossScale(LossScale):
-    """One on the CPU."""
+    """A dynamic loss scale on the CPU."""
 
     def __init__(self, rule: DynamicLossScale) -> None:
         self.rule, self._now = rule, (np.float32(rule.initial), 0)
@@ -113,7 +113,7 @@ class HostLossScale(LossScale):
 
 @final
 class DeviceLossScale(LossScale):
-    """One in a GPU's memory, which K2 updates with each verdict.
+    """A dynamic loss scale in a GPU's memory, which K2 updates with each verdict.
 
     Attributes:
         memory: As K2 takes it.

@@ -143,9 +143,9 @@ class DeviceWeight:
     """A micro-batch's weight in a GPU's memory, with the window's weight up to it: struct Weight of weigh.cu.
 
     Attributes:
-        given: The caller's array, or the number where one before it lies on the device.
-        memory: Where its copy lies.
-        producers: Whose streams the caller's array is worked on.
+        given: The caller's array; or a number, after a weight of the window that is on the device.
+        memory: The copy.
+        producers: The producers on whose streams the caller's array is written.
     """
 
     NBYTES: ClassVar = 16
@@ -155,12 +155,12 @@ class DeviceWeight:
 
     @property
     def packed(self) -> int:
-        """Where the weight lies, as K1 takes it."""
+        """The weight's address, as K1 takes it."""
         return IN_MEMORY | (int(self.memory.data.ptr) + 8)
 
     @property
     def total(self) -> Any:
-        """The window's weight up to it, a 0-d array."""
+        """The window's weight up to this one, a 0-d array."""
         return self.memory[:8].view(np.float64).reshape(())
 
     @property
@@ -189,9 +189,8 @@ class FoldPass:
     overwrite: npt.NDArray[np.bool_]  # of each target, whether it is written without being read: the window's first
     contributions: Sequence[Contribution]  # all for these targets, in the order they came
     weights: Sequence[Any]  # one for each: fp32, or on a GPU a `DeviceWeight`; exactly 1 multiplies nothing
-    stays: bool = field(
-        default=False, kw_only=True
-    )  # the sources are memory of ours, which a captured window need not find elsewhere
+    #: Whether the sources are memory of ours, whose addresses a captured window keeps.
+    stays: bool = field(default=False, kw_only=True)
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Weights of micro-batches that lie in a GPU's memory: copied when a micro-batch begins, and waited for by nobody."""
+"""Weights of micro-batches in a GPU's memory: each is copied as its micro-batch begins, without a wait."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class DeviceWeights:
     """The weights of an accumulator's windows, each at its micro-batch's place: a window overwrites the one before.
 
     Args:
-        device: Where they lie.
-        order: Of the work on the arena that reads them.
-        weigh: Launches the kernel.
+        device: The GPU.
+        order: The order of the work on the arena, which reads them.
+        weigh: Launches the kernel of weigh.cu.
     """
 
     def __init__(self, device: CudaDevice, order: StreamOrder, weigh: Launch) -> None:
@@ -33,11 +33,11 @@ class DeviceWeights:
         self._pieces: list[Any] = []
 
     def number(self, weight: object) -> DeviceNumber | None:
-        """The number in a caller's array on this device; None of what is a number on the host, or none at all."""
+        """The number in a caller's array on this device; None if the weight is not such an array."""
         return self._device.number(weight, "a micro-batch's weight")
 
     def place(self, index: int, given: np.float32 | DeviceNumber, before: float | DeviceWeight) -> DeviceWeight:
-        """Queue a copy of a window's weight number `index`, and its sum with those before: their sum, or the last."""
+        """Queue a copy of weight number `index`, and its sum with those before it: given as a sum, or the last one."""
         so_far = (before.memory, np.float64(0)) if isinstance(before, DeviceWeight) else (_NULL, np.float64(before))
         if not isinstance(given, DeviceNumber):
             placed = DeviceWeight(given, self._memory(index))

@@ -94,7 +94,7 @@ class DeviceSums:
             self._failure = fault
 
     def finish(self, facts: Sequence[float | DeviceWeight], step: int, settings: Mapping[str, str]) -> None:
-        """Have the work that is queued next come after the sums of all spans, which are started, and what ranks tell.
+        """Order later work after the sums of all spans, which are started, and after the exchange of the ranks' facts.
 
         Within the arena's order.
 
@@ -122,17 +122,17 @@ class DeviceSums:
 
     @property
     def divisor(self) -> DeviceWeight:
-        """What the sum is divided by; NaN where the ranks are not in one step, or none has a micro-batch."""
+        """The number that the sum is divided by; NaN if the ranks are not in one step, or none has a micro-batch."""
         return DeviceWeight(None, self._sums.view(np.uint8))
 
     @property
     def weight(self) -> Scalar:
-        """Of all ranks' micro-batches."""
+        """The weight of all ranks' micro-batches."""
         return self._sums[1:2].reshape(())
 
     @property
     def micro_batches(self) -> Scalar:
-        """Of all ranks."""
+        """The number of all ranks' micro-batches."""
         return self._sums[2:3].reshape(())
 
     def unused(self) -> Flags:
@@ -143,14 +143,14 @@ class DeviceSums:
         return unused
 
     def restart(self) -> None:
-        """The step begins anew, or the next one does. What is queued on the arena from now on is after all calls."""
+        """Begin the step again, or the next one; later work on the arena is ordered after all calls."""
         self._ready.restart()
         if self._behind is not None:
             with self._accumulator.arena.in_order():
                 self._order()
 
     def leave(self) -> None:
-        """The group is not used any more; by nobody, where others may wait in a call that this rank did not make."""
+        """Leave the group; nobody uses it again if others may wait in a call that this rank did not make."""
         self.restart()
         if self._is_under_way:
             self._calls.leave_uneven()
@@ -158,7 +158,7 @@ class DeviceSums:
     # ---- inside ----
 
     def _make_rounds(self, shares: Sequence[Share]) -> None:
-        """Make the memory of the parts that come, and all that each round needs."""
+        """Allocate memory for the parts that are received, and prepare all rounds."""
         device, accumulator, rank = self._device, self._accumulator, self._rank
         mine = [share for share in shares if share.owner == rank]
         width = -(-max([share.size for share in mine], default=0) // ALIGNMENT) * ALIGNMENT
@@ -194,7 +194,7 @@ class DeviceSums:
         return FoldPass(slots, np.ones(1, np.bool_), contributions, [np.float32(1)] * len(rows), stays=True)
 
     def _make_told(self) -> None:
-        """Make what this rank tells, and where all ranks' rows come."""
+        """Allocate this rank's row of facts, and memory for all ranks' rows."""
         flags = self._accumulator.unused.size
         self._words = np.zeros(_HEADER + -(-flags // 8), np.int64)
         self._flags = self._words[_HEADER:].view(np.uint8)[:flags]
@@ -206,7 +206,7 @@ class DeviceSums:
         self._tells, self._told_by = [mine] * self._ranks, [told[r] for r in range(self._ranks)]
 
     def _queue(self, work: Callable[[], object]) -> None:
-        """Have work be queued after what the current stream has to do, on our own stream; in a capture on that one."""
+        """Queue work after the current stream's, on a stream of our own; in a capture on the current stream."""
         device = self._device
         is_capturing, before = device.is_capturing(), device.record()
         self._is_under_way = not is_capturing  # until `finish`

@@ -78,7 +78,7 @@ class Reducer:
 
     @property
     def waits(self) -> bool:
-        """Whether a step waits on the host for other ranks: they decide it there."""
+        """Whether a step waits on the host for other ranks, which decide it there."""
         return not self.is_alone and self.on_device is None
 
     @property
@@ -234,7 +234,7 @@ class Reducer:
         )
 
     def refuse_other_group(self, sums: object) -> None:
-        """Raise `CallerError` where a window was captured with other workers, or alone, or a step waits for others."""
+        """Raise `CallerError` if a window was captured with other workers or alone, or if a step waits for workers."""
         if self.waits:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
         if sums is not self.on_device:
@@ -300,7 +300,7 @@ class Reducer:
 
     @property
     def _told(self) -> Mapping[str, str]:
-        """What all workers must have alike."""
+        """The settings that all workers must have alike."""
         return {**self._settings, "tensor-parallel group": self.parts.described}
 
     def _refuse_half_summed(self) -> None:
